@@ -1,0 +1,70 @@
+"""Datasets, samples and tokenizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What the model reads. Paths name `.bin/.idx` pairs without the extension."""
+
+    seq_length: int | None = flag(None, "tokens in a training sample")
+    data_path: tuple[str, ...] | None = flag(
+        None, "dataset prefix, or several, or 'weight prefix weight prefix ...'", nargs="*"
+    )
+    train_data_path: tuple[str, ...] | None = flag(None, "as --data-path, for training only", nargs="*")
+    valid_data_path: tuple[str, ...] | None = flag(None, "as --data-path, for validation only", nargs="*")
+    test_data_path: tuple[str, ...] | None = flag(None, "as --data-path, for the final test only", nargs="*")
+    split: str | None = flag(
+        None, "shares of --data-path's documents for training, validation and test; default 969,30,1"
+    )
+    mock_data: bool = flag(False, "random tokens instead of a dataset, to try a configuration")
+    data_cache_path: str | None = flag(None, "folder for sample indices; default a cache folder beside each dataset")
+    mmap_bin_files: bool = flag(True, "read .bin files with plain reads instead of memory-mapping them")
+    num_workers: int = flag(2, "processes a rank that prepare batches; 0 prepares them in the training process")
+    dataloader_type: str = flag(
+        "single",
+        "single: samples in the order of the shuffled index, every epoch shuffled by itself; "
+        "cyclic: one fixed shuffle, repeated",
+        choices=("single", "cyclic"),
+    )
+    reset_position_ids: bool = flag(False, "positions start again at 0 after each end-of-document token")
+    reset_attention_mask: bool = flag(False, "attention does not cross an end-of-document token")
+    eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens in the input")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Text <-> token ids."""
+
+    tokenizer_type: str | None = flag(
+        None,
+        "kind of tokenizer; PretrainedFromHF is another name of HuggingFaceTokenizer",
+        choices=(
+            "HuggingFaceTokenizer",
+            "PretrainedFromHF",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "GPT2BPETokenizer",
+            "NullTokenizer",
+        ),
+    )
+    tokenizer_model: str | None = flag(
+        None,
+        "the tokenizer's folder (HuggingFaceTokenizer) or file (SentencePiece, tiktoken)",
+        aliases=("--tokenizer-name-or-path",),
+    )
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
+    tiktoken_pattern: str | None = flag(
+        None, "pre-tokenization pattern of TikTokenizer; default v2", choices=("v1", "v2")
+    )
+    tiktoken_num_special_tokens: int = flag(
+        1000, "ids that TikTokenizer keeps for special tokens, first in its vocabulary"
+    )
+    trust_remote_code: bool = flag(False, "let a Hugging Face tokenizer run Python code from its own folder")

@@ -1,0 +1,132 @@
+"""Shape and numerics of the decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the model is, whatever machine it runs on. `None` in a field means "derive it": see the properties."""
+
+    num_layers: int | None = flag(None, "number of transformer layers")
+    hidden_size: int | None = flag(None, "width of the hidden states")
+    num_attention_heads: int | None = flag(None, "number of query heads")
+    ffn_hidden_size: int | None = flag(
+        None, "width of the MLP; default 4 x hidden, or 8/3 x hidden rounded down to a multiple of 64 with --swiglu"
+    )
+    kv_channels: int | None = flag(None, "size of one attention head; default hidden / heads")
+    group_query_attention: bool = flag(False, "share each key/value head between several query heads (GQA)")
+    num_query_groups: int | None = flag(None, "number of key/value heads; needs --group-query-attention")
+    max_position_embeddings: int | None = flag(
+        None, "longest sequence the position embedding covers; default --seq-length"
+    )
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        "how positions enter: a learned table, rotary (rope), rotary with YaRN scaling (yarn), or not at all",
+        choices=("learned_absolute", "rope", "yarn", "none"),
+    )
+    rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)")
+    rotary_percent: float = flag(1.0, "fraction of a head's channels that is rotated")
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, "linear rotary scaling: positions are divided by this factor"
+    )
+    use_rope_scaling: bool = flag(False, "Llama-3.1 rotary scaling (low frequencies stretched, high ones kept)")
+    rope_scaling_factor: float = flag(
+        8.0, "stretch of --use-rope-scaling and of yarn: new context length / original context length"
+    )
+    rope_scaling_low_freq_factor: float = flag(1.0, "Llama-3.1 scaling: wavelengths above original/this are stretched")
+    rope_scaling_high_freq_factor: float = flag(4.0, "Llama-3.1 scaling: wavelengths below original/this are kept")
+    rope_scaling_original_max_position_embeddings: int = flag(
+        8192,
+        "context length the rotary frequencies were first trained for (Llama-3.1 scaling and yarn)",
+        aliases=("--yarn-original-max-position-embeddings",),
+    )
+    yarn_beta_fast: float = flag(32.0, "yarn: dimensions that turn more often than this over the context are kept")
+    yarn_beta_slow: float = flag(1.0, "yarn: dimensions that turn less often than this over the context are stretched")
+    yarn_mscale: float | None = flag(
+        None, "yarn: factor on cos and sin (attention temperature); default 0.1 ln(scaling factor) + 1"
+    )
+    normalization: str = flag("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "epsilon inside the norm's square root", aliases=("--layernorm-epsilon",))
+    apply_layernorm_1p: bool = flag(False, "store norm weights minus one, so that weight decay pulls them to one")
+    swiglu: bool = flag(False, "gated SiLU MLP: silu(gate) x up")
+    squared_relu: bool = flag(False, "squared ReLU MLP activation")
+    openai_gelu: bool = flag(False, "tanh approximation of GELU (GPT-2's) instead of the exact one")
+    add_bias_linear: bool = flag(True, "no biases in linear layers", name="--disable-bias-linear")
+    add_qkv_bias: bool = flag(False, "bias on the query/key/value projection only; for --disable-bias-linear models")
+    qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotation")
+    untie_embeddings_and_output_weights: bool = flag(False, "give the output head a weight of its own")
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities")
+    hidden_dropout: float = flag(0.1, "dropout on the output of attention and MLP, before the residual is added")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead of normal ones")
+    apply_output_scale_init: bool = flag(
+        True,
+        "initialise attention-output and MLP-output weights like all others, not divided by sqrt(2 x layers)",
+        name="--disable-output-scale-init",
+    )
+    vocab_size: int | None = flag(None, "vocabulary size before padding; default the tokenizer's")
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this; not of tp, so that checkpoints do not depend on the layout"
+    )
+    fp16: bool = flag(False, "train in fp16 with loss scaling")
+    bf16: bool = flag(False, "train in bf16")
+    fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32 in bf16/fp16 training")
+    attention_backend: str = flag(
+        "auto",
+        "attention kernel: auto takes the fastest that fits; flash = FlashAttention, fused = torch SDPA, "
+        "unfused = plain torch",
+        choices=("auto", "flash", "fused", "unfused"),
+    )
+    transformer_impl: str = flag("local", "linear and norm implementation", choices=("local", "transformer_engine"))
+    gradient_accumulation_fusion: bool = flag(
+        True,
+        "do not add weight gradients to the fp32 main gradient inside the GEMM; add them after it",
+    )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        assert self.hidden_size and self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads; as many as query heads without GQA."""
+        assert self.num_attention_heads
+        return (self.num_query_groups or 1) if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of the MLP's inner activation."""
+        assert self.hidden_size
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return self.hidden_size * 8 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the head: `vocab_size` rounded up."""
+        assert self.vocab_size
+        step = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // step) * step
+
+    @property
+    def dtype_name(self) -> str:
+        """Dtype of parameters and activations: "float32", "bfloat16" or "float16"."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated channels of a head (0 without rotary embedding); even."""
+        if self.position_embedding_type not in ("rope", "yarn"):
+            return 0
+        return int(self.head_dim * self.rotary_percent) // 2 * 2
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query/key/value projection has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias

@@ -1,0 +1,36 @@
+"""The whole configuration of a run. Only set-up sees it; a component is handed its own part."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Every part of a run's configuration, and which fields the user gave explicitly."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    given: frozenset[str] = frozenset()  # names of fields that were set on the command line, not defaulted
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """JSON-ready: part name -> field name -> value."""
+        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "given"}
+        return {name: dataclasses.asdict(part) for name, part in parts.items()}

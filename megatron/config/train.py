@@ -1,0 +1,76 @@
+"""Length of the run, batches, evaluation, logging, exits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What the loop does."""
+
+    micro_batch_size: int | None = flag(None, "samples in one forward pass of one replica")
+    global_batch_size: int | None = flag(
+        None, "samples in one optimizer step over all replicas; default micro batch size x dp"
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        "START INCREMENT SAMPLES: begin with START samples a step and add INCREMENT in equal intervals over SAMPLES",
+        nargs=3,
+        metavar="N",
+    )
+    train_iters: int | None = flag(None, "length of the run, optimizer steps")
+    train_samples: int | None = flag(None, "length of the run, samples")
+    seed: int = flag(1234, "seed of initial weights, data order and dropout")
+    calculate_per_token_loss: bool = flag(
+        False,
+        "weigh every token of the global batch alike, instead of every sample "
+        "(they differ only when samples have different numbers of unmasked tokens)",
+    )
+    exit_interval: int | None = flag(None, "save and exit after an iteration that is a multiple of this")
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
+    exit_signal_handler: bool = flag(True, "do not catch SIGTERM and SIGUSR1 to save and exit; die at once")
+    skip_train: bool = flag(False, "evaluate only")
+    manual_gc: bool = flag(
+        False, "run Python's garbage collector only every --manual-gc-interval steps, on all ranks at once"
+    )
+    manual_gc_interval: int = flag(0, "steps between collections with --manual-gc; 0 never collects")
+    deterministic_mode: bool = flag(False, "choose deterministic kernels, and stop where there is none")
+    iterations_to_skip: tuple[int, ...] | None = flag(
+        None, "iterations whose data is read but not trained on (to step over a loss spike)", nargs="+"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Validation and test loss."""
+
+    eval_interval: int | None = flag(None, "steps between evaluations; default only after training")
+    eval_iters: int = flag(100, "global batches an evaluation reads; 0 never evaluates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is printed and written while training."""
+
+    log_interval: int = flag(100, "steps between log lines")
+    log_throughput: bool = flag(False, "print model TFLOP/s/GPU in its Megatron-LM place of the line, too")
+    log_params_norm: bool = flag(False, "print the norm of all parameters")
+    log_num_zeros_in_grad: bool = flag(False, "print the number of zeros in the gradient")
+    log_memory_interval: int | None = flag(
+        None, "steps between per-rank memory reports; default once, after the first log line"
+    )
+    log_progress: bool = flag(False, "append starts and saves to SAVE/progress.txt")
+    progress_bar: bool = flag(True, "no progress bar (it is off by itself when the output is not a terminal)")
+    timing_log_level: int = flag(
+        0, "0: iteration time only; 1: also the parts of a step; 2: also every forward and backward", choices=(0, 1, 2)
+    )
+    tensorboard_dir: str | None = flag(None, "write TensorBoard events here")
+    tensorboard_log_interval: int = flag(1, "steps between TensorBoard points")
+    wandb_project: str | None = flag(None, "log to this Weights & Biases project (needs the wandb extra)")
+    wandb_exp_name: str | None = flag(None, "name of the Weights & Biases run")
+    wandb_entity: str | None = flag(None, "Weights & Biases team or user")
+    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files; default SAVE/wandb")
+    loss_curve: str | None = flag(None, "draw training and validation loss as a PNG here at the end of the run")

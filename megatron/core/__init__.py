@@ -1,0 +1,1 @@
+"""The training system: mesh, communication, layers, optimizer, models."""

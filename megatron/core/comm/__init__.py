@@ -1,0 +1,1 @@
+"""Every collective of the tree, with its autograd functions, recorder and time limits."""

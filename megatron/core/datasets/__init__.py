@@ -1,0 +1,1 @@
+"""Indexed token files, samples, blends, tokenizers, samplers."""

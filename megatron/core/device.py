@@ -1,0 +1,100 @@
+"""The device of this process and its memory figures, on CPU and CUDA alike."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from megatron.core.errors import ConfigError
+
+# Dense bf16 peak, TFLOP/s, from the vendors' data sheets (no sparsity). Looked up by substring of the device's name.
+PEAK_BF16_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "4090": 165.0,
+    "V100": 125.0,
+}
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes: in use now, the most in use so far, the most reserved from the device, and the device's total."""
+
+    allocated: int
+    peak_allocated: int
+    peak_reserved: int
+    total: int
+
+
+def choose_device(asked: str, local_rank: int) -> torch.device:
+    """`asked` is auto, cpu or cuda. On CUDA each process takes the device of its local rank."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda was asked for but torch sees no CUDA device; use --device cpu or auto")
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this host has {count}; lower --nproc-per-node to {count}"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_cpu_threads(device: torch.device, processes_on_host: int) -> None:
+    """Share the host's cores between its processes on CPU: torch's default would start all cores in each of them."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes_on_host))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work queued on the device (a no-op on CPU)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_report(device: torch.device) -> MemoryReport:
+    """Memory of this process: the caching allocator's figures on CUDA, the resident set on CPU."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return MemoryReport(
+            torch.cuda.memory_allocated(device),
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.max_memory_reserved(device),
+            total,
+        )
+    resident = psutil.Process().memory_info().rss
+    peak = _peak_resident(resident)
+    return MemoryReport(resident, peak, peak, psutil.virtual_memory().total)
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak dense TFLOP/s of the device for bf16/fp16, or None when it is not known (CPU, other dtypes, other GPUs)."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_BF16_TFLOPS.items() if key in name), None)
+
+
+def _peak_resident(resident: int) -> int:
+    """VmHWM of /proc/self/status: the high-water mark of the resident set, which psutil does not give."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resident

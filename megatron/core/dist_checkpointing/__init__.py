@@ -1,0 +1,1 @@
+"""Checkpoints of global tensors that load under any layout."""

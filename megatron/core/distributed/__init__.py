@@ -1,0 +1,1 @@
+"""Gradient buffers and data-parallel reduction."""

@@ -1,0 +1,28 @@
+"""Exceptions of the tree. A user's mistake is a `UserError`: one line, the values, the fix; exit code 2."""
+
+
+class MegatronError(Exception):
+    """Root of every exception this package raises on purpose."""
+
+
+class UserError(MegatronError):
+    """Something the user gave is wrong. The message says what, with the values, and how to fix it."""
+
+
+class ConfigError(UserError):
+    """A flag, or a combination of flags, that cannot be run."""
+
+
+class DataError(UserError):
+    """A dataset or tokenizer file that is missing, damaged or does not fit the model."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, of another model, or that could not be written."""
+
+
+class CommError(MegatronError):
+    """A collective failed or timed out. The message names the collective, its group and the missing ranks."""
+
+
+USER_ERROR_EXIT_CODE = 2

@@ -1,0 +1,139 @@
+"""Process groups of a mesh: one immutable object, built once and passed to everything that communicates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.errors import ConfigError
+from megatron.core.heartbeat import Heartbeat
+from megatron.core.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate along some axes of the mesh, in axis order. A group of one never communicates."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int  # index of this process in `ranks`
+    process_group: dist.ProcessGroup | None  # None when the group has one rank
+    heartbeat: Heartbeat
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Every group this rank is in.
+
+    tp: shards of a layer. cp: shards of a sequence. dp: replicas that see other samples. pp: stages.
+    dp_cp: reduces gradients of dense parameters. model (tp x pp): ranks that hold different parameters of one replica.
+    ep, etp, edp: the same roles for experts.
+    """
+
+    mesh: Mesh
+    rank: int
+    heartbeat: Heartbeat
+    world: Group
+    tp: Group
+    cp: Group
+    dp: Group
+    pp: Group
+    dp_cp: Group
+    model: Group
+    ep: Group
+    etp: Group
+    edp: Group
+
+
+_AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "dp_cp": ("cp", "dp"),
+    "model": ("tp", "pp"),
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "edp": ("edp",),
+}
+
+
+def launch_environment() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as torchrun set them; one process when started without a launcher."""
+    env = os.environ
+    return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
+
+
+def connect(
+    rank: int, world_size: int, *, backend: str, timeout_seconds: float, heartbeat_dir: Path | None = None
+) -> Heartbeat:
+    """Join the job through torchrun's store (environment variables) and return this rank's heartbeat, not yet started.
+
+    `backend` is "nccl" or "gloo". A world of one needs no launcher, no store and no backend.
+    """
+    if world_size == 1:
+        return Heartbeat(rank, directory=heartbeat_dir, timeout=timeout_seconds)
+    if "MASTER_ADDR" not in os.environ:
+        raise ConfigError(f"WORLD_SIZE is {world_size} but MASTER_ADDR is not set; start the job with torchrun")
+    timeout = timedelta(seconds=timeout_seconds)
+    store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    publish, read = store_transport(store, rank)
+    return Heartbeat(rank, directory=heartbeat_dir, publish=publish, read=read, timeout=timeout_seconds)
+
+
+def store_transport(store: dist.Store, rank: int) -> tuple[Callable[[str], None], Callable[[int], str | None]]:
+    """(publish, read) over a key-value store. Uses a connection of its own: the heartbeat thread must never wait for a
+    lock that the main thread holds inside a blocking store call."""
+    own = dist.PrefixStore("heartbeat", store.clone())
+
+    def publish(line: str) -> None:
+        own.set(str(rank), line)
+
+    def read(other: int) -> str | None:
+        return own.get(str(other)).decode() if own.check([str(other)]) else None
+
+    return publish, read
+
+
+def create_groups(mesh: Mesh, rank: int, heartbeat: Heartbeat, timeout_seconds: float) -> Groups:
+    """Make every group of the mesh. Collective over the world: all ranks create all groups in the same order."""
+    timeout = timedelta(seconds=timeout_seconds)
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[str, Group] = {}
+    for name, axes in _AXES.items():
+        for ranks in mesh.groups(*axes):
+            # Axes that vary over the same ranks (dp and dp_cp at cp 1) share one communicator: fewer buffers on NCCL.
+            if len(ranks) > 1 and ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
+            if rank in ranks:
+                groups[name] = Group(name, ranks, ranks.index(rank), made.get(ranks), heartbeat)
+    everyone = tuple(range(mesh.world_size))
+    world = Group("world", everyone, rank, dist.group.WORLD if mesh.world_size > 1 else None, heartbeat)
+    return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, **groups)
+
+
+def disconnect(heartbeat: Heartbeat) -> None:
+    """Leave the job at the end of a run."""
+    heartbeat.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def backend_for(device: torch.device, asked: str | None) -> str:
+    """The communication backend: what was asked for, else NCCL on CUDA and gloo on the CPU."""
+    if asked == "nccl" and device.type != "cuda":
+        raise ConfigError("--distributed-backend nccl needs a CUDA device; use gloo, or --device cuda on a GPU machine")
+    return asked or ("nccl" if device.type == "cuda" else "gloo")

@@ -1,0 +1,215 @@
+"""Who is doing what: each rank's phase and current collective, published so that a hang can be attributed.
+
+A background thread writes the state to `<dir>/rank_00000.json` and hands it to `publish` (a key-value store shared by the
+job) once a second. When a collective fails or times out, `explain` compares the ranks of its group and names those that
+have not arrived. Nothing here imports torch: the transport is an argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank last said of itself. `sequence` counts the collectives it has entered on `group`."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    collective: str
+    group: str
+    sequence: int
+    since: float  # when the phase or collective began, seconds since the epoch
+    time: float  # when this was published
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Beat:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as the recorder saw it: operation, group name, shape of the input, dtype, bytes of the input."""
+
+    op: str
+    group: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+class Heartbeat:
+    """State of this rank. `collective` wraps every collective of `comm`; `phase` marks the parts of a run."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        directory: Path | None = None,
+        publish: Callable[[str], None] | None = None,
+        read: Callable[[int], str | None] | None = None,
+        interval: float = 1.0,
+        timeout: float = 600.0,
+    ) -> None:
+        """`read(rank)` returns another rank's last line; `timeout` (s) is the limit for queued device work."""
+        self.rank = rank
+        self.interval = interval
+        self.timeout = timeout
+        self._read = read
+        self._publish = publish
+        self._path = directory / f"rank_{rank:05d}.json" if directory else None
+        self._phase, self._collective, self._group = "start", "", ""
+        self._since = time.time()
+        self._sequences: dict[str, int] = {}
+        self._recorders: list[list[Call]] = []
+        self._queued: deque[tuple[str, Sequence[int], str, float, Callable[[], bool]]] = deque()
+        self._on_stall: Callable[[str], None] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, on_stall: Callable[[str], None] | None = None) -> None:
+        """Begin publishing. `on_stall(message)` is called when device work queued by `track` outlives the timeout."""
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._on_stall = on_stall
+        self.beat()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; the last state stays in the file."""
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+        with contextlib.suppress(Exception):  # the store may be gone already at exit
+            self.beat()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark a part of the run ("forward-backward", "save-checkpoint") while the body runs."""
+        before = self._phase
+        self._phase, self._since = name, time.time()
+        try:
+            yield
+        finally:
+            self._phase, self._since = before, time.time()
+
+    @contextlib.contextmanager
+    def collective(self, op: str, group: str, call: Call) -> Iterator[None]:
+        """Mark that this rank is inside collective `op` on `group`; the recorders get `call`."""
+        for recorder in self._recorders:
+            recorder.append(call)
+        self._sequences[group] = self._sequences.get(group, 0) + 1
+        self._collective, self._group, self._since = op, group, time.time()
+        yield
+        # Not in a finally: after a failure the state must still say where this rank was.
+        self._collective, self._group, self._since = "", "", time.time()
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[Call]]:
+        """Collect the calls made while the body runs, in order."""
+        calls: list[Call] = []
+        self._recorders.append(calls)
+        try:
+            yield calls
+        finally:
+            # By identity: nested recorders may hold equal lists.
+            self._recorders = [kept for kept in self._recorders if kept is not calls]
+
+    def track(self, op: str, ranks: Sequence[int], group: str, done: Callable[[], bool]) -> None:
+        """Watch work that was only queued on a device stream: the host has gone on and cannot see it hang."""
+        self._queued.append((op, ranks, group, time.time(), done))
+
+    def beat(self) -> None:
+        """Publish the current state now."""
+        line = self.state().to_json()
+        if self._path:
+            beside = self._path.with_suffix(".tmp")
+            beside.write_text(line + "\n")
+            beside.replace(self._path)
+        if self._publish:
+            self._publish(line)
+
+    def state(self) -> Beat:
+        """The current state of this rank."""
+        return Beat(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase=self._phase,
+            collective=self._collective,
+            group=self._group,
+            sequence=self._sequences.get(self._group, 0),
+            since=self._since,
+            time=time.time(),
+        )
+
+    def explain(self, op: str, group: str, ranks: Sequence[int], seconds: float, cause: str) -> str:
+        """One line for a collective that failed after `seconds`: which ranks of its group are missing, and where.
+
+        Waits three beats first, so that a rank that died just now has visibly stopped publishing.
+        """
+        mine = self._sequences.get(group, 0)
+        head = f"{op} number {mine} on group {group} (ranks {', '.join(map(str, ranks))}) failed after {seconds:.1f} s"
+        if self._read is None:
+            return f"{head}: {cause}"
+        time.sleep(3 * self.interval)
+        beats = {rank: self._beat_of(rank) for rank in ranks if rank != self.rank}
+        return (
+            f"{head}: {missing_ranks(beats, group, mine, 3 * self.interval) or 'every rank of it has arrived'}; {cause}"
+        )
+
+    def _beat_of(self, rank: int) -> Beat | None:
+        try:
+            line = self._read(rank) if self._read else None
+        except Exception:  # the store's host may be the rank that died
+            return None
+        return Beat.from_json(line) if line else None
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval):
+            try:
+                self.beat()
+            except Exception:  # a full disk or a store that went away must not end the run by itself
+                continue
+            self._check_queued()
+
+    def _check_queued(self) -> None:
+        while self._queued and self._queued[0][4]():
+            self._queued.popleft()
+        if self._queued and self._on_stall and time.time() - self._queued[0][3] > self.timeout:
+            op, ranks, group, started, _ = self._queued.popleft()
+            self._on_stall(self.explain(op, group, ranks, time.time() - started, "device work did not finish"))
+
+
+def missing_ranks(beats: dict[int, Beat | None], group: str, sequence: int, stale_after: float) -> str:
+    """Say which of `beats` are gone or have not reached collective number `sequence` of `group`; '' when all have."""
+    now, parts = time.time(), []
+    for rank, beat in sorted(beats.items()):
+        if beat is None:
+            parts.append(f"rank {rank} never reported")
+        elif now - beat.time > stale_after:
+            parts.append(
+                f"rank {rank} is gone or frozen (no heartbeat for {now - beat.time:.0f} s, last in phase '{beat.phase}'"
+                f" on {beat.host}, pid {beat.pid})"
+            )
+        elif beat.group != group or beat.sequence < sequence:
+            doing = f"in {beat.collective} on group {beat.group}" if beat.collective else "computing"
+            parts.append(f"rank {rank} has not arrived (phase '{beat.phase}', {doing} for {now - beat.since:.0f} s)")
+    return "; ".join(parts)

@@ -1,0 +1,22 @@
+"""Rank-aware logging. One logger for the package; `setup_logging` decides which ranks print."""
+
+import logging
+import sys
+
+LOGGER_NAME = "megatron"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """A child of the package's logger; pass `__name__`."""
+    return logging.getLogger(name if name.startswith(LOGGER_NAME) else f"{LOGGER_NAME}.{name}")
+
+
+def setup_logging(rank: int, level: int = logging.INFO) -> None:
+    """Rank 0 prints `level` and above as plain lines on stdout; other ranks warnings and above, with their rank."""
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.handlers.clear()
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
+    logger.propagate = False

@@ -1,0 +1,1 @@
+"""One GPT decoder; a file a family for presets."""

@@ -1,0 +1,1 @@
+"""Mixed-precision optimizers, clipping and schedules over gradient buffers."""

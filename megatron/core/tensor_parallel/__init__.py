@@ -1,0 +1,1 @@
+"""Tensor-parallel layers, loss and random state."""

@@ -1,0 +1,1 @@
+"""The decoder layer and its parts; no collectives of its own."""

@@ -1,0 +1,1 @@
+"""Ops with a torch reference and optional fused backends."""

@@ -1,0 +1,1 @@
+"""The only optional imports of the tree."""

@@ -1,0 +1,1 @@
+"""One file an op: the torch reference and the choice of backend."""

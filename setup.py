@@ -1,0 +1,33 @@
+"""Package metadata of Megatron-Patched."""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+setup(
+    name="megatron-patched",
+    version="0.1.0",
+    description="LLM training in Megatron-LM's shape that runs the same code on a laptop's CPU and on a GPU cluster",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=find_namespace_packages(include=["megatron", "megatron.*"]),
+    install_requires=[
+        "torch>=2.8",
+        "numpy>=1.26",
+        "safetensors>=0.4",
+        "transformers>=4.45",
+        "tokenizers>=0.20",
+        "sentencepiece>=0.2",
+        "tiktoken>=0.7",
+        "tensorboard>=2.16",
+        "rich>=13",
+        "matplotlib>=3.8",
+        "psutil>=5.9",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]>=2.12", "flash-attn>=2.7"],
+        "wandb": ["wandb>=0.17"],
+        "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.10"],
+    },
+)

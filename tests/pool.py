@@ -1,0 +1,127 @@
+"""Warm gloo worker processes for parallel tests: starting torch costs seconds a process, so each world starts once.
+
+`run(4, fn, *args)` calls `fn(rank, world_size, *args)` in four processes and returns their results in rank order; `fn`
+must be a module-level function. Inside, `groups(tp=2)` gives the process groups of a mesh over that world.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.groups import Groups, create_groups
+from megatron.core.heartbeat import Heartbeat
+from megatron.core.mesh import Mesh
+
+TIMEOUT_SECONDS = 60.0
+_POOLS: dict[int, Pool] = {}
+
+
+class Pool:
+    """`world_size` processes that have joined one gloo world and wait for functions."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "tests.pool"])
+        port = free_port()
+        self._processes, self._pipes = [], []
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, there), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Results in rank order. A failure in any rank raises here with every failed rank's traceback."""
+        for pipe in self._pipes:
+            pipe.send((fn, args))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(errors) < len(self._pipes):
+            for rank, pipe in enumerate(self._pipes):
+                if rank in results or rank in errors or not pipe.poll(0.002):
+                    continue
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, f"process exited with {self._processes[rank].exitcode}"
+                (results if ok else errors)[rank] = value
+            # One failed rank leaves the others waiting in a collective: give them a moment to fail too, then give up.
+            if errors and time.monotonic() < deadline - 5:
+                deadline = time.monotonic() + 5
+            if time.monotonic() > deadline:
+                break
+        if len(results) < len(self._pipes):
+            self.close()
+            report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items()))
+            silent = [r for r in range(len(self._pipes)) if r not in results and r not in errors]
+            raise AssertionError(f"{fn.__name__} failed; ranks without an answer: {silent}\n{report}")
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for process in self._processes:
+            process.kill()
+        for size, pool in list(_POOLS.items()):
+            if pool is self:
+                del _POOLS[size]
+
+
+def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` on a warm pool; a world of one runs in this process."""
+    if world_size == 1:
+        return [fn(0, 1, *args)]
+    if world_size not in _POOLS:
+        _POOLS[world_size] = Pool(world_size)
+    return _POOLS[world_size].run(fn, *args, timeout=timeout)
+
+
+def groups(tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1) -> Groups:
+    """Process groups of a mesh over this worker's world (cached: groups are made once a mesh and process)."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep))
+
+
+@functools.cache
+def _groups(mesh: Mesh) -> Groups:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return create_groups(mesh, rank, Heartbeat(rank), TIMEOUT_SECONDS)
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, fn(rank, world_size, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_POOLS.values()):
+        pool.close()
