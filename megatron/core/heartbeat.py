@@ -1,6 +1,6 @@
 """Who is doing what: each rank's phase and current collective, published so that a hang can be attributed.
 
-A background thread writes the state to `<dir>/rank_00000.json` and hands it to `publish` (a key-value store shared by the
+A background thread writes the state to `<dir>/rank_00000.json` and hands it to `publish` (a store shared by the
 job) once a second. When a collective fails or times out, `explain` compares the ranks of its group and names those that
 have not arrived. Nothing here imports torch: the transport is an argument.
 """

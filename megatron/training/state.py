@@ -1,0 +1,36 @@
+"""What a run remembers between steps, and what one step reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class TrainState:
+    """Progress of the run. Saved in every checkpoint; all fields are plain numbers."""
+
+    iteration: int = 0  # optimizer steps done
+    consumed_samples: int = 0  # training samples read
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0  # steps not applied: fp16 overflow, or --iterations-to-skip
+    nan_iterations: int = 0  # steps not applied because gradients were not finite (bf16, fp32)
+    floating_point_operations: float = 0.0  # model FLOPs so far, all replicas
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step, the same on every rank."""
+
+    iteration: int
+    loss: float  # mean over the global batch's unmasked tokens
+    grad_norm: float
+    loss_scale: float
+    learning_rate: float
+    global_batch_size: int  # samples
+    tokens: int  # tokens read in this step over all replicas
+    seconds: float
+    skipped: bool = False
+    nan: bool = False
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    timers: dict[str, float] = field(default_factory=dict)  # part of the step -> seconds on this rank
