@@ -12,7 +12,9 @@ class CheckpointConfig:
     """Checkpoints live in DIR/iter_0000100/ and DIR/latest_checkpointed_iteration.txt names the newest."""
 
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
-    save_interval: int | None = flag(None, "steps between checkpoints; needed with --save")
+    save_interval: int | None = flag(
+        None, "steps between checkpoints; needed with --save", aliases=("--persistent-save-interval",)
+    )
     save_retain: int | None = flag(None, "keep only this many newest checkpoints")
     load: str | None = flag(None, "folder to continue from; a fresh run when it holds no checkpoint", metavar="DIR")
     ckpt_step: int | None = flag(None, "load this iteration instead of the newest")
@@ -20,8 +22,8 @@ class CheckpointConfig:
     finetune: bool = flag(
         False, "load weights only and start at iteration 0 with fresh optimizer, data and random state"
     )
-    save_optim: bool = flag(True, "do not save the optimizer's state", name="--no-save-optim")
-    save_rng: bool = flag(True, "do not save the random state", name="--no-save-rng")
-    load_optim: bool = flag(True, "start with a fresh optimizer state", name="--no-load-optim")
-    load_rng: bool = flag(True, "start with a fresh random state", name="--no-load-rng")
+    save_optim: bool = flag(True, "do not save the optimizer's state")
+    save_rng: bool = flag(True, "do not save the random state")
+    load_optim: bool = flag(True, "start with a fresh optimizer state")
+    load_rng: bool = flag(True, "start with a fresh random state")
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint instead of the flags")

@@ -36,6 +36,15 @@ def flag(
     return field(default=default, metadata={"flag": Flag(help, name, aliases, choices, nargs, metavar)})
 
 
+def spelling(spec: Field[Any]) -> str:
+    """The flag as it is typed: `--a-b` for field `a_b`, `--no-a-b` for a boolean that is on by default, or its own."""
+    found = flag_of(spec)
+    if found is not None and found.name is not None:
+        return found.name
+    dashed = spec.name.replace("_", "-")
+    return f"--no-{dashed}" if spec.default is True else f"--{dashed}"
+
+
 def flag_of(spec: Field[Any]) -> Flag | None:
     """The flag of a dataclass field, or None for a field that is set by the program."""
     found = spec.metadata.get("flag")

@@ -58,8 +58,12 @@ class ScheduleConfig:
     lr_warmup_fraction: float | None = flag(None, "linear warm-up, fraction of the decay length")
     lr_warmup_init: float = flag(0.0, "learning rate before the first step of the warm-up")
     override_opt_param_scheduler: bool = flag(
-        False, "take the schedule from the flags although the checkpoint was made with another one"
+        False,
+        "take the schedule from the flags although the checkpoint was made with another one",
+        aliases=("--override-opt_param-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "take the schedule from the checkpoint although the flags give another one"
+        False,
+        "take the schedule from the checkpoint although the flags give another one",
+        aliases=("--use-checkpoint-opt_param-scheduler",),
     )

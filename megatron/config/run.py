@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+import functools
+from dataclasses import Field, dataclass, field
 from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.flag import flag_of, spelling
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig
@@ -34,3 +36,38 @@ class RunConfig:
         """JSON-ready: part name -> field name -> value."""
         parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "given"}
         return {name: dataclasses.asdict(part) for name, part in parts.items()}
+
+    def value(self, name: str) -> Any:
+        """Value of the flag field `name`, whichever part holds it."""
+        part, spec = flag_fields()[name]
+        return getattr(getattr(self, part), spec.name)
+
+
+PARTS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "data": DataConfig,
+    "tokenizer": TokenizerConfig,
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "logging": LoggingConfig,
+    "checkpoint": CheckpointConfig,
+}
+
+
+@functools.cache
+def flag_fields() -> dict[str, tuple[str, Field[Any]]]:
+    """Every flag of a run: field name -> (part that holds it, field), in the order of the classes. Names are unique."""
+    return {
+        spec.name: (part, spec)
+        for part, cls in PARTS.items()
+        for spec in dataclasses.fields(cls)
+        if flag_of(spec) is not None
+    }
+
+
+def flag_name(field_name: str) -> str:
+    """How the user types the flag of this field, for messages."""
+    return spelling(flag_fields()[field_name][1])

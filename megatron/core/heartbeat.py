@@ -21,7 +21,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank last said of itself. `sequence` counts the collectives it has entered on `group`."""
+    """What one rank last said of itself. `sequences` counts the collectives it has entered, by group."""
 
     rank: int
     host: str
@@ -29,7 +29,7 @@ class Beat:
     phase: str
     collective: str
     group: str
-    sequence: int
+    sequences: dict[str, int]
     since: float  # when the phase or collective began, seconds since the epoch
     time: float  # when this was published
 
@@ -55,7 +55,7 @@ class Call:
 
 
 class Heartbeat:
-    """State of this rank. `collective` wraps every collective of `comm`; `phase` marks the parts of a run."""
+    """State of this rank. `enter` and `leave` frame every collective of `comm`; `phase` marks the parts of a run."""
 
     def __init__(
         self,
@@ -110,16 +110,23 @@ class Heartbeat:
         finally:
             self._phase, self._since = before, time.time()
 
-    @contextlib.contextmanager
-    def collective(self, op: str, group: str, call: Call) -> Iterator[None]:
-        """Mark that this rank is inside collective `op` on `group`; the recorders get `call`."""
+    def enter(self, op: str, group: str, call: Call) -> None:
+        """This rank is now inside collective `op` on `group`; the recorders get `call`.
+
+        `leave` marks its end. After a failure nobody calls it: the state must still say where this rank was.
+        """
         for recorder in self._recorders:
             recorder.append(call)
         self._sequences[group] = self._sequences.get(group, 0) + 1
+        self.wait_in(op, group)
+
+    def wait_in(self, op: str, group: str) -> None:
+        """This rank now waits for a collective that it started before."""
         self._collective, self._group, self._since = op, group, time.time()
-        yield
-        # Not in a finally: after a failure the state must still say where this rank was.
-        self._collective, self._group, self._since = "", "", time.time()
+
+    def leave(self) -> None:
+        """The collective is done, or queued on a device stream."""
+        self._collective, self._since = "", time.time()
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Call]]:
@@ -155,7 +162,7 @@ class Heartbeat:
             phase=self._phase,
             collective=self._collective,
             group=self._group,
-            sequence=self._sequences.get(self._group, 0),
+            sequences=dict(self._sequences),
             since=self._since,
             time=time.time(),
         )
@@ -209,7 +216,7 @@ def missing_ranks(beats: dict[int, Beat | None], group: str, sequence: int, stal
                 f"rank {rank} is gone or frozen (no heartbeat for {now - beat.time:.0f} s, last in phase '{beat.phase}'"
                 f" on {beat.host}, pid {beat.pid})"
             )
-        elif beat.group != group or beat.sequence < sequence:
+        elif beat.sequences.get(group, 0) < sequence:
             doing = f"in {beat.collective} on group {beat.group}" if beat.collective else "computing"
             parts.append(f"rank {rank} has not arrived (phase '{beat.phase}', {doing} for {now - beat.since:.0f} s)")
     return "; ".join(parts)

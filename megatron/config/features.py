@@ -1,0 +1,119 @@
+"""The start-up table: each parallel, kernel and numerics feature as asked for, as in effect, and if not why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.run import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What set-up found out about this machine and the objects it built."""
+
+    tp: int
+    dp: int
+    device: str  # device type: "cpu" or "cuda"
+    backend: str | None  # "nccl" or "gloo"; None in a world of one process
+    attention_choice: str  # "kernel (why this one)", as kernels.choose words it
+    fusion_missing: str | None  # why weight gradients are not accumulated inside the GEMM; None when they are
+    separate_main_grads: bool  # the fp32 gradient buffer has another dtype than the parameters
+    buckets: int  # gradient buckets of this rank
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table. `why` is empty when the run does what was asked for."""
+
+    name: str
+    asked: str
+    in_effect: str
+    why: str
+
+
+def features(run: RunConfig, facts: Facts) -> list[Feature]:
+    """The rows that exist in this version, in a fixed order. Pure: nothing is looked up or changed."""
+    return [
+        _tensor_parallelism(facts),
+        _sequence_parallelism(run, facts),
+        _gradient_reduction(facts),
+        _attention(run, facts),
+        _gradient_fusion(run, facts),
+        _main_gradients(run, facts),
+        _dropout(run),
+        _loss_scaling(run),
+        _deterministic(run),
+    ]
+
+
+def format_table(rows: Sequence[Feature]) -> str:
+    """Aligned plain text with a header line; no trailing newline."""
+    cells = [("feature", "asked", "in effect", "why")]
+    cells += [(row.name, row.asked, row.in_effect, row.why) for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
+    return "\n".join(lines)
+
+
+def _tensor_parallelism(facts: Facts) -> Feature:
+    asked = f"tp {facts.tp}" if facts.tp > 1 else "off"
+    return Feature("tensor parallelism", asked, asked, "")
+
+
+def _sequence_parallelism(run: RunConfig, facts: Facts) -> Feature:
+    asked = run.parallel.sequence_parallel
+    works = asked and facts.tp > 1
+    return Feature("sequence parallelism", _on(asked), _on(works), "tp = 1" if asked and not works else "")
+
+
+def _gradient_reduction(facts: Facts) -> Feature:
+    name = "gradient reduction"
+    if facts.dp == 1:
+        return Feature(name, "auto", "off", "dp = 1")
+    plural = "" if facts.buckets == 1 else "s"
+    how = f"all-reduce after backward, {facts.buckets} bucket{plural}, {facts.backend}"
+    return Feature(name, "auto", how, f"dp = {facts.dp}")
+
+
+def _attention(run: RunConfig, facts: Facts) -> Feature:
+    kernel, _, why = facts.attention_choice.partition(" (")
+    return Feature("attention kernel", run.model.attention_backend, kernel, why.removesuffix(")"))
+
+
+def _gradient_fusion(run: RunConfig, facts: Facts) -> Feature:
+    asked = run.model.gradient_accumulation_fusion
+    works = facts.fusion_missing is None
+    return Feature("gradient accumulation fusion", _on(asked), _on(works), facts.fusion_missing or "" if asked else "")
+
+
+def _main_gradients(run: RunConfig, facts: Facts) -> Feature:
+    if facts.separate_main_grads:
+        return Feature("fp32 main gradients", "auto", "on", f"parameters are {run.model.dtype_name}")
+    return Feature("fp32 main gradients", "auto", "off", "parameters are fp32 themselves")
+
+
+def _dropout(run: RunConfig) -> Feature:
+    rates = run.model.attention_dropout, run.model.hidden_dropout
+    asked = "attention {:g}, hidden {:g}".format(*rates) if any(rates) else "off"
+    if run.train.skip_train and any(rates):
+        return Feature("dropout", asked, "off", "evaluation only")
+    return Feature("dropout", asked, asked, "")
+
+
+def _loss_scaling(run: RunConfig) -> Feature:
+    if not run.model.fp16:
+        return Feature("loss scaling", "auto", "off", f"{run.model.dtype_name} needs none")
+    fixed = run.optimizer.loss_scale
+    if fixed is not None:
+        return Feature("loss scaling", f"fixed {fixed:g}", f"fixed {fixed:g}", "")
+    return Feature("loss scaling", "auto", f"dynamic from {run.optimizer.initial_loss_scale:g}", "float16")
+
+
+def _deterministic(run: RunConfig) -> Feature:
+    asked = _on(run.train.deterministic_mode)
+    return Feature("deterministic mode", asked, asked, "")
+
+
+def _on(state: bool) -> str:
+    return "on" if state else "off"

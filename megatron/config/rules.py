@@ -1,0 +1,53 @@
+"""Cross-checks of a run's configuration: a list of small named rules. A message holds the values and the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from megatron.config import rules_files, rules_model, rules_training
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.rules_needs import given_flags_have_an_effect
+from megatron.config.rules_ranges import numbers_are_in_range, values_are_known
+from megatron.config.run import RunConfig
+from megatron.core.errors import ConfigError
+
+Rule = Callable[[RunConfig, int], str | None]
+
+# In this order: plain values first, so that no later rule divides by zero; contradictions before flags without effect.
+RULES: tuple[Rule, ...] = (
+    values_are_known,
+    numbers_are_in_range,
+    *rules_model.RULES,
+    *rules_training.RULES,
+    *rules_files.RULES,
+    given_flags_have_an_effect,
+)
+
+
+def check(run: RunConfig, world_size: int) -> None:
+    """Raise ConfigError with the first rule that `run` breaks on `world_size` processes. Pure; the same on every rank.
+
+    With --use-checkpoint-args the checkpoint's shape has to be in `run.model` already.
+    """
+    for rule in RULES:
+        problem = rule(run, world_size)
+        if problem is not None:
+            raise ConfigError(problem)
+
+
+def check_vocabulary(model: ModelConfig, parallel: ParallelConfig, tokenizer_vocab_size: int) -> None:
+    """The later check, once the tokenizer is read: its ids fit the model, and tp divides the padded vocabulary.
+
+    `model.vocab_size` may still be None: then it is the tokenizer's. Raises ConfigError.
+    """
+    if model.vocab_size is not None and tokenizer_vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer_vocab_size} ids but --vocab-size is {model.vocab_size}; give --vocab-size "
+            f"{tokenizer_vocab_size} or more, or another tokenizer"
+        )
+    known = dataclasses.replace(model, vocab_size=model.vocab_size or tokenizer_vocab_size)
+    problem = rules_model.tp_divides_vocabulary(RunConfig(model=known, parallel=parallel), 1)
+    if problem is not None:
+        raise ConfigError(problem)

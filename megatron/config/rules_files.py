@@ -1,0 +1,105 @@
+"""Rules about what a run reads and writes: data, tokenizer, checkpoints. See `rules_model` for what a rule is."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.config.run import RunConfig
+
+HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")
+
+
+def one_data_source(run: RunConfig, world_size: int) -> str | None:
+    """Random tokens, one dataset that is split, or one dataset a split."""
+    d = run.data
+    per_split = [
+        name
+        for name, paths in (
+            ("--train-data-path", d.train_data_path),
+            ("--valid-data-path", d.valid_data_path),
+            ("--test-data-path", d.test_data_path),
+        )
+        if paths is not None
+    ]
+    sources = [*(["--mock-data"] if d.mock_data else []), *(["--data-path"] if d.data_path is not None else [])]
+    sources += per_split[:1]
+    if len(sources) > 1:
+        return f"{' and '.join(sources)} exclude each other; give one of them"
+    if not sources:
+        return "there is no data; give --data-path, --train-data-path or --mock-data"
+    if per_split and d.train_data_path is None and not run.train.skip_train:
+        return f"{' and '.join(per_split)} leaves nothing to train on; give --train-data-path"
+    return None
+
+
+def data_paths_are_not_empty(run: RunConfig, world_size: int) -> str | None:
+    """A path flag without a value reads nothing."""
+    d = run.data
+    for name, paths in (
+        ("--data-path", d.data_path),
+        ("--train-data-path", d.train_data_path),
+        ("--valid-data-path", d.valid_data_path),
+        ("--test-data-path", d.test_data_path),
+    ):
+        if paths == ():
+            return f"{name} names no dataset; give a prefix, or remove it"
+    return None
+
+
+def split_is_three_shares(run: RunConfig, world_size: int) -> str | None:
+    """--split is up to three numbers for training, validation and test."""
+    split = run.data.split
+    if split is None:
+        return None
+    problem = f"--split '{split}' must be up to three shares, such as 969,30,1"
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        return problem
+    valid = 1 <= len(shares) <= 3 and all(math.isfinite(s) and s >= 0 for s in shares) and sum(shares) > 0
+    return None if valid else problem
+
+
+def tokenizer_has_its_files(run: RunConfig, world_size: int) -> str | None:
+    """Each kind of tokenizer is read from its own files."""
+    t = run.tokenizer
+    kind = t.tokenizer_type
+    if kind is None:
+        return "--tokenizer-type is missing; give it (NullTokenizer with --vocab-size for data that is token ids)"
+    if kind == "NullTokenizer":
+        return None if run.model.vocab_size else "--tokenizer-type NullTokenizer has no vocabulary; give --vocab-size"
+    if kind == "GPT2BPETokenizer":
+        files = {"--vocab-file": t.vocab_file, "--merge-file": t.merge_file}
+    else:
+        files = {"--tokenizer-model": t.tokenizer_model}
+    missing = [name for name, path in files.items() if path is None]
+    return f"--tokenizer-type {kind} is read from {' and '.join(missing)}; give it" if missing else None
+
+
+def saves_have_an_interval(run: RunConfig, world_size: int) -> str | None:
+    """Without an interval nothing would be saved before the end."""
+    c = run.checkpoint
+    if c.save is not None and c.save_interval is None and not run.train.skip_train:
+        return f"--save {c.save} needs to know how often; give --save-interval"
+    return None
+
+
+def one_schedule_wins(run: RunConfig, world_size: int) -> str | None:
+    """Either the flags' schedule or the checkpoint's is taken when they differ."""
+    s = run.schedule
+    if s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler:
+        return (
+            "--override-opt-param-scheduler (flags win) and --use-checkpoint-opt-param-scheduler (checkpoint wins) "
+            "exclude each other; give one of them"
+        )
+    return None
+
+
+RULES = (
+    one_data_source,
+    data_paths_are_not_empty,
+    split_is_three_shares,
+    tokenizer_has_its_files,
+    saves_have_an_interval,
+    one_schedule_wins,
+)

@@ -1,0 +1,231 @@
+"""Rules about the model's shape and numerics, and how it is cut over processes.
+
+A rule is a function of the run and its world size that returns None, or one line with what is wrong and the fix. Rules
+run in the order of RULES: a later one may rely on what an earlier one has seen to.
+"""
+
+from __future__ import annotations
+
+from megatron.config.run import RunConfig
+from megatron.core.errors import ConfigError
+from megatron.core.mesh import Mesh
+
+
+def shape_is_given(run: RunConfig, world_size: int) -> str | None:
+    """Fields without which there is no model."""
+    m = run.model
+    required = {
+        "--num-layers": m.num_layers,
+        "--hidden-size": m.hidden_size,
+        "--num-attention-heads": m.num_attention_heads,
+        "--seq-length": run.data.seq_length,
+        "--micro-batch-size": run.train.micro_batch_size,
+    }
+    missing = [name for name, value in required.items() if value is None]
+    shape = missing and missing[0] in ("--num-layers", "--hidden-size", "--num-attention-heads")
+    return f"{', '.join(missing)} must be given{', or --preset' if shape else ''}" if missing else None
+
+
+def only_supported_parallelism(run: RunConfig, world_size: int) -> str | None:
+    """The mesh has every axis; the engine so far runs tensor and data parallelism."""
+    p = run.parallel
+    sizes = {
+        "--pipeline-model-parallel-size": p.pipeline_model_parallel_size,
+        "--context-parallel-size": p.context_parallel_size,
+        "--expert-model-parallel-size": p.expert_model_parallel_size,
+        "--expert-tensor-parallel-size": p.expert_tensor_parallel_size or 1,
+    }
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return f"{', '.join(wrong)} is not available yet; use 1" if wrong else None
+
+
+def only_local_layers(run: RunConfig, world_size: int) -> str | None:
+    """Layers of Transformer Engine do not exist here yet."""
+    if run.model.transformer_impl == "transformer_engine":
+        return "--transformer-impl transformer_engine is not available yet; use local"
+    return None
+
+
+def world_is_divisible(run: RunConfig, world_size: int) -> str | None:
+    """The processes fill a whole number of replicas."""
+    try:
+        mesh_of(run, world_size)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def backend_fits_device(run: RunConfig, world_size: int) -> str | None:
+    """NCCL moves CUDA memory only."""
+    if run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu":
+        return "--distributed-backend nccl cannot run on --device cpu; use gloo"
+    return None
+
+
+def one_half_precision(run: RunConfig, world_size: int) -> str | None:
+    """A run has one parameter dtype."""
+    if run.model.fp16 and run.model.bf16:
+        return "--fp16 and --bf16 exclude each other; give one of them"
+    return None
+
+
+def one_activation(run: RunConfig, world_size: int) -> str | None:
+    """The MLP has one activation function."""
+    m = run.model
+    asked = {"--swiglu": m.swiglu, "--squared-relu": m.squared_relu, "--openai-gelu": m.openai_gelu}
+    given = [name for name, on in asked.items() if on]
+    return f"{' and '.join(given)} exclude each other; give one of them" if len(given) > 1 else None
+
+
+def heads_divide_hidden(run: RunConfig, world_size: int) -> str | None:
+    """Without --kv-channels the head size is hidden / heads."""
+    m = run.model
+    assert m.hidden_size and m.num_attention_heads
+    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+        return (
+            f"--hidden-size {m.hidden_size} is not a multiple of --num-attention-heads {m.num_attention_heads}; "
+            "change one of them, or give the head size with --kv-channels"
+        )
+    return None
+
+
+def groups_divide_heads(run: RunConfig, world_size: int) -> str | None:
+    """Every key/value head serves as many query heads."""
+    m = run.model
+    assert m.num_attention_heads
+    if m.num_attention_heads % m.num_kv_heads:
+        return (
+            f"--num-attention-heads {m.num_attention_heads} is not a multiple of --num-query-groups {m.num_kv_heads}; "
+            "change one of them"
+        )
+    return None
+
+
+def mlp_has_a_width(run: RunConfig, world_size: int) -> str | None:
+    """The default width of a gated MLP is rounded down to a multiple of 64, which is 0 for tiny models."""
+    m = run.model
+    if m.ffn_dim == 0:
+        return f"--swiglu with --hidden-size {m.hidden_size} leaves the MLP no width; give --ffn-hidden-size"
+    return None
+
+
+def tp_divides_layers(run: RunConfig, world_size: int) -> str | None:
+    """Each tensor-parallel rank holds whole heads, whole key/value heads and an equal part of the MLP."""
+    m, tp = run.model, run.parallel.tensor_model_parallel_size
+    assert m.num_attention_heads
+    sizes = {
+        "--num-attention-heads": m.num_attention_heads,
+        "key/value heads (--num-query-groups)": m.num_kv_heads,
+        "--ffn-hidden-size": m.ffn_dim,
+    }
+    for name, size in sizes.items():
+        if size % tp:
+            return f"{name} {size} is not a multiple of --tensor-model-parallel-size {tp}; change one of them"
+    return None
+
+
+def sequence_parallel_divides_sequence(run: RunConfig, world_size: int) -> str | None:
+    """Sequence parallelism cuts the sequence into tp equal parts."""
+    seq, tp = run.data.seq_length, run.parallel.tensor_model_parallel_size
+    assert seq
+    if run.parallel.sequence_parallel and seq % tp:
+        return (
+            f"--sequence-parallel needs --seq-length {seq} to be a multiple of --tensor-model-parallel-size {tp}; "
+            "change one of them or remove --sequence-parallel"
+        )
+    return None
+
+
+def sequence_fits_positions(run: RunConfig, world_size: int) -> str | None:
+    """The model's positions cover a sample; for rotary embeddings this is the context the model is meant for."""
+    seq, longest = run.data.seq_length, run.model.max_position_embeddings
+    assert seq
+    if longest is not None and seq > longest:
+        return f"--seq-length {seq} is above --max-position-embeddings {longest}; lower it or raise the other"
+    return None
+
+
+def rotary_rotates(run: RunConfig, world_size: int) -> str | None:
+    """Channels are rotated in pairs: at least two of a head."""
+    m = run.model
+    if m.position_embedding_type in ("rope", "yarn") and m.rotary_dim < 2:
+        return (
+            f"--rotary-percent {m.rotary_percent} of head size {m.head_dim} rotates no pair of channels; raise it or "
+            "use --position-embedding-type none"
+        )
+    return None
+
+
+def one_rotary_scaling(run: RunConfig, world_size: int) -> str | None:
+    """Llama-3.1 scaling, linear interpolation and YaRN each replace the others, and all need rotary embeddings."""
+    m = run.model
+    asked = {
+        "--position-embedding-type yarn": m.position_embedding_type == "yarn",
+        "--use-rope-scaling": m.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": m.rotary_seq_len_interpolation_factor is not None,
+    }
+    given = [name for name, on in asked.items() if on]
+    if len(given) > 1:
+        return f"{' and '.join(given)} are different rotary scalings; give one of them"
+    if m.use_rope_scaling and m.position_embedding_type != "rope":
+        return f"--use-rope-scaling needs --position-embedding-type rope, got {m.position_embedding_type}"
+    return None
+
+
+def rotary_bands_are_ordered(run: RunConfig, world_size: int) -> str | None:
+    """Both band-wise scalings blend between a lower and an upper edge."""
+    m = run.model
+    low, high = m.rope_scaling_low_freq_factor, m.rope_scaling_high_freq_factor
+    if m.use_rope_scaling and low >= high:
+        return f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor {high}; lower it"
+    if m.position_embedding_type == "yarn" and m.yarn_beta_slow >= m.yarn_beta_fast:
+        return f"--yarn-beta-slow {m.yarn_beta_slow} must be below --yarn-beta-fast {m.yarn_beta_fast}; lower it"
+    return None
+
+
+def tp_divides_vocabulary(run: RunConfig, world_size: int) -> str | None:
+    """Each tensor-parallel rank holds as many rows of the embedding. Skipped while the vocabulary is not known."""
+    if run.model.vocab_size is None:
+        return None
+    tp, rows = run.parallel.tensor_model_parallel_size, run.model.padded_vocab_size
+    if rows % tp:
+        step = run.model.make_vocab_size_divisible_by
+        return (
+            f"padded vocabulary {rows} is not a multiple of --tensor-model-parallel-size {tp}; give "
+            f"--make-vocab-size-divisible-by {step * tp}"
+        )
+    return None
+
+
+def mesh_of(run: RunConfig, world_size: int) -> Mesh:
+    """The mesh that the run's sizes cut the world into. Raises ConfigError when they do not divide it."""
+    p = run.parallel
+    return Mesh.create(
+        world_size,
+        tp=p.tensor_model_parallel_size,
+        cp=p.context_parallel_size,
+        pp=p.pipeline_model_parallel_size,
+        ep=p.expert_model_parallel_size,
+        etp=p.expert_tensor_parallel_size,
+    )
+
+
+RULES = (
+    shape_is_given,
+    only_supported_parallelism,
+    only_local_layers,
+    world_is_divisible,
+    backend_fits_device,
+    one_half_precision,
+    one_activation,
+    heads_divide_hidden,
+    groups_divide_heads,
+    mlp_has_a_width,
+    tp_divides_layers,
+    sequence_parallel_divides_sequence,
+    sequence_fits_positions,
+    one_rotary_scaling,
+    rotary_rotates,
+    rotary_bands_are_ordered,
+    tp_divides_vocabulary,
+)

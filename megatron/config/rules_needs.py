@@ -1,0 +1,282 @@
+"""No silent flag: a flag that only matters under a condition is an error where the condition does not hold.
+
+Only flags that the user typed are judged (`RunConfig.given`): defaults and presets may hold values that this run does
+not use. A flag that asks for what the run does anyway is honoured, and so not listed here: --no-load-optim beside
+--finetune, say. What depends on the number of processes or on the machine is a row of the start-up table instead
+(--sequence-parallel with tp 1). --skip-train asks for less than the script describes, so flags of training may stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.config.rules_files import HUGGING_FACE
+from megatron.config.run import RunConfig, flag_name
+
+
+@dataclass(frozen=True)
+class Need:
+    """`fields` have an effect only where `holds`. `reason` completes "--x has no effect: ..."; `fix` follows "or"."""
+
+    fields: tuple[str, ...]
+    holds: Callable[[RunConfig], bool]
+    reason: Callable[[RunConfig], str]
+    fix: str
+
+
+def _need(fields: str, holds: Callable[[RunConfig], bool], reason: str | Callable[[RunConfig], str], fix: str) -> Need:
+    said = reason if callable(reason) else lambda run: reason
+    return Need(tuple(fields.split()), holds, said, fix)
+
+
+def _positions(run: RunConfig) -> str:
+    return f"--position-embedding-type is {run.model.position_embedding_type}"
+
+
+def _rotary(run: RunConfig) -> bool:
+    return run.model.position_embedding_type in ("rope", "yarn")
+
+
+def _yarn(run: RunConfig) -> bool:
+    return run.model.position_embedding_type == "yarn"
+
+
+def _tokenizer(run: RunConfig) -> str:
+    return f"--tokenizer-type is {run.tokenizer.tokenizer_type}"
+
+
+def _style(run: RunConfig) -> str:
+    return f"--lr-decay-style is {run.schedule.lr_decay_style}"
+
+
+def _warms_up(run: RunConfig) -> bool:
+    s = run.schedule
+    return bool(s.lr_warmup_iters or s.lr_warmup_samples or s.lr_warmup_fraction)
+
+
+def _reads_files(run: RunConfig) -> bool:
+    return not run.data.mock_data
+
+
+def _validates(run: RunConfig) -> bool:
+    return run.data.train_data_path is None or run.data.valid_data_path is not None
+
+
+_MODEL = (
+    _need(
+        "num_query_groups",
+        lambda run: run.model.group_query_attention,
+        "each query head has its own key/value head",
+        "add --group-query-attention",
+    ),
+    _need("rotary_base rotary_percent", _rotary, _positions, "give --position-embedding-type rope"),
+    _need(
+        "rotary_seq_len_interpolation_factor use_rope_scaling",
+        lambda run: run.model.position_embedding_type == "rope",
+        _positions,
+        "give --position-embedding-type rope",
+    ),
+    _need(
+        "rope_scaling_factor rope_scaling_original_max_position_embeddings",
+        lambda run: run.model.use_rope_scaling or _yarn(run),
+        lambda run: f"{_positions(run)} without --use-rope-scaling",
+        "add --use-rope-scaling, or give --position-embedding-type yarn",
+    ),
+    _need(
+        "rope_scaling_low_freq_factor rope_scaling_high_freq_factor",
+        lambda run: run.model.use_rope_scaling,
+        "rotary frequencies are not scaled",
+        "add --use-rope-scaling",
+    ),
+    _need("yarn_beta_fast yarn_beta_slow yarn_mscale", _yarn, _positions, "give --position-embedding-type yarn"),
+    _need(
+        "add_qkv_bias",
+        lambda run: not run.model.add_bias_linear,
+        "all linear layers have biases already",
+        "add --disable-bias-linear",
+    ),
+    _need(
+        "fp32_residual_connection",
+        lambda run: run.model.fp16 or run.model.bf16,
+        "the whole model is fp32",
+        "add --bf16",
+    ),
+    _need(
+        "reset_position_ids",
+        lambda run: run.model.position_embedding_type != "none",
+        _positions,
+        "give another --position-embedding-type",
+    ),
+)
+
+_OPTIMIZER = (
+    _need(
+        "adam_beta1 adam_beta2 adam_eps",
+        lambda run: run.optimizer.optimizer == "adam",
+        lambda run: f"--optimizer is {run.optimizer.optimizer}",
+        "give --optimizer adam",
+    ),
+    _need(
+        "sgd_momentum",
+        lambda run: run.optimizer.optimizer == "sgd",
+        lambda run: f"--optimizer is {run.optimizer.optimizer}",
+        "give --optimizer sgd",
+    ),
+    _need(
+        "weight_decay",
+        lambda run: run.optimizer.weight_decay_incr_style == "constant",
+        lambda run: (
+            f"--weight-decay-incr-style {run.optimizer.weight_decay_incr_style} goes from --start-weight-decay to "
+            "--end-weight-decay"
+        ),
+        "give --weight-decay-incr-style constant",
+    ),
+    _need(
+        "start_weight_decay end_weight_decay",
+        lambda run: run.optimizer.weight_decay_incr_style != "constant",
+        "the weight decay is constant",
+        "give --weight-decay-incr-style linear or cosine",
+    ),
+    _need(
+        "loss_scale",
+        lambda run: run.model.fp16,
+        lambda run: f"{run.model.dtype_name} training scales no loss",
+        "add --fp16",
+    ),
+    _need(
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        lambda run: run.model.fp16 and run.optimizer.loss_scale is None,
+        lambda run: (
+            f"--loss-scale fixes it at {run.optimizer.loss_scale:g}"
+            if run.model.fp16
+            else f"{run.model.dtype_name} training scales no loss"
+        ),
+        "train in --fp16 without --loss-scale",
+    ),
+    _need(
+        "check_for_nan_in_loss_and_grad",
+        lambda run: not run.model.fp16 or run.optimizer.loss_scale is not None,
+        "dynamic loss scaling has to find overflows",
+        "fix the scale with --loss-scale",
+    ),
+    _need(
+        "min_lr",
+        lambda run: run.schedule.lr_decay_style != "constant",
+        _style,
+        "give another --lr-decay-style",
+    ),
+    _need(
+        "lr_decay_iters lr_decay_samples",
+        lambda run: run.schedule.lr_decay_style != "constant" or run.schedule.lr_warmup_fraction is not None,
+        _style,
+        "give another --lr-decay-style",
+    ),
+    _need(
+        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+        lambda run: run.schedule.lr_decay_style == "WSD",
+        lambda run: f"{_style(run)}, not WSD",
+        "give --lr-decay-style WSD",
+    ),
+    _need("lr_warmup_init", _warms_up, "there is no warm-up", "add --lr-warmup-iters, -samples or -fraction"),
+    _need(
+        "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+        lambda run: run.checkpoint.load is not None and run.checkpoint.load_optim and not run.checkpoint.finetune,
+        lambda run: (
+            "no checkpoint is loaded (no --load)"
+            if run.checkpoint.load is None
+            else f"{'--finetune' if run.checkpoint.finetune else '--no-load-optim'} loads no schedule"
+        ),
+        "continue a run with --load",
+    ),
+)
+
+_DATA = (
+    _need(
+        "split",
+        lambda run: run.data.data_path is not None,
+        lambda run: "--mock-data has no documents" if run.data.mock_data else "each split has its own data path",
+        "give one --data-path",
+    ),
+    _need(
+        "data_cache_path mmap_bin_files",
+        _reads_files,
+        "--mock-data reads no files",
+        "give --data-path instead of --mock-data",
+    ),
+    _need(
+        "valid_data_path test_data_path",
+        lambda run: run.eval.eval_iters > 0,
+        "--eval-iters 0 never evaluates",
+        "raise --eval-iters",
+    ),
+    _need(
+        "tokenizer_model",
+        lambda run: run.tokenizer.tokenizer_type not in (None, "NullTokenizer", "GPT2BPETokenizer"),
+        lambda run: f"{_tokenizer(run)}, which does not read it",
+        "give another --tokenizer-type",
+    ),
+    _need(
+        "vocab_file merge_file",
+        lambda run: run.tokenizer.tokenizer_type == "GPT2BPETokenizer",
+        lambda run: f"{_tokenizer(run)}, not GPT2BPETokenizer",
+        "give --tokenizer-type GPT2BPETokenizer",
+    ),
+    _need(
+        "tiktoken_pattern tiktoken_num_special_tokens",
+        lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
+        lambda run: f"{_tokenizer(run)}, not TikTokenizer",
+        "give --tokenizer-type TikTokenizer",
+    ),
+    _need(
+        "trust_remote_code",
+        lambda run: run.tokenizer.tokenizer_type in HUGGING_FACE,
+        lambda run: f"{_tokenizer(run)}, not HuggingFaceTokenizer",
+        "give --tokenizer-type HuggingFaceTokenizer",
+    ),
+)
+
+_LOOP = (
+    _need("manual_gc_interval", lambda run: run.train.manual_gc, "collection is automatic", "add --manual-gc"),
+    _need(
+        "eval_interval",
+        lambda run: run.eval.eval_iters > 0 and _validates(run),
+        lambda run: "--eval-iters 0 never evaluates" if run.eval.eval_iters == 0 else "there is no validation data",
+        "raise --eval-iters and give --valid-data-path",
+    ),
+    _need(
+        "save_interval save_retain save_optim save_rng log_progress",
+        lambda run: run.checkpoint.save is not None,
+        "nothing is saved",
+        "add --save",
+    ),
+    _need(
+        "ckpt_step exit_on_missing_checkpoint finetune load_optim load_rng use_checkpoint_args",
+        lambda run: run.checkpoint.load is not None,
+        "nothing is loaded",
+        "add --load",
+    ),
+    _need(
+        "tensorboard_log_interval",
+        lambda run: run.logging.tensorboard_dir is not None or run.logging.wandb_project is not None,
+        "no TensorBoard events are written",
+        "add --tensorboard-dir",
+    ),
+    _need(
+        "wandb_exp_name wandb_entity wandb_save_dir",
+        lambda run: run.logging.wandb_project is not None,
+        "Weights & Biases is off",
+        "add --wandb-project",
+    ),
+)
+
+NEEDS: tuple[Need, ...] = _MODEL + _OPTIMIZER + _DATA + _LOOP
+
+
+def given_flags_have_an_effect(run: RunConfig, world_size: int) -> str | None:
+    """Every flag that was typed changes what the run does, or the run stops with the reason."""
+    for need in NEEDS:
+        for name in need.fields:
+            if name in run.given and not need.holds(run):
+                return f"{flag_name(name)} has no effect: {need.reason(run)}; remove it, or {need.fix}"
+    return None

@@ -1,0 +1,81 @@
+"""Which numbers a field may hold, whatever the other fields are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.flag import flag_of
+from megatron.config.run import RunConfig, flag_fields, flag_name
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Numbers that pass, and how to say it after "must be"."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+POSITIVE = Interval("above 0", lambda x: x > 0)
+NOT_NEGATIVE = Interval("0 or more", lambda x: x >= 0)
+BELOW_ONE = Interval("at least 0 and below 1", lambda x: 0 <= x < 1)
+SHARE = Interval("above 0 and at most 1", lambda x: 0 < x <= 1)
+ABOVE_ONE = Interval("above 1", lambda x: x > 1)
+AT_LEAST_ONE = Interval("1 or more", lambda x: x >= 1)
+
+_BY_INTERVAL: dict[Interval, str] = {
+    POSITIVE: """
+        ffn_hidden_size kv_channels num_query_groups max_position_embeddings
+        rotary_seq_len_interpolation_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
+        rope_scaling_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale norm_epsilon
+        distributed_timeout_minutes adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins
+    """,
+    AT_LEAST_ONE: """
+        num_layers hidden_size num_attention_heads rope_scaling_factor vocab_size make_vocab_size_divisible_by
+        tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+        expert_tensor_parallel_size ddp_bucket_size loss_scale_window hysteresis lr_decay_iters lr_decay_samples
+        lr_wsd_decay_iters lr_wsd_decay_samples seq_length micro_batch_size global_batch_size rampup_batch_size
+        train_iters train_samples exit_interval iterations_to_skip eval_interval log_interval log_memory_interval
+        tensorboard_log_interval save_interval save_retain ckpt_step
+    """,
+    NOT_NEGATIVE: """
+        init_method_std clip_grad weight_decay start_weight_decay end_weight_decay lr min_lr lr_warmup_iters
+        lr_warmup_samples lr_warmup_init num_workers tiktoken_num_special_tokens seed manual_gc_interval eval_iters
+    """,
+    BELOW_ONE: "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction",
+    SHARE: "rotary_percent",
+    ABOVE_ONE: "rotary_base",
+}
+RANGES: dict[str, Interval] = {name: interval for interval, names in _BY_INTERVAL.items() for name in names.split()}
+
+
+def numbers_are_in_range(run: RunConfig, world_size: int) -> str | None:
+    """Every number lies in its interval of RANGES, and none is infinite or NaN."""
+    for name, interval in RANGES.items():
+        for value in _values(run, name):
+            if not math.isfinite(value) or not interval.holds(value):
+                return f"{flag_name(name)} must be {interval.words}, got {value}"
+    return None
+
+
+def values_are_known(run: RunConfig, world_size: int) -> str | None:
+    """Fields with a list of choices hold one of them, wherever the value came from: a preset passes no parser."""
+    for name, (_, spec) in flag_fields().items():
+        found = flag_of(spec)
+        if found is None or found.choices is None:
+            continue
+        for value in _values(run, name):
+            if value not in found.choices:
+                return f"{flag_name(name)} must be one of {', '.join(map(str, found.choices))}, got {value}"
+    return None
+
+
+def _values(run: RunConfig, name: str) -> tuple[Any, ...]:
+    """The field's value, the elements of a tuple, or nothing when it is not set."""
+    value = run.value(name)
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)

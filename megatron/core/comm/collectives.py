@@ -1,0 +1,156 @@
+"""Every collective of the tree. A group of one rank returns at once and communicates nothing.
+
+Each call is announced to the group's heartbeat, so recorders can count it and a hang can say who is missing. Failures
+and timeouts raise CommError with the collective's name, its group and the missing ranks.
+
+[Note: async collectives and tensor lifetimes]
+`*_async` returns a Handle that owns references to every tensor the transport still reads or writes. On CUDA the
+collective runs on NCCL's stream: `wait` makes the *current stream* wait, not the host, so tensors may be used right after
+`wait` on that stream and freed once the handle is dropped. On gloo `wait` blocks the host. A handle must be waited for
+before any of its tensors is read, overwritten or freed; dropping one unwaited is a bug, so `wait` is never optional.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.errors import CommError
+from megatron.core.groups import Group
+from megatron.core.heartbeat import Call
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Handle(NamedTuple):
+    """A collective in flight: the transport's work object and the tensors that must outlive it."""
+
+    op: str
+    group: Group
+    work: Any | None  # None when the group has one rank
+    kept: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        """Order everything after the collective (see the note above). Raises CommError when it failed."""
+        if self.work is not None:
+            self.group.heartbeat.wait_in(self.op, self.group.name)
+            with _named_failure(self.op, self.group):
+                self.work.wait()
+
+
+def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Reduce `tensor` in place over the group ("sum", "max" or "min") and return it."""
+    all_reduce_async(tensor, group, op).wait()
+    return tensor
+
+
+def all_reduce_async(tensor: Tensor, group: Group, op: str = "sum") -> Handle:
+    """As `all_reduce`, not waited for."""
+    return _start("all_reduce", group, tensor, lambda pg: dist.all_reduce(tensor, _OPS[op], pg, async_op=True), tensor)
+
+
+def all_gather(shard: Tensor, group: Group) -> Tensor:
+    """[n, ...] on each rank -> [size * n, ...] on all, in group order."""
+    full, handle = all_gather_async(shard, group)
+    handle.wait()
+    return full
+
+
+def all_gather_async(shard: Tensor, group: Group) -> tuple[Tensor, Handle]:
+    """As `all_gather`; the result may be read after the handle's `wait`."""
+    if group.size == 1:
+        return shard, Handle("all_gather", group, None, (shard,))
+    shard = shard.contiguous()
+    full = shard.new_empty((group.size * shard.shape[0], *shard.shape[1:]))
+    handle = _start(
+        "all_gather",
+        group,
+        shard,
+        lambda pg: dist.all_gather_into_tensor(full, shard, pg, async_op=True),
+        full,
+        shard,
+    )
+    return full, handle
+
+
+def reduce_scatter(full: Tensor, group: Group) -> Tensor:
+    """[size * n, ...] on each rank -> the sum's piece [n, ...] of this rank."""
+    shard, handle = reduce_scatter_async(full, group)
+    handle.wait()
+    return shard
+
+
+def reduce_scatter_async(full: Tensor, group: Group) -> tuple[Tensor, Handle]:
+    """As `reduce_scatter`; the result may be read after the handle's `wait`. `full` is not changed."""
+    if group.size == 1:
+        return full, Handle("reduce_scatter", group, None, (full,))
+    full = full.contiguous()
+    shard = full.new_empty((full.shape[0] // group.size, *full.shape[1:]))
+    handle = _start(
+        "reduce_scatter",
+        group,
+        full,
+        lambda pg: dist.reduce_scatter_tensor(shard, full, group=pg, async_op=True),
+        full,
+        shard,
+    )
+    return shard, handle
+
+
+def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
+    """Copy `tensor` in place from the group's rank number `source`."""
+    root = group.ranks[source]
+    _start("broadcast", group, tensor, lambda pg: dist.broadcast(tensor, root, pg, async_op=True), tensor).wait()
+    return tensor
+
+
+def barrier(group: Group) -> None:
+    """Return on every rank only after all have called it."""
+    if group.process_group is not None:
+        with _announced("barrier", group, ()):
+            dist.barrier(group.process_group)
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Small picklable values of all ranks, in group order, on every rank. Not for the step's hot path."""
+    if group.process_group is None:
+        return [value]
+    gathered: list[Any] = [None] * group.size
+    with _announced("gather_objects", group, ()):
+        dist.all_gather_object(gathered, value, group.process_group)
+    return gathered
+
+
+def _start(op: str, group: Group, sent: Tensor, launch: Any, *kept: Tensor) -> Handle:
+    if group.process_group is None:
+        return Handle(op, group, None, kept)
+    with _announced(op, group, tuple(sent.shape), sent):
+        work = launch(group.process_group)
+    if sent.is_cuda:
+        group.heartbeat.track(op, group.ranks, group.name, work.is_completed)
+    return Handle(op, group, work, kept)
+
+
+@contextlib.contextmanager
+def _announced(op: str, group: Group, shape: tuple[int, ...], sent: Tensor | None = None) -> Iterator[None]:
+    dtype, nbytes = ("object", 0) if sent is None else (str(sent.dtype).removeprefix("torch."), sent.nbytes)
+    group.heartbeat.enter(op, group.name, Call(op, group.name, shape, dtype, nbytes))
+    with _named_failure(op, group):
+        yield
+
+
+@contextlib.contextmanager
+def _named_failure(op: str, group: Group) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:  # what gloo and NCCL raise for a timeout or a lost peer
+        cause = str(error).splitlines()[0]
+        seconds = time.monotonic() - started
+        raise CommError(group.heartbeat.explain(op, group.name, group.ranks, seconds, cause)) from error
+    group.heartbeat.leave()

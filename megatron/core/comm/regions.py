@@ -1,0 +1,48 @@
+"""Autograd functions at the borders of tensor-parallel regions. Each docstring is its contract.
+
+Names say where the tensor comes from and goes to: *replicated* over tp, *partial* (to be summed over tp), or *sharded*
+along the sequence (the leading dim). The linear layers hold their own fused versions in `tensor_parallel/linear.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.core.groups import Group
+
+
+class _PartialToReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x.clone() if group.size > 1 else x.view_as(x), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _PartialToSequenceShard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group) if group.size > 1 else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group), None
+
+
+def sum_partial(x: Tensor, group: Group) -> Tensor:
+    """Forward: all-reduce. Backward: nothing (the gradient is replicated)."""
+    result: Tensor = _PartialToReplicated.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sum_partial_to_sequence_shard(x: Tensor, group: Group) -> Tensor:
+    """[s, ...] -> [s/tp, ...]. Forward: reduce-scatter. Backward: all-gather."""
+    result: Tensor = _PartialToSequenceShard.apply(x, group)  # type: ignore[no-untyped-call]
+    return result

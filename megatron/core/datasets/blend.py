@@ -1,0 +1,156 @@
+"""Several datasets read in one order, so that every prefix of it holds each dataset's share to within one sample.
+
+The order is the earliest-deadline-first schedule of a proportional ("Pfair") task set, S. Baruah et al., "Proportionate
+progress", Algorithmica 1996. With weight w of a sum of 1, the k-th sample of a dataset (k from 0) keeps its count less
+than one from w x n at every prefix length n exactly when it is read at a position of [floor(k / w), ceil((k + 1) / w) - 1].
+At each position the sample with the nearest end of its window is read, of those whose window has begun. Megatron-LM
+reads the dataset that is furthest behind; with many datasets that rule falls more than one sample behind.
+
+Weights are exact fractions p / P with a common denominator P, after P samples all counts are exact and the order
+repeats. So only one period is computed and kept, and the place of a sample depends on the weights alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.core.datasets.sample import SampleDataset, Tokens, check_number
+from megatron.core.errors import ConfigError
+
+# Weights whose common denominator is larger are rounded to this one. Weights of up to six decimals that sum to 1 keep
+# their exact values; the period takes about 1.5 s to compute.
+MAX_PERIOD = 1 << 20
+
+
+def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[Fraction] | None]:
+    """Prefixes and their weights from the words of a data-path flag; weights are None when only prefixes are given.
+
+    Accepts `prefix`, `prefix prefix ...` and `weight prefix weight prefix ...`. Raises ConfigError for anything else.
+    """
+    if not words:
+        raise ConfigError(f"{flag} has no value; give a dataset's path without its extension")
+    numbers = [_weight(word) for word in words]
+    if len(words) == 1 or not any(number is not None for number in numbers):
+        return list(words), None
+    weights = [number for number in numbers[0::2] if number is not None]
+    if len(words) % 2 or len(weights) != len(words) // 2:
+        raise ConfigError(
+            f"{flag} {' '.join(words)} mixes weights and prefixes; give 'weight prefix weight prefix ...' for all of "
+            "them, or prefixes only to weigh each by its size"
+        )
+    for weight, prefix in zip(weights, words[1::2], strict=True):
+        if weight <= 0:
+            raise ConfigError(f"{flag} gives {prefix} weight {weight}; weights are above 0, leave out what is not read")
+    return list(words[1::2]), weights
+
+
+@dataclass(frozen=True)
+class Blend:
+    """One period of the order of a blend, or its first part when fewer samples are read.
+
+    shares: samples of each dataset in a period of sum(shares). datasets, samples: at each place, which dataset is read
+    and which of its samples of this period.
+    """
+
+    shares: tuple[int, ...]
+    datasets: npt.NDArray[np.int32]
+    samples: npt.NDArray[np.int32]
+
+    @classmethod
+    def create(cls, weights: Sequence[Fraction], num_samples: int) -> Blend:
+        """The order of the first `num_samples` samples. Weights are above 0 and need not sum to 1."""
+        shares = _integer_shares(weights)
+        datasets = _schedule(shares, min(sum(shares), num_samples))
+        samples = np.empty(len(datasets), np.int32)
+        for number in range(len(shares)):
+            places = np.flatnonzero(datasets == number)
+            samples[places] = np.arange(len(places), dtype=np.int32)
+        return cls(shares, datasets, samples)
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """(dataset, sample of that dataset) of sample `number` of the blend."""
+        period, place = divmod(number, sum(self.shares))
+        dataset = int(self.datasets[place])
+        return dataset, period * self.shares[dataset] + int(self.samples[place])
+
+    def counts(self, num_samples: int) -> list[int]:
+        """How many samples of each dataset are among the first `num_samples`."""
+        periods, rest = divmod(num_samples, sum(self.shares))
+        begun = np.bincount(self.datasets[:rest], minlength=len(self.shares))
+        return [periods * share + int(more) for share, more in zip(self.shares, begun, strict=True)]
+
+
+class BlendedDataset:
+    """Samples of several datasets in the order of a blend; dataset i must have blend.counts(num_samples)[i] samples."""
+
+    def __init__(self, datasets: Sequence[SampleDataset], blend: Blend, num_samples: int) -> None:
+        for dataset, count in zip(datasets, blend.counts(num_samples), strict=True):
+            assert len(dataset) >= count, f"{len(dataset)} samples where the blend reads {count}"
+        self.datasets, self.blend, self.num_samples = list(datasets), blend, num_samples
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self.num_samples
+
+    def __getitem__(self, number: int) -> Tokens:
+        """Token ids [seq_length + 1] of one sample."""
+        check_number(self, number)
+        dataset, sample = self.blend.locate(number)
+        return self.datasets[dataset][sample]
+
+
+def _weight(word: str) -> Fraction | None:
+    try:
+        return Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _integer_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    """Whole numbers in the proportion of `weights`, exact if their sum stays within MAX_PERIOD, else rounded to it."""
+    total = sum(weights)
+    exact = [weight / total for weight in weights]
+    period = math.lcm(*(weight.denominator for weight in exact))
+    if period <= MAX_PERIOD:
+        return tuple(int(weight * period) for weight in exact)
+    # At least one each: a dataset that was asked for is read. The sum is then the period, near MAX_PERIOD.
+    shares = [max(1, round(weight * MAX_PERIOD)) for weight in exact]
+    divisor = math.gcd(*shares)
+    return tuple(share // divisor for share in shares)
+
+
+def _schedule(shares: Sequence[int], length: int) -> npt.NDArray[np.int32]:
+    """The dataset at each of the first `length` places. Whole-number arithmetic: the same on every machine."""
+    period = sum(shares)
+    order = np.empty(length, np.int32)
+    taken = [0] * len(shares)
+    ready = [(_deadline(0, share, period), number) for number, share in enumerate(shares)]
+    heapq.heapify(ready)
+    waiting: list[tuple[int, Any]] = []  # (place where the window begins, entry of `ready`)
+    for place in range(length):
+        while waiting and waiting[0][0] <= place:
+            heapq.heappush(ready, heapq.heappop(waiting)[1])
+        number = ready[0][1]
+        order[place] = number
+        taken[number] += 1
+        entry = (_deadline(taken[number], shares[number], period), number)
+        begin = taken[number] * period // shares[number]
+        if begin <= place + 1:
+            heapq.heapreplace(ready, entry)
+        else:
+            heapq.heappop(ready)
+            heapq.heappush(waiting, (begin, entry))
+    return order
+
+
+def _deadline(sample: int, share: int, period: int) -> int:
+    """Last place of the window of a dataset's `sample`-th sample: ceil((sample + 1) * period / share) - 1."""
+    return -(-(sample + 1) * period // share) - 1

@@ -1,0 +1,113 @@
+"""Samples of a fixed number of tokens, cut from shuffled documents without regard to their ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.index_cache import cached_arrays
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.sample import Tokens, check_number
+from megatron.core.datasets.sample_index import Epoch, SampleIndex, build_sample_index
+from megatron.core.errors import DataError
+from megatron.core.log import get_logger
+
+LOGGER = get_logger(__name__)
+# Part of every cache entry's name: raise it when the arrays' meaning changes.
+INDEX_VERSION = 1
+
+
+class GPTDataset:
+    """Sample number -> token ids [seq_length + 1], int64, from the sequences [first, last) of an indexed dataset.
+
+    order "single": every epoch has its own shuffle of documents and samples. "cyclic": the first epoch's is repeated.
+    `num_samples` may span any number of epochs; None is one epoch. Sample n depends on (seed, n) alone, see
+    sample_index.py. `cache` is the folder of stored indices, None to build them in memory.
+
+    Every sample's ids are checked against `vocab_size` when it is read (about 10 us), so a dataset made with another
+    tokenizer stops the run with a DataError instead of a failing gather on a device.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        first: int,
+        last: int,
+        *,
+        name: str,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        order: str = "single",
+        cache: Path | None = None,
+    ) -> None:
+        if not 0 <= first < last <= len(indexed):
+            raise DataError(f"documents {first} to {last} of {indexed.prefix}, which has {len(indexed)}")
+        if indexed.dtype.kind not in "iu":
+            raise DataError(f"{indexed.prefix} holds {indexed.dtype} values, not token ids; use another dataset")
+        tokens = int(np.sum(indexed.sequence_lengths[first:last], dtype=np.int64))
+        self.indexed, self.name, self.seq_length, self.vocab_size = indexed, name, seq_length, vocab_size
+        self.epoch = Epoch.measure(tokens, seq_length)
+        self.num_samples = self.epoch.samples if num_samples is None else num_samples
+        if self.epoch.passes > 1:
+            LOGGER.info(
+                "%s: the %d documents of %s hold %d tokens, less than one sample of %d; each sample reads them %d times",
+                name,
+                last - first,
+                indexed.prefix,
+                tokens,
+                seq_length + 1,
+                self.epoch.passes,
+            )
+        epochs = 1 if order == "cyclic" else max(1, -(-self.num_samples // self.epoch.samples))
+        arrays = cached_arrays(
+            cache,
+            f"GPTDataset-{name}",
+            ("documents", "bounds", "shuffle"),
+            _index_inputs(indexed, first=first, last=last, seq_length=seq_length, epochs=epochs, seed=seed),
+            lambda: vars(build_sample_index(indexed.sequence_lengths, first, last, seq_length, epochs, seed)),
+        )
+        self.index = SampleIndex(**arrays)
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self.num_samples
+
+    def __getitem__(self, number: int) -> Tokens:
+        """Token ids [seq_length + 1] of one sample."""
+        check_number(self, number)
+        cycle, place = divmod(number, self.epoch.samples)
+        epoch = cycle % len(self.index.documents)
+        sample = int(self.index.shuffle[epoch, place])
+        (start, offset), (end, end_offset) = self.index.bounds[epoch, sample : sample + 2].tolist()
+        documents = self.index.documents[epoch, start : end + 1].tolist()
+        parts = []
+        for position, document in enumerate(documents):
+            begin = offset if position == 0 else 0
+            # The sample's last token is the next one's first.
+            stop = end_offset + 1 if position == len(documents) - 1 else None
+            parts.append(self.indexed.get(document, begin, None if stop is None else stop - begin))
+        tokens = np.concatenate(parts).astype(np.int64)
+        # As unsigned numbers negative ids are huge, so one maximum finds both mistakes.
+        if int(tokens.view(np.uint64).max()) >= self.vocab_size:
+            bad = int(tokens[(tokens < 0) | (tokens >= self.vocab_size)][0])
+            raise DataError(
+                f"{self.indexed.prefix} holds token id {bad}, outside the vocabulary of {self.vocab_size}; "
+                "it was made with another tokenizer: give that one, or make the dataset again"
+            )
+        return tokens
+
+
+def _index_inputs(indexed: IndexedDataset, **sizes: int) -> dict[str, Any]:
+    status = os.stat(indexed.idx_path)
+    return {
+        "version": INDEX_VERSION,
+        "path": os.path.realpath(indexed.idx_path),
+        "bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        **sizes,
+    }

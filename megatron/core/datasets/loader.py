@@ -1,0 +1,98 @@
+"""From samples to the microbatches of one data-parallel rank, in an order that any layout can continue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megatron.core.datasets.sample import SampleDataset
+from megatron.core.errors import DataError, UserError
+
+
+class MicrobatchSampler(Sampler[list[int]]):
+    """The sample numbers of each microbatch of one rank.
+
+    Microbatch k after `consumed_samples` covers the samples [consumed + k * m * dp, consumed + (k + 1) * m * dp) with
+    m = micro_batch_size; rank r takes the r-th run of m of them. So the samples of a global batch are the same under
+    any dp and m, and `consumed_samples` is all the state there is. Ends with the last microbatch that is whole.
+    """
+
+    def __init__(
+        self, num_samples: int, *, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
+    ) -> None:
+        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
+        self.num_samples, self.consumed_samples = num_samples, consumed_samples
+        self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
+
+    def __len__(self) -> int:
+        """Number of microbatches that are left."""
+        return max(0, self.num_samples - self.consumed_samples) // (self.micro_batch_size * self.dp_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for microbatch in range(len(self)):
+            run = microbatch * self.dp_size + self.dp_rank
+            first = self.consumed_samples + run * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+
+
+def build_loader(
+    dataset: SampleDataset,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    num_workers: int,
+    seed: int,
+    pin_memory: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Token ids, int64 [micro_batch_size, seq_length + 1], from the sample after `consumed_samples` on.
+
+    `num_workers` processes prepare microbatches ahead for as long as the iterator lives; with 0 this process prepares
+    each when it is asked for. `seed` seeds the workers' generators; without one of its own, starting the workers would
+    draw from the caller's random state. No communication. Raises DataError past the last whole microbatch, and what the
+    dataset raises for a sample it cannot give.
+    """
+    sampler = MicrobatchSampler(
+        len(dataset),
+        consumed_samples=consumed_samples,
+        micro_batch_size=micro_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )
+    loader: DataLoader[torch.Tensor | UserError] = DataLoader(
+        _Microbatches(dataset),
+        sampler=sampler,
+        batch_size=None,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    for item in loader:
+        if isinstance(item, UserError):
+            raise item
+        yield item
+    raise DataError(
+        f"the dataset's {len(dataset)} samples are used up: {consumed_samples} were consumed before and {len(sampler)} "
+        f"microbatches of {micro_batch_size} x {dp_size} replicas read since; lower --train-iters or --eval-iters, "
+        "or build the dataset for more samples"
+    )
+
+
+class _Microbatches(Dataset["torch.Tensor | UserError"]):
+    """Sample numbers -> microbatch.
+
+    A user's error is returned, not raised: a DataLoader would raise it again with the worker's traceback as its message.
+    """
+
+    def __init__(self, dataset: SampleDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, numbers: Sequence[int]) -> torch.Tensor | UserError:
+        try:
+            return torch.from_numpy(np.stack([self.dataset[number] for number in numbers]))
+        except UserError as error:
+            return error

@@ -1,0 +1,43 @@
+"""What every dataset of samples offers, and the three splits that a run reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+T = TypeVar("T")
+Tokens = npt.NDArray[np.int64]
+
+
+class SampleDataset(Protocol):
+    """Sample number -> token ids [seq_length + 1]. What it gives depends on its seed and the number alone."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def __getitem__(self, number: int) -> Tokens:
+        """Sample `number`, from 0. Raises IndexError past the end and DataError for data that cannot be trained on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Splits(Generic[T]):
+    """One thing a split."""
+
+    train: T
+    valid: T
+    test: T
+
+    def items(self) -> list[tuple[str, T]]:
+        """(name, thing) of each split."""
+        return [("train", self.train), ("valid", self.valid), ("test", self.test)]
+
+
+def check_number(dataset: Any, number: int) -> None:
+    """Raise IndexError unless `dataset` has sample `number`."""
+    if not 0 <= number < len(dataset):
+        raise IndexError(f"sample {number} of a dataset of {len(dataset)}")

@@ -1,0 +1,78 @@
+"""The three index arrays that cut shuffled documents into samples, built without a loop over samples.
+
+An epoch is one pass over the documents. Its documents are shuffled and laid end to end; sample j of the epoch is the
+tokens [j * seq_length, j * seq_length + seq_length] of that stream, so neighbours share one token, the last label of
+one being the first input of the next. The up to seq_length - 1 tokens left at an epoch's end are not read in that epoch
+(another shuffle leaves others). The samples of an epoch are then read in shuffled order.
+
+Every epoch is drawn from (seed, epoch) alone. So sample n does not depend on how many samples a run asks for: a longer
+run reads the same samples first, and a last, incomplete epoch reads the first part of its own shuffle. Megatron-LM
+shuffles all complete epochs together and the last one apart when less than 80 % of it is read; there a change of
+--train-iters changes all samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.core.errors import DataError
+
+Index = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """Arrays of E epochs of D documents and n samples.
+
+    documents [E, D]: sequence numbers in reading order. bounds [E, n + 1, 2]: where sample j starts (and ends with one
+    more token) as (position in `documents`, token offset in it). shuffle [E, n]: the j that is read i-th.
+    """
+
+    documents: Index
+    bounds: Index
+    shuffle: Index
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Sizes of an epoch. `passes` is 1 unless the documents together are shorter than one sample."""
+
+    passes: int
+    samples: int
+
+    @classmethod
+    def measure(cls, tokens: int, seq_length: int) -> Epoch:
+        """The epoch of `tokens` tokens: they are read as often as one sample needs. Raises DataError for none."""
+        if tokens < 1:
+            raise DataError("the documents hold no tokens; make the dataset again from text that is not empty")
+        passes = -(-(seq_length + 1) // tokens)
+        return cls(passes, (passes * tokens - 1) // seq_length)
+
+
+def build_sample_index(
+    lengths: npt.NDArray[np.int32], first: int, last: int, seq_length: int, epochs: int, seed: int
+) -> SampleIndex:
+    """Index of `epochs` epochs over the sequences [first, last), whose token counts are lengths[first:last]."""
+    own = np.asarray(lengths[first:last], dtype=np.int64)
+    epoch = Epoch.measure(int(own.sum()), seq_length)
+    # Offsets are below 2**31 as the file keeps lengths in int32, so only the number of documents can ask for more.
+    wide = np.int64 if max(last, epoch.passes * len(own), epoch.samples) >= 2**31 else np.int32
+    documents = np.empty((epochs, epoch.passes * len(own)), wide)
+    bounds = np.empty((epochs, epoch.samples + 1, 2), wide)
+    shuffle = np.empty((epochs, epoch.samples), wide)
+    starts = np.arange(epoch.samples + 1, dtype=np.int64) * seq_length
+    for number in range(epochs):
+        # numpy promises never to change RandomState's streams, so the order outlives an upgrade in mid-run.
+        random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, number])))
+        order = np.concatenate([random.permutation(len(own)) for _ in range(epoch.passes)])
+        ends = np.cumsum(own[order])
+        # The first document that ends beyond a start holds it; empty documents end where they start and hold none.
+        position = np.searchsorted(ends, starts, side="right")
+        documents[number] = order + first
+        bounds[number, :, 0] = position
+        bounds[number, :, 1] = starts - (ends[position] - own[order[position]])
+        shuffle[number] = random.permutation(epoch.samples)
+    return SampleIndex(documents, bounds, shuffle)

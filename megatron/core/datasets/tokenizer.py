@@ -1,0 +1,97 @@
+"""Text <-> token ids: the interface, the choice by flag, and the tokenizer that needs no files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron.config.data import TokenizerConfig
+from megatron.core.datasets.tokenizer_bpe import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron.core.datasets.tokenizer_sentencepiece import SentencePieceTokenizer
+from megatron.core.datasets.tokenizer_tiktoken import TikTokenizer
+from megatron.core.errors import ConfigError, DataError
+
+
+class Tokenizer(Protocol):
+    """vocab_size: every id is below it, added tokens included. eod ends a document. bos is None where there is none.
+
+    No method adds special tokens; text that spells one is encoded to it where the library does so. Batches are encoded
+    one after another unless the library has threads of its own.
+    """
+
+    vocab_size: int
+    eod: int
+    bos: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens spelled out where the library can."""
+        ...
+
+
+class NullTokenizer:
+    """Text that already is token ids, separated by spaces. The end of a document is the vocabulary's last id."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.eod = vocab_size, vocab_size - 1
+        self.bos: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. Raises DataError for a word that is no id of the vocabulary."""
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError(f"NullTokenizer reads token ids separated by spaces: {error}") from error
+        if ids and not (0 <= min(ids) and max(ids) < self.vocab_size):
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise DataError(f"token id {bad} is outside the vocabulary of {self.vocab_size}; raise --vocab-size")
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids, separated by spaces."""
+        return " ".join(str(i) for i in ids)
+
+
+def build_tokenizer(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
+    """The tokenizer that the flags ask for.
+
+    `vocab_size` is --vocab-size: needed by NullTokenizer, a limit for TikTokenizer, not used by the others, whose files
+    say it. Raises ConfigError for a missing flag and DataError for a missing or damaged file.
+    """
+    kind = config.tokenizer_type
+    if kind is None:
+        raise ConfigError("no tokenizer is given; add --tokenizer-type")
+    if kind == "NullTokenizer":
+        if vocab_size is None or vocab_size < 1:
+            raise ConfigError(f"--tokenizer-type NullTokenizer needs --vocab-size, at least 1, and got {vocab_size}")
+        return NullTokenizer(vocab_size)
+    if kind == "GPT2BPETokenizer":
+        vocab_file = _given(config.vocab_file, kind, "--vocab-file")
+        return GPT2BPETokenizer(vocab_file, _given(config.merge_file, kind, "--merge-file"))
+    model = _given(config.tokenizer_model, kind, "--tokenizer-model")
+    if kind in ("HuggingFaceTokenizer", "PretrainedFromHF"):
+        return HuggingFaceTokenizer(model, config.trust_remote_code)
+    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        return SentencePieceTokenizer(model)
+    if kind == "TikTokenizer":
+        return TikTokenizer(
+            model, config.tiktoken_pattern or "v2", config.tiktoken_num_special_tokens, vocab_size=vocab_size
+        )
+    raise ConfigError(f"--tokenizer-type {kind} is not known; --help lists the kinds")
+
+
+def _given(value: str | None, kind: str, flag: str) -> str:
+    if value is None:
+        raise ConfigError(f"--tokenizer-type {kind} needs {flag}")
+    return value

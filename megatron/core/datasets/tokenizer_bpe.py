@@ -1,0 +1,92 @@
+"""Tokenizers of the `tokenizers` library: a Hugging Face folder, and GPT-2's pair of files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+from megatron.core.errors import DataError
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer folder as Hugging Face saves it. The end of a document is its eos token."""
+
+    def __init__(self, folder: str, trust_remote_code: bool = False) -> None:
+        if not os.path.isdir(folder):
+            raise DataError(
+                f"--tokenizer-model {folder} is not a folder; give one that holds tokenizer.json and "
+                "tokenizer_config.json, such as the folder of the model's weights"
+            )
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except Exception as error:  # whatever the folder's own code or a parser in Rust raises
+            reason = str(error).strip().split("\n", 1)[0]
+            raise DataError(f"--tokenizer-model {folder} cannot be loaded as a tokenizer: {reason}") from error
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                f"the tokenizer in {folder} has no eos token to end documents with; "
+                "set eos_token in its tokenizer_config.json"
+            )
+        # Ids need not be consecutive: the largest one counts too.
+        self.vocab_size = max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values()))
+        self.eod = int(self._tokenizer.eos_token_id)
+        self.bos: int | None = self._tokenizer.bos_token_id
+        # The library below, without the offsets and checks that the wrapper adds to each text.
+        self._backend: Backend | None = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text."""
+        if self._backend is None:
+            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens spelled out."""
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+class GPT2BPETokenizer:
+    """GPT-2's byte-level BPE from its vocab.json and merges.txt. <|endoftext|> ends and begins documents."""
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+            if not os.path.isfile(path):
+                raise DataError(f"{flag} {path} does not exist")
+        try:
+            self._backend = Backend(models.BPE.from_file(vocab_file, merge_file))
+        except Exception as error:  # the library raises bare Exceptions
+            raise DataError(
+                f"{vocab_file} and {merge_file} are not GPT-2's vocab.json and merges.txt: {error}"
+            ) from error
+        self._backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._backend.decoder = decoders.ByteLevel()
+        eod = self._backend.token_to_id("<|endoftext|>")
+        if eod is None:
+            raise DataError(f"--vocab-file {vocab_file} has no token <|endoftext|>, which ends documents; add it")
+        self._backend.add_special_tokens(["<|endoftext|>"])
+        self.vocab_size = self._backend.get_vocab_size()
+        self.eod = int(eod)
+        self.bos: int | None = self.eod
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))

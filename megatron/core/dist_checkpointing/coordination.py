@@ -1,0 +1,112 @@
+"""Steps that all ranks of a group take together: if one fails, all raise the same CheckpointError, and none hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.core.dist_checkpointing.tensor_file import DamagedError
+from megatron.core.errors import CheckpointError, CommError
+from megatron.core.groups import Group
+from megatron.core.heartbeat import Call
+
+T = TypeVar("T")
+_NAMED_RANKS = 3  # failures spelled out in one message
+
+
+def on_first(group: Group, step: str, run: Callable[[], T]) -> T:
+    """Run on the group's first rank and hand the (small) result to all. Communication: one object broadcast."""
+    box: list[T | CheckpointError | None] = [_attempt(run) if group.rank == 0 else None]
+    if group.process_group is not None:
+        with _watched(group, step):
+            dist.broadcast_object_list(box, src=group.ranks[0], group=group.process_group)
+    result = box[0]
+    if isinstance(result, CheckpointError):
+        raise _joined(group, {0: result})
+    return result  # type: ignore[return-value]
+
+
+def on_all(group: Group, step: str, run: Callable[[], T]) -> T:
+    """Run on every rank and return this rank's result. Communication: one object all-gather of the failures."""
+    result = _attempt(run)
+    failures: list[CheckpointError | None] = [result if isinstance(result, CheckpointError) else None]
+    if group.process_group is not None:
+        mine, failures = failures[0], [None] * group.size
+        with _watched(group, step):
+            dist.all_gather_object(failures, mine, group=group.process_group)
+    if failed := {rank: error for rank, error in enumerate(failures) if error is not None}:
+        raise _joined(group, failed)
+    assert not isinstance(result, CheckpointError)
+    return result
+
+
+def through_dcp(group: Group, step: str, run: Callable[[], None]) -> None:
+    """Run a torch.distributed.checkpoint operation, which coordinates by itself, and turn its failure into ours.
+
+    Its planner and storage must raise errors that pickle, as `portable` makes them: it sends them between ranks.
+    """
+    failures: dict[int, CheckpointError] = {}
+    with _watched(group, step):
+        try:
+            run()
+        except CheckpointException as error:
+            failures = {rank: _as_checkpoint_error(cause) for rank, (cause, _) in error.failures.items()}
+    if failures:
+        raise _joined(group, failures)
+
+
+@contextlib.contextmanager
+def portable() -> Iterator[None]:
+    """Turn any exception of the body into a CheckpointError that says the cause, and that every rank can unpickle."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _as_checkpoint_error(error) from error
+
+
+def _attempt(run: Callable[[], T]) -> T | CheckpointError:
+    try:
+        return run()
+    except Exception as error:
+        return _as_checkpoint_error(error)
+
+
+def _as_checkpoint_error(error: BaseException) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f" ({error.filename})" if error.filename else ""
+        return CheckpointError(f"{errno.errorcode.get(error.errno, error.errno)}: {error.strerror}{where}")
+    return CheckpointError(f"{type(error).__name__}: {error}")
+
+
+def _joined(group: Group, failures: Mapping[int, CheckpointError]) -> CheckpointError:
+    """One error for the failures of several ranks (numbered in the group). A world of one does not name its rank."""
+    named = list(failures.items())[:_NAMED_RANKS]
+    parts = [f"rank {group.ranks[rank]}: {error}" if group.size > 1 else str(error) for rank, error in named]
+    if len(failures) > _NAMED_RANKS:
+        parts.append(f"and {len(failures) - _NAMED_RANKS} more ranks")
+    damaged = any(isinstance(error, DamagedError) for error in failures.values())
+    return (DamagedError if damaged else CheckpointError)(" ".join("; ".join(parts).splitlines()))
+
+
+@contextlib.contextmanager
+def _watched(group: Group, step: str) -> Iterator[None]:
+    """Tell the heartbeat where this rank is; a collective's failure becomes a CommError that names who is missing."""
+    started = time.monotonic()
+    group.heartbeat.enter(step, group.name, Call(step, group.name, (), "object", 0))
+    try:
+        yield
+    except RuntimeError as error:  # what gloo and NCCL raise for a timeout or a lost peer
+        cause = str(error).splitlines()[0]
+        seconds = time.monotonic() - started
+        raise CommError(group.heartbeat.explain(step, group.name, group.ranks, seconds, cause)) from error
+    group.heartbeat.leave()

@@ -1,0 +1,158 @@
+"""metadata.json of a checkpoint: which tensors it holds, in which file each chunk is, sizes, checksums, and the state.
+
+One line a tensor, so that it can be read and searched by hand. The last line holds the checksum of all bytes before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.tensor_file import BLOCK_BYTES, DTYPE_CODES, DamagedError, check_size
+from megatron.core.errors import CheckpointError
+
+MANIFEST = "metadata.json"
+FORMAT = "megatron-patched"
+VERSION = 1
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+_FILE_NAME = re.compile(r"__\d+_\d+\.safetensors")
+_CHECKSUM_LINE = b',\n"crc32": '
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a tensor: where it is in the tensor, in which file, and the crc32 of its blocks of bytes."""
+
+    box: Box
+    file: str
+    crc32: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A saved tensor. Its chunks hold every element exactly once."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint says about itself. `files`: name -> bytes. `state`: what the caller saved with it."""
+
+    tensors: dict[str, TensorRecord]
+    files: dict[str, int]
+    state: dict[str, Any]
+    torch_version: str
+
+
+def chunk_key(name: str, offset: tuple[int, ...]) -> str:
+    """The chunk's key in its safetensors file."""
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write and sync `folder`/metadata.json. Raises OSError; TypeError or ValueError for a state that is not JSON."""
+    with open(folder / MANIFEST, "xb") as file:
+        file.write(_to_bytes(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `folder`/metadata.json. Raises CheckpointError when it is missing, damaged or of another format."""
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedError(
+            f"{path} is missing: the checkpoint is damaged, or of another format "
+            "(tools/checkpoint/convert.py converts those)"
+        ) from error
+    body = raw.rpartition(_CHECKSUM_LINE)[0]
+    if raw != body + _checksum_line(body):
+        raise _not_intact(path, raw)
+    content = json.loads(raw)
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has format {content.get('format')!r} version {content.get('version')!r}, this program reads "
+            f"{FORMAT!r} version {VERSION}; load it with the release that wrote it"
+        )
+    return _from_json(path, content)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise DamagedError naming the first file that is missing or has another size than was written."""
+    for name, nbytes in manifest.files.items():
+        check_size(folder / name, nbytes)
+
+
+def _not_intact(path: Path, raw: bytes) -> CheckpointError:
+    """The error for a file without the right checksum: a foreign file says so, rather than that it is damaged."""
+    try:
+        content = json.loads(raw)
+    except ValueError as error:
+        return DamagedError(f"{path} is damaged: it is not JSON ({error})")
+    if isinstance(content, dict) and "crc32" in content:
+        return DamagedError(f"{path} is damaged: its content does not have the checksum in its last line")
+    return CheckpointError(
+        f"{path} is not of this program's format ({FORMAT!r}); convert it with tools/checkpoint/convert.py"
+    )
+
+
+def _checksum_line(body: bytes) -> bytes:
+    return _CHECKSUM_LINE + b'"%08x"}\n' % zlib.crc32(body)
+
+
+def _to_bytes(manifest: Manifest) -> bytes:
+    tensors = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(_record_to_json(record))}"
+        for name, record in sorted(manifest.tensors.items())
+    )
+    lines = {
+        "format": json.dumps(FORMAT),
+        "version": json.dumps(VERSION),
+        "torch": json.dumps(manifest.torch_version),
+        "block_bytes": json.dumps(BLOCK_BYTES),
+        "files": json.dumps(manifest.files),
+        "tensors": f"{{\n{tensors}\n}}",
+        "state": json.dumps(manifest.state),
+    }
+    body = ("{\n" + ",\n".join(f'"{key}": {text}' for key, text in lines.items())).encode()
+    return body + _checksum_line(body)
+
+
+def _record_to_json(record: TensorRecord) -> dict[str, Any]:
+    chunks = [
+        {"offset": list(c.box.offset), "shape": list(c.box.shape), "file": c.file, "crc32": list(c.crc32)}
+        for c in record.chunks
+    ]
+    return {"shape": list(record.shape), "dtype": DTYPE_CODES[record.dtype], "chunks": chunks}
+
+
+def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
+    try:
+        if content["block_bytes"] != BLOCK_BYTES:
+            raise ValueError(f"block_bytes is {content['block_bytes']}, not {BLOCK_BYTES}")
+        if odd := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:  # keeps reads in the folder
+            raise ValueError(f"file name {odd[0]!r}")
+        tensors = {name: _record_from_json(entry) for name, entry in content["tensors"].items()}
+        return Manifest(tensors, content["files"], content["state"], content["torch"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _record_from_json(entry: dict[str, Any]) -> TensorRecord:
+    chunks = tuple(
+        Chunk(Box(tuple(c["offset"]), tuple(c["shape"])), c["file"], tuple(c["crc32"])) for c in entry["chunks"]
+    )
+    return TensorRecord(tuple(entry["shape"]), _DTYPES[entry["dtype"]], chunks)

@@ -1,0 +1,234 @@
+"""Storage of torch.distributed.checkpoint on safetensors files and a JSON manifest; nothing is ever pickled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.coordination import portable
+from megatron.core.dist_checkpointing.manifest import (
+    Chunk,
+    Manifest,
+    TensorRecord,
+    check_sizes,
+    chunk_key,
+    write_manifest,
+)
+from megatron.core.dist_checkpointing.tensor_file import (
+    DamagedError,
+    TensorSource,
+    open_tensor_file,
+    write_tensor_file,
+)
+from megatron.core.errors import CheckpointError
+
+FILE_BYTES = 2 * 2**30  # a rank begins a new file when one has this much; a tensor is never split over files
+_WRITERS = 2  # files in flight a rank: one is synced while the next is filled
+
+
+@dataclass(frozen=True)
+class _Written:
+    chunk: Chunk
+    file_bytes: int
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes this rank's chunks to `folder`/__{rank}_{n}.safetensors; the first rank then writes metadata.json."""
+
+    def __init__(self, folder: Path, rank: int, state: dict[str, Any]) -> None:
+        """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON."""
+        self._folder = folder
+        self._rank = rank
+        self._state = state
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write and sync this rank's files. Done when it returns."""
+        files = _split(plan.items)
+        with portable(), ThreadPoolExecutor(_WRITERS) as pool:
+            written = pool.map(partial(self._write_file, planner), range(len(files)), files)
+            results = [result for file in written for result in file]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank: write metadata.json after all ranks' files are on disk, and sync the folder."""
+        with portable():
+            manifest = _manifest(metadata, [result for rank in results for result in rank], self._state)
+            try:
+                check_sizes(self._folder, manifest)
+            except DamagedError as error:
+                # Its writer has just synced this file, so a rank that does not see it has another disk.
+                raise CheckpointError(
+                    f"{error}, as the first rank sees it; save to a folder that all hosts share"
+                ) from None
+            write_manifest(self._folder, manifest)
+            sync_folder(self._folder)
+
+    def _write_file(self, planner: SavePlanner, number: int, items: Sequence[WriteItem]) -> list[WriteResult]:
+        path = self._folder / f"__{self._rank}_{number}.safetensors"
+        boxes = {_key(item): _box(item) for item in items}
+        sources = [
+            TensorSource(key, _dtype(item), boxes[key].shape, partial(_fetch, planner, item))
+            for key, item in zip(boxes, items)
+        ]
+        checksums = write_tensor_file(path, sources)
+        file_bytes = path.stat().st_size
+        return [
+            WriteResult(item.index, source.nbytes, _Written(Chunk(boxes[key], path.name, checksums[key]), file_bytes))
+            for (key, item), source in zip(zip(boxes, items), sources)
+        ]
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the constructor did it."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Unchanged: file names follow from the rank."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never chosen by path."""
+        return False
+
+
+class SafetensorsReader(StorageReader):
+    """Reads parts of chunks from `folder`, described by `manifest`."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest in torch's terms."""
+        return Metadata({name: _to_dcp(record) for name, record in self._manifest.tensors.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy every part the plan names into its piece, file by file. Raises DamagedError naming a file."""
+        by_file: dict[str, list[tuple[ReadItem, Chunk]]] = {}
+        for item in plan.items:
+            assert item.storage_index.index is not None
+            chunk = self._manifest.tensors[item.storage_index.fqn].chunks[item.storage_index.index]
+            by_file.setdefault(chunk.file, []).append((item, chunk))
+        with portable():
+            for name, wanted in sorted(by_file.items()):
+                with open_tensor_file(self._folder / name, self._manifest.files[name]) as file:
+                    for item, chunk in wanted:
+                        fqn = item.storage_index.fqn
+                        part = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                        dtype = self._manifest.tensors[fqn].dtype
+                        saved = file.read(chunk_key(fqn, chunk.box.offset), dtype, chunk.box.shape, chunk.crc32, part)
+                        target = planner.resolve_tensor(item)
+                        target.copy_(saved)
+                        planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a reader serves one load."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the constructor did it."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Unchanged: ranks read independently."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never chosen by path."""
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries durable. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _split(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Cut the items into files of about FILE_BYTES, in order."""
+    files: list[list[WriteItem]] = []
+    filled = 0
+    for item in items:
+        nbytes = _box(item).numel * _dtype(item).itemsize
+        if not files or filled + nbytes > FILE_BYTES:
+            files.append([])
+            filled = 0
+        files[-1].append(item)
+        filled += nbytes
+    return files
+
+
+def _fetch(planner: SavePlanner, item: WriteItem) -> Tensor:
+    data = planner.resolve_data(item)
+    assert isinstance(data, Tensor), f"{item.index.fqn}: not a tensor"
+    return data
+
+
+def _manifest(metadata: Metadata, results: Sequence[WriteResult], state: dict[str, Any]) -> Manifest:
+    chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
+    files: dict[str, int] = {}
+    for result in results:
+        written: _Written = result.storage_data
+        chunks[result.index.fqn].append(written.chunk)
+        files[written.chunk.file] = written.file_bytes
+    tensors = {}
+    for name, record in metadata.state_dict_metadata.items():
+        assert isinstance(record, TensorStorageMetadata)
+        ordered = tuple(sorted(chunks[name], key=lambda c: c.box.offset))
+        tensors[name] = TensorRecord(tuple(record.size), record.properties.dtype, ordered)
+    return Manifest(tensors, files, state, torch.__version__)
+
+
+def _to_dcp(record: TensorRecord) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(c.box.offset), torch.Size(c.box.shape)) for c in record.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=record.dtype), torch.Size(record.shape), chunks)
+
+
+def _key(item: WriteItem) -> str:
+    assert item.index.offset is not None
+    return chunk_key(item.index.fqn, tuple(item.index.offset))
+
+
+def _box(item: WriteItem) -> Box:
+    assert item.tensor_data is not None
+    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype

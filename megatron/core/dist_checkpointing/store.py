@@ -1,0 +1,182 @@
+"""Save and load checkpoints of global tensors, under any layout.
+
+[Note: phases of a save]
+`save` is begin (first rank) -> plan and write (all ranks, one torch.distributed.checkpoint save) -> publish (first
+rank). Everything it needs is an argument: to save while training goes on, hand it copies of the tensors in host memory
+and a gloo group of its own, in a thread.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint.state_dict_loader as dcp_loader
+import torch.distributed.checkpoint.state_dict_saver as dcp_saver
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.coordination import on_all, on_first, through_dcp
+from megatron.core.dist_checkpointing.folders import begin, folder_name, iterations, prune, publish
+from megatron.core.dist_checkpointing.manifest import Chunk, Manifest, check_sizes, chunk_key, read_manifest
+from megatron.core.dist_checkpointing.planner import ShardedLoadPlanner, ShardedSavePlanner, by_name
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
+from megatron.core.dist_checkpointing.storage import SafetensorsReader, SafetensorsWriter
+from megatron.core.dist_checkpointing.tensor_file import DamagedError, open_tensor_file
+from megatron.core.errors import CheckpointError
+from megatron.core.groups import Group
+
+
+def save(
+    root: Path,
+    iteration: int,
+    tensors: Sequence[ShardedTensor],
+    state: dict[str, Any],
+    *,
+    group: Group,
+    keep: int | None,
+) -> Path:
+    """Save `tensors` and the first rank's `state` (any JSON) as `root`/iter_0000100 and return that folder.
+
+    `root` is on a file system that all ranks of `group` share. An existing checkpoint of this iteration is replaced.
+    `keep`: delete all but this many checkpoints afterwards; None keeps all. Collective over `group`: plans travel to its
+    first rank and back as objects, tensors do not travel: a rank writes its own pieces. Raises CheckpointError on all
+    ranks, with the rank and the cause, when any rank fails; older checkpoints and the tracker are then as before.
+    """
+    assert iteration >= 0 and (keep is None or keep >= 1), f"iteration {iteration}, keep {keep}"
+    temporary: Path | None = None
+    try:
+        temporary = Path(on_first(group, "checkpoint begin", lambda: str(begin(root, iteration))))
+        writer = SafetensorsWriter(temporary, group.rank, state)
+        _write(tensors, writer, group)
+        published = on_first(group, "checkpoint publish", lambda: str(publish(root, iteration, temporary)))
+    except BaseException as error:
+        # By now every rank has stopped writing, or is lost.
+        if group.rank == 0 and temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise CheckpointError(
+                f"could not save iteration {iteration} to {root}, earlier checkpoints are untouched: {error}"
+            ) from error
+        raise
+    if keep is not None:
+        on_first(group, "checkpoint prune", lambda: prune(root, iteration, keep))
+    return Path(published)
+
+
+def load(path: Path, tensors: Sequence[ShardedTensor], *, group: Group) -> dict[str, Any]:
+    """Fill the pieces' `data` in place from the checkpoint in folder `path` and return the state saved with it.
+
+    The layout may be any; saved tensors that no piece asks for are not read. A tensor's global shape and dtype must be
+    those saved. Collective over `group`: small objects only. Raises CheckpointError on all ranks, and may have filled
+    some pieces then: a tensor that does not fit is named with both shapes; for a damaged file the message also says
+    which earlier iteration is whole.
+    """
+    try:
+        first = on_first(group, "checkpoint sizes", lambda: _check(path))
+        manifest = on_all(group, "checkpoint metadata", lambda: _read_same(path, first))
+        _read(tensors, SafetensorsReader(path, manifest), group)
+    except DamagedError as error:
+        raise DamagedError(f"cannot load {path}: {error}; {_advice(path, group)}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot load {path}: {error}") from error
+    return manifest.state
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state saved with the checkpoint in folder `path`. Local. Raises CheckpointError."""
+    return read_manifest(path).state
+
+
+def verify(path: Path) -> None:
+    """Read the whole checkpoint in folder `path`. Local. Raises DamagedError naming the first damaged file."""
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    _verify_files(path, manifest, sorted(manifest.files))
+
+
+def newest_whole(root: Path, *, before: int | None, group: Group) -> int | None:
+    """The newest iteration (under `before`) whose files are all undamaged, or None.
+
+    Collective over `group`: its ranks share the work of reading each candidate in full.
+    """
+    held = on_first(group, "checkpoint list", lambda: iterations(root))
+    earlier = [iteration for iteration in held if before is None or iteration < before]
+    return next((iteration for iteration in reversed(earlier) if _is_whole(root, iteration, group)), None)
+
+
+def _write(tensors: Sequence[ShardedTensor], writer: SafetensorsWriter, group: Group) -> None:
+    def run() -> None:
+        dcp_saver.save(
+            by_name(tensors),
+            storage_writer=writer,
+            planner=ShardedSavePlanner(),
+            process_group=group.process_group,
+            no_dist=group.process_group is None,
+        )
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is no accident
+        through_dcp(group, "checkpoint write", run)
+
+
+def _read(tensors: Sequence[ShardedTensor], reader: SafetensorsReader, group: Group) -> None:
+    def run() -> None:
+        dcp_loader.load(
+            by_name(tensors),
+            storage_reader=reader,
+            planner=ShardedLoadPlanner(),
+            process_group=group.process_group,
+            no_dist=group.process_group is None,
+        )
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        through_dcp(group, "checkpoint read", run)
+
+
+def _check(path: Path) -> str:
+    check_sizes(path, read_manifest(path))
+    return path.name
+
+
+def _read_same(path: Path, first: str) -> Manifest:
+    if path.name != first:  # a shared file system may show a new tracker to some hosts later than to others
+        raise CheckpointError(f"the first rank loads {first}, this rank {path.name}; start again or pass --ckpt-step")
+    return read_manifest(path)
+
+
+def _is_whole(root: Path, iteration: int, group: Group) -> bool:
+    def check_share() -> None:
+        path = root / folder_name(iteration)
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        _verify_files(path, manifest, sorted(manifest.files)[group.rank :: group.size])
+
+    try:
+        on_all(group, "checkpoint verify", check_share)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _verify_files(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    chunks: dict[str, list[tuple[str, Chunk]]] = {}
+    for name, record in manifest.tensors.items():
+        for chunk in record.chunks:
+            chunks.setdefault(chunk.file, []).append((name, chunk))
+    for file_name in names:
+        with open_tensor_file(path / file_name, manifest.files[file_name]) as file:
+            for name, chunk in chunks[file_name]:
+                whole = Box((0,) * len(chunk.box.shape), chunk.box.shape)
+                key, dtype = chunk_key(name, chunk.box.offset), manifest.tensors[name].dtype
+                file.read(key, dtype, chunk.box.shape, chunk.crc32, whole)
+
+
+def _advice(path: Path, group: Group) -> str:
+    """What to load instead of a damaged checkpoint."""
+    suffix = path.name.rpartition("_")[2]
+    whole = newest_whole(path.parent, before=int(suffix) if suffix.isdecimal() else None, group=group)
+    return f"--ckpt-step {whole} loads" if whole is not None else f"no earlier checkpoint in {path.parent} is whole"

@@ -1,0 +1,43 @@
+"""Loss scaling for fp16: gradients too small for fp16 are kept by scaling the loss, overflows skip the step."""
+
+from __future__ import annotations
+
+from megatron.config.optimizer import OptimizerConfig
+
+
+class LossScale:
+    """Fixed, or dynamic as in Micikevicius et al., arXiv 1710.03740: halve on overflow, double after a good window."""
+
+    def __init__(self, config: OptimizerConfig, fp16: bool) -> None:
+        """Without fp16 the scale is 1 and never moves."""
+        self.dynamic = fp16 and config.loss_scale is None
+        self.value = (config.loss_scale or config.initial_loss_scale) if fp16 else 1.0
+        self._config = config
+        self._good_steps = 0
+        self._hysteresis = config.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Move the scale after a step."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self._good_steps = 0
+            self._hysteresis -= 1
+            if self._hysteresis <= 0:
+                self.value = max(self.value / 2.0, self._config.min_loss_scale)
+            return
+        self._good_steps += 1
+        if self._good_steps == self._config.loss_scale_window:
+            self._good_steps = 0
+            self._hysteresis = self._config.hysteresis
+            self.value *= 2.0
+
+    def state(self) -> dict[str, float]:
+        """For the checkpoint."""
+        return {"value": self.value, "good_steps": self._good_steps, "hysteresis": self._hysteresis}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Inverse of `state`; a fixed scale stays what the flags say."""
+        if self.dynamic:
+            self.value = state["value"]
+            self._good_steps, self._hysteresis = int(state["good_steps"]), int(state["hysteresis"])

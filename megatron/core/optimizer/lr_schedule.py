@@ -1,0 +1,275 @@
+"""Learning rate and weight decay as functions of the position in the run, with Megatron-LM's formulae.
+
+A position is the number of optimizer updates applied so far, in iterations or (with --train-samples) in samples. The
+update that follows position p uses the values at p, so the first update of a run uses position 0. Steps that are not
+applied (overflow, NaN) do not move the position.
+
+With w = warm-up, D = decay length, W = length of WSD's last phase, and lr_max, lr_min, lr_init the flags:
+
+| style | learning rate at p |
+|---|---|
+| any, p <= w | lr_init + (lr_max - lr_init) p / w |
+| constant | lr_max |
+| any other, p > D | lr_min |
+| inverse-square-root | max(lr_min, lr_max sqrt(max(w, 1) / max(p, 1))) |
+| linear, cosine, WSD | lr_min + c (lr_max - lr_min) |
+
+linear: c = 1 - r; cosine: c = (1 + cos(pi r)) / 2, with r = (p - w) / (D - w). WSD (warm-up, stable, decay): c = 1 up
+to D - W, then with r = (p - (D - W)) / W: exponential 2 * 0.5^r - 1, linear 1 - r, cosine as above, minus_sqrt
+1 - sqrt(r). Sources: cosine annealing arXiv:1608.03983; WSD arXiv:2404.06395; minus_sqrt arXiv:2405.18392.
+
+Megatron-LM counts iterations x batch size, where this counts iterations: every ratio is the same. Only
+inverse-square-root without a warm-up differs, whose 1 is one position.
+
+The weight decay goes from start to end over the whole run with r = p / length: linear c = r, cosine
+c = (1 + cos(pi (1 - r))) / 2, and stays at end after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.log import get_logger
+
+_log = get_logger(__name__)
+
+UNITS = ("iterations", "samples")
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """What a schedule depends on, resolved to lengths in `unit`. A setting that has no effect is 0 or empty, so that
+    two schedules with the same values compare equal (a longer run with a constant learning rate, say)."""
+
+    unit: str  # "iterations" or "samples"
+    max_lr: float
+    min_lr: float
+    warmup_init_lr: float
+    warmup_length: float  # a fraction of the decay length may end between two steps
+    decay_style: str
+    decay_length: int
+    wsd_decay_style: str
+    wsd_decay_length: int
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_style: str
+    weight_decay_length: int
+
+
+class ParamSchedule:
+    """Learning rate and weight decay of a run of `length` iterations or samples, as `unit` says.
+
+    Raises ConfigError when the flags contradict each other.
+    """
+
+    def __init__(
+        self, schedule: ScheduleConfig, optimizer: OptimizerConfig, length: int, unit: str = "iterations"
+    ) -> None:
+        if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
+            raise ConfigError(
+                "--override-opt_param-scheduler (flags win) and --use-checkpoint-opt_param-scheduler (checkpoint wins) "
+                "contradict each other; give one of them"
+            )
+        self.settings = _resolve_settings(schedule, optimizer, length, unit)
+        self._override = schedule.override_opt_param_scheduler
+        self._use_checkpoint = schedule.use_checkpoint_opt_param_scheduler
+
+    def learning_rate(self, position: int) -> float:
+        """Learning rate of the update that follows `position` updates (or samples)."""
+        s = self.settings
+        if s.warmup_length > 0 and position <= s.warmup_length:
+            return s.warmup_init_lr + (s.max_lr - s.warmup_init_lr) * position / s.warmup_length
+        if s.decay_style == "constant":
+            return s.max_lr
+        if position > s.decay_length:
+            return s.min_lr
+        if s.decay_style == "inverse-square-root":
+            return max(s.min_lr, s.max_lr * math.sqrt(max(s.warmup_length, 1) / max(position, 1)))
+        return s.min_lr + self._decay_coefficient(position) * (s.max_lr - s.min_lr)
+
+    def weight_decay(self, position: int) -> float:
+        """Weight decay of the update that follows `position` updates (or samples)."""
+        s = self.settings
+        if s.weight_decay_style == "constant" or position > s.weight_decay_length:
+            return s.end_weight_decay
+        ratio = position / s.weight_decay_length
+        if s.weight_decay_style == "cosine":
+            ratio = _half_cosine(1.0 - ratio)
+        return s.start_weight_decay + ratio * (s.end_weight_decay - s.start_weight_decay)
+
+    def state(self) -> dict[str, Any]:
+        """The settings as JSON-ready numbers and strings, for a checkpoint."""
+        return dataclasses.asdict(self.settings)
+
+    def resolve(self, saved: dict[str, Any] | None) -> None:
+        """Settle with the `state()` a checkpoint holds (None: it holds none, the flags stand).
+
+        The same settings pass. Otherwise the flags win with --override-opt_param-scheduler, the checkpoint wins with
+        --use-checkpoint-opt_param-scheduler, and without either CheckpointError names every difference.
+        """
+        if saved is None:
+            return
+        current = self.state()
+        if saved.keys() != current.keys():
+            raise CheckpointError(
+                f"the checkpoint's schedule has the settings {sorted(saved)} but this version has {sorted(current)}; "
+                "start from its weights with --finetune"
+            )
+        changes = [
+            f"{name}: {saved[name]} saved, {current[name]} asked" for name in current if saved[name] != current[name]
+        ]
+        if not changes:
+            return
+        if self._use_checkpoint:
+            self.settings = ScheduleSettings(**saved)
+            _log.info("schedule taken from the checkpoint (%s)", "; ".join(changes))
+        elif self._override:
+            _log.info("schedule taken from the flags (%s)", "; ".join(changes))
+        else:
+            raise CheckpointError(
+                f"the schedule differs from the checkpoint's ({'; '.join(changes)}); give the same flags, or "
+                "--override-opt_param-scheduler to take the flags, or --use-checkpoint-opt_param-scheduler to take the "
+                "checkpoint's"
+            )
+
+    def _decay_coefficient(self, position: int) -> float:
+        """Share of (max_lr - min_lr) left after the warm-up and up to the end of the decay, from 1 to 0."""
+        s = self.settings
+        if s.decay_style != "WSD":
+            ratio = (position - s.warmup_length) / (s.decay_length - s.warmup_length)
+            return 1.0 - ratio if s.decay_style == "linear" else _half_cosine(ratio)
+        start = s.decay_length - s.wsd_decay_length
+        if position <= start:
+            return 1.0
+        ratio = (position - start) / s.wsd_decay_length
+        shapes = {
+            "exponential": 2.0 * math.pow(0.5, ratio) - 1.0,
+            "linear": 1.0 - ratio,
+            "cosine": _half_cosine(ratio),
+            "minus_sqrt": 1.0 - math.sqrt(ratio),
+        }
+        return shapes[s.wsd_decay_style]
+
+
+def _half_cosine(ratio: float) -> float:
+    """Falls from 1 at ratio 0 to 0 at ratio 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * ratio))
+
+
+def _resolve_settings(schedule: ScheduleConfig, optimizer: OptimizerConfig, length: int, unit: str) -> ScheduleSettings:
+    if unit not in UNITS:
+        raise ValueError(f"unit must be one of {UNITS}, got {unit!r}")
+    if length < 1:
+        raise ConfigError(f"the run has {length} {unit}; train for at least 1 (--train-iters or --train-samples)")
+    _check_unit(schedule, unit)
+    in_samples = unit == "samples"
+    asked_decay = schedule.lr_decay_samples if in_samples else schedule.lr_decay_iters
+    asked_wsd = schedule.lr_wsd_decay_samples if in_samples else schedule.lr_wsd_decay_iters
+    decay_length = length if asked_decay is None else asked_decay
+    max_lr = _check_rates(schedule)
+    warmup_length = _warmup_length(schedule, decay_length, unit)
+    wsd_length = _wsd_length(asked_wsd, decay_length, warmup_length, unit) if schedule.lr_decay_style == "WSD" else 0
+    start, end = _weight_decay_range(optimizer)
+    constant_rate = schedule.lr_decay_style == "constant"
+    constant_decay = optimizer.weight_decay_incr_style == "constant"
+    return ScheduleSettings(
+        unit=unit,
+        max_lr=max_lr,
+        min_lr=0.0 if constant_rate else schedule.min_lr,
+        warmup_init_lr=schedule.lr_warmup_init if warmup_length else 0.0,
+        warmup_length=warmup_length,
+        decay_style=schedule.lr_decay_style,
+        decay_length=0 if constant_rate else decay_length,
+        wsd_decay_style=schedule.lr_wsd_decay_style if wsd_length else "",
+        wsd_decay_length=wsd_length,
+        start_weight_decay=start,
+        end_weight_decay=end,
+        weight_decay_style=optimizer.weight_decay_incr_style,
+        weight_decay_length=0 if constant_decay else length,
+    )
+
+
+def _check_unit(schedule: ScheduleConfig, unit: str) -> None:
+    """A length in the other unit would be ignored, so it is an error."""
+    by_unit = {
+        "iterations": {
+            "--lr-decay-iters": schedule.lr_decay_iters,
+            "--lr-wsd-decay-iters": schedule.lr_wsd_decay_iters,
+            "--lr-warmup-iters": schedule.lr_warmup_iters or None,
+        },
+        "samples": {
+            "--lr-decay-samples": schedule.lr_decay_samples,
+            "--lr-wsd-decay-samples": schedule.lr_wsd_decay_samples,
+            "--lr-warmup-samples": schedule.lr_warmup_samples or None,
+        },
+    }
+    other = "samples" if unit == "iterations" else "iterations"
+    wrong = [f"{name} {value}" for name, value in by_unit[other].items() if value is not None]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)}: the length of this run is in {unit}; give {', '.join(by_unit[unit])} instead"
+        )
+
+
+def _check_rates(schedule: ScheduleConfig) -> float:
+    """The peak learning rate, after checking its order with the others."""
+    if schedule.lr is None:
+        raise ConfigError("--lr is not given; set the peak learning rate")
+    if not 0.0 <= schedule.min_lr <= schedule.lr:
+        raise ConfigError(f"--min-lr {schedule.min_lr} must be between 0 and --lr {schedule.lr}; lower it")
+    if not 0.0 <= schedule.lr_warmup_init <= schedule.lr:
+        raise ConfigError(
+            f"--lr-warmup-init {schedule.lr_warmup_init} must be between 0 and --lr {schedule.lr}; lower it"
+        )
+    return schedule.lr
+
+
+def _warmup_length(schedule: ScheduleConfig, decay_length: int, unit: str) -> float:
+    warmup: float = schedule.lr_warmup_samples if unit == "samples" else schedule.lr_warmup_iters
+    if schedule.lr_warmup_fraction is not None:
+        if warmup:
+            raise ConfigError(
+                f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and a warm-up of {warmup} {unit} are both given; "
+                "give one of them"
+            )
+        warmup = schedule.lr_warmup_fraction * decay_length
+    if not 0 <= warmup < decay_length:
+        raise ConfigError(
+            f"a warm-up of {warmup:g} {unit} must be shorter than the decay length of {decay_length} {unit}; shorten "
+            "the warm-up, or lengthen the decay (by default the whole run)"
+        )
+    return warmup
+
+
+def _wsd_length(asked: int | None, decay_length: int, warmup_length: float, unit: str) -> int:
+    flag = "--lr-wsd-decay-samples" if unit == "samples" else "--lr-wsd-decay-iters"
+    if asked is None:
+        raise ConfigError(f"--lr-decay-style WSD needs the length of its last phase; give {flag}")
+    if not 0 < asked <= decay_length - warmup_length:
+        raise ConfigError(
+            f"{flag} {asked} must be between 1 and {decay_length - warmup_length:g}: the decay length {decay_length} "
+            f"less the warm-up {warmup_length:g}"
+        )
+    return asked
+
+
+def _weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if optimizer.weight_decay_incr_style == "constant":
+        if start is not None or end is not None:
+            raise ConfigError(
+                f"--start-weight-decay {start} and --end-weight-decay {end} have no effect with a constant weight "
+                "decay; give --weight-decay-incr-style linear or cosine, or only --weight-decay"
+            )
+        return optimizer.weight_decay, optimizer.weight_decay
+    if start is None or end is None or not 0.0 <= start <= end:
+        raise ConfigError(
+            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs 0 <= --start-weight-decay <= "
+            f"--end-weight-decay, got {start} and {end}"
+        )
+    return start, end

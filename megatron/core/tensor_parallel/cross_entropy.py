@@ -1,0 +1,50 @@
+"""Cross entropy over logits whose vocabulary is sharded over tp: no rank ever holds the full row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import all_reduce
+from megatron.core.groups import Group
+from megatron.kernels.ops import cross_entropy
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, tp: Group) -> Tensor:
+        flat, ids = logits.flatten(0, -2), targets.flatten()
+        largest, exp_sum, target = cross_entropy.local_statistics(flat[:, :valid], ids, first)
+        if tp.size > 1:
+            local_largest = largest.clone()
+            all_reduce(largest, tp, "max")
+            sums = torch.stack([exp_sum * (local_largest - largest).exp(), target])
+            exp_sum, target = all_reduce(sums, tp)
+        log_sum_exp = exp_sum.log() + largest
+        ctx.save_for_backward(logits, ids, log_sum_exp)
+        ctx.first, ctx.valid = first, valid
+        return (log_sum_exp - target).view(targets.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, ids, log_sum_exp = ctx.saved_tensors
+        flat = logits.flatten(0, -2)
+        flat[:, ctx.valid :] = 0.0
+        cross_entropy.gradient_(flat[:, : ctx.valid], ids, ctx.first, log_sum_exp, grad.flatten())
+        return logits, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, tp: Group) -> Tensor:
+    """logits [s, b, padded vocab / tp], targets [s, b] -> loss per token [s, b] in fp32.
+
+    `vocab_size` is the true one: padding takes no part in the softmax and gets no gradient. Communication: one max and
+    one sum all-reduce of a number or two a token. Backward overwrites the logits with their gradient, so nothing else may
+    need them afterwards.
+    """
+    local = logits.shape[-1]
+    first = tp.rank * local
+    valid = max(0, min(local, vocab_size - first))
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, first, valid, tp)  # type: ignore[no-untyped-call]
+    return loss

@@ -1,0 +1,83 @@
+"""Token embedding with the vocabulary sharded over tp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shard
+from megatron.core.groups import Group
+from megatron.core.parameter import Init, Parameter, make_parameter
+
+
+class VocabParallelEmbedding(nn.Module):
+    """ids [b, s] -> [s or s/tp, b, h]. Each rank looks up the ids it holds, zeros elsewhere, and the sum is taken.
+
+    Forward: reduce-scatter along the sequence (sequence parallel) or all-reduce. Backward: all-gather, or nothing.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        init: Init,
+        tp: Group,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`vocab_size` is padded, and divisible by tp."""
+        super().__init__()
+        self.weight = make_parameter((vocab_size, hidden_size), init, dtype=dtype, device=device, tp=tp, tp_dim=0)
+        self._first = tp.rank * (vocab_size // tp.size)
+        self._tp, self._sequence_parallel = tp, sequence_parallel
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """See the class."""
+        first = self._first if self._tp.size > 1 else None
+        partial: Tensor = _Lookup.apply(ids.t(), self.weight, first)  # type: ignore[no-untyped-call]
+        if self._sequence_parallel:
+            return sum_partial_to_sequence_shard(partial, self._tp)
+        return sum_partial(partial, self._tp)
+
+
+class _Lookup(torch.autograd.Function):
+    """ids [s, b] -> rows of the local weight, zero for ids on other ranks; `first` is None when the weight is whole.
+
+    Backward adds straight into the weight's slot.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Parameter, first: int | None) -> Tensor:
+        ctx.weight = weight
+        if first is None:
+            ctx.save_for_backward(ids, None)
+            return F.embedding(ids, weight)
+        local = ids - first
+        outside = (local < 0) | (local >= weight.shape[0])
+        local = local.masked_fill(outside, 0)
+        ctx.save_for_backward(local, outside)
+        return F.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        local, outside = ctx.saved_tensors
+        weight: Parameter = ctx.weight
+        if outside is not None:
+            grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        if weight.slot is None or grad.is_cuda:
+            # On CUDA this sorts the ids: deterministic, where index_add_ uses atomics.
+            dense = torch.ops.aten.embedding_dense_backward(grad, local, weight.shape[0], -1, False)
+            if weight.slot is None:
+                return None, dense, None
+            weight.slot.add(dense)
+            return None, None, None
+        if weight.slot.fresh:
+            weight.slot.main_grad.zero_()
+            weight.slot.fresh = False
+        weight.slot.main_grad.index_add_(0, local.flatten(), grad.flatten(0, -2).float())
+        return None, None, None

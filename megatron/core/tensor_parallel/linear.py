@@ -1,0 +1,196 @@
+"""Linear layers sharded over tp: column (outputs sharded) and row (inputs sharded).
+
+Shoeybi et al., arXiv 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198. Shapes: s sequence, b batch,
+in/out features of the global layer. With sequence parallelism the leading dim outside the pair is s/tp, else s.
+
+Weights may have more than two dims (QKV per KV group, gate/up pairs) so that their global form is a plain concatenation
+along one dim for any tp; the GEMM sees them flattened to [out/tp, in].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.comm.collectives import (
+    Handle,
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    all_reduce_async,
+    reduce_scatter,
+    reduce_scatter_async,
+)
+from megatron.core.groups import Group
+from megatron.core.parameter import GradSlot, Init, Parameter, make_parameter
+from megatron.kernels.ops.weight_grad import WeightGrad
+
+
+class ColumnParallelLinear(nn.Module):
+    """[s or s/tp, b, in] -> [s, b, out/tp]. Forward: all-gather (sequence parallel) or nothing.
+
+    Backward: the input's all-gather runs beside the input-gradient GEMM; the input gradient's reduce-scatter (or
+    all-reduce without sequence parallelism) beside the weight-gradient GEMM.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_shape: tuple[int, ...],
+        *,
+        shard_dim: int,
+        bias: bool,
+        init: Init,
+        tp: Group,
+        sequence_parallel: bool,
+        weight_grad: WeightGrad,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight: Parameter | None = None,
+    ) -> None:
+        """`out_shape` is the global output shape; its dim `shard_dim` is sharded. `weight`: share this one (tied head)."""
+        super().__init__()
+        self.weight = weight or make_parameter(
+            (*out_shape, in_features), init, dtype=dtype, device=device, tp=tp, tp_dim=shard_dim
+        )
+        self.bias = (
+            make_parameter(
+                out_shape, Init("constant", 0.0), dtype=dtype, device=device, tp=tp, tp_dim=shard_dim, decay=False
+            )
+            if bias
+            else None
+        )
+        self._tp, self._sequence_parallel, self._weight_grad = tp, sequence_parallel, weight_grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        result: Tensor = _Column.apply(x, self.weight, self.bias, self._tp, self._sequence_parallel, self._weight_grad)  # type: ignore[no-untyped-call]
+        return result
+
+
+class RowParallelLinear(nn.Module):
+    """[s, b, in/tp] -> [s or s/tp, b, out]. Forward: reduce-scatter (sequence parallel) or all-reduce.
+
+    Backward: all-gather (sequence parallel) or nothing. The bias is replicated and added once, after the sum.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        init: Init,
+        tp: Group,
+        sequence_parallel: bool,
+        weight_grad: WeightGrad,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.weight = make_parameter((out_features, in_features), init, dtype=dtype, device=device, tp=tp, tp_dim=1)
+        self.bias = (
+            make_parameter(
+                (out_features,),
+                Init("constant", 0.0),
+                dtype=dtype,
+                device=device,
+                tp=tp,
+                decay=False,
+                sum_over_tp=sequence_parallel,
+            )
+            if bias
+            else None
+        )
+        self._tp, self._sequence_parallel, self._weight_grad = tp, sequence_parallel, weight_grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        out: Tensor = _Row.apply(x, self.weight, self._tp, self._sequence_parallel, self._weight_grad)  # type: ignore[no-untyped-call]
+        return out if self.bias is None else out + self.bias
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        tp: Group,
+        sequence_parallel: bool,
+        weight_grad: WeightGrad,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        # Parameters live as long as the model: kept as they are, with the slot their gradient goes to.
+        ctx.weight, ctx.bias, ctx.tp, ctx.weight_grad = weight, bias, tp, weight_grad
+        ctx.sequence_parallel = sequence_parallel and tp.size > 1
+        full = all_gather(x, tp) if ctx.sequence_parallel else x
+        return F.linear(full, weight.flatten(0, -2), None if bias is None else bias.flatten())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        tp: Group = ctx.tp
+        gather: Handle | None = None
+        if ctx.sequence_parallel:
+            x, gather = all_gather_async(x, tp)
+        grad_x, reduce = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ ctx.weight.flatten(0, -2)
+            if ctx.sequence_parallel:
+                grad_x, reduce = reduce_scatter_async(grad_x, tp)
+            elif tp.size > 1:
+                reduce = all_reduce_async(grad_x, tp)
+        if gather is not None:
+            gather.wait()
+        grad_weight = _deliver_weight(ctx.weight, grad, x, ctx.weight_grad) if ctx.needs_input_grad[1] else None
+        grad_bias = _deliver(ctx.bias, grad.flatten(0, -2).sum(0)) if ctx.needs_input_grad[2] else None
+        if reduce is not None:
+            reduce.wait()
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, tp: Group, sequence_parallel: bool, weight_grad: WeightGrad
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.tp, ctx.weight_grad = weight, tp, weight_grad
+        ctx.sequence_parallel = sequence_parallel and tp.size > 1
+        out = F.linear(x, weight)
+        if ctx.sequence_parallel:
+            return reduce_scatter(out, tp)
+        return all_reduce(out, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        if ctx.sequence_parallel:
+            grad = all_gather(grad, ctx.tp)
+        grad_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
+        grad_weight = _deliver_weight(ctx.weight, grad, x, ctx.weight_grad) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None, None
+
+
+def _deliver_weight(weight: Parameter, grad: Tensor, x: Tensor, kernel: WeightGrad) -> Tensor | None:
+    """Accumulate the weight's gradient into its slot, or return it for autograd when no buffer owns it."""
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    slot: GradSlot | None = weight.slot
+    if slot is None:
+        return (grad.t() @ x).view(weight.shape)
+    kernel(slot.main_grad.flatten(0, -2), grad, x, slot.fresh)
+    slot.fresh = False
+    return None
+
+
+def _deliver(parameter: Parameter, grad: Tensor) -> Tensor | None:
+    grad = grad.view(parameter.shape)
+    if parameter.slot is None:
+        return grad
+    parameter.slot.add(grad)
+    return None

@@ -1,0 +1,84 @@
+"""Self-attention with grouped key/value heads.
+
+Shapes: s full sequence, b batch, g key/value heads (groups), q query heads a group, d channels a head; /tp where sharded.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from megatron.core.parameter import Init
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.context import Build, KeyValueCache, Positions
+from megatron.core.transformer.norm import Norm
+from megatron.kernels.ops.rope import rotate
+
+
+class SelfAttention(nn.Module):
+    """[s or s/tp, b, h] -> the same. The fused QKV weight is [g, (q + 2) d, h]: per group its queries, key and value."""
+
+    def __init__(self, build: Build, init: Init, output_init: Init) -> None:
+        super().__init__()
+        config, tp = build.config, build.groups.tp
+        assert config.hidden_size and config.num_attention_heads
+        d, groups = config.head_dim, config.num_kv_heads
+        per_group = config.num_attention_heads // groups
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            (groups, (per_group + 2) * d),
+            shard_dim=0,
+            bias=config.qkv_bias,
+            init=init,
+            tp=tp,
+            sequence_parallel=build.sequence_parallel,
+            weight_grad=build.kernels.weight_grad,
+            dtype=build.dtype,
+            device=build.device,
+        )
+        self.linear_proj = RowParallelLinear(
+            config.num_attention_heads * d,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init=output_init,
+            tp=tp,
+            sequence_parallel=build.sequence_parallel,
+            weight_grad=build.kernels.weight_grad,
+            dtype=build.dtype,
+            device=build.device,
+        )
+        self.q_layernorm, self.k_layernorm = (
+            Norm(d, config, tp=tp, sum_over_tp=True, dtype=build.dtype, device=build.device)
+            if config.qk_layernorm
+            else None
+            for _ in range(2)
+        )
+        self._local_groups, self._per_group, self._d = groups // tp.size, per_group, d
+        self._attention, self._rng, self._dropout = build.kernels.attention, build.rng, config.attention_dropout
+
+    def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
+        """With a cache, x holds only the new positions and attends to all."""
+        qkv = self.linear_qkv(x)  # [s, b, g/tp * (q + 2) * d]
+        s, b, _ = qkv.shape
+        heads = qkv.view(s, b, self._local_groups, self._per_group + 2, self._d)
+        q = heads[:, :, :, : self._per_group].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
+        k, v = heads[:, :, :, -2], heads[:, :, :, -1]  # [s, b, g/tp, d]
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if positions.rotary is not None:
+            q, k = rotate(q, *positions.rotary), rotate(k, *positions.rotary)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return self.linear_proj(self._attend(q, k, v, positions.segments))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+        if self._dropout == 0.0 or not self.training:
+            return self._attention(q, k, v, segments=segments, dropout=0.0)
+        with self._rng.stream("sharded"):
+            return self._attention(q, k, v, segments=segments, dropout=self._dropout)
+
+
+def output_scale(num_layers: int) -> float:
+    """Factor on the initial weights that write to the residual stream: 1 / sqrt(2 x layers) (GPT-2)."""
+    return 1.0 / math.sqrt(2.0 * num_layers)

@@ -1,0 +1,83 @@
+"""The decoder layer and the stack of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.core.parameter import Init
+from megatron.core.transformer.attention import SelfAttention, output_scale
+from megatron.core.transformer.context import Build, KeyValueCache, Positions
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.norm import Norm
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). [s or s/tp, b, h] -> the same."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        assert config.hidden_size
+        init, output_init = layer_inits(config)
+        self.input_layernorm = _hidden_norm(build)
+        self.self_attention = SelfAttention(build, init, output_init)
+        self.pre_mlp_layernorm = _hidden_norm(build)
+        self.mlp = MLP(build, init, output_init)
+        self._rng, self._dropout = build.rng, config.hidden_dropout
+        self._stream = "sharded" if build.sequence_parallel else "replicated"
+
+    def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
+        """See the class."""
+        x = x + self._drop(self.self_attention(self.input_layernorm(x), positions, cache))
+        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        if self._dropout == 0.0 or not self.training:
+            return x
+        with self._rng.stream(self._stream):
+            return F.dropout(x, self._dropout)
+
+
+class TransformerBlock(nn.Module):
+    """Layers `first` .. `last - 1` of the model, and the final norm where `final_norm`.
+
+    Layers are keyed by their number in the whole model, so parameter names do not depend on the pipeline split.
+    """
+
+    def __init__(self, build: Build, first: int, last: int, *, final_norm: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): TransformerLayer(build) for number in range(first, last)})
+        self.final_layernorm = _hidden_norm(build) if final_norm else None
+
+    def forward(self, x: Tensor, positions: Positions, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
+        """[s or s/tp, b, h] -> the same; one cache a layer in generation."""
+        for number, layer in enumerate(self.layers.values()):
+            x = layer(x, positions, caches[number] if caches is not None else None)
+        return x if self.final_layernorm is None else self.final_layernorm(x)
+
+
+def layer_inits(config: ModelConfig) -> tuple[Init, Init]:
+    """Initial values of a layer's inner weights and of those that write to the residual stream."""
+    assert config.num_layers and config.hidden_size
+    scale = output_scale(config.num_layers) if config.apply_output_scale_init else 1.0
+    if config.init_method_xavier_uniform:
+        # Bound for a square matrix; one bound for all keeps it independent of how weights are fused and sharded.
+        bound = (3.0 / config.hidden_size) ** 0.5
+        return Init("uniform", bound), Init("uniform", bound)
+    return Init("normal", config.init_method_std), Init("normal", config.init_method_std * scale)
+
+
+def _hidden_norm(build: Build) -> Norm:
+    assert build.config.hidden_size
+    return Norm(
+        build.config.hidden_size,
+        build.config,
+        tp=build.groups.tp,
+        sum_over_tp=build.sequence_parallel,
+        dtype=build.dtype,
+        device=build.device,
+    )

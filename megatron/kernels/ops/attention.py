@@ -1,0 +1,76 @@
+"""Softmax attention on [s, b, heads, d] tensors with grouped key/value heads.
+
+`unfused` is the reference: plain torch, softmax in fp32. `fused` is torch's SDPA, which picks flash, memory-efficient or
+math kernels by itself. `flash` demands FlashAttention (see backends/flash.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.kernels.backends import flash
+
+
+class AttentionKernel(Protocol):
+    """q [s, b, n, d]; k, v [t, b, g, d], g dividing n. Query i sees keys up to i + t - s, and only of its own segment.
+
+    segments: [b, t] ids, equal inside a document, or None. Returns [s, b, n * d]. No communication.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: float) -> Tensor: ...
+
+
+def unfused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: float) -> Tensor:
+    """The reference. Holds the full [b, n, s, t] probabilities."""
+    s, b, n, d = q.shape
+    t, group = k.shape[0], n // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) / math.sqrt(d)
+    allowed = causal_mask(s, t, segments, q.device)
+    scores = scores.float().masked_fill(~allowed, float("-inf"))
+    probabilities = F.dropout(scores.softmax(dim=-1).to(q.dtype), dropout)
+    return torch.einsum("bnst,tbnd->sbnd", probabilities, v).reshape(s, b, n * d)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: float) -> Tensor:
+    """torch's scaled_dot_product_attention. The permuted views cost no copy: SDPA takes any strides."""
+    s, b, n, d = q.shape
+    t = k.shape[0]
+    causal = segments is None and s == t
+    # One query sees every key, so it needs no mask.
+    mask = None if causal or (s == 1 and segments is None) else causal_mask(s, t, segments, q.device)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=k.shape[1] != n
+    )
+    return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
+
+
+def causal_mask(s: int, t: int, segments: Tensor | None, device: torch.device) -> Tensor:
+    """True where query i of the last s positions may see key j of t: [s, t], or [b, 1, s, t] with segments."""
+    allowed = torch.ones(s, t, dtype=torch.bool, device=device).tril(diagonal=t - s)
+    if segments is None:
+        return allowed
+    return (allowed & (segments[:, -s:, None] == segments[:, None, :])).unsqueeze(1)
+
+
+def choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[AttentionKernel, str]:
+    """The kernel for `--attention-backend asked` and one line saying what was chosen and why."""
+    available: dict[str, Callable[[], str | None]] = {"flash": lambda: flash.missing(device, dtype)}
+    if asked == "unfused":
+        return unfused, "unfused (plain torch, asked for)"
+    if asked == "fused":
+        return fused, "fused (torch SDPA, asked for)"
+    reason = available["flash"]()
+    if reason is None:
+        return flash.attention(fused), f"flash ({flash.version()})"
+    if asked == "flash":
+        raise ConfigError(f"--attention-backend flash cannot be used: {reason}; use auto or fused")
+    return fused, f"fused (torch SDPA; no flash: {reason})"

@@ -1,0 +1,62 @@
+"""Softmax cross entropy of one shard of the vocabulary: local statistics, and the gradient in place of the logits.
+
+Rows are taken in blocks, so that the fp32 copy of half-precision logits is a block and not a second [n, V] tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Elements of fp32 work space: small enough for a CPU core's cache, large enough to fill a GPU.
+_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
+
+
+def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """logits [n, v] of vocabulary ids first .. first + v - 1; targets [n]. Returns fp32 [3, n]:
+
+    the largest logit, the sum of exp(logit - largest), and the target's logit (0 where it is on another shard).
+    """
+    n, v = logits.shape
+    result = torch.zeros(3, n, dtype=torch.float32, device=logits.device)
+    if v == 0:
+        result[0] = float("-inf")
+        return result
+    local, inside = _local_targets(targets, first, v)
+    for rows in _blocks(logits):
+        block = logits[rows].float()
+        largest = block.amax(dim=1)
+        target = block.gather(1, local[rows, None]).squeeze(1)
+        result[0, rows] = largest
+        # `block` may be the logits themselves when they are fp32: never in place.
+        result[1, rows] = (block - largest[:, None]).exp_().sum(dim=1)
+        result[2, rows] = torch.where(inside[rows], target, 0.0)
+    return result
+
+
+def gradient_(logits: Tensor, targets: Tensor, first: int, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
+    """Overwrite logits [n, v] with d loss / d logits = (softmax - one-hot) * grad [n]; returns them."""
+    if logits.shape[1] == 0:
+        return logits
+    local, inside = _local_targets(targets, first, logits.shape[1])
+    for rows in _blocks(logits):
+        block = logits[rows].float()  # the logits' own memory when they are fp32
+        block.sub_(log_sum_exp[rows, None]).exp_().mul_(grad[rows, None])
+        block.scatter_add_(1, local[rows, None], torch.where(inside[rows], -grad[rows], 0.0)[:, None])
+        if block.dtype != logits.dtype:
+            logits[rows] = block.to(logits.dtype)
+    return logits
+
+
+def _local_targets(targets: Tensor, first: int, v: int) -> tuple[Tensor, Tensor]:
+    local = targets - first
+    inside = (local >= 0) & (local < v)
+    return torch.where(inside, local, 0), inside
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    n, v = logits.shape
+    rows = max(1, _BLOCK.get(logits.device.type, 1 << 22) // v)
+    return (slice(start, min(start + rows, n)) for start in range(0, n, rows))

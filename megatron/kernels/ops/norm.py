@@ -1,0 +1,50 @@
+"""RMSNorm and LayerNorm over the last dim.
+
+The reference rounds where Hugging Face's modules do: statistics and normalisation in fp32, cast to the activation dtype,
+then multiplied by the weight. Backward is in fp32 and keeps only the input and one number a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x32 = x.float()
+        # The norm reads x once and writes one number a row; x.square().mean() would write a tensor of x's size.
+        square_mean = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        rstd = square_mean.add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        normalized = (x32 * rstd).to(weight.dtype)
+        return normalized.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        h = x.shape[-1]
+        grad = grad.float()
+        normalized = (x.float() * rstd).view(-1, h)
+        product = grad.reshape(-1, h) * normalized
+        grad_weight = product.sum(0)
+        w = weight.float()
+        # dx = rstd * (g - n * mean(g * n)) with g = grad * w and n the normalised input; g * n = product * w.
+        projection = product.mv(w).div_(h).unsqueeze(-1)
+        grad_x = (grad * w).view(-1, h).addcmul_(normalized, projection, value=-1).mul_(rstd.view(-1, 1))
+        return grad_x.view_as(x).to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight, in the weight's dtype (Zhang and Sennrich, arXiv 1910.07467)."""
+    result: Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
+    return result
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """(x - mean) / sqrt(var + epsilon) * weight + bias, in the weight's dtype (Ba et al., arXiv 1607.06450)."""
+    return F.layer_norm(x.to(weight.dtype), x.shape[-1:], weight, bias, epsilon)

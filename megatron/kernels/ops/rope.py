@@ -1,0 +1,87 @@
+"""Rotary position embedding: frequencies with every common scaling, tables, and the rotation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+
+
+def rotary_frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+    """(inverse frequencies [rotary_dim / 2] fp32, factor on cos and sin) of the configured rotary embedding.
+
+    Su et al., arXiv 2104.09864; linear scaling: Chen et al., arXiv 2306.15595; YaRN: Peng et al., arXiv 2309.00071;
+    the Llama-3.1 rule as in the published model's config.json (rope_type "llama3").
+    """
+    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64, device=device).float() / config.rotary_dim
+    frequencies = 1.0 / (config.rotary_base**exponent)
+    if config.rotary_seq_len_interpolation_factor:
+        frequencies = frequencies / config.rotary_seq_len_interpolation_factor
+    if config.use_rope_scaling:
+        frequencies = _llama3_scaling(frequencies, config)
+    if config.position_embedding_type == "yarn":
+        default = 0.1 * math.log(config.rope_scaling_factor) + 1.0 if config.rope_scaling_factor > 1 else 1.0
+        return _yarn_scaling(frequencies, config), default if config.yarn_mscale is None else config.yarn_mscale
+    return frequencies, 1.0
+
+
+def _llama3_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    original = config.rope_scaling_original_max_position_embeddings
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    turns = original * frequencies / (2 * math.pi)  # rotations over the original context
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / config.rope_scaling_factor)
+
+
+def _yarn_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    original, dim = config.rope_scaling_original_max_position_embeddings, config.rotary_dim
+
+    def dimension_of(turns: float) -> float:  # the (fractional) index of the frequency that makes this many turns
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+    low = max(math.floor(dimension_of(config.yarn_beta_fast)), 0)
+    high = min(math.ceil(dimension_of(config.yarn_beta_slow)), dim - 1)
+    index = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
+    stretch = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return frequencies * (1.0 - stretch) + frequencies / config.rope_scaling_factor * stretch
+
+
+def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of shape [s, b or 1, 1, rotary_dim / 2] for positions [b or 1, s], in the activation dtype."""
+    angles = positions.t().float().unsqueeze(-1) * frequencies  # [s, b, rotary_dim / 2]
+    angles = angles.unsqueeze(2)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None  # a rotation's transpose turns the other way
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    # Each product rounds on its own, as in Hugging Face's x * cos + rotate_half(x) * sin.
+    torch.mul(first, cos, out=out[..., :half]).sub_(second * sin)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).add_(first * sin)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first 2 x (size of the tables) channels of x [s, b, heads, d]; channel i pairs with i + half."""
+    result: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return result

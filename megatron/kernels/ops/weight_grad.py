@@ -1,0 +1,51 @@
+"""Weight gradients of linear layers, accumulated into an fp32 buffer.
+
+Fused: the GEMM itself accumulates, so the gradient never exists in the activation dtype and is never read back. Torch has
+it for fp32 on every device and, with an fp32 output of bf16/fp16 operands, on CUDA. Otherwise: a GEMM, then an addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# (main_grad [out, in] fp32, grad of the output [n, out], input [n, in], overwrite instead of accumulate)
+WeightGrad = Callable[[Tensor, Tensor, Tensor, bool], None]
+
+
+def separate(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
+    """The reference: the gradient in the activation dtype, then copied or added."""
+    weight_grad = grad.t() @ x
+    if overwrite:
+        main_grad.copy_(weight_grad)
+    else:
+        main_grad.add_(weight_grad)
+
+
+def fused(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
+    """fp32 operands: the GEMM writes or accumulates in place."""
+    if overwrite:
+        torch.mm(grad.t(), x, out=main_grad)
+    else:
+        main_grad.addmm_(grad.t(), x)
+
+
+def fused_mixed(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
+    """bf16 or fp16 operands, fp32 accumulation and output, CUDA only."""
+    if overwrite:
+        torch.mm(grad.t(), x, out_dtype=torch.float32, out=main_grad)
+    else:
+        torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad)
+
+
+def choose(fusion: bool, device: torch.device, dtype: torch.dtype) -> tuple[WeightGrad, str | None]:
+    """The kernel, and why accumulation is not fused (None when it is)."""
+    if not fusion:
+        return separate, "turned off by --no-gradient-accumulation-fusion"
+    if dtype == torch.float32:
+        return fused, None
+    if device.type == "cuda":
+        return fused_mixed, None
+    return separate, f"torch has no {str(dtype).removeprefix('torch.')} GEMM with fp32 output on {device.type}"

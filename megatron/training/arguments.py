@@ -1,0 +1,188 @@
+"""The command line: one parser generated from the configuration's dataclasses, and the start-up listing.
+
+Naming follows Megatron-LM: field `a_b` is `--a-b`. A boolean that is off by default is switched on by its bare flag, and
+one that is on by default is switched off by `--no-a-b`. Tuples take several values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import Field
+from typing import Any, NoReturn
+
+from megatron.config.flag import flag_of, spelling
+from megatron.config.run import PARTS, RunConfig, flag_fields
+from megatron.core.errors import ConfigError
+from megatron.core.models.presets import PRESETS, preset
+from megatron.training.retired_flags import advice
+
+GROUP_TITLES = {
+    "model": "model",
+    "parallel": "parallelism and communication",
+    "optimizer": "optimizer",
+    "schedule": "learning-rate schedule",
+    "data": "data",
+    "tokenizer": "tokenizer",
+    "train": "training",
+    "eval": "evaluation",
+    "logging": "logging",
+    "checkpoint": "checkpoints",
+}
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def parse(argv: Sequence[str], *, description: str) -> RunConfig:
+    """The configuration that `argv` (without the program's name) asks for, not yet checked by `config.rules`.
+
+    Raises ConfigError, one line, for an unknown flag, a value of the wrong type or a missing value. `--help` prints and
+    exits.
+    """
+    parser = build_parser(description)
+    namespace, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        raise ConfigError(_explain_unknown(unknown, parser.spellings))
+    values = vars(namespace)
+    shape = preset(values.pop("preset")) if "preset" in values else {}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return _configure({**shape, **given}, frozenset(given))
+
+
+def build_parser(description: str) -> FlagParser:
+    """A parser whose namespace holds explicitly given fields only: no defaults are filled in."""
+    parser = FlagParser(
+        description=description,
+        usage="%(prog)s [--preset NAME] [flags]",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=36),
+    )
+    parser.add_argument(
+        "--preset",
+        metavar="NAME",
+        help=f"take a published model's shape; other flags win over it: {', '.join(PRESETS)}",
+    )
+    for part, cls in PARTS.items():
+        group = parser.add_argument_group(GROUP_TITLES[part])
+        hints = typing.get_type_hints(cls)
+        for holder, spec in flag_fields().values():
+            if holder == part:
+                group.add_argument(*spellings_of(spec), **_argument(spec, hints[spec.name]))
+    return parser
+
+
+def print_arguments(run: RunConfig) -> str:
+    """Megatron-LM's start-up listing of every argument, sorted without regard to case."""
+    lines = [f"  {name} {'.' * (48 - len(name))} {run.value(name)}" for name in sorted(flag_fields(), key=str.lower)]
+    start = "------------------------ arguments ------------------------"
+    end = "-------------------- end of arguments ---------------------"
+    return "\n".join([start, *lines, end])
+
+
+def spellings_of(spec: Field[Any]) -> tuple[str, ...]:
+    """Every way to type the flag of a field, its own first."""
+    found = flag_of(spec)
+    return (spelling(spec), *(found.aliases if found else ()))
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser that raises ConfigError where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line instead of argparse's usage and message."""
+        message = message.removeprefix("argument ")
+        raise ConfigError(re.sub(r"expected (.+) argument(s?)$", r"needs \1 value\2 after it", message))
+
+    @property
+    def spellings(self) -> list[str]:
+        """Every flag that this parser knows."""
+        return list(self._option_string_actions)
+
+
+def _argument(spec: Field[Any], hint: Any) -> dict[str, Any]:
+    """Keywords of `add_argument` for a field of type `hint`."""
+    found = flag_of(spec)
+    assert found is not None
+    words: dict[str, Any] = {"dest": spec.name, "help": _help(spec, found.help)}
+    kind = _plain_type(hint)
+    if kind is bool:
+        return {**words, "action": "store_false" if spec.default is True else "store_true"}
+    if typing.get_origin(kind) is tuple:
+        kind = typing.get_args(kind)[0]
+        words["nargs"] = found.nargs or "+"
+    listed = ",".join(map(str, found.choices or ()))
+    words["metavar"] = found.metavar or (f"{{{listed}}}" if listed else _METAVARS[kind])
+    words["type"] = _converter(kind, found.choices)
+    return words
+
+
+def _plain_type(hint: Any) -> Any:
+    """T for `T | None`, else the type itself."""
+    if isinstance(hint, types.UnionType):
+        return next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+    return hint
+
+
+def _converter(kind: type, choices: Collection[Any] | None) -> Callable[[str], Any]:
+    """From a word of the command line to a value. Its error shows the word, which argparse prefixes with the flag."""
+    wanted = {int: "a whole number", float: "a number", str: "text"}[kind]
+
+    def convert(word: str) -> Any:
+        try:
+            value = kind(word)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"needs {wanted}, got '{word}'") from None
+        if choices and value not in choices:
+            listed = ", ".join(map(str, choices))
+            raise argparse.ArgumentTypeError(f"'{word}' is not known; choose one of {listed}")
+        return value
+
+    return convert
+
+
+def _help(spec: Field[Any], text: str) -> str:
+    """The field's help and its default; fields that default to None say in words what that means."""
+    shown = "" if spec.default is None or isinstance(spec.default, bool) else f" (default: {spec.default})"
+    return (text + shown).replace("%", "%%")
+
+
+def _configure(fields: dict[str, Any], given: frozenset[str]) -> RunConfig:
+    parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for name, value in fields.items():
+        parts[flag_fields()[name][0]][name] = value
+    return RunConfig(**{part: cls(**parts[part]) for part, cls in PARTS.items()}, given=given)
+
+
+def _explain_unknown(words: Sequence[str], known: Collection[str]) -> str:
+    """One line that says, for every word argparse could not place, what to write instead."""
+    problems: list[str] = []
+    for flag, values in _with_values(words):
+        if not flag:
+            problems.append(f"'{values}' belongs to no flag; remove it, or quote a value that has spaces")
+            continue
+        name = flag.split("=", 1)[0]
+        problems.append(" ".join(filter(None, (flag, values, advice(name) or _closest(name, known)))))
+    return "; ".join(problems)
+
+
+def _with_values(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Unknown words as (flag, its values): words that follow a flag are its values, the first ones may have no flag."""
+    pairs: list[tuple[str, str]] = []
+    for word in words:
+        if word.startswith("--"):
+            pairs.append((word, ""))
+        elif pairs:
+            pairs[-1] = (pairs[-1][0], f"{pairs[-1][1]} {word}".strip())
+        else:
+            pairs.append(("", word))
+    return pairs
+
+
+def _closest(flag: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(flag, known, n=1)
+    return f"is not a known flag; did you mean {near[0]}?" if near else "is not a known flag; --help lists all of them"

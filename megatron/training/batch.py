@@ -1,0 +1,72 @@
+"""From token ids to what the model reads. See docs/batch.md for the whole life of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.data import DataConfig
+from megatron.core.comm.collectives import broadcast
+from megatron.core.groups import Groups
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch of one replica; all [b, s]."""
+
+    tokens: Tensor  # int64
+    labels: Tensor  # int64, tokens shifted by one
+    loss_mask: Tensor  # bool, False where a label does not count
+    positions: Tensor  # int64; [1, s] when every sample counts from 0
+    segments: Tensor | None  # int64 document number inside the sample, or None when attention crosses documents
+
+
+def make_batch(ids: Tensor, eod: int, data: DataConfig) -> Batch:
+    """ids [b, s + 1] -> Batch. A document ends with `eod`; the token after it begins the next one."""
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    s = tokens.shape[1]
+    index = torch.arange(s, device=ids.device)
+    is_eod = tokens == eod
+    loss_mask = ~is_eod if data.eod_mask_loss else torch.ones_like(is_eod)
+    positions, segments = index.unsqueeze(0), None
+    if data.reset_position_ids or data.reset_attention_mask:
+        starts_here = torch.zeros_like(is_eod)
+        starts_here[:, 1:] = is_eod[:, :-1]
+        if data.reset_position_ids:
+            positions = index - torch.where(starts_here, index, 0).cummax(dim=1).values
+        if data.reset_attention_mask:
+            segments = starts_here.long().cumsum(dim=1)
+    return Batch(tokens, labels, loss_mask, positions, segments)
+
+
+class BatchReader:
+    """Microbatches of this replica, the same on all its tp ranks."""
+
+    def __init__(
+        self,
+        loader: Iterator[Tensor] | None,
+        data: DataConfig,
+        *,
+        eod: int,
+        micro_batch_size: int,
+        groups: Groups,
+        device: torch.device,
+    ) -> None:
+        """`loader` yields [b, s + 1] ids; it is needed on tp rank 0 only."""
+        assert data.seq_length
+        self._loader, self._data, self._eod, self._groups, self._device = loader, data, eod, groups, device
+        self._shape = (micro_batch_size, data.seq_length + 1)
+
+    def read(self, num_microbatches: int) -> list[Batch]:
+        """The next microbatches. Communication: one broadcast over tp of [n, b, s + 1] ids."""
+        if self._groups.tp.rank == 0:
+            assert self._loader is not None
+            ids = torch.stack([next(self._loader) for _ in range(num_microbatches)])
+            ids = ids.to(self._device, non_blocking=True)
+        else:
+            ids = torch.empty((num_microbatches, *self._shape), dtype=torch.int64, device=self._device)
+        broadcast(ids, self._groups.tp)
+        return [make_batch(sample, self._eod, self._data) for sample in ids]

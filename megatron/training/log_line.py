@@ -1,0 +1,197 @@
+"""The line a run prints every --log-interval steps: Megatron-LM's fields, order and number formats, then our own at
+its end. docs/logging.md explains every field. No torch, so that tools can read logs quickly."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+from megatron.training.state import StepReport
+
+GIB = 1024**3
+MAX_EXPONENT = 20.0  # perplexity is cut at e^20, as in Megatron-LM, to stay printable at the start of a run
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """The values of one line. Rates and counts are of the steps since the line before it."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    seconds_per_iteration: float
+    learning_rate: float  # of the last step, as are the batch size, loss scale, norms and zeros
+    global_batch_size: int
+    loss: float | None  # mean over applied steps; None when no step was applied
+    loss_scale: float
+    grad_norm: float
+    num_zeros: int | None
+    params_norm: float | None
+    skipped_iterations: int
+    nan_iterations: int
+    tokens_per_second_per_gpu: float
+    tflops_per_gpu: float  # model FLOPs, see flops.py
+    mfu: float | None  # fraction of the device's peak; None when the peak is not known
+    peak_memory: int  # bytes
+    eta_seconds: float
+
+
+class LogWindow:
+    """Collects step reports between two log lines.
+
+    flops_per_sample: model FLOPs of one sample, forward and backward. world_size: processes, one a GPU.
+    peak_tflops: dense peak of one device, or None when it is not known.
+    """
+
+    def __init__(self, flops_per_sample: float, world_size: int, peak_tflops: float | None) -> None:
+        self._flops_per_sample = flops_per_sample
+        self._world_size = world_size
+        self._peak_tflops = peak_tflops
+        self._reports: list[StepReport] = []
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def add(self, report: StepReport) -> None:
+        """Take in one step."""
+        self._reports.append(report)
+
+    def close(self, *, consumed_samples: int, train_iters: int, remaining_samples: int, peak_memory: int) -> LogLine:
+        """The line of the steps taken in since the last call, and start anew. Needs at least one step.
+
+        remaining_samples: what the run still has to read, for the time left; samples and not iterations, because
+        steps grow while the batch size ramps up. peak_memory: bytes.
+        """
+        assert self._reports, "a log line needs at least one step"
+        reports, self._reports = self._reports, []
+        last = reports[-1]
+        losses = [r.loss for r in reports if not (r.skipped or r.nan)]
+        # A step is never timed as 0; the floor keeps a clock of coarse resolution from dividing by it.
+        seconds = max(sum(r.seconds for r in reports), 1e-9)
+        samples = sum(r.global_batch_size for r in reports)
+        gpu_seconds = seconds * self._world_size
+        tflops = samples * self._flops_per_sample / gpu_seconds / 1e12
+        return LogLine(
+            iteration=last.iteration,
+            train_iters=train_iters,
+            consumed_samples=consumed_samples,
+            seconds_per_iteration=seconds / len(reports),
+            learning_rate=last.learning_rate,
+            global_batch_size=last.global_batch_size,
+            loss=sum(losses) / len(losses) if losses else None,
+            loss_scale=last.loss_scale,
+            grad_norm=last.grad_norm,
+            num_zeros=last.num_zeros,
+            params_norm=last.params_norm,
+            skipped_iterations=sum(r.skipped for r in reports),
+            nan_iterations=sum(r.nan for r in reports),
+            tokens_per_second_per_gpu=sum(r.tokens for r in reports) / gpu_seconds,
+            tflops_per_gpu=tflops,
+            mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
+            peak_memory=peak_memory,
+            eta_seconds=remaining_samples * seconds / samples,
+        )
+
+
+def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> str:
+    """The printed line. `log_throughput` adds Megatron-LM's throughput field in its place."""
+    fields = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {line.iteration:8d}/{line.train_iters:8d}",
+        f"consumed samples: {line.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {line.seconds_per_iteration * 1000:.1f}",
+    ]
+    if log_throughput:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {line.tflops_per_gpu:.1f}")
+    fields += [f"learning rate: {line.learning_rate:.6E}", f"global batch size: {line.global_batch_size:5d}"]
+    if line.loss is not None:
+        fields.append(f"lm loss: {line.loss:.6E}")
+    fields += [f"loss scale: {line.loss_scale:.1f}", f"grad norm: {line.grad_norm:.3f}"]
+    if line.num_zeros is not None:
+        fields.append(f"num zeros: {line.num_zeros}")
+    if line.params_norm is not None:
+        fields.append(f"params norm: {line.params_norm:.3f}")
+    fields += [
+        f"number of skipped iterations: {line.skipped_iterations:3d}",
+        f"number of nan iterations: {line.nan_iterations:3d}",
+        f"tokens/s/GPU: {line.tokens_per_second_per_gpu:.1f}",
+        f"model TFLOP/s/GPU: {line.tflops_per_gpu:.2f}",
+    ]
+    if line.mfu is not None:
+        fields.append(f"MFU: {100 * line.mfu:.1f}%")
+    fields += [f"peak memory (GB): {line.peak_memory / GIB:.2f}", f"ETA: {format_duration(line.eta_seconds)}"]
+    return " | ".join(fields) + " |"
+
+
+def format_duration(seconds: float) -> str:
+    """h:mm:ss; hours are not folded into days."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def perplexity(loss: float) -> float:
+    """e^loss, cut at e^20."""
+    return math.exp(min(MAX_EXPONENT, loss))
+
+
+def format_evaluation(where: str, loss: float, name: str = "") -> str:
+    """Three lines: the loss and perplexity between two rules of dashes. `where` says when, as in "iteration 100";
+    `name` tells validation sets apart."""
+    suffix = f"-{name}" if name else ""
+    line = f" validation{suffix} loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
+
+
+_ITERATION = re.compile(r"(?:\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)\]\s+)?iteration\s+(\d+)/\s*(\d+) \|")
+_FIELD = re.compile(r"\s*([^:|]+): +([^|]*?)\s*\|")
+_EVALUATION = re.compile(r"validation(?:-(?P<name>\S+))? loss at (?P<where>[^|]+?) \| lm loss value: (?P<loss>\S+) \|")
+
+
+def parse_line(text: str) -> dict[str, float | str]:
+    """Fields of a log line by the name printed before the colon, and "iteration", "train iterations" and "time".
+
+    Counts and numbers are floats, "MFU" is in percent, "ETA" in seconds, "time" the timestamp as text. A line that is
+    none gives {}. Fields are found by name, so lines of any Megatron-LM version are read, behind any prefix.
+    """
+    head = _ITERATION.search(text)
+    if head is None:
+        return {}
+    fields: dict[str, float | str] = {"iteration": float(head[2]), "train iterations": float(head[3])}
+    if head["time"]:
+        fields["time"] = head["time"]
+    for name, value in _FIELD.findall(text, head.end()):
+        fields[name] = _number(value)
+    return fields
+
+
+def parse_evaluation(text: str) -> dict[str, float | str]:
+    """ "where", "name" (empty for an only set) and "lm loss" of an evaluation's middle line; {} for another line.
+
+    "iteration" is there too when `where` names one.
+    """
+    found = _EVALUATION.search(text)
+    if found is None:
+        return {}
+    fields: dict[str, float | str] = {
+        "where": found["where"],
+        "name": found["name"] or "",
+        "lm loss": float(found["loss"]),
+    }
+    iteration = re.search(r"iteration (\d+)", found["where"])
+    if iteration:
+        fields["iteration"] = float(iteration[1])
+    return fields
+
+
+def _number(text: str) -> float | str:
+    """A count, number, percentage, or h:mm:ss as seconds; text that is none of these stays text."""
+    duration = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
+    if duration:
+        hours, minutes, seconds = map(int, duration.groups())
+        return float(hours * 3600 + minutes * 60 + seconds)
+    try:
+        return float(text.rstrip("%"))
+    except ValueError:
+        return text

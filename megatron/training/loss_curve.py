@@ -1,0 +1,99 @@
+"""Training and validation loss over iterations as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Point = tuple[int, float]  # (iteration, loss)
+
+SMOOTH_FROM = 100  # points; a shorter curve is drawn as it is
+TRAIN, VALIDATION, REFERENCE, INK = "#2a6fbb", "#d1495b", "#777777", "#333333"
+
+
+def draw_loss_curve(
+    path: Path,
+    train: Sequence[Point],
+    validation: Sequence[Point] = (),
+    reference: tuple[str, float] | None = None,
+    title: str = "",
+) -> None:
+    """Write a PNG of 1600 x 900 pixels to `path`, making its folder.
+
+    reference: label and height of a horizontal line, such as the entropy of the tokens' frequencies. Points that are
+    not finite are left out. A long training curve is drawn pale, with its moving average over 2 % of its points.
+    """
+    figure = Figure(figsize=(10, 5.625), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_train(axes, _finite(train))
+    _draw_validation(axes, _finite(validation))
+    if reference is not None:
+        label, height = reference
+        axes.axhline(height, color=REFERENCE, linestyle=(0, (5, 4)), linewidth=1.2, label=f"{label} ({height:.3f})")
+    _dress(axes, title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def moving_average(values: np.ndarray, width: int) -> np.ndarray:
+    """Mean over up to `width` values around each. [n] -> [n]
+
+    The window reaches at most an eighth of the way back to the start, so that it does not blunt the steep beginning,
+    and is cut off at the end.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    reach = np.minimum(width // 2, index // 8)
+    first, last = index - reach, np.minimum(index + reach, len(values) - 1)
+    averages: np.ndarray = (sums[last + 1] - sums[first]) / (last + 1 - first)
+    return averages
+
+
+def _finite(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
+    kept = [(iteration, loss) for iteration, loss in points if math.isfinite(loss)]
+    return np.array([p[0] for p in kept]), np.array([p[1] for p in kept], dtype=float)
+
+
+def _draw_train(axes: Axes, points: tuple[np.ndarray, np.ndarray]) -> None:
+    iterations, losses = points
+    if not len(losses):
+        return
+    smooth = losses
+    if len(losses) >= SMOOTH_FROM:
+        axes.plot(iterations, losses, color=TRAIN, alpha=0.3, linewidth=0.8)
+        smooth = moving_average(losses, len(losses) // 50 | 1)
+    marker = "o" if len(losses) == 1 else None
+    axes.plot(iterations, smooth, color=TRAIN, linewidth=1.8, marker=marker, label=f"training (last {smooth[-1]:.3f})")
+
+
+def _draw_validation(axes: Axes, points: tuple[np.ndarray, np.ndarray]) -> None:
+    iterations, losses = points
+    if len(losses):
+        label = f"validation (last {losses[-1]:.3f})"
+        axes.plot(iterations, losses, color=VALIDATION, linewidth=1.0, marker="o", markersize=3.5, label=label)
+
+
+def _dress(axes: Axes, title: str) -> None:
+    axes.set_xlabel("iteration", color=INK)
+    axes.set_ylabel("loss (nats per token)", color=INK)
+    axes.set_title(title, loc="left", color=INK, fontweight="bold")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.02)
+    axes.grid(color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#bbbbbb")
+    axes.tick_params(colors=INK)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(
+            handles, labels, loc="upper right", labelcolor=INK, facecolor="white", edgecolor="none", framealpha=1
+        )

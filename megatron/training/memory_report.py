@@ -1,0 +1,94 @@
+"""Two printed lines about memory: what a rank uses, and what its weights and optimizer must use.
+
+Bytes of weights and optimizer state, with P parameters on the rank, and S ranks that share the optimizer's state
+(S = dp x cp when it is sharded, 1 when every replica holds all of it):
+
+| | bf16, fp16 | fp32 |
+|---|---|---|
+| weights | 2 P | 4 P |
+| main gradients, fp32 | 4 P | 4 P |
+| master weights, fp32 | 4 P / S | 0: the weights are the masters |
+| moments, fp32 (Adam 2, SGD with momentum 1, without 0) | 4 moments P / S | the same |
+
+So bf16 with Adam takes 6 P + 12 P / S, or 18 P unsharded. Activations are not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.device import MemoryReport, memory_report
+
+MIB = 1024**2
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one rank."""
+
+    weights: float
+    main_gradients: float
+    masters: float
+    moments: float
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return self.weights + self.main_gradients + self.masters + self.moments
+
+
+def reserved_bytes(device: torch.device, report: MemoryReport) -> int:
+    """Bytes that the caching allocator holds now. The CPU has none: there it is what the process has in use."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else report.allocated
+
+
+def memory_line(rank: int, iterations: int, device: torch.device) -> str:
+    """Megatron-LM's memory line of this rank, now."""
+    report = memory_report(device)
+    return format_memory(rank, iterations, report, reserved_bytes(device, report))
+
+
+def format_memory(rank: int, iterations: int, report: MemoryReport, reserved: int) -> str:
+    """Megatron-LM's memory line; figures in MB of 1024 x 1024 bytes."""
+    figures = {
+        "allocated": report.allocated,
+        "max allocated": report.peak_allocated,
+        "reserved": reserved,
+        "max reserved": report.peak_reserved,
+    }
+    fields = " | ".join(f"{name}: {count / MIB:.2f}" for name, count in figures.items())
+    return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {fields}"
+
+
+def weight_and_optimizer_footprint(
+    parameters: int, dtype_name: str, optimizer: OptimizerConfig, shards: int
+) -> Footprint:
+    """What `parameters` on this rank cost; see the table above.
+
+    parameters: those of this rank, after tp and pp have cut the model. dtype_name: as ModelConfig.dtype_name.
+    shards: ranks that share masters and moments.
+    """
+    low_precision = dtype_name != "float32"
+    moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum != 0.0)
+    return Footprint(
+        weights=parameters * (2 if low_precision else _FP32),
+        main_gradients=parameters * _FP32,
+        masters=parameters * _FP32 / shards if low_precision else 0.0,
+        moments=parameters * _FP32 * moments / shards,
+    )
+
+
+def format_footprint(footprint: Footprint) -> str:
+    """Megatron-LM's line of the theoretical footprint, with its parts instead of an estimate of activations."""
+    parts = {
+        "weights": footprint.weights,
+        "main gradients": footprint.main_gradients,
+        "master weights": footprint.masters,
+        "moments": footprint.moments,
+    }
+    listed = ", ".join(f"{name}={size / MIB:.2f}" for name, size in parts.items())
+    return f"Theoretical memory footprints: weight and optimizer={footprint.total / MIB:.2f} MB ({listed})"

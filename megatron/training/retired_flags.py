@@ -1,0 +1,129 @@
+"""Megatron-LM's flags that this tree does not take, each with what to do instead."""
+
+from __future__ import annotations
+
+_ALWAYS = "is always on here; remove it"
+_LATER = "is not available yet; remove it"
+_NO_KERNEL = "chooses a fused kernel that does not exist here; remove it"
+_ONE_FORMAT = "is not needed: there is one checkpoint format and it loads under any layout; remove it"
+_EVENTS = "is not needed: --tensorboard-dir writes everything that is logged; remove it"
+
+ADVICE: dict[str, str] = {
+    # Renamed.
+    "--use-flash-attn": "is now --attention-backend flash",
+    "--use-rotary-position-embeddings": "is now --position-embedding-type rope",
+    "--no-position-embedding": "is now --position-embedding-type none; with rope just remove it",
+    "--batch-size": "is now --micro-batch-size",
+    "--warmup": "is now --lr-warmup-fraction",
+    "--model-parallel-size": "is now --tensor-model-parallel-size",
+    "--encoder-num-layers": "is now --num-layers",
+    "--decoder-num-layers": "is now --num-layers",
+    "--encoder-seq-length": "is now --seq-length",
+    "--decoder-seq-length": "is now --seq-length",
+    "--padded-vocab-size": "is derived: give --vocab-size and --make-vocab-size-divisible-by",
+    "--save-retain-interval": "has another meaning here: --save-retain N keeps the N newest checkpoints",
+    "--rotary-scaling-factor": "is now --rope-scaling-factor, with --position-embedding-type yarn",
+    "--patch-tokenizer-type": "is now --tokenizer-type HuggingFaceTokenizer",
+    "--extra-vocab-size": "is derived from the tokenizer; remove it, or give --vocab-size",
+    "--checkpoint-activations": "is not available yet (activation recompute); remove it",
+    # What this tree always does.
+    "--use-mcore-models": _ALWAYS,
+    "--exit-signal-handler": "is always on here; remove it, or give --no-exit-signal-handler to turn it off",
+    "--accumulate-allreduce-grads-in-fp32": _ALWAYS,
+    "--attention-softmax-in-fp32": _ALWAYS,
+    "--ckpt-fully-parallel-save": _ALWAYS,
+    "--no-create-attention-mask-in-dataloader": "is not needed: no mask is built there; remove it",
+    "--use-cpu-initialization": "is not needed: initial weights do not depend on the device; remove it",
+    "--te-rng-tracker": "is not needed: random state does not depend on the layer implementation; remove it",
+    "--use-tp-pp-dp-mapping": "is not available: ranks are ordered tp, cp, dp, pp; remove it",
+    "--lazy-mpu-init": "is not needed; remove it",
+    "--disable-gloo-process-groups": "is not needed: --distributed-backend names the only backend; remove it",
+    "--local-rank": "is not needed: torchrun sets LOCAL_RANK; remove it",
+    "--local_rank": "is not needed: torchrun sets LOCAL_RANK; remove it",
+    "--no-async-tensor-model-parallel-allreduce": "chooses an overlap that is not available yet; remove it",
+    "--use-dist-ckpt": _ONE_FORMAT,
+    "--dist-ckpt-format": _ONE_FORMAT,
+    "--ckpt-format": _ONE_FORMAT,
+    "--auto-detect-ckpt-format": _ONE_FORMAT,
+    "--log-timers-to-tensorboard": _EVENTS,
+    "--log-validation-ppl-to-tensorboard": _EVENTS,
+    "--log-memory-to-tensorboard": _EVENTS,
+    "--log-world-size-to-tensorboard": _EVENTS,
+    "--log-learning-rate-to-tensorboard": _EVENTS,
+    "--log-batch-size-to-tensorboard": _EVENTS,
+    "--tensorboard-queue-size": _EVENTS,
+    "--no-log-loss-scale-to-tensorboard": _EVENTS,
+    "--no-one-logger": "is not needed: there is no such logger; remove it",
+    # Fused kernels that are chosen by flags there.
+    "--no-masked-softmax-fusion": _NO_KERNEL,
+    "--no-bias-gelu-fusion": _NO_KERNEL,
+    "--no-bias-swiglu-fusion": _NO_KERNEL,
+    "--no-bias-dropout-fusion": _NO_KERNEL,
+    "--no-rope-fusion": _NO_KERNEL,
+    "--no-persist-layer-norm": _NO_KERNEL,
+    "--cross-entropy-loss-fusion": _NO_KERNEL,
+    "--cross-entropy-fusion-impl": _NO_KERNEL,
+    "--apply-query-key-layer-scaling": "is not available: softmax is computed in fp32, which needs no such scaling",
+    # Not here yet, by name.
+    "--use-distributed-optimizer": "is not available yet (sharded optimizer); remove it",
+    "--use-megatron-fsdp": "is not available yet (sharded parameters); remove it",
+    "--use-torch-fsdp2": "is not available yet (sharded parameters); remove it",
+    "--num-experts": "is not available yet (mixture of experts); remove it",
+    "--multi-latent-attention": "is not available yet; remove it",
+    "--distribute-saved-activations": "is not available yet (activation recompute); remove it",
+    "--fine-grained-activation-offloading": "is not available yet (activation offload); remove it",
+    "--num-layers-per-virtual-pipeline-stage": "is not available yet (interleaved pipeline); remove it",
+    "--num-virtual-stages-per-pipeline-rank": "is not available yet (interleaved pipeline); remove it",
+    "--pipeline-model-parallel-layout": "is not available yet (pipeline parallelism); remove it",
+    "--no-overlap-p2p-communication": "is not available yet (pipeline parallelism); remove it",
+    "--sft": "is not available yet (instruction data); remove it",
+    "--spec": "is not available: layers are chosen by plain flags; remove it",
+    "--yaml-cfg": "is not available: flags are the only configuration; write them out",
+    "--grad-reduce-in-bf16": "is not available yet; remove it",
+    "--rotary-interleaved": _LATER,
+    "--window-size": _LATER,
+    "--decoupled-lr": _LATER,
+    "--decoupled-min-lr": _LATER,
+    "--async-save": _LATER,
+    "--profile": _LATER,
+}
+
+_FAMILIES: tuple[tuple[str, str], ...] = (
+    ("--moe-", "mixture of experts"),
+    ("--fp8-", "FP8"),
+    ("--fp4-", "FP4"),
+    ("--recompute-", "activation recompute"),
+    ("--cpu-offloading-", "activation offload"),
+    ("--offload-", "activation offload"),
+    ("--optimizer-cpu-offload", "optimizer offload"),
+    ("--optimizer-offload-", "optimizer offload"),
+    ("--overlap-cpu-optimizer-", "optimizer offload"),
+    ("--overlapped-distributed-optimizer", "sharded optimizer"),
+    ("--use-precision-aware-optimizer", "low-precision optimizer state"),
+    ("--overlap-grad-reduce", "overlapped gradient reduction"),
+    ("--overlap-param-gather", "sharded optimizer"),
+    ("--overlap-", "communication overlap"),
+    ("--tp-comm-", "tensor-parallel overlap"),
+    ("--no-tp-comm-", "tensor-parallel overlap"),
+    ("--cp-comm-type", "context parallelism"),
+    ("--hierarchical-context-parallel-", "context parallelism"),
+    ("--microbatch-group-size-per-virtual-", "interleaved pipeline"),
+    ("--decoder-first-pipeline-", "pipeline parallelism"),
+    ("--decoder-last-pipeline-", "pipeline parallelism"),
+    ("--account-for-", "pipeline parallelism"),
+    ("--mtp-", "multi-token prediction"),
+    ("--muon-", "the Muon optimizer"),
+    ("--non-persistent-", "local checkpoints"),
+    ("--profile-", "profiling"),
+    ("--cuda-graph-", "CUDA graphs"),
+    ("--inference-", "inference"),
+    ("--rerun-", "the rerun engine"),
+)
+
+
+def advice(flag: str) -> str | None:
+    """What to do about one of Megatron-LM's flags ("is now --x", "is not available yet ..."), or None if unknown."""
+    if flag in ADVICE:
+        return ADVICE[flag]
+    family = next((what for prefix, what in _FAMILIES if flag.startswith(prefix)), None)
+    return f"is not available yet ({family}); remove it" if family else None

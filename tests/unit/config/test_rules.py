@@ -1,0 +1,345 @@
+import pytest
+
+from megatron.config import rules, rules_files, rules_model, rules_training
+from megatron.config.rules_needs import given_flags_have_an_effect
+from megatron.config.rules_ranges import RANGES, numbers_are_in_range, values_are_known
+from megatron.config.run import flag_fields
+from megatron.core.errors import ConfigError
+from tests.unit.config.runs import make_run
+
+FILES = {"mock_data": None, "data_path": ("a",)}
+ROPE = {"position_embedding_type": "rope"}
+YARN = {"position_embedding_type": "yarn"}
+SAMPLES = {"train_iters": None, "train_samples": 1000}
+WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}
+HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
+
+# rule, fields that break it, fields that do not, world size, parts of the message
+CASES = [
+    (values_are_known, {"normalization": "BatchNorm"}, {"normalization": "RMSNorm"}, 1, ["BatchNorm", "LayerNorm"]),
+    (values_are_known, {"timing_log_level": 3}, {"timing_log_level": 2}, 1, ["--timing-log-level", "3"]),
+    (numbers_are_in_range, {"lr": float("nan")}, {"lr": 0.0}, 1, ["--lr", "nan"]),
+    (numbers_are_in_range, {"iterations_to_skip": (3, 0)}, {"iterations_to_skip": (3, 1)}, 1, ["got 0"]),
+    (rules_model.shape_is_given, {"num_layers": None}, {}, 1, ["--num-layers", "--preset"]),
+    (rules_model.shape_is_given, {"seq_length": None, "micro_batch_size": None}, {}, 1, ["--seq-length, --micro"]),
+    (rules_model.only_supported_parallelism, {"pipeline_model_parallel_size": 2}, {}, 2, ["not available yet", "2"]),
+    (rules_model.only_supported_parallelism, {"context_parallel_size": 2}, {}, 2, ["--context-parallel-size 2"]),
+    (rules_model.only_supported_parallelism, {"expert_model_parallel_size": 2}, {}, 2, ["--expert-model"]),
+    (
+        rules_model.only_supported_parallelism,
+        {"expert_tensor_parallel_size": 2},
+        {"expert_tensor_parallel_size": 1},
+        2,
+        ["--expert-tensor-parallel-size 2"],
+    ),
+    (rules_model.only_local_layers, {"transformer_impl": "transformer_engine"}, {}, 1, ["not available yet", "local"]),
+    (rules_model.world_is_divisible, {"tensor_model_parallel_size": 2}, {}, 3, ["3", "tp 2"]),
+    (
+        rules_model.backend_fits_device,
+        {"distributed_backend": "nccl", "device": "cpu"},
+        {"distributed_backend": "nccl"},
+        1,
+        ["gloo"],
+    ),
+    (rules_model.one_half_precision, {"fp16": True, "bf16": True}, {"bf16": True}, 1, ["--fp16", "--bf16"]),
+    (rules_model.one_activation, {"swiglu": True, "squared_relu": True}, {"swiglu": True}, 1, ["--swiglu"]),
+    (rules_model.one_activation, {"openai_gelu": True, "squared_relu": True}, {"openai_gelu": True}, 1, ["--openai"]),
+    (rules_model.heads_divide_hidden, {"hidden_size": 66}, {"hidden_size": 66, "kv_channels": 8}, 1, ["66", "4"]),
+    (
+        rules_model.groups_divide_heads,
+        {"group_query_attention": True, "num_query_groups": 3},
+        {"group_query_attention": True, "num_query_groups": 2},
+        1,
+        ["4", "3"],
+    ),
+    (
+        rules_model.mlp_has_a_width,
+        {"hidden_size": 16, "swiglu": True},
+        {"hidden_size": 16, "swiglu": True, "ffn_hidden_size": 40},
+        1,
+        ["16", "--ffn-hidden-size"],
+    ),
+    (
+        rules_model.tp_divides_layers,
+        {"tensor_model_parallel_size": 8},
+        {"tensor_model_parallel_size": 4},
+        8,
+        ["--num-attention-heads 4", "8"],
+    ),
+    (
+        rules_model.tp_divides_layers,
+        {"tensor_model_parallel_size": 4, "group_query_attention": True, "num_query_groups": 2},
+        {"tensor_model_parallel_size": 2, "group_query_attention": True, "num_query_groups": 2},
+        4,
+        ["key/value heads", "2", "4"],
+    ),
+    (
+        rules_model.tp_divides_layers,
+        {"tensor_model_parallel_size": 4, "ffn_hidden_size": 90},
+        {"tensor_model_parallel_size": 2, "ffn_hidden_size": 90},
+        4,
+        ["--ffn-hidden-size 90"],
+    ),
+    (
+        rules_model.sequence_parallel_divides_sequence,
+        {"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 30},
+        {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 30},
+        4,
+        ["30", "4"],
+    ),
+    (
+        rules_model.sequence_fits_positions,
+        {"max_position_embeddings": 31},
+        {"max_position_embeddings": 32},
+        1,
+        ["32", "31"],
+    ),
+    (
+        rules_model.rotary_rotates,
+        {**ROPE, "rotary_percent": 0.1},
+        {**ROPE, "rotary_percent": 0.25},
+        1,
+        ["0.1", "16"],
+    ),
+    (
+        rules_model.one_rotary_scaling,
+        {**ROPE, "use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
+        {**ROPE, "use_rope_scaling": True},
+        1,
+        ["--use-rope-scaling and --rotary-seq-len-interpolation-factor"],
+    ),
+    (rules_model.one_rotary_scaling, {**YARN, "use_rope_scaling": True}, YARN, 1, ["yarn", "--use-rope-scaling"]),
+    (rules_model.one_rotary_scaling, {"use_rope_scaling": True}, {}, 1, ["learned_absolute"]),
+    (
+        rules_model.rotary_bands_are_ordered,
+        {**ROPE, "use_rope_scaling": True, "rope_scaling_low_freq_factor": 4.0},
+        {**ROPE, "use_rope_scaling": True, "rope_scaling_low_freq_factor": 3.0},
+        1,
+        ["4.0"],
+    ),
+    (rules_model.rotary_bands_are_ordered, {**YARN, "yarn_beta_slow": 40.0}, YARN, 1, ["40.0", "32.0"]),
+    (
+        rules_model.tp_divides_vocabulary,
+        {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 2, "vocab_size": 1001},
+        {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 2, "vocab_size": 1000},
+        4,
+        ["1002", "--make-vocab-size-divisible-by 8"],
+    ),
+    (rules_training.one_length, {"train_samples": 5}, {}, 1, ["10", "5"]),
+    (rules_training.one_length, {"train_iters": None}, {"train_iters": None, "skip_train": True}, 1, ["--train-iters"]),
+    (rules_training.learning_rate_is_given, {"lr": None}, {"lr": None, "skip_train": True}, 1, ["--lr"]),
+    (
+        rules_training.batches_are_whole,
+        {"global_batch_size": 6},
+        {"global_batch_size": 12},
+        2,
+        ["6", "--micro-batch-size 2 x data-parallel size 2 = 4"],
+    ),
+    (
+        rules_training.batches_are_whole,
+        {"global_batch_size": 12, "rampup_batch_size": (2, 2, 50)},
+        {"global_batch_size": 12, "rampup_batch_size": (4, 4, 50)},
+        2,
+        ["START 2"],
+    ),
+    (
+        rules_training.batches_are_whole,
+        {"global_batch_size": 12, "rampup_batch_size": (4, 2, 50)},
+        {"global_batch_size": 12, "rampup_batch_size": (4, 8, 50)},
+        2,
+        ["INCREMENT 2"],
+    ),
+    (
+        rules_training.rampup_reaches_batch_size,
+        {"rampup_batch_size": (2, 2, 50)},
+        {"rampup_batch_size": (2, 2, 50), "global_batch_size": 8},
+        1,
+        ["--global-batch-size"],
+    ),
+    (
+        rules_training.rampup_reaches_batch_size,
+        {"rampup_batch_size": (8, 2, 50), "global_batch_size": 8},
+        {"rampup_batch_size": (6, 2, 50), "global_batch_size": 8},
+        1,
+        ["START 8"],
+    ),
+    (
+        rules_training.rampup_reaches_batch_size,
+        {"rampup_batch_size": (2, 4, 50), "global_batch_size": 8},
+        {"rampup_batch_size": (2, 6, 50), "global_batch_size": 8},
+        1,
+        ["INCREMENT 4"],
+    ),
+    (
+        rules_training.rampup_reaches_batch_size,
+        {"rampup_batch_size": (2, 4), "global_batch_size": 8},
+        {"rampup_batch_size": (2, 6, 50), "global_batch_size": 8},
+        1,
+        ["2 numbers"],
+    ),
+    (
+        rules_training.lengths_are_in_one_unit,
+        {"lr_decay_samples": 100},
+        {**SAMPLES, "lr_decay_samples": 100},
+        1,
+        ["--lr-decay-samples 100", "give --lr-decay-iters"],
+    ),
+    (
+        rules_training.lengths_are_in_one_unit,
+        {**SAMPLES, "lr_warmup_iters": 3},
+        {**SAMPLES, "lr_warmup_samples": 3},
+        1,
+        ["give --lr-warmup-samples"],
+    ),
+    (
+        rules_training.one_warmup,
+        {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2},
+        {"lr_warmup_fraction": 0.1},
+        1,
+        ["0.1", "2"],
+    ),
+    (rules_training.schedule_fits, {"lr_warmup_iters": 10}, {"lr_warmup_iters": 9}, 1, ["10", "--lr-decay-iters"]),
+    (
+        rules_training.schedule_fits,
+        {**SAMPLES, "lr_decay_samples": 40, "lr_warmup_samples": 40},
+        {**SAMPLES, "lr_decay_samples": 41, "lr_warmup_samples": 40},
+        1,
+        ["40 samples"],
+    ),
+    (rules_training.schedule_fits, {"lr_decay_style": "WSD"}, WSD, 1, ["--lr-wsd-decay-iters"]),
+    (
+        rules_training.schedule_fits,
+        {**WSD, "lr_warmup_iters": 7},
+        {**WSD, "lr_warmup_iters": 6},
+        1,
+        ["7", "4", "10"],
+    ),
+    (rules_training.learning_rates_are_ordered, {"min_lr": 2e-3}, {"min_lr": 1e-3}, 1, ["0.002", "0.001"]),
+    (rules_training.learning_rates_are_ordered, {"lr_warmup_init": 2e-3}, {}, 1, ["--lr-warmup-init"]),
+    (
+        rules_training.weight_decay_ramp_is_whole,
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1},
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2},
+        1,
+        ["linear", "give both"],
+    ),
+    (rules_training.weight_decay_ramp_is_whole, {"end_weight_decay": 0.1}, {}, 1, ["--end-weight-decay"]),
+    (
+        rules_training.weight_decay_ramp_is_whole,
+        {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.3, "end_weight_decay": 0.2},
+        {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.2},
+        1,
+        ["0.3", "0.2"],
+    ),
+    (
+        rules_training.loss_scale_has_room,
+        {"fp16": True, "initial_loss_scale": 0.5},
+        {"fp16": True, "initial_loss_scale": 1.0},
+        1,
+        ["0.5", "1"],
+    ),
+    (
+        rules_training.skip_train_evaluates,
+        {"skip_train": True, "eval_iters": 0},
+        {"eval_iters": 0},
+        1,
+        ["--eval-iters"],
+    ),
+    (rules_files.one_data_source, {"data_path": ("a",)}, FILES, 1, ["--mock-data and --data-path"]),
+    (rules_files.one_data_source, {"mock_data": None}, FILES, 1, ["--data-path"]),
+    (
+        rules_files.one_data_source,
+        {**FILES, "valid_data_path": ("b",)},
+        {"mock_data": None, "train_data_path": ("a",), "valid_data_path": ("b",)},
+        1,
+        ["--valid-data-path"],
+    ),
+    (
+        rules_files.one_data_source,
+        {"mock_data": None, "valid_data_path": ("b",)},
+        {"mock_data": None, "valid_data_path": ("b",), "skip_train": True},
+        1,
+        ["--train-data-path"],
+    ),
+    (rules_files.data_paths_are_not_empty, {"mock_data": None, "data_path": ()}, FILES, 1, ["--data-path"]),
+    (rules_files.split_is_three_shares, {**FILES, "split": "9,x"}, {**FILES, "split": "969, 30, 1"}, 1, ["9,x"]),
+    (rules_files.split_is_three_shares, {**FILES, "split": "0,0,0"}, {**FILES, "split": "1"}, 1, ["0,0,0"]),
+    (rules_files.split_is_three_shares, {**FILES, "split": "1,1,1,1"}, {**FILES, "split": "0,1"}, 1, ["1,1,1,1"]),
+    (rules_files.split_is_three_shares, {**FILES, "split": "2,-1"}, {**FILES, "split": "2,1"}, 1, ["2,-1"]),
+    (rules_files.tokenizer_has_its_files, {"tokenizer_type": None}, {}, 1, ["--tokenizer-type"]),
+    (rules_files.tokenizer_has_its_files, {"vocab_size": None}, {**HF, "vocab_size": None}, 1, ["--vocab-size"]),
+    (
+        rules_files.tokenizer_has_its_files,
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"},
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"},
+        1,
+        ["--merge-file"],
+    ),
+    (rules_files.tokenizer_has_its_files, {"tokenizer_type": "TikTokenizer"}, HF, 1, ["--tokenizer-model"]),
+    (rules_files.saves_have_an_interval, {"save": "d"}, {"save": "d", "save_interval": 5}, 1, ["--save-interval"]),
+    (
+        rules_files.one_schedule_wins,
+        {"load": "d", "override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
+        {"load": "d", "override_opt_param_scheduler": True},
+        1,
+        ["--override", "--use-checkpoint"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "bad", "good", "world_size", "words"), CASES, ids=[f"{i}-{c[0].__name__}" for i, c in enumerate(CASES)]
+)
+def test_a_rule_stops_the_bad_run_and_passes_the_good_one(rule, bad, good, world_size, words):
+    with pytest.raises(ConfigError) as error:
+        rules.check(make_run(**bad), world_size)
+    message = str(error.value)
+    assert message == rule(make_run(**bad), world_size), "another rule stopped the run first"
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    rules.check(make_run(**good), world_size)
+
+
+def test_every_rule_has_a_row():
+    assert {rule.__name__ for rule in rules.RULES} == {c[0].__name__ for c in CASES} | {
+        given_flags_have_an_effect.__name__  # its rows are in test_rules_needs.py
+    }
+
+
+OUTSIDE = {"above 0": 0, "0 or more": -1, "at least 0 and below 1": 1, "above 0 and at most 1": 1.5, "1 or more": 0}
+OUTSIDE["above 1"] = 1
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_number_outside_its_interval_is_named(name):
+    value = OUTSIDE[RANGES[name].words]
+    held = (value, value, value) if name in ("rampup_batch_size", "iterations_to_skip") else value
+    message = numbers_are_in_range(make_run(**{name: held}), 1)
+    assert message is not None and message.endswith(f"got {value}") and RANGES[name].words in message
+
+
+def test_every_number_has_an_interval():
+    numbers = {
+        name
+        for name, (_, spec) in flag_fields().items()
+        if ("int" in str(spec.type) or "float" in str(spec.type)) and spec.metadata["flag"].choices is None
+    }
+    assert set(RANGES) == numbers
+
+
+class TestVocabulary:
+    def test_tokenizer_larger_than_the_model(self):
+        run = make_run(vocab_size=1000)
+        rules.check_vocabulary(run.model, run.parallel, 1000)
+        with pytest.raises(ConfigError, match=r"1001 ids but --vocab-size is 1000"):
+            rules.check_vocabulary(run.model, run.parallel, 1001)
+
+    def test_tp_divides_the_tokenizers_padded_vocabulary(self):
+        run = make_run(vocab_size=None, tensor_model_parallel_size=3)
+        rules.check_vocabulary(run.model, run.parallel, 300)  # 384 rows
+        with pytest.raises(ConfigError, match=r"512 is not a multiple of --tensor-model-parallel-size 3"):
+            rules.check_vocabulary(run.model, run.parallel, 400)
+
+    def test_unknown_vocabulary_passes_the_first_check(self):
+        rules.check(make_run(vocab_size=None, **HF), 1)

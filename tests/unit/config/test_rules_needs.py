@@ -1,0 +1,162 @@
+import pytest
+
+from megatron.config import rules
+from megatron.config.rules_needs import NEEDS, given_flags_have_an_effect
+from megatron.config.run import flag_fields, flag_name
+from megatron.core.errors import ConfigError
+from tests.unit.config.runs import make_run
+
+ROPE = {"position_embedding_type": "rope"}
+LLAMA31 = {**ROPE, "use_rope_scaling": True}
+YARN = {"position_embedding_type": "yarn"}
+GQA = {"group_query_attention": True}
+RAMP = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2}
+WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}
+WSD_SAMPLES = {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 4, "train_iters": None, "train_samples": 100}
+CONSTANT = {"lr_decay_style": "constant"}
+FILES = {"mock_data": None, "data_path": ("a",)}
+SPLITS = {"mock_data": None, "train_data_path": ("a",)}
+GPT2 = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"}
+TIKTOKEN = {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t"}
+HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
+SAVE = {"save": "d", "save_interval": 5}
+LOAD = {"load": "d"}
+
+# field, value that was typed, fields beside which it has no effect, fields beside which it has one, part of the message
+CASES = [
+    ("num_query_groups", 2, {}, GQA, "--group-query-attention"),
+    ("rotary_base", 1e6, {}, ROPE, "learned_absolute"),
+    ("rotary_percent", 0.5, {"position_embedding_type": "none"}, YARN, "is none"),
+    ("rotary_seq_len_interpolation_factor", 2.0, {}, ROPE, "learned_absolute"),
+    ("use_rope_scaling", True, None, ROPE, ""),  # without rope a contradiction: rules_model.one_rotary_scaling
+    ("rope_scaling_factor", 4.0, ROPE, LLAMA31, "without --use-rope-scaling"),
+    ("rope_scaling_factor", 4.0, {}, YARN, "learned_absolute"),
+    ("rope_scaling_original_max_position_embeddings", 64, ROPE, YARN, "without --use-rope-scaling"),
+    ("rope_scaling_low_freq_factor", 2.0, YARN, LLAMA31, "not scaled"),
+    ("rope_scaling_high_freq_factor", 8.0, ROPE, LLAMA31, "not scaled"),
+    ("yarn_beta_fast", 16.0, ROPE, YARN, "is rope"),
+    ("yarn_beta_slow", 2.0, LLAMA31, YARN, "is rope"),
+    ("yarn_mscale", 1.0, {}, YARN, "learned_absolute"),
+    ("add_qkv_bias", True, {}, {"add_bias_linear": False}, "biases already"),
+    ("fp32_residual_connection", True, {}, {"bf16": True}, "--bf16"),
+    ("reset_position_ids", True, {"position_embedding_type": "none"}, {}, "is none"),
+    ("adam_beta1", 0.8, {"optimizer": "sgd"}, {}, "sgd"),
+    ("adam_beta2", 0.9, {"optimizer": "sgd"}, {}, "sgd"),
+    ("adam_eps", 1e-6, {"optimizer": "sgd"}, {}, "sgd"),
+    ("sgd_momentum", 0.5, {}, {"optimizer": "sgd"}, "adam"),
+    ("weight_decay", 0.1, RAMP, {}, "linear"),
+    ("start_weight_decay", 0.1, None, RAMP, ""),  # without a ramp a contradiction: rules_training
+    ("end_weight_decay", 0.2, None, RAMP, ""),
+    ("loss_scale", 128.0, {"bf16": True}, {"fp16": True}, "bfloat16"),
+    ("initial_loss_scale", 128.0, {}, {"fp16": True}, "float32"),
+    ("min_loss_scale", 2.0, {"fp16": True, "loss_scale": 64.0}, {"fp16": True}, "at 64"),
+    ("loss_scale_window", 10, {"bf16": True}, {"fp16": True}, "bfloat16"),
+    ("hysteresis", 1, {"fp16": True, "loss_scale": 64.0}, {"fp16": True}, "at 64"),
+    ("check_for_nan_in_loss_and_grad", False, {"fp16": True}, {"bf16": True}, "overflows"),
+    ("check_for_nan_in_loss_and_grad", False, {"fp16": True}, {"fp16": True, "loss_scale": 8.0}, "overflows"),
+    ("min_lr", 1e-5, CONSTANT, {}, "constant"),
+    ("lr_decay_iters", 8, CONSTANT, {}, "constant"),
+    ("lr_decay_iters", 8, CONSTANT, {**CONSTANT, "lr_warmup_fraction": 0.1}, "constant"),
+    (
+        "lr_decay_samples",
+        80,
+        {**CONSTANT, "train_iters": None, "train_samples": 100},
+        {"train_iters": None, "train_samples": 100},
+        "constant",
+    ),
+    ("lr_wsd_decay_style", "linear", {}, WSD, "linear, not WSD"),
+    ("lr_wsd_decay_iters", 4, {}, {"lr_decay_style": "WSD"}, "not WSD"),
+    ("lr_wsd_decay_samples", 4, {"train_iters": None, "train_samples": 100}, WSD_SAMPLES, "not WSD"),
+    ("lr_warmup_init", 1e-6, {}, {"lr_warmup_iters": 3}, "no warm-up"),
+    ("override_opt_param_scheduler", True, {}, LOAD, "no --load"),
+    ("override_opt_param_scheduler", True, {**LOAD, "finetune": True}, LOAD, "--finetune"),
+    ("use_checkpoint_opt_param_scheduler", True, {**LOAD, "load_optim": False}, LOAD, "--no-load-optim"),
+    ("split", "9,1,0", {}, FILES, "--mock-data"),
+    ("split", "9,1,0", SPLITS, FILES, "its own data path"),
+    ("data_cache_path", "c", {}, FILES, "--mock-data"),
+    ("mmap_bin_files", False, {}, SPLITS, "--mock-data"),
+    ("valid_data_path", ("b",), {**SPLITS, "eval_iters": 0}, SPLITS, "never evaluates"),
+    ("test_data_path", ("b",), {**SPLITS, "eval_iters": 0}, SPLITS, "never evaluates"),
+    ("tokenizer_model", "t", {}, HF, "NullTokenizer"),
+    ("tokenizer_model", "t", GPT2, TIKTOKEN, "GPT2BPETokenizer"),
+    ("vocab_file", "v", HF, GPT2, "HuggingFaceTokenizer"),
+    ("merge_file", "m", {}, GPT2, "NullTokenizer"),
+    ("tiktoken_pattern", "v1", HF, TIKTOKEN, "not TikTokenizer"),
+    ("tiktoken_num_special_tokens", 10, {}, TIKTOKEN, "not TikTokenizer"),
+    ("trust_remote_code", True, TIKTOKEN, HF, "TikTokenizer"),
+    ("trust_remote_code", True, {}, {**HF, "tokenizer_type": "PretrainedFromHF"}, "NullTokenizer"),
+    ("manual_gc_interval", 5, {}, {"manual_gc": True}, "--manual-gc"),
+    ("eval_interval", 5, {"eval_iters": 0}, {}, "--eval-iters 0"),
+    ("eval_interval", 5, SPLITS, {**SPLITS, "valid_data_path": ("b",)}, "no validation data"),
+    ("save_interval", 5, {}, SAVE, "--save"),
+    ("save_retain", 2, {}, SAVE, "--save"),
+    ("save_optim", False, {}, SAVE, "--save"),
+    ("save_rng", False, {}, SAVE, "--save"),
+    ("log_progress", True, {}, SAVE, "--save"),
+    ("ckpt_step", 5, {}, LOAD, "--load"),
+    ("exit_on_missing_checkpoint", True, {}, LOAD, "--load"),
+    ("finetune", True, {}, LOAD, "--load"),
+    ("load_optim", False, {}, LOAD, "--load"),
+    ("load_rng", False, {}, LOAD, "--load"),
+    ("use_checkpoint_args", True, {}, LOAD, "--load"),
+    ("tensorboard_log_interval", 5, {}, {"tensorboard_dir": "t"}, "--tensorboard-dir"),
+    ("tensorboard_log_interval", 5, {}, {"wandb_project": "p"}, "--tensorboard-dir"),
+    ("wandb_exp_name", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
+    ("wandb_entity", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
+    ("wandb_save_dir", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
+]
+
+# Fields that change every run, or that ask for a state (an axis of size 1, a kernel) the start-up table reports on.
+ALWAYS = """
+    num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
+    max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
+    openai_gelu add_bias_linear qk_layernorm untie_embeddings_and_output_weights attention_dropout hidden_dropout
+    init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by fp16 bf16
+    attention_backend transformer_impl gradient_accumulation_fusion
+    tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size ddp_bucket_size device distributed_backend
+    distributed_timeout_minutes heartbeat_dir
+    optimizer clip_grad weight_decay_incr_style
+    lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
+    seq_length data_path train_data_path mock_data num_workers dataloader_type reset_attention_mask eod_mask_loss
+    tokenizer_type
+    micro_batch_size global_batch_size rampup_batch_size train_iters train_samples seed calculate_per_token_loss
+    exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
+    eval_iters
+    log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory_interval progress_bar timing_log_level
+    tensorboard_dir wandb_project loss_curve
+    save load
+""".split()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "without", "with_", "word"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)]
+)
+def test_a_typed_flag_without_effect_stops_the_run(name, value, without, with_, word):
+    rules.check(make_run((name,), **with_, **({} if name in with_ else {name: value})), 1)
+    if without is None:
+        return
+    idle = {**without, name: value}
+    rules.check(make_run((), **idle), 1)  # not typed: a default or a preset may hold what the run does not use
+    with pytest.raises(ConfigError) as error:
+        rules.check(make_run((name,), **idle), 1)
+    message = str(error.value)
+    assert message.startswith(f"{flag_name(name)} has no effect: ") and "; remove it, or " in message
+    assert word in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["use_rope_scaling", "start_weight_decay", "end_weight_decay"])
+def test_needs_that_another_rule_finds_first(name):
+    run = make_run((name,), **{name: True if name == "use_rope_scaling" else 0.1})
+    with pytest.raises(ConfigError, match=flag_name(name)):
+        rules.check(run, 1)
+    message = given_flags_have_an_effect(run, 1)
+    assert message is not None and message.startswith(f"{flag_name(name)} has no effect")
+
+
+def test_every_field_is_judged():
+    """A new flag has to be listed here as always in effect, or in NEEDS with a row above."""
+    conditional = {name for need in NEEDS for name in need.fields}
+    assert conditional == {case[0] for case in CASES}
+    assert conditional.isdisjoint(ALWAYS)
+    assert conditional | set(ALWAYS) == set(flag_fields())

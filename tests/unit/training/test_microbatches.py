@@ -1,0 +1,92 @@
+"""Batch sizes over a run."""
+
+import pytest
+
+from megatron.config.train import TrainConfig
+from megatron.core.errors import ConfigError
+from megatron.training.microbatches import BatchSchedule
+
+
+def train(**fields):
+    return TrainConfig(**{"micro_batch_size": 2, **fields})
+
+
+def walk(batches, iterations):
+    """Consumed samples after each step, stepping as the loop does."""
+    consumed = [0]
+    for _ in range(iterations):
+        consumed.append(consumed[-1] + batches.global_batch_size(consumed[-1]))
+    return consumed
+
+
+def test_constant():
+    batches = BatchSchedule(train(global_batch_size=24, train_iters=10), dp=3)
+    assert [batches.global_batch_size(c) for c in (0, 1, 10**9)] == [24, 24, 24]
+    assert batches.num_microbatches(0) == 4
+    assert (batches.total_iterations, batches.total_samples) == (10, 240)
+
+
+def test_the_default_is_one_microbatch_a_replica():
+    batches = BatchSchedule(train(), dp=3)
+    assert (batches.global_batch_size(0), batches.num_microbatches(0)) == (6, 1)
+
+
+def test_train_samples_round_down_to_whole_steps():
+    batches = BatchSchedule(train(global_batch_size=24, train_samples=100), dp=1)
+    assert (batches.total_iterations, batches.total_samples) == (4, 100)
+    assert batches.samples_for(batches.total_iterations) == 96
+
+
+def test_ramp_by_hand():
+    # Two increments over 60 samples, so one every 30: 8 until 30, 16 until 60, then 24.
+    batches = BatchSchedule(train(global_batch_size=24, rampup_batch_size=(8, 8, 60)), dp=2)
+    expected = {0: 8, 29: 8, 30: 16, 59: 16, 60: 24, 61: 24, 10**6: 24}
+    assert {c: batches.global_batch_size(c) for c in expected} == expected
+    assert [batches.num_microbatches(c) for c in (0, 30, 60)] == [2, 4, 6]
+    assert walk(batches, 6) == [0, 8, 16, 24, 32, 48, 64]
+
+
+def test_ramp_with_increments_that_are_not_whole():
+    # Three increments over 100 samples: borders at 33.3, 66.7 and 100.
+    batches = BatchSchedule(train(global_batch_size=8, micro_batch_size=1, rampup_batch_size=(2, 2, 100)), dp=2)
+    expected = {33: 2, 34: 4, 66: 4, 67: 6, 99: 6, 100: 8}
+    assert {c: batches.global_batch_size(c) for c in expected} == expected
+
+
+@pytest.mark.parametrize("ramp", [None, (8, 8, 60), (24, 8, 60), (4, 4, 1000), (4, 20, 1)])
+def test_samples_and_iterations_agree_with_a_walk(ramp):
+    batches = BatchSchedule(train(global_batch_size=24, rampup_batch_size=ramp), dp=2)
+    consumed = walk(batches, 150)
+    assert [batches.samples_for(i) for i in range(151)] == consumed
+    for iterations in range(150):
+        for samples in (consumed[iterations], consumed[iterations + 1] - 1):
+            assert batches.iterations_for(samples) == iterations
+
+
+def test_batch_sizes_do_not_depend_on_dp():
+    make = lambda dp: BatchSchedule(train(global_batch_size=24, rampup_batch_size=(8, 8, 60)), dp)  # noqa: E731
+    assert walk(make(1), 30) == walk(make(4), 30)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dp", "words"),
+    [
+        ({"micro_batch_size": None}, 1, "--micro-batch-size"),
+        ({"global_batch_size": 20}, 3, r"global batch size 20 is not a multiple of micro batch size 2 x dp 3 = 6"),
+        ({"global_batch_size": 0}, 1, "global batch size 0"),
+        ({"global_batch_size": 24, "rampup_batch_size": (8, 4, 60)}, 4, "12, a step of --rampup-batch-size"),
+        ({"global_batch_size": 24, "rampup_batch_size": (8, 10, 60)}, 1, "24 - 8 must be a multiple of 10"),
+        ({"global_batch_size": 24, "rampup_batch_size": (32, 8, 60)}, 1, "32 8 60 does not reach"),
+        ({"global_batch_size": 24, "rampup_batch_size": (8, 8, 0)}, 1, "positive"),
+        ({"global_batch_size": 24, "rampup_batch_size": (8, 8)}, 1, "got 2 numbers"),
+        ({"train_iters": 1, "train_samples": 2}, 1, "both give the length"),
+    ],
+)
+def test_impossible_batches_are_refused(fields, dp, words):
+    with pytest.raises(ConfigError, match=words):
+        BatchSchedule(train(**fields), dp)
+
+
+def test_a_run_without_a_length_is_refused_when_asked_for_it():
+    with pytest.raises(ConfigError, match="--train-iters or --train-samples"):
+        _ = BatchSchedule(train(), dp=1).total_iterations
