@@ -26,4 +26,4 @@ class CheckpointConfig:
     save_rng: bool = flag(True, "do not save the random state")
     load_optim: bool = flag(True, "start with a fresh optimizer state")
     load_rng: bool = flag(True, "start with a fresh random state")
-    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint instead of the flags")
+    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint; then no flag may give it")

@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 from megatron.config.flag import flag
 
+# How the model is run, not what it is: with --use-checkpoint-args these stay the run's own, all others are the
+# checkpoint's.
+RUNTIME_FIELDS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "fp16",
+    "bf16",
+    "fp32_residual_connection",
+    "attention_backend",
+    "transformer_impl",
+    "gradient_accumulation_fusion",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -19,9 +32,9 @@ class ModelConfig:
     )
     kv_channels: int | None = flag(None, "size of one attention head; default hidden / heads")
     group_query_attention: bool = flag(False, "share each key/value head between several query heads (GQA)")
-    num_query_groups: int | None = flag(None, "number of key/value heads; needs --group-query-attention")
+    num_query_groups: int | None = flag(None, "number of key/value heads with --group-query-attention; default 1")
     max_position_embeddings: int | None = flag(
-        None, "longest sequence the position embedding covers; default --seq-length"
+        None, "longest sequence: rows of a learned position table, and the limit on --seq-length; default --seq-length"
     )
     position_embedding_type: str = flag(
         "learned_absolute",
@@ -70,7 +83,8 @@ class ModelConfig:
     )
     vocab_size: int | None = flag(None, "vocabulary size before padding; default the tokenizer's")
     make_vocab_size_divisible_by: int = flag(
-        128, "pad the vocabulary to a multiple of this; not of tp, so that checkpoints do not depend on the layout"
+        128,
+        "pad the vocabulary to a multiple of this; not of this x tp, so that checkpoints do not depend on the layout",
     )
     fp16: bool = flag(False, "train in fp16 with loss scaling")
     bf16: bool = flag(False, "train in bf16")
@@ -81,7 +95,9 @@ class ModelConfig:
         "unfused = plain torch",
         choices=("auto", "flash", "fused", "unfused"),
     )
-    transformer_impl: str = flag("local", "linear and norm implementation", choices=("local", "transformer_engine"))
+    transformer_impl: str = flag(
+        "local", "linear and norm implementation; only local so far", choices=("local", "transformer_engine")
+    )
     gradient_accumulation_fusion: bool = flag(
         True,
         "do not add weight gradients to the fp32 main gradient inside the GEMM; add them after it",

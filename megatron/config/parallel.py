@@ -13,10 +13,12 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, "processes that share each layer (tp)")
     sequence_parallel: bool = flag(False, "shard activations outside tensor-parallel layers along the sequence over tp")
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages (pp)")
-    context_parallel_size: int = flag(1, "processes that share each sequence (cp)")
-    expert_model_parallel_size: int = flag(1, "processes that share the experts (ep)")
-    expert_tensor_parallel_size: int | None = flag(None, "processes that share each expert (etp); default tp")
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages (pp); only 1 so far")
+    context_parallel_size: int = flag(1, "processes that share each sequence (cp); only 1 so far")
+    expert_model_parallel_size: int = flag(1, "processes that share the experts (ep); only 1 so far")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "processes that share each expert (etp); only 1 so far; default tp"
+    )
     ddp_bucket_size: int | None = flag(
         None,
         "elements in a gradient bucket, the unit of data-parallel communication; default max(40M, 1M x dp)",

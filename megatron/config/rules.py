@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     values_are_known,
     numbers_are_in_range,
     *rules_model.RULES,
+    *rules_model.SHAPE_RULES,
     *rules_training.RULES,
     *rules_files.RULES,
     given_flags_have_an_effect,
@@ -29,9 +30,13 @@ RULES: tuple[Rule, ...] = (
 def check(run: RunConfig, world_size: int) -> None:
     """Raise ConfigError with the first rule that `run` breaks on `world_size` processes. Pure; the same on every rank.
 
-    With --use-checkpoint-args the checkpoint's shape has to be in `run.model` already.
+    With --use-checkpoint-args the rules about the model's shape are left out while `run.model` has none: call this again
+    once the checkpoint's shape is in it.
     """
+    waiting = rules_model.SHAPE_RULES if rules_model.shape_is_pending(run) else ()
     for rule in RULES:
+        if rule in waiting:
+            continue
         problem = rule(run, world_size)
         if problem is not None:
             raise ConfigError(problem)

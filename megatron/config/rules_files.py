@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron.config.rules_model import shape_is_pending
 from megatron.config.run import RunConfig
 
 HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")
@@ -67,7 +68,8 @@ def tokenizer_has_its_files(run: RunConfig, world_size: int) -> str | None:
     if kind is None:
         return "--tokenizer-type is missing; give it (NullTokenizer with --vocab-size for data that is token ids)"
     if kind == "NullTokenizer":
-        return None if run.model.vocab_size else "--tokenizer-type NullTokenizer has no vocabulary; give --vocab-size"
+        known = run.model.vocab_size is not None or shape_is_pending(run)
+        return None if known else "--tokenizer-type NullTokenizer has no vocabulary; give --vocab-size"
     if kind == "GPT2BPETokenizer":
         files = {"--vocab-file": t.vocab_file, "--merge-file": t.merge_file}
     else:

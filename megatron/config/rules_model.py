@@ -1,14 +1,43 @@
 """Rules about the model's shape and numerics, and how it is cut over processes.
 
 A rule is a function of the run and its world size that returns None, or one line with what is wrong and the fix. Rules
-run in the order of RULES: a later one may rely on what an earlier one has seen to.
+run in order, RULES before SHAPE_RULES: a later one may rely on what an earlier one has seen to.
 """
 
 from __future__ import annotations
 
-from megatron.config.run import RunConfig
+import dataclasses
+
+from megatron.config.model import RUNTIME_FIELDS, ModelConfig
+from megatron.config.run import RunConfig, flag_name
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import Mesh
+
+
+def shape_is_pending(run: RunConfig) -> bool:
+    """The checkpoint of --use-checkpoint-args has not been read yet: SHAPE_RULES wait for it."""
+    return run.checkpoint.use_checkpoint_args and run.model.num_layers is None
+
+
+def one_source_of_shape(run: RunConfig, world_size: int) -> str | None:
+    """The shape comes from the checkpoint or from flags: one of the two would be ignored."""
+    if not run.checkpoint.use_checkpoint_args:
+        return None
+    shape = [f.name for f in dataclasses.fields(ModelConfig) if f.name not in RUNTIME_FIELDS]
+    given = [flag_name(name) for name in shape if name in run.given]
+    if given:
+        return (
+            f"{', '.join(given)} has no effect: --use-checkpoint-args takes the model's shape from the checkpoint; "
+            "remove one of the two"
+        )
+    return None
+
+
+def batch_shape_is_given(run: RunConfig, world_size: int) -> str | None:
+    """There is no default size of a sample or of a microbatch."""
+    required = {"--seq-length": run.data.seq_length, "--micro-batch-size": run.train.micro_batch_size}
+    missing = [name for name, value in required.items() if value is None]
+    return f"{' and '.join(missing)} must be given" if missing else None
 
 
 def shape_is_given(run: RunConfig, world_size: int) -> str | None:
@@ -18,12 +47,9 @@ def shape_is_given(run: RunConfig, world_size: int) -> str | None:
         "--num-layers": m.num_layers,
         "--hidden-size": m.hidden_size,
         "--num-attention-heads": m.num_attention_heads,
-        "--seq-length": run.data.seq_length,
-        "--micro-batch-size": run.train.micro_batch_size,
     }
     missing = [name for name, value in required.items() if value is None]
-    shape = missing and missing[0] in ("--num-layers", "--hidden-size", "--num-attention-heads")
-    return f"{', '.join(missing)} must be given{', or --preset' if shape else ''}" if missing else None
+    return f"{', '.join(missing)} must be given, or --preset" if missing else None
 
 
 def only_supported_parallelism(run: RunConfig, world_size: int) -> str | None:
@@ -211,12 +237,16 @@ def mesh_of(run: RunConfig, world_size: int) -> Mesh:
 
 
 RULES = (
-    shape_is_given,
+    one_source_of_shape,
+    batch_shape_is_given,
     only_supported_parallelism,
     only_local_layers,
     world_is_divisible,
     backend_fits_device,
     one_half_precision,
+)
+SHAPE_RULES = (
+    shape_is_given,
     one_activation,
     heads_divide_hidden,
     groups_divide_heads,

@@ -181,12 +181,8 @@ _OPTIMIZER = (
     _need("lr_warmup_init", _warms_up, "there is no warm-up", "add --lr-warmup-iters, -samples or -fraction"),
     _need(
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
-        lambda run: run.checkpoint.load is not None and run.checkpoint.load_optim and not run.checkpoint.finetune,
-        lambda run: (
-            "no checkpoint is loaded (no --load)"
-            if run.checkpoint.load is None
-            else f"{'--finetune' if run.checkpoint.finetune else '--no-load-optim'} loads no schedule"
-        ),
+        lambda run: run.checkpoint.load is not None and not run.checkpoint.finetune,
+        lambda run: "nothing is loaded" if run.checkpoint.load is None else "--finetune loads no schedule",
         "continue a run with --load",
     ),
 )
@@ -199,7 +195,7 @@ _DATA = (
         "give one --data-path",
     ),
     _need(
-        "data_cache_path mmap_bin_files",
+        "data_cache_path mmap_bin_files dataloader_type",
         _reads_files,
         "--mock-data reads no files",
         "give --data-path instead of --mock-data",

@@ -6,7 +6,12 @@ class MegatronError(Exception):
 
 
 class UserError(MegatronError):
-    """Something the user gave is wrong. The message says what, with the values, and how to fix it."""
+    """Something the user gave is wrong. The message says what, with the values, and how to fix it.
+
+    on_all_ranks: every rank raises the same, so one of them prints it. Clear it where only this rank can know.
+    """
+
+    on_all_ranks = True
 
 
 class ConfigError(UserError):

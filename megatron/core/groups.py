@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megatron.core.errors import ConfigError
 from megatron.core.heartbeat import Heartbeat
@@ -87,17 +89,17 @@ def connect(
     if "MASTER_ADDR" not in os.environ:
         raise ConfigError(f"WORLD_SIZE is {world_size} but MASTER_ADDR is not set; start the job with torchrun")
     timeout = timedelta(seconds=timeout_seconds)
-    store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     publish, read = store_transport(store, rank)
     return Heartbeat(rank, directory=heartbeat_dir, publish=publish, read=read, timeout=timeout_seconds)
 
 
-def store_transport(store: dist.Store, rank: int) -> tuple[Callable[[str], None], Callable[[int], str | None]]:
+def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Callable[[int], str | None]]:
     """(publish, read) over a key-value store. Uses a connection of its own: the heartbeat thread must never wait for a
     lock that the main thread holds inside a blocking store call."""
-    own = dist.PrefixStore("heartbeat", store.clone())
+    own = PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]
 
     def publish(line: str) -> None:
         own.set(str(rank), line)

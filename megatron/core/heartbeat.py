@@ -54,6 +54,25 @@ class Call:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class _Queued:
+    """A collective that waits on a device stream. `number`: which one of its group it is. `since`: when it was queued."""
+
+    op: str
+    ranks: tuple[int, ...]
+    group: str
+    number: int
+    since: float
+    done: Callable[[], bool]
+
+    def finished(self) -> bool:
+        """A device that failed says so where the host waits for it; here it only means there is nothing to watch."""
+        try:
+            return self.done()
+        except Exception:
+            return True
+
+
 class Heartbeat:
     """State of this rank. `enter` and `leave` frame every collective of `comm`; `phase` marks the parts of a run."""
 
@@ -78,7 +97,7 @@ class Heartbeat:
         self._since = time.time()
         self._sequences: dict[str, int] = {}
         self._recorders: list[list[Call]] = []
-        self._queued: deque[tuple[str, Sequence[int], str, float, Callable[[], bool]]] = deque()
+        self._queued: deque[_Queued] = deque()
         self._on_stall: Callable[[str], None] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -95,7 +114,7 @@ class Heartbeat:
     def stop(self) -> None:
         """End the thread; the last state stays in the file."""
         self._stop.set()
-        if self._thread:
+        if self._thread and self._thread is not threading.current_thread():
             self._thread.join()
         with contextlib.suppress(Exception):  # the store may be gone already at exit
             self.beat()
@@ -110,8 +129,8 @@ class Heartbeat:
         finally:
             self._phase, self._since = before, time.time()
 
-    def enter(self, op: str, group: str, call: Call) -> None:
-        """This rank is now inside collective `op` on `group`; the recorders get `call`.
+    def enter(self, op: str, group: str, call: Call) -> int:
+        """This rank is now inside collective `op` on `group`; the recorders get `call`. Returns its number on the group.
 
         `leave` marks its end. After a failure nobody calls it: the state must still say where this rank was.
         """
@@ -119,6 +138,7 @@ class Heartbeat:
             recorder.append(call)
         self._sequences[group] = self._sequences.get(group, 0) + 1
         self.wait_in(op, group)
+        return self._sequences[group]
 
     def wait_in(self, op: str, group: str) -> None:
         """This rank now waits for a collective that it started before."""
@@ -141,17 +161,17 @@ class Heartbeat:
 
     def track(self, op: str, ranks: Sequence[int], group: str, done: Callable[[], bool]) -> None:
         """Watch work that was only queued on a device stream: the host has gone on and cannot see it hang."""
-        self._queued.append((op, ranks, group, time.time(), done))
+        self._queued.append(_Queued(op, tuple(ranks), group, self._sequences.get(group, 0), time.time(), done))
 
     def beat(self) -> None:
         """Publish the current state now."""
         line = self.state().to_json()
+        if self._publish:  # first: a full disk must not make this rank look dead
+            self._publish(line)
         if self._path:
             beside = self._path.with_suffix(".tmp")
             beside.write_text(line + "\n")
             beside.replace(self._path)
-        if self._publish:
-            self._publish(line)
 
     def state(self) -> Beat:
         """The current state of this rank."""
@@ -167,56 +187,78 @@ class Heartbeat:
             time=time.time(),
         )
 
-    def explain(self, op: str, group: str, ranks: Sequence[int], seconds: float, cause: str) -> str:
+    def explain(
+        self, op: str, group: str, ranks: Sequence[int], seconds: float, cause: str, number: int | None = None
+    ) -> str:
         """One line for a collective that failed after `seconds`: which ranks of its group are missing, and where.
 
-        Waits three beats first, so that a rank that died just now has visibly stopped publishing.
+        `number` is what `enter` returned, by default that of the newest collective on the group. Waits three beats, to
+        see which ranks still publish: comparing a rank with itself needs no agreement between the hosts' clocks.
         """
-        mine = self._sequences.get(group, 0)
-        head = f"{op} number {mine} on group {group} (ranks {', '.join(map(str, ranks))}) failed after {seconds:.1f} s"
+        number = self._sequences.get(group, 0) if number is None else number
+        head = (
+            f"{op} number {number} on group {group} (ranks {', '.join(map(str, ranks))}) failed after {seconds:.1f} s"
+        )
         if self._read is None:
             return f"{head}: {cause}"
-        time.sleep(3 * self.interval)
-        beats = {rank: self._beat_of(rank) for rank in ranks if rank != self.rank}
-        return (
-            f"{head}: {missing_ranks(beats, group, mine, 3 * self.interval) or 'every rank of it has arrived'}; {cause}"
-        )
-
-    def _beat_of(self, rank: int) -> Beat | None:
+        others = [rank for rank in ranks if rank != self.rank]
         try:
-            line = self._read(rank) if self._read else None
-        except Exception:  # the store's host may be the rank that died
-            return None
-        return Beat.from_json(line) if line else None
+            before = self._beats_of(others)
+            self._pause(3 * self.interval)
+            after = self._beats_of(others)
+        except Exception:  # the store went away with its host
+            return f"{head}: the job's store does not answer, so the missing ranks are not known; {cause}"
+        missing = missing_ranks(before, after, group, number)
+        return f"{head}: {missing or 'every rank of it has arrived'}; {cause}"
+
+    def _beats_of(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
+        assert self._read is not None
+        lines = {rank: self._read(rank) for rank in ranks}
+        return {rank: Beat.from_json(line) if line else None for rank, line in lines.items()}
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep. The heartbeat's own thread goes on publishing meanwhile, or the others would take this rank for dead."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(self.interval / 2)
+            if threading.current_thread() is self._thread:
+                with contextlib.suppress(Exception):
+                    self.beat()
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):
-            try:
+            # A full disk or a store that went away must not end the run by itself, nor the watch over queued work.
+            with contextlib.suppress(Exception):
                 self.beat()
-            except Exception:  # a full disk or a store that went away must not end the run by itself
-                continue
             self._check_queued()
 
     def _check_queued(self) -> None:
-        while self._queued and self._queued[0][4]():
+        while self._queued and self._queued[0].finished():
             self._queued.popleft()
-        if self._queued and self._on_stall and time.time() - self._queued[0][3] > self.timeout:
-            op, ranks, group, started, _ = self._queued.popleft()
-            self._on_stall(self.explain(op, group, ranks, time.time() - started, "device work did not finish"))
+        if self._queued and self._on_stall and time.time() - self._queued[0].since > self.timeout:
+            late = self._queued.popleft()
+            seconds = time.time() - late.since
+            cause = "device work did not finish"
+            self._on_stall(self.explain(late.op, late.group, late.ranks, seconds, cause, late.number))
 
 
-def missing_ranks(beats: dict[int, Beat | None], group: str, sequence: int, stale_after: float) -> str:
-    """Say which of `beats` are gone or have not reached collective number `sequence` of `group`; '' when all have."""
-    now, parts = time.time(), []
-    for rank, beat in sorted(beats.items()):
+def missing_ranks(before: dict[int, Beat | None], after: dict[int, Beat | None], group: str, number: int) -> str:
+    """Say which ranks are gone, or have not reached collective `number` of `group`; '' when all have.
+
+    `before` and `after` are their beats some intervals apart: a rank that did not publish in between is gone or frozen.
+    """
+    parts = []
+    for rank, beat in sorted(after.items()):
+        earlier = before.get(rank)
         if beat is None:
             parts.append(f"rank {rank} never reported")
-        elif now - beat.time > stale_after:
+        elif earlier is not None and earlier.time == beat.time:
             parts.append(
-                f"rank {rank} is gone or frozen (no heartbeat for {now - beat.time:.0f} s, last in phase '{beat.phase}'"
-                f" on {beat.host}, pid {beat.pid})"
+                f"rank {rank} is gone or frozen (no heartbeat any more, last in phase '{beat.phase}' on {beat.host}, "
+                f"pid {beat.pid})"
             )
-        elif beat.sequences.get(group, 0) < sequence:
+        elif beat.sequences.get(group, 0) < number:
             doing = f"in {beat.collective} on group {beat.group}" if beat.collective else "computing"
-            parts.append(f"rank {rank} has not arrived (phase '{beat.phase}', {doing} for {now - beat.since:.0f} s)")
+            seconds = beat.time - beat.since
+            parts.append(f"rank {rank} has not arrived (phase '{beat.phase}', {doing} for {seconds:.0f} s)")
     return "; ".join(parts)

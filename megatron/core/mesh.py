@@ -37,6 +37,8 @@ class Mesh:
         Raises ConfigError with the sizes when the world cannot be cut that way.
         """
         etp = tp if etp is None else etp
+        if world_size < 1:
+            raise ConfigError(f"a job has at least 1 process, got a world size of {world_size}")
         for name, size in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep), ("etp", etp)):
             if size < 1:
                 raise ConfigError(f"{name} size must be at least 1, got {size}")

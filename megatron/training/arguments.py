@@ -50,6 +50,10 @@ def parse(argv: Sequence[str], *, description: str) -> RunConfig:
     values = vars(namespace)
     shape = preset(values.pop("preset")) if "preset" in values else {}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    if shape and given.get("use_checkpoint_args"):
+        raise ConfigError(
+            "--preset has no effect: --use-checkpoint-args takes the shape from the checkpoint; remove one"
+        )
     return _configure({**shape, **given}, frozenset(given))
 
 
@@ -109,7 +113,7 @@ def _argument(spec: Field[Any], hint: Any) -> dict[str, Any]:
     found = flag_of(spec)
     assert found is not None
     words: dict[str, Any] = {"dest": spec.name, "help": _help(spec, found.help)}
-    kind = _plain_type(hint)
+    kind = plain_type(hint)
     if kind is bool:
         return {**words, "action": "store_false" if spec.default is True else "store_true"}
     if typing.get_origin(kind) is tuple:
@@ -121,7 +125,7 @@ def _argument(spec: Field[Any], hint: Any) -> dict[str, Any]:
     return words
 
 
-def _plain_type(hint: Any) -> Any:
+def plain_type(hint: Any) -> Any:
     """T for `T | None`, else the type itself."""
     if isinstance(hint, types.UnionType):
         return next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)

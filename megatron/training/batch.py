@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.config.data import DataConfig
 from megatron.core.comm.collectives import broadcast
+from megatron.core.errors import UserError
 from megatron.core.groups import Groups
 
 
@@ -63,10 +64,17 @@ class BatchReader:
     def read(self, num_microbatches: int) -> list[Batch]:
         """The next microbatches. Communication: one broadcast over tp of [n, b, s + 1] ids."""
         if self._groups.tp.rank == 0:
-            assert self._loader is not None
-            ids = torch.stack([next(self._loader) for _ in range(num_microbatches)])
+            ids = torch.stack([self._next() for _ in range(num_microbatches)])
             ids = ids.to(self._device, non_blocking=True)
         else:
             ids = torch.empty((num_microbatches, *self._shape), dtype=torch.int64, device=self._device)
         broadcast(ids, self._groups.tp)
         return [make_batch(sample, self._eod, self._data) for sample in ids]
+
+    def _next(self) -> Tensor:
+        assert self._loader is not None
+        try:
+            return next(self._loader)
+        except UserError as error:
+            error.on_all_ranks = False  # the other ranks read other samples
+            raise

@@ -11,6 +11,7 @@ class TrainState:
 
     iteration: int = 0  # optimizer steps done
     consumed_samples: int = 0  # training samples read
+    schedule_position: int = 0  # steps (--train-iters) or samples (--train-samples) that were applied, not skipped
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0  # steps not applied: fp16 overflow, or --iterations-to-skip
     nan_iterations: int = 0  # steps not applied because gradients were not finite (bf16, fp32)

@@ -24,6 +24,10 @@ from megatron.core.errors import CommError
 from megatron.core.groups import Group
 from megatron.core.heartbeat import Call
 
+# torch 2.13 renamed these two and warns about the old names; the arguments are the same.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -71,7 +75,7 @@ def all_gather_async(shard: Tensor, group: Group) -> tuple[Tensor, Handle]:
         "all_gather",
         group,
         shard,
-        lambda pg: dist.all_gather_into_tensor(full, shard, pg, async_op=True),
+        lambda pg: _gather_into(full, shard, group=pg, async_op=True),
         full,
         shard,
     )
@@ -95,7 +99,7 @@ def reduce_scatter_async(full: Tensor, group: Group) -> tuple[Tensor, Handle]:
         "reduce_scatter",
         group,
         full,
-        lambda pg: dist.reduce_scatter_tensor(shard, full, group=pg, async_op=True),
+        lambda pg: _scatter_into(shard, full, group=pg, async_op=True),
         full,
         shard,
     )

@@ -38,11 +38,11 @@ class _PartialToSequenceShard(torch.autograd.Function):
 
 def sum_partial(x: Tensor, group: Group) -> Tensor:
     """Forward: all-reduce. Backward: nothing (the gradient is replicated)."""
-    result: Tensor = _PartialToReplicated.apply(x, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _PartialToReplicated.apply(x, group)
     return result
 
 
 def sum_partial_to_sequence_shard(x: Tensor, group: Group) -> Tensor:
     """[s, ...] -> [s/tp, ...]. Forward: reduce-scatter. Backward: all-gather."""
-    result: Tensor = _PartialToSequenceShard.apply(x, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _PartialToSequenceShard.apply(x, group)
     return result

@@ -49,7 +49,7 @@ class NullTokenizer:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise DataError(f"NullTokenizer reads token ids separated by spaces: {error}") from error
-        if ids and not (0 <= min(ids) and max(ids) < self.vocab_size):
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise DataError(f"token id {bad} is outside the vocabulary of {self.vocab_size}; raise --vocab-size")
         return ids

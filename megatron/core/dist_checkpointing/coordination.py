@@ -56,6 +56,9 @@ def through_dcp(group: Group, step: str, run: Callable[[], None]) -> None:
         try:
             run()
         except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if not isinstance(cause, Exception):
+                    raise cause from error  # KeyboardInterrupt and the like are no failure of the checkpoint
             failures = {rank: _as_checkpoint_error(cause) for rank, (cause, _) in error.failures.items()}
     if failures:
         raise _joined(group, failures)
@@ -101,6 +104,9 @@ def _joined(group: Group, failures: Mapping[int, CheckpointError]) -> Checkpoint
 @contextlib.contextmanager
 def _watched(group: Group, step: str) -> Iterator[None]:
     """Tell the heartbeat where this rank is; a collective's failure becomes a CommError that names who is missing."""
+    if group.process_group is None:
+        yield
+        return
     started = time.monotonic()
     group.heartbeat.enter(step, group.name, Call(step, group.name, (), "object", 0))
     try:

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.tensor_file import (
 )
 from megatron.core.errors import CheckpointError
 
-FILE_BYTES = 2 * 2**30  # a rank begins a new file when one has this much; a tensor is never split over files
+FILE_BYTES = 2**30  # a rank begins a new file when one has this much; a tensor is never split over files
 _WRITERS = 2  # files in flight a rank: one is synced while the next is filled
 
 

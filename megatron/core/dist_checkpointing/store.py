@@ -48,10 +48,10 @@ def save(
     assert iteration >= 0 and (keep is None or keep >= 1), f"iteration {iteration}, keep {keep}"
     temporary: Path | None = None
     try:
-        temporary = Path(on_first(group, "checkpoint begin", lambda: str(begin(root, iteration))))
+        temporary = on_first(group, "checkpoint begin", lambda: begin(root, iteration))
         writer = SafetensorsWriter(temporary, group.rank, state)
         _write(tensors, writer, group)
-        published = on_first(group, "checkpoint publish", lambda: str(publish(root, iteration, temporary)))
+        published = on_first(group, "checkpoint publish", lambda: publish(root, iteration, temporary))
     except BaseException as error:
         # By now every rank has stopped writing, or is lost.
         if group.rank == 0 and temporary:
@@ -63,7 +63,7 @@ def save(
         raise
     if keep is not None:
         on_first(group, "checkpoint prune", lambda: prune(root, iteration, keep))
-    return Path(published)
+    return published
 
 
 def load(path: Path, tensors: Sequence[ShardedTensor], *, group: Group) -> dict[str, Any]:

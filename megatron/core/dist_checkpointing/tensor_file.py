@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -87,7 +88,8 @@ def write_tensor_file(path: Path, sources: Sequence[TensorSource]) -> dict[str, 
 class TensorFile:
     """An open safetensors file whose tensors are views of mapped memory: only what is touched is read from disk."""
 
-    def __init__(self, path: Path, handle: safe_open) -> None:
+    def __init__(self, path: Path, handle: Any) -> None:
+        """`handle` is an open safetensors.safe_open, whose methods have no types."""
         self._path = path
         self._handle = handle
         self._checked: set[tuple[str, int]] = set()
@@ -99,7 +101,7 @@ class TensorFile:
         does not have its checksum.
         """
         try:
-            tensor: Tensor = self._handle.get_tensor(key)  # type: ignore[no-untyped-call]
+            tensor: Tensor = self._handle.get_tensor(key)
         except SafetensorError as error:
             raise DamagedError(f"{self._path} is damaged: tensor {key} cannot be read ({error})") from error
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:

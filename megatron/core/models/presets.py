@@ -37,8 +37,8 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int, kv_heads: int = 8, *
     return _llama(layers, hidden, heads, ffn, **fields)
 
 
-_LLAMA31 = {"context": 131072, "use_rope_scaling": True, "rope_scaling_factor": 8.0}
-_LLAMA32 = {
+_LLAMA31: dict[str, Any] = {"context": 131072, "use_rope_scaling": True, "rope_scaling_factor": 8.0}
+_LLAMA32: dict[str, Any] = {
     "context": 131072,
     "use_rope_scaling": True,
     "rope_scaling_factor": 32.0,

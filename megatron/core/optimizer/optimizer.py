@@ -134,7 +134,8 @@ class Optimizer:
             group["weight_decay"] = weight_decay if group["decay"] else 0.0
         # The fused kernels divide gradients by `grad_scale`: torch's own GradScaler hands it over the same way.
         device = self._buffers[0].grads.device
-        self._torch.grad_scale = torch.full((), divisor, device=device) if divisor != 1.0 else None  # type: ignore[attr-defined]
+        divisor_tensor = torch.full((), divisor, device=device) if divisor != 1.0 else None
+        self._torch.grad_scale = divisor_tensor  # type: ignore[union-attr]
         self._torch.step()
         self.parameters_from_masters()
 

@@ -46,5 +46,5 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: in
     local = logits.shape[-1]
     first = tp.rank * local
     valid = max(0, min(local, vocab_size - first))
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, first, valid, tp)  # type: ignore[no-untyped-call]
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, first, valid, tp)
     return loss

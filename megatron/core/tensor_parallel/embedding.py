@@ -39,7 +39,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """See the class."""
         first = self._first if self._tp.size > 1 else None
-        partial: Tensor = _Lookup.apply(ids.t(), self.weight, first)  # type: ignore[no-untyped-call]
+        partial: Tensor = _Lookup.apply(ids.t(), self.weight, first)
         if self._sequence_parallel:
             return sum_partial_to_sequence_shard(partial, self._tp)
         return sum_partial(partial, self._tp)

@@ -67,7 +67,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        result: Tensor = _Column.apply(x, self.weight, self.bias, self._tp, self._sequence_parallel, self._weight_grad)  # type: ignore[no-untyped-call]
+        result: Tensor = _Column.apply(x, self.weight, self.bias, self._tp, self._sequence_parallel, self._weight_grad)
         return result
 
 
@@ -109,7 +109,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        out: Tensor = _Row.apply(x, self.weight, self._tp, self._sequence_parallel, self._weight_grad)  # type: ignore[no-untyped-call]
+        out: Tensor = _Row.apply(x, self.weight, self._tp, self._sequence_parallel, self._weight_grad)
         return out if self.bias is None else out + self.bias
 
 

@@ -29,7 +29,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(x: Tensor) -> Tensor:
     """[..., 2 f] (gate then up) -> silu(gate) * up of shape [..., f] (Shazeer, arXiv 2002.05202)."""
-    result: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
+    result: Tensor = _SwiGLU.apply(x)
     return result
 
 

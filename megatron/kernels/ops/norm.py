@@ -41,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight, in the weight's dtype (Zhang and Sennrich, arXiv 1910.07467)."""
-    result: Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
+    result: Tensor = _RMSNorm.apply(x, weight, epsilon)
     return result
 
 

@@ -83,5 +83,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2 x (size of the tables) channels of x [s, b, heads, d]; channel i pairs with i + half."""
-    result: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    result: Tensor = _Rotate.apply(x, cos, sin)
     return result

@@ -1,6 +1,9 @@
+import dataclasses
+
 import pytest
 
 from megatron.config import rules, rules_files, rules_model, rules_training
+from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.rules_needs import given_flags_have_an_effect
 from megatron.config.rules_ranges import RANGES, numbers_are_in_range, values_are_known
 from megatron.config.run import flag_fields
@@ -12,6 +15,7 @@ ROPE = {"position_embedding_type": "rope"}
 YARN = {"position_embedding_type": "yarn"}
 SAMPLES = {"train_iters": None, "train_samples": 1000}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}
+PENDING = {"use_checkpoint_args": True, "load": "d", "num_layers": None, "hidden_size": None, "vocab_size": None}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 
 # rule, fields that break it, fields that do not, world size, parts of the message
@@ -21,7 +25,13 @@ CASES = [
     (numbers_are_in_range, {"lr": float("nan")}, {"lr": 0.0}, 1, ["--lr", "nan"]),
     (numbers_are_in_range, {"iterations_to_skip": (3, 0)}, {"iterations_to_skip": (3, 1)}, 1, ["got 0"]),
     (rules_model.shape_is_given, {"num_layers": None}, {}, 1, ["--num-layers", "--preset"]),
-    (rules_model.shape_is_given, {"seq_length": None, "micro_batch_size": None}, {}, 1, ["--seq-length, --micro"]),
+    (
+        rules_model.batch_shape_is_given,
+        {"seq_length": None, "micro_batch_size": None},
+        {},
+        1,
+        ["--seq-length and --mi"],
+    ),
     (rules_model.only_supported_parallelism, {"pipeline_model_parallel_size": 2}, {}, 2, ["not available yet", "2"]),
     (rules_model.only_supported_parallelism, {"context_parallel_size": 2}, {}, 2, ["--context-parallel-size 2"]),
     (rules_model.only_supported_parallelism, {"expert_model_parallel_size": 2}, {}, 2, ["--expert-model"]),
@@ -302,9 +312,8 @@ def test_a_rule_stops_the_bad_run_and_passes_the_good_one(rule, bad, good, world
 
 
 def test_every_rule_has_a_row():
-    assert {rule.__name__ for rule in rules.RULES} == {c[0].__name__ for c in CASES} | {
-        given_flags_have_an_effect.__name__  # its rows are in test_rules_needs.py
-    }
+    elsewhere = {given_flags_have_an_effect, rules_model.one_source_of_shape}  # what was typed matters to these
+    assert set(rules.RULES) == {case[0] for case in CASES} | elsewhere
 
 
 OUTSIDE = {"above 0": 0, "0 or more": -1, "at least 0 and below 1": 1, "above 0 and at most 1": 1.5, "1 or more": 0}
@@ -326,6 +335,26 @@ def test_every_number_has_an_interval():
         if ("int" in str(spec.type) or "float" in str(spec.type)) and spec.metadata["flag"].choices is None
     }
     assert set(RANGES) == numbers
+
+
+class TestShapeFromCheckpoint:
+    def test_shape_rules_wait_for_the_checkpoint(self):
+        rules.check(make_run(("use_checkpoint_args", "load"), **PENDING), 1)
+        with pytest.raises(ConfigError, match="--micro-batch-size must be given"):
+            rules.check(make_run(**PENDING, micro_batch_size=None), 1)
+
+    def test_and_judge_it_then(self):
+        with pytest.raises(ConfigError, match="--hidden-size 66"):
+            rules.check(make_run(**{**PENDING, "num_layers": 2, "hidden_size": 66}), 1)
+
+    def test_no_flag_may_give_the_shape_too(self):
+        with pytest.raises(ConfigError) as error:
+            rules.check(make_run(("ffn_hidden_size", "swiglu", "bf16"), **PENDING, bf16=True, swiglu=True), 1)
+        assert str(error.value).startswith("--ffn-hidden-size, --swiglu has no effect: --use-checkpoint-args")
+        rules.check(make_run(("bf16", "hidden_dropout"), **PENDING, bf16=True), 1)
+
+    def test_runtime_fields_are_fields(self):
+        assert set(RUNTIME_FIELDS) < {f.name for f in dataclasses.fields(ModelConfig)}
 
 
 class TestVocabulary:

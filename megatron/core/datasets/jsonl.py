@@ -1,0 +1,101 @@
+"""JSON-lines files cut into blocks of whole lines, which worker processes read and parse."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core.errors import DataError
+
+# About 0.1 s of tokenization: long beside the cost of handing a block over, short beside the end of a run, where some
+# processes wait for the last blocks of others.
+BLOCK_BYTES = 1 << 19
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes [start, stop) of a file, both at line starts. `data` holds them when the file cannot be read from there."""
+
+    path: str
+    start: int
+    stop: int
+    data: bytes | None = None
+
+    def lines(self) -> list[bytes]:
+        """The block's lines without their ends."""
+        data = self.data
+        if data is None:
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                data = file.read(self.stop - self.start)
+        return data.removesuffix(b"\n").split(b"\n")
+
+
+def find_inputs(patterns: Sequence[str]) -> list[str]:
+    """Files that the patterns name, in the order given, those of one pattern by name. Raises DataError for none."""
+    found: list[str] = []
+    for pattern in patterns:
+        paths = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
+        if not paths:
+            raise DataError(f"--input {pattern} names no file; give .jsonl or .jsonl.gz files, or a quoted pattern")
+        found.extend(paths)
+    return found
+
+
+def read_blocks(path: str) -> Iterator[Block]:
+    """The file in order. Of plain files only the block's ends are read here, and their lines by `Block.lines`."""
+    if not path.endswith(".gz"):
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            start = 0
+            while start < size:
+                file.seek(min(start + BLOCK_BYTES, size))
+                file.readline()
+                yield Block(path, start, file.tell())
+                start = file.tell()
+        return
+    try:
+        with gzip.open(path, "rb") as file:
+            start = 0
+            while data := file.read(BLOCK_BYTES):
+                data += file.readline()
+                yield Block(path, start, start + len(data), data)
+                start += len(data)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is not a whole gzip file: {error}; copy it again") from error
+
+
+def parse_texts(line: bytes, keys: Sequence[str]) -> list[list[str]]:
+    """The texts under each key of one JSON object: one, or the items of a list. Raises ValueError saying what is wrong."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"is not JSON in UTF-8 ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"is a JSON {type(record).__name__}, not an object")
+    found: list[list[str]] = []
+    for key in keys:
+        if key not in record:
+            raise ValueError(f"has no key '{key}', only {', '.join(sorted(record)) or 'none'}; see --json-keys")
+        value = record[key]
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"holds neither text nor a list of texts under '{key}'")
+        if b"\\u" in line:
+            _check_surrogates(texts, key)
+        found.append(texts)
+    return found
+
+
+def _check_surrogates(texts: Sequence[str], key: str) -> None:
+    """An escape such as \\ud83d without its second half makes a string that is no text; tokenizers fail on it."""
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"holds half of a surrogate pair under '{key}' (character {error.start})") from error

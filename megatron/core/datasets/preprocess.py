@@ -1,0 +1,245 @@
+"""JSON lines -> `.bin/.idx`: worker processes read, parse, tokenize and pack blocks of lines; this one only writes.
+
+The output does not depend on the number of workers. Memory is a few blocks a worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.core.datasets.indexed import IndexedDatasetWriter, merge_datasets, pack_tokens, token_dtype
+from megatron.core.datasets.jsonl import Block, find_inputs, parse_texts, read_blocks
+from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.errors import ConfigError, DataError, UserError
+from megatron.core.log import get_logger
+
+LOGGER = get_logger(__name__)
+BLOCKS_AHEAD = 4  # blocks a worker has in hand: enough that none waits while another is at a slow block
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions:
+    """What is read and how it is laid out; the fields are the flags of tools/preprocess_data.py."""
+
+    input: tuple[str, ...]
+    output_prefix: str
+    workers: int
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    partitions: int = 1
+    keep_sequential_samples: bool = False
+    log_interval: int = 1000
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Documents of one key: tokens in the file's type, tokens of each sequence, sequences of each document."""
+
+    tokens: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int32]
+    sequences: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """What a worker made of a block. With `error`, (line of the block from 0, what is wrong), there are no documents."""
+
+    block: Block
+    lines: int
+    packed: dict[str, Packed] = field(default_factory=dict)
+    error: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Totals of a run. Bytes are those of the JSON lines, before any compression."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
+    """Write `{output_prefix}_{key}_document.bin/.idx` for every key, all or nothing.
+
+    Line i is document i. A document without tokens keeps its place in the document index, has no sequence and gets no
+    end-of-document token, as in Megatron-LM. With partitions > 1, document i goes to partition i mod partitions and the
+    partitions are written one after another, as Megatron-LM does unless --keep-sequential-samples is given.
+    Raises DataError with the file and line for a line that cannot be used, and ConfigError for impossible options.
+    """
+    for flag in ("workers", "partitions", "log_interval"):
+        if vars(options)[flag] < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} is {vars(options)[flag]}; give at least 1")
+    paths = find_inputs(options.input)
+    parts = 1 if options.keep_sequential_samples else options.partitions
+    try:
+        with ExitStack() as stack:
+            outputs = {
+                key: stack.enter_context(
+                    _Output(f"{options.output_prefix}_{key}_document", token_dtype(tokenizer.vocab_size), parts)
+                )
+                for key in dict.fromkeys(options.json_keys)
+            }
+            summary = _write_blocks(_encode_blocks(paths, options, tokenizer), outputs, options.log_interval)
+            if not summary.documents:
+                raise DataError(f"--input {' '.join(options.input)} holds no documents; give files with JSON lines")
+            for output in outputs.values():
+                output.finalize()
+    except OSError as error:
+        raise DataError(f"preprocessing into {options.output_prefix} failed: {error}") from error
+    return summary
+
+
+class BlockEncoder(Dataset[EncodedBlock]):
+    """Block -> packed documents. It lives in worker processes and so holds all that they need."""
+
+    def __init__(self, tokenizer: Tokenizer, keys: Sequence[str], append_eod: bool) -> None:
+        self.tokenizer, self.keys, self.append_eod = tokenizer, keys, append_eod
+        self.dtype = token_dtype(tokenizer.vocab_size)
+
+    def __getitem__(self, block: Block) -> EncodedBlock:
+        lines = block.lines()
+        numbers = [number for number, line in enumerate(lines) if line.strip()]
+        documents: list[list[list[str]]] = []
+        for number in numbers:
+            try:
+                documents.append(parse_texts(lines[number], self.keys))
+            except ValueError as error:
+                return EncodedBlock(block, len(lines), error=(number, str(error)))
+        try:
+            packed = {key: self._pack([texts[i] for texts in documents]) for i, key in enumerate(self.keys)}
+        except UserError:
+            return EncodedBlock(block, len(lines), error=self._blame(numbers, documents))
+        return EncodedBlock(block, len(lines), packed)
+
+    def _pack(self, documents: Sequence[Sequence[str]]) -> Packed:
+        """Tokenize the texts of documents in one call, so that the library is entered once a block."""
+        ids = iter(self.tokenizer.encode_batch([text for texts in documents for text in texts]))
+        kept: list[list[int]] = []
+        sequences = np.empty(len(documents), np.int64)
+        for number, texts in enumerate(documents):
+            own = [sequence for sequence in itertools.islice(ids, len(texts)) if sequence]
+            if own and self.append_eod:
+                own[-1].append(self.tokenizer.eod)
+            sequences[number] = len(own)
+            kept.extend(own)
+        lengths = np.fromiter(map(len, kept), np.int32, len(kept))
+        tokens = np.fromiter(itertools.chain.from_iterable(kept), np.int64, int(lengths.sum(dtype=np.int64)))
+        return Packed(pack_tokens(tokens, self.dtype), lengths, sequences)
+
+    def _blame(self, numbers: Sequence[int], documents: Sequence[list[list[str]]]) -> tuple[int, str]:
+        """The first line that the tokenizer refuses by itself, and why."""
+        for number, texts in zip(numbers, documents, strict=True):
+            try:
+                for key_texts in texts:
+                    self._pack([key_texts])
+            except UserError as error:
+                return number, f"cannot be tokenized: {error}"
+        raise AssertionError("a batch was refused of which every text is accepted")
+
+
+class _Output:
+    """The dataset of one key, written in one piece, or dealt to parts that are joined at the end."""
+
+    def __init__(self, prefix: str, dtype: np.dtype[Any], parts: int) -> None:
+        self._stack = ExitStack()
+        self._prefix, self._documents = prefix, 0
+        self._part_prefixes = [prefix]
+        if parts > 1:
+            folder = Path(prefix).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix=".partitions.", dir=folder))
+            self._part_prefixes = [f"{scratch}/{number:06}" for number in range(parts)]
+        self._writers = [self._stack.enter_context(IndexedDatasetWriter(part, dtype)) for part in self._part_prefixes]
+
+    def add(self, packed: Packed) -> None:
+        """Append documents, dealing them round to the parts."""
+        parts = len(self._writers)
+        if parts == 1:
+            self._writers[0].add_documents(packed.tokens, packed.lengths, packed.sequences)
+            return
+        document = (self._documents + np.arange(len(packed.sequences))) % parts
+        sequence = np.repeat(document, packed.sequences)
+        token = np.repeat(sequence, packed.lengths)
+        for number, writer in enumerate(self._writers):
+            writer.add_documents(
+                packed.tokens[token == number],
+                packed.lengths[sequence == number],
+                packed.sequences[document == number],
+            )
+        self._documents += len(packed.sequences)
+
+    def finalize(self) -> None:
+        """Give the dataset its name."""
+        for writer in self._writers:
+            writer.finalize()
+        if len(self._writers) > 1:
+            merge_datasets(self._part_prefixes, self._prefix)
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._stack.close()
+
+
+def _encode_blocks(paths: Sequence[str], options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[EncodedBlock]:
+    """Blocks of all files in order, encoded by the worker processes."""
+    loader: DataLoader[EncodedBlock] = DataLoader(
+        BlockEncoder(tokenizer, tuple(dict.fromkeys(options.json_keys)), options.append_eod),
+        sampler=itertools.chain.from_iterable(map(read_blocks, paths)),
+        batch_size=None,
+        num_workers=options.workers,
+        prefetch_factor=BLOCKS_AHEAD,
+        worker_init_fn=_start_worker,
+    )
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker (pid"):
+            raise
+        raise DataError(
+            f"a worker process was killed: {error}; if memory ran out, lower --workers, now {options.workers}"
+        ) from error
+
+
+def _write_blocks(blocks: Iterator[EncodedBlock], outputs: dict[str, _Output], log_interval: int) -> Summary:
+    start = time.monotonic()
+    documents = tokens = size = line = 0
+    path = ""
+    for encoded in blocks:
+        if encoded.block.path != path:
+            path, line = encoded.block.path, 0
+        if encoded.error is not None:
+            raise DataError(f"{path}, line {line + encoded.error[0] + 1}: {encoded.error[1]}")
+        before = documents
+        for key, packed in encoded.packed.items():
+            outputs[key].add(packed)
+            tokens += packed.tokens.size
+        documents += len(next(iter(encoded.packed.values())).sequences)
+        size += encoded.block.stop - encoded.block.start
+        line += encoded.lines
+        if documents // log_interval > before // log_interval:
+            seconds = time.monotonic() - start
+            LOGGER.info(
+                "Processed %d documents (%.1f docs/s, %.2f MB/s).", documents, documents / seconds, size / 1e6 / seconds
+            )
+    return Summary(documents, tokens, size, time.monotonic() - start)
+
+
+def _start_worker(_: int) -> None:
+    # The processes are the parallelism: a thread pool in each would only fight with the others for the cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,0 +1,243 @@
+"""What happens beside training: logging, evaluation, checkpoints, exits, garbage collection."""
+
+from __future__ import annotations
+
+import gc
+import time
+from datetime import datetime
+from pathlib import Path
+
+from megatron.core.comm.collectives import gather_objects
+from megatron.core.device import memory_report, peak_tflops
+from megatron.core.log import get_logger
+from megatron.training.checkpoint import save_checkpoint
+from megatron.training.flops import train_flops
+from megatron.training.log_line import LogLine, LogWindow, format_evaluation, format_line
+from megatron.training.loss_curve import draw_loss_curve
+from megatron.training.memory_report import memory_line
+from megatron.training.progress import ProgressLine, terminal_console
+from megatron.training.signals import ExitSignals
+from megatron.training.state import StepReport
+from megatron.training.timers import format_timers
+from megatron.training.trainer import Trainer
+from megatron.training.writers import Metrics
+
+log = get_logger(__name__)
+
+
+class Curves:
+    """Losses of this run for the picture of --loss-curve."""
+
+    def __init__(self) -> None:
+        self.train: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
+
+
+class Log:
+    """The log line, metrics, timers, memory reports and the progress line."""
+
+    def __init__(self, metrics: Metrics, curves: Curves) -> None:
+        self._metrics, self._curves = metrics, curves
+        self._timers: dict[str, float] = {}
+        self._reported_memory = False
+
+    def start(self, trainer: Trainer) -> None:
+        """Open the progress line."""
+        run, state = trainer.run, trainer.state
+        seq_length = run.data.seq_length or 0
+        self._flops = train_flops(run.model, seq_length, 1)
+        peak = peak_tflops(trainer.device, trainer.model.output_layer.weight.dtype)
+        self._window = LogWindow(self._flops, trainer.groups.world.size, peak)
+        console = terminal_console(run.logging.progress_bar and trainer.groups.rank == 0)
+        self._progress = ProgressLine(trainer.batches.total_iterations, state.iteration, console)
+        self._progress.__enter__()
+        trainer.timers.take()
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Collect; print a line every --log-interval steps."""
+        state, config = trainer.state, trainer.run.logging
+        state.floating_point_operations += self._flops * report.global_batch_size
+        self._window.add(report)
+        for name, seconds in report.timers.items():
+            self._timers[name] = self._timers.get(name, 0.0) + seconds
+        self._metrics.step(report, state.consumed_samples)
+        self._curves.train.append((report.iteration, report.loss))
+        if report.nan:
+            log.warning(
+                "iteration %d: gradients are not finite (norm %s); the step was skipped",
+                report.iteration,
+                report.grad_norm,
+            )
+        left = trainer.batches.total_samples - state.consumed_samples
+        self._progress.update(
+            report.iteration,
+            report.loss,
+            report.tokens / report.seconds,
+            left * report.seconds / report.global_batch_size,
+        )
+        if report.iteration % config.log_interval == 0:
+            self._print_line(trainer, left)
+        every = config.log_memory_interval
+        first = not self._reported_memory and report.iteration % config.log_interval == 0
+        if first or (every and report.iteration % every == 0):
+            self._print_memory(trainer)
+
+    def end(self, trainer: Trainer) -> None:
+        """Close the progress line and the metric writers; draw the loss curve."""
+        self._progress.__exit__(None, None, None)
+        self._metrics.close()
+        path = trainer.run.logging.loss_curve
+        if path and trainer.groups.rank == 0:
+            draw_loss_curve(Path(path), self._curves.train, self._curves.validation)
+
+    def _print_line(self, trainer: Trainer, samples_left: int) -> None:
+        line: LogLine = self._window.close(
+            consumed_samples=trainer.state.consumed_samples,
+            train_iters=trainer.batches.total_iterations,
+            remaining_samples=samples_left,
+            peak_memory=memory_report(trainer.device).peak_allocated,
+        )
+        log.info(format_line(line, datetime.now(), trainer.run.logging.log_throughput))
+        self._metrics.line(line)
+        if trainer.run.logging.timing_log_level > 0:
+            taken, self._timers = self._timers, {}
+            ranks = gather_objects(taken, trainer.groups.world)
+            if block := format_timers(ranks, trainer.run.logging.log_interval):
+                log.info(block)
+
+    def _print_memory(self, trainer: Trainer) -> None:
+        self._reported_memory = True
+        line = memory_line(trainer.groups.rank, trainer.state.iteration, trainer.device)
+        for text in gather_objects(line, trainer.groups.world):
+            log.info(text)
+
+
+class Evaluate:
+    """Validation loss every --eval-interval steps and after training, then the test loss."""
+
+    def __init__(self, metrics: Metrics, curves: Curves) -> None:
+        self._metrics, self._curves = metrics, curves
+        self._evaluated_at = -1
+
+    def start(self, trainer: Trainer) -> None:
+        """Nothing to prepare."""
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Evaluate when the interval is full."""
+        every = trainer.run.eval.eval_interval
+        if every and report.iteration % every == 0:
+            self._validate(trainer, f"iteration {report.iteration}")
+
+    def end(self, trainer: Trainer) -> None:
+        """Final validation (unless just done) and test."""
+        if self._evaluated_at != trainer.state.iteration:
+            self._validate(trainer, f"the end of training, iteration {trainer.state.iteration}")
+        if trainer.readers.test is not None:
+            loss = trainer.evaluate(trainer.readers.test)
+            log.info(format_evaluation("the end of training on test set", loss))
+
+    def _validate(self, trainer: Trainer, where: str) -> None:
+        state = trainer.state
+        if trainer.readers.valid is None:
+            return
+        loss = trainer.evaluate(trainer.readers.valid)
+        state.consumed_valid_samples += trainer.run.eval.eval_iters * trainer.batches.final_global_batch_size
+        self._evaluated_at = state.iteration
+        log.info(format_evaluation(where, loss))
+        self._metrics.evaluation(state.iteration, state.consumed_samples, loss)
+        self._curves.validation.append((state.iteration, loss))
+
+
+class Checkpoint:
+    """Saves every --save-interval steps, when the run is stopped, and at its end."""
+
+    def __init__(self) -> None:
+        self._saved_at = -1
+
+    def start(self, trainer: Trainer) -> None:
+        """What was loaded need not be saved again."""
+        self._saved_at = trainer.state.iteration
+        _write_progress(trainer, "Starting job")
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Save when the interval is full."""
+        every = trainer.run.checkpoint.save_interval
+        if every and report.iteration % every == 0:
+            self._save(trainer)
+
+    def end(self, trainer: Trainer) -> None:
+        """Save what is not saved yet."""
+        if self._saved_at != trainer.state.iteration:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if trainer.run.checkpoint.save:
+            with trainer.groups.heartbeat.phase("save-checkpoint"):
+                save_checkpoint(trainer)
+            self._saved_at = trainer.state.iteration
+            _write_progress(trainer, f"Saved checkpoint\tIteration: {trainer.state.iteration}")
+
+
+class Exit:
+    """Stops the run at --exit-interval, after --exit-duration-in-mins, or on SIGTERM and SIGUSR1."""
+
+    def __init__(self, signals: ExitSignals) -> None:
+        self._signals = signals
+
+    def start(self, trainer: Trainer) -> None:
+        """Begin to count the minutes."""
+        self._started = time.monotonic()
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
+        """The reason to stop, agreed between all ranks: a signal or a clock may reach one of them first."""
+        train = trainer.run.train
+        if train.exit_interval and report.iteration % train.exit_interval == 0:
+            return f"--exit-interval {train.exit_interval}"
+        limit = train.exit_duration_in_mins
+        minutes = (time.monotonic() - self._started) / 60
+        wants = self._signals.received is not None or (limit is not None and minutes >= limit)
+        if not (limit is not None or train.exit_signal_handler) or not trainer.any_rank(wants):
+            return None
+        return self._signals.received or f"--exit-duration-in-mins {limit}" if wants else "another rank was stopped"
+
+    def end(self, trainer: Trainer) -> None:
+        """Nothing to close."""
+
+
+class GarbageCollection:
+    """With --manual-gc: no automatic collection, one every --manual-gc-interval steps on all ranks at once.
+
+    Ranks that collect at different steps make all others wait for them.
+    """
+
+    def start(self, trainer: Trainer) -> None:
+        """Switch the automatic collection off."""
+        gc.disable()
+        gc.collect()
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Collect when the interval is full."""
+        every = trainer.run.train.manual_gc_interval
+        if every and report.iteration % every == 0:
+            gc.collect()
+
+    def end(self, trainer: Trainer) -> None:
+        """Switch it on again."""
+        gc.enable()
+
+
+def _write_progress(trainer: Trainer, what: str) -> None:
+    config = trainer.run.logging
+    if not (config.log_progress and trainer.run.checkpoint.save and trainer.groups.rank == 0):
+        return
+    state = trainer.state
+    tokens = state.consumed_samples * (trainer.run.data.seq_length or 0)
+    line = (
+        f"{datetime.now():%Y-%m-%d %H:%M:%S}\t# GPUs: {trainer.groups.world.size}\t{what}"
+        f"\tFloating-point operations: {state.floating_point_operations:.2e}"
+        f"\tTokens (in billions): {tokens / 1e9:.2f}\n"
+    )
+    folder = Path(trainer.run.checkpoint.save)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "progress.txt", "a", encoding="utf-8") as file:
+        file.write(line)

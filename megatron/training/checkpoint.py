@@ -1,0 +1,178 @@
+"""What a checkpoint holds, and how a run continues from one, under any layout.
+
+Tensors: "model/NAME" (weights), "optimizer/NAME/exp_avg" ... (fp32, in the weight's global shape), "rng/STREAM/RANK".
+State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout it was saved under.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.core.dist_checkpointing.folders import find
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
+from megatron.core.dist_checkpointing.store import load, read_state, save
+from megatron.core.errors import CheckpointError
+from megatron.core.groups import Groups
+from megatron.core.log import get_logger
+from megatron.core.parameter import Parameter
+from megatron.training.state import TrainState
+from megatron.training.trainer import Trainer
+
+log = get_logger(__name__)
+
+FORMAT = 1
+# Fields of ModelConfig that decide which tensors there are, their shapes, or what they mean.
+SHAPE_FIELDS = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "group_query_attention",
+    "num_query_groups", "position_embedding_type", "rotary_base", "rotary_percent", "normalization",
+    "apply_layernorm_1p", "swiglu", "squared_relu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+    "untie_embeddings_and_output_weights", "vocab_size", "make_vocab_size_divisible_by",
+)  # fmt: skip
+
+
+def save_checkpoint(trainer: Trainer) -> Path:
+    """Write a checkpoint of the trainer's iteration under --save. Collective over the world."""
+    run, groups = trainer.run, trainer.groups
+    assert run.checkpoint.save
+    root, iteration = Path(run.checkpoint.save), trainer.state.iteration
+    log.info("saving checkpoint at iteration %7d to %s", iteration, root)
+    tensors = model_tensors(trainer.parameters, groups)
+    if run.checkpoint.save_optim:
+        tensors += optimizer_tensors(trainer)
+    if run.checkpoint.save_rng:
+        tensors += _rng_tensors(trainer.rng.state(), groups.rank, writer=True)
+    path = save(root, iteration, tensors, _state(trainer), group=groups.world, keep=run.checkpoint.save_retain)
+    log.info("  successfully saved checkpoint from iteration %7d to %s", iteration, root)
+    return path
+
+
+def load_checkpoint(trainer: Trainer, path: Path) -> None:
+    """Continue from the checkpoint in `path`. Collective over the world; the layout may differ from the saved one."""
+    run, groups = trainer.run, trainer.groups
+    state = read_state(path)
+    check_same_model(path, state["config"]["model"], run.model)
+    finetune = run.checkpoint.finetune
+    with_optimizer = run.checkpoint.load_optim and not finetune
+    with_rng = run.checkpoint.load_rng and not finetune and state["rng"] and state["layout"] == _layout(groups)
+    log.info("loading checkpoint from %s at iteration %d", path, state["train"]["iteration"])
+    if with_optimizer and not state["optimizer"]:
+        raise CheckpointError(
+            f"{path} holds no optimizer state (it was saved with --no-save-optim); give --no-load-optim"
+        )
+    if with_optimizer and state["config"]["optimizer"]["optimizer"] != run.optimizer.optimizer:
+        saved = state["config"]["optimizer"]["optimizer"]
+        raise CheckpointError(
+            f"{path} holds the state of optimizer {saved}, not {run.optimizer.optimizer}; "
+            f"give --optimizer {saved}, or --no-load-optim to start the optimizer afresh"
+        )
+    tensors = model_tensors(trainer.parameters, groups)
+    masters_saved = state["config"]["model"]["bf16"] or state["config"]["model"]["fp16"]
+    if with_optimizer:
+        tensors += optimizer_tensors(trainer)
+    rng = trainer.rng.state()
+    if with_rng:
+        tensors += _rng_tensors(rng, groups.rank, writer=False)
+    load(path, tensors, group=groups.world)
+    if with_optimizer:
+        trainer.optimizer.steps = state["optimizer"]["steps"]
+        trainer.optimizer.loss_scale.load_state(state["optimizer"]["loss_scale"])
+        assert masters_saved or run.model.dtype_name == "float32"
+    else:
+        trainer.optimizer.masters_from_parameters()
+    if with_rng:
+        trainer.rng.load_state(rng)
+    elif run.checkpoint.load_rng and not finetune and run.model.hidden_dropout + run.model.attention_dropout > 0:
+        log.info("random state not restored: saved under layout %s; dropout continues from the seed", state["layout"])
+    if not finetune:
+        trainer.state = TrainState(**state["train"])
+        trainer.schedule.resolve(state["schedule"])
+    log.info("  successfully loaded checkpoint from %s at iteration %d", path, trainer.state.iteration)
+
+
+def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path | None:
+    """The checkpoint that --load and --ckpt-step name; None when there is none and none is required."""
+    found = find(Path(directory), step)
+    if found is None and required:
+        raise CheckpointError(f"--load {directory} holds no checkpoint and --exit-on-missing-checkpoint is given")
+    if found is None:
+        log.info("no checkpoint in %s, starting from iteration 0", directory)
+    return found
+
+
+def saved_model_config(path: Path) -> ModelConfig:
+    """The model configuration a checkpoint was saved with."""
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    saved: dict[str, Any] = read_state(path)["config"]["model"]
+    return ModelConfig(**{name: value for name, value in saved.items() if name in known})
+
+
+def check_same_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
+    """Raise CheckpointError naming every field in which the checkpoint's model differs."""
+    asked = dataclasses.asdict(model)
+    differences = [
+        f"{name} is {saved.get(name)} there and {asked[name]} here"
+        for name in SHAPE_FIELDS
+        if saved.get(name) != asked[name]
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model: {'; '.join(differences)}; "
+            "give the same model flags or --use-checkpoint-args"
+        )
+
+
+def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[ShardedTensor]:
+    """Every weight of this rank with its place in the global model."""
+    return [
+        _sharded(f"model/{name}", parameter.detach(), parameter, groups, number)
+        for number, (name, parameter) in enumerate(parameters.items())
+    ]
+
+
+def optimizer_tensors(trainer: Trainer) -> list[ShardedTensor]:
+    """Masters and moments of this rank."""
+    return [
+        _sharded(f"optimizer/{name}/{key}", tensor, trainer.parameters[name], trainer.groups, number)
+        for number, (name, tensors) in enumerate(trainer.optimizer.state.items())
+        for key, tensor in tensors.items()
+    ]
+
+
+def _sharded(name: str, data: Tensor, parameter: Parameter, groups: Groups, number: int) -> ShardedTensor:
+    info = parameter.info
+    # Replicas over dp x cp take turns, so that all hosts' disks write; replicas over tp leave it to tp rank 0.
+    writer = groups.dp_cp.rank == number % groups.dp_cp.size and (info.tp_dim is not None or groups.tp.rank == 0)
+    return ShardedTensor(name, data, info.global_shape, info.offset, writer)
+
+
+def _rng_tensors(states: dict[str, Tensor], rank: int, *, writer: bool) -> list[ShardedTensor]:
+    return [
+        ShardedTensor(f"rng/{stream}/{rank}", state, tuple(state.shape), (0,), writer)
+        for stream, state in states.items()
+    ]
+
+
+def _layout(groups: Groups) -> dict[str, int]:
+    return dataclasses.asdict(groups.mesh)
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    optimizer = trainer.optimizer
+    return {
+        "format": FORMAT,
+        "config": trainer.run.to_dict(),
+        "train": dataclasses.asdict(trainer.state),
+        "schedule": trainer.schedule.state(),
+        "layout": _layout(trainer.groups),
+        "rng": trainer.run.checkpoint.save_rng,
+        "optimizer": (
+            {"steps": optimizer.steps, "loss_scale": optimizer.loss_scale.state()}
+            if trainer.run.checkpoint.save_optim
+            else None
+        ),
+    }

@@ -1,0 +1,40 @@
+"""The training loop. Features attach as callbacks, in the order set-up lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron.training.state import StepReport
+from megatron.training.trainer import Trainer
+
+
+class Callback(Protocol):
+    """Something that happens beside training. Every rank runs every callback: they may communicate."""
+
+    def start(self, trainer: Trainer) -> None:
+        """Before the first step."""
+        ...
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
+        """After each step. A returned string is a reason to stop now; the same on all ranks."""
+        ...
+
+    def end(self, trainer: Trainer) -> None:
+        """After the last step."""
+        ...
+
+
+def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
+    """Train to the end of the run or until a callback stops it; returns the reason, None at the planned end."""
+    for callback in callbacks:
+        callback.start(trainer)
+    total, reason = trainer.batches.total_iterations, None
+    trainer.model.train()
+    while trainer.state.iteration < total and reason is None:
+        report = trainer.train_step()
+        for callback in callbacks:
+            reason = callback.after_step(trainer, report) or reason
+    for callback in callbacks:
+        callback.end(trainer)
+    return reason

@@ -1,0 +1,269 @@
+"""Builds a run: one function an object, in the order `build` calls them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from megatron.config.features import Facts, features, format_table
+from megatron.config.model import ModelConfig
+from megatron.config.rules import check_vocabulary
+from megatron.config.run import RunConfig
+from megatron.core.comm.collectives import gather_objects
+from megatron.core.datasets.build import build_datasets
+from megatron.core.datasets.loader import build_loader
+from megatron.core.datasets.sample import SampleDataset, Splits
+from megatron.core.datasets.tokenizer import build_tokenizer
+from megatron.core.device import choose_device, set_cpu_threads, synchronize
+from megatron.core.distributed.grad_buffer import GradBuffer, build_buffers
+from megatron.core.errors import UserError
+from megatron.core.groups import Group, Groups, backend_for, connect, create_groups
+from megatron.core.heartbeat import Heartbeat
+from megatron.core.log import get_logger
+from megatron.core.mesh import Mesh
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.lr_schedule import ParamSchedule
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parameter import initialize, local_parameters
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Build
+from megatron.kernels.choose import Kernels, choose_kernels
+from megatron.training.batch import BatchReader
+from megatron.training.checkpoint import find_checkpoint, load_checkpoint, saved_model_config
+from megatron.training.memory_report import format_footprint, weight_and_optimizer_footprint
+from megatron.training.microbatches import BatchSchedule
+from megatron.training.state import TrainState
+from megatron.training.step import TrainStep
+from megatron.training.timers import Timers
+from megatron.training.trainer import Trainer
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+
+def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
+    """Everything a run needs, continued from --load when that holds a checkpoint. Collective over the world."""
+    checkpoint = together(groups.world, lambda: _find_checkpoint(run))
+    if checkpoint and run.checkpoint.use_checkpoint_args:
+        run = dataclasses.replace(run, model=_shape_from(run.model, saved_model_config(checkpoint)))
+    tokenizer = together(groups.world, lambda: build_tokenizer(run.tokenizer, run.model.vocab_size))
+    run = with_vocabulary(run, tokenizer.vocab_size)
+    kernels = choose_kernels(run.model, device)
+    rng = RngTracker(run.train.seed, groups, device)
+    model = build_model(run, groups, device, kernels, rng)
+    parameters = local_parameters(model)
+    initialize(parameters, run.train.seed)
+    buffers = build_buffers(parameters, dp=groups.dp_cp, tp=groups.tp, bucket_size=run.parallel.ddp_bucket_size)
+    optimizer = Optimizer(run.optimizer, buffers, groups, fp16=run.model.fp16)
+    timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))
+    batches = BatchSchedule(run.train, groups.mesh.dp)
+    trainer = Trainer(
+        run=run,
+        groups=groups,
+        device=device,
+        model=model,
+        parameters=parameters,
+        buffers=buffers,
+        optimizer=optimizer,
+        rng=rng,
+        schedule=build_schedule(run, batches),
+        batches=batches,
+        readers=Splits(None, None, None),
+        timers=timers,
+        state=TrainState(),
+        step=TrainStep(
+            model,
+            buffers,
+            optimizer,
+            groups,
+            timers,
+            per_token=run.train.calculate_per_token_loss,
+            count_zeros=run.logging.log_num_zeros_in_grad,
+        ),
+    )
+    if checkpoint:
+        with groups.heartbeat.phase("load-checkpoint"):
+            load_checkpoint(trainer, checkpoint)
+    with groups.heartbeat.phase("build-datasets"):
+        trainer.readers = build_readers(trainer, tokenizer.eod)
+    _announce(trainer, kernels)
+    return trainer
+
+
+def start_process(
+    run: RunConfig, rank: int, world_size: int, local_rank: int, local_world_size: int
+) -> tuple[Groups, torch.device]:
+    """Device, process groups and heartbeat of this process."""
+    device = choose_device(run.parallel.device, local_rank)
+    set_cpu_threads(device, local_world_size)
+    if run.train.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    timeout = run.parallel.distributed_timeout_minutes * 60
+    directory = run.parallel.heartbeat_dir or (run.checkpoint.save and f"{run.checkpoint.save}/heartbeat")
+    backend = backend_for(device, run.parallel.distributed_backend)
+    heartbeat: Heartbeat = connect(
+        rank,
+        world_size,
+        backend=backend,
+        timeout_seconds=timeout,
+        heartbeat_dir=Path(directory) if directory else None,
+    )
+    heartbeat.start(on_stall=log.error)
+    return create_groups(mesh_of(run, world_size), rank, heartbeat, timeout), device
+
+
+def mesh_of(run: RunConfig, world_size: int) -> Mesh:
+    """The mesh that the flags ask for."""
+    parallel = run.parallel
+    return Mesh.create(
+        world_size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+    )
+
+
+def together(group: Group, work: Callable[[], T]) -> T:
+    """Run `work` on every rank; a UserError on any of them is raised on all, so that none waits for the others."""
+    result: T | None = None
+    error: UserError | None = None
+    try:
+        result = work()
+    except UserError as caught:
+        error = caught
+    failures = gather_objects(str(error) if error else None, group)
+    for rank, message in enumerate(failures):
+        if message is not None:
+            raise error or UserError(f"on rank {group.ranks[rank]}: {message}")
+    return result  # type: ignore[return-value]
+
+
+def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int) -> RunConfig:
+    """The run with the model's vocabulary and position range filled in, checked against the tokenizer."""
+    model = dataclasses.replace(
+        run.model,
+        vocab_size=run.model.vocab_size or tokenizer_vocab_size,
+        max_position_embeddings=run.model.max_position_embeddings or run.data.seq_length,
+    )
+    check_vocabulary(model, run.parallel, tokenizer_vocab_size)
+    return dataclasses.replace(run, model=model)
+
+
+def build_model(run: RunConfig, groups: Groups, device: torch.device, kernels: Kernels, rng: RngTracker) -> GPTModel:
+    """The decoder of this rank, uninitialised."""
+    sequence_parallel = run.parallel.sequence_parallel and groups.tp.size > 1
+    return GPTModel(Build(run.model, groups, sequence_parallel, kernels, rng, device))
+
+
+def build_schedule(run: RunConfig, batches: BatchSchedule) -> ParamSchedule:
+    """Learning rate and weight decay, in samples with --train-samples and in iterations otherwise."""
+    if run.train.train_samples:
+        return ParamSchedule(run.schedule, run.optimizer, run.train.train_samples, "samples")
+    return ParamSchedule(run.schedule, run.optimizer, batches.total_iterations, "iterations")
+
+
+def build_readers(trainer: Trainer, eod: int) -> Splits[BatchReader | None]:
+    """Readers that continue where the state says. Only tp rank 0 of a replica opens data; all ranks get a reader."""
+    run, groups, state = trainer.run, trainer.groups, trainer.state
+    assert run.model.vocab_size
+    sizes = dataset_sizes(run, trainer.batches)
+    reads = groups.tp.rank == 0
+    vocab_size = run.model.vocab_size
+
+    def open_all() -> Splits[SampleDataset | None]:
+        if not reads:
+            return Splits(None, None, None)
+        return build_datasets(run.data, sizes, run.train.seed, vocab_size)
+
+    # One rank builds the index files while the others wait, then the others find them.
+    first = together(groups.world, lambda: open_all() if groups.rank == 0 else None)
+    datasets = together(groups.world, lambda: first or open_all())
+    # Which splits exist is the same everywhere: rank 0 always reads.
+    exist = gather_objects([dataset is not None for _, dataset in datasets.items()], groups.world)[0]
+    consumed = (state.consumed_samples, state.consumed_valid_samples, 0)
+
+    def reader(dataset: SampleDataset | None, samples: int, exists: bool) -> BatchReader | None:
+        return _reader(trainer, dataset, samples, eod) if exists else None
+
+    train, valid, test = (
+        reader(dataset, samples, exists)
+        for (_, dataset), samples, exists in zip(datasets.items(), consumed, exist, strict=True)
+    )
+    return Splits(train, valid, test)
+
+
+def dataset_sizes(run: RunConfig, batches: BatchSchedule) -> Splits[int | None]:
+    """Samples that training, all evaluations and the test will read."""
+    per_evaluation = run.eval.eval_iters * batches.final_global_batch_size
+    if run.train.skip_train:
+        return Splits(None, per_evaluation, per_evaluation)
+    every = run.eval.eval_interval
+    evaluations = (batches.total_iterations // every if every else 0) + 1
+    return Splits(batches.total_samples, evaluations * per_evaluation, per_evaluation)
+
+
+def _reader(trainer: Trainer, dataset: SampleDataset | None, consumed: int, eod: int) -> BatchReader:
+    run, mesh = trainer.run, trainer.groups.mesh
+    assert run.train.micro_batch_size
+    loader = None
+    if dataset is not None:
+        loader = build_loader(
+            dataset,
+            consumed_samples=consumed,
+            micro_batch_size=run.train.micro_batch_size,
+            dp_rank=trainer.groups.dp.rank,
+            dp_size=mesh.dp,
+            num_workers=run.data.num_workers,
+            seed=run.train.seed,
+            pin_memory=trainer.device.type == "cuda",
+        )
+    return BatchReader(
+        loader,
+        run.data,
+        eod=eod,
+        micro_batch_size=run.train.micro_batch_size,
+        groups=trainer.groups,
+        device=trainer.device,
+    )
+
+
+def _find_checkpoint(run: RunConfig) -> Path | None:
+    config = run.checkpoint
+    if not config.load:
+        return None
+    return find_checkpoint(config.load, config.ckpt_step, required=config.exit_on_missing_checkpoint)
+
+
+def _shape_from(asked: ModelConfig, saved: ModelConfig) -> ModelConfig:
+    """The saved model in this run's precision and with its kernels: those are not part of the model's shape."""
+    kept = ("fp16", "bf16", "fp32_residual_connection", "attention_backend", "transformer_impl",
+            "gradient_accumulation_fusion", "attention_dropout", "hidden_dropout")  # fmt: skip
+    return dataclasses.replace(saved, **{name: getattr(asked, name) for name in kept})
+
+
+def _announce(trainer: Trainer, kernels: Kernels) -> None:
+    run, groups, buffers = trainer.run, trainer.groups, trainer.buffers
+    facts = Facts(
+        tp=groups.mesh.tp,
+        dp=groups.mesh.dp,
+        device=trainer.device.type,
+        backend=backend_for(trainer.device, run.parallel.distributed_backend) if groups.world.size > 1 else None,
+        attention_choice=kernels.attention_choice,
+        fusion_missing=kernels.fusion_missing,
+        separate_main_grads=any(b.params.dtype != b.grads.dtype for b in buffers),
+        buckets=sum(len(b.buckets) for b in buffers),
+    )
+    log.info("%s", format_table(features(run, facts)))
+    log.info("number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", _count(buffers))
+    footprint = weight_and_optimizer_footprint(_count(buffers), run.model.dtype_name, run.optimizer, 1)
+    log.info(format_footprint(footprint))
+
+
+def _count(buffers: list[GradBuffer]) -> int:
+    return sum(parameter.numel() for buffer in buffers for parameter in buffer.parameters.values())

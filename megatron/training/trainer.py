@@ -1,0 +1,100 @@
+"""The built objects of a run, and the two things they do: take one step, and evaluate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.run import RunConfig
+from megatron.core.comm.collectives import all_reduce
+from megatron.core.datasets.sample import Splits
+from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.groups import Groups
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.lr_schedule import ParamSchedule
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parameter import Parameter
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.training.batch import BatchReader
+from megatron.training.microbatches import BatchSchedule
+from megatron.training.state import StepReport, TrainState
+from megatron.training.step import TrainStep, evaluate
+from megatron.training.timers import Timers
+
+
+@dataclass
+class Trainer:
+    """Everything set-up built. Callbacks read it; only `train_step` and loading a checkpoint change it."""
+
+    run: RunConfig
+    groups: Groups
+    device: torch.device
+    model: GPTModel
+    parameters: dict[str, Parameter]
+    buffers: list[GradBuffer]
+    optimizer: Optimizer
+    rng: RngTracker
+    schedule: ParamSchedule
+    batches: BatchSchedule
+    readers: Splits[BatchReader | None]
+    timers: Timers
+    state: TrainState
+    step: TrainStep
+
+    def train_step(self) -> StepReport:
+        """One optimizer step on the next global batch."""
+        started = time.perf_counter()
+        state, run = self.state, self.run
+        samples = self.batches.global_batch_size(state.consumed_samples)
+        assert self.readers.train is not None and run.data.seq_length
+        with self.timers("batch-generator", level=2), self.groups.heartbeat.phase("batch-generator"):
+            microbatches = self.readers.train.read(self.batches.num_microbatches(state.consumed_samples))
+        position = state.schedule_position
+        lr, weight_decay = self.schedule.learning_rate(position), self.schedule.weight_decay(position)
+        skipped = nan = False
+        loss, norm, num_zeros = float("nan"), 0.0, None
+        if state.iteration + 1 in (run.train.iterations_to_skip or ()):
+            skipped = True
+        else:
+            scale = self.optimizer.loss_scale.value
+            loss, update = self.step(microbatches, lr, weight_decay)
+            norm, num_zeros = update.grad_norm, update.num_zeros
+            skipped = not update.applied and self.optimizer.loss_scale.value != scale
+            nan = not update.applied and not skipped
+        state.iteration += 1
+        state.consumed_samples += samples
+        if not (skipped or nan):
+            state.schedule_position += samples if run.train.train_samples else 1
+        state.skipped_iterations += skipped
+        state.nan_iterations += nan
+        return StepReport(
+            iteration=state.iteration,
+            loss=loss,
+            grad_norm=norm,
+            loss_scale=self.optimizer.loss_scale.value,
+            learning_rate=lr,
+            global_batch_size=samples,
+            tokens=samples * run.data.seq_length,
+            seconds=time.perf_counter() - started,
+            skipped=skipped,
+            nan=nan,
+            num_zeros=num_zeros,
+            params_norm=self.optimizer.params_norm() if run.logging.log_params_norm else None,
+            timers=self.timers.take(),
+        )
+
+    def evaluate(self, reader: BatchReader) -> float:
+        """Mean loss a token over --eval-iters global batches of `reader`."""
+        microbatches = self.batches.final_global_batch_size // (
+            (self.run.train.micro_batch_size or 1) * self.groups.mesh.dp
+        )
+        iterations = self.run.eval.eval_iters
+        with self.groups.heartbeat.phase("evaluate"):
+            return evaluate(self.model, lambda: reader.read(microbatches), iterations, self.groups)
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether `condition` holds on any rank. Communication: one max all-reduce of a number over the world."""
+        flag = torch.tensor([float(condition)], device=self.device)
+        return bool(all_reduce(flag, self.groups.world, "max"))

@@ -1,0 +1,256 @@
+import json
+import threading
+import time
+
+import pytest
+
+from megatron.core.heartbeat import Beat, Call, Heartbeat, missing_ranks
+
+CALL = Call("all_reduce", "dp", (4,), "float32", 16)
+
+
+class Store:
+    """What torch's key-value store is to a heartbeat: the last line of every rank."""
+
+    def __init__(self):
+        self.lines = {}
+
+    def heartbeat(self, rank, **kwargs):
+        def publish(line):
+            self.lines[rank] = line
+
+        return Heartbeat(rank, publish=publish, read=self.lines.get, interval=0.06, **kwargs)
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+@pytest.fixture
+def start():
+    """Start heartbeats; all are stopped at the end of the test."""
+    running = []
+
+    def start_all(*heartbeats, **kwargs):
+        for heartbeat in heartbeats:
+            heartbeat.start(**kwargs)
+            running.append(heartbeat)
+
+    yield start_all
+    for heartbeat in running:
+        heartbeat.stop()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true within 5 s"
+        time.sleep(0.002)
+
+
+def beat(rank=1, **changes):
+    fields = {"host": "node1", "pid": 7, "phase": "forward", "collective": "", "group": "", "sequences": {}}
+    return Beat(**{"rank": rank, **fields, "since": 100.0, "time": 104.0, **changes})
+
+
+class TestState:
+    def test_json_round_trip(self):
+        one = beat(sequences={"dp": 3})
+        assert Beat.from_json(one.to_json()) == one and "\n" not in one.to_json()
+
+    def test_phases_nest(self):
+        heartbeat = Heartbeat(0)
+        with heartbeat.phase("train"):
+            with heartbeat.phase("save-checkpoint"):
+                assert heartbeat.state().phase == "save-checkpoint"
+            assert heartbeat.state().phase == "train"
+        assert heartbeat.state().phase == "start"
+
+    def test_collectives_are_counted_by_group(self):
+        heartbeat = Heartbeat(0)
+        assert [heartbeat.enter("all_reduce", group, CALL) for group in ("dp", "dp", "tp")] == [1, 2, 1]
+        state = heartbeat.state()
+        assert (state.collective, state.group, state.sequences) == ("all_reduce", "tp", {"dp": 2, "tp": 1})
+        heartbeat.leave()
+        assert heartbeat.state().collective == ""
+
+    def test_waiting_for_an_old_collective_does_not_count(self):
+        heartbeat = Heartbeat(0)
+        heartbeat.enter("all_reduce", "dp", CALL)
+        heartbeat.leave()
+        heartbeat.wait_in("all_reduce", "dp")
+        assert (heartbeat.state().collective, heartbeat.state().sequences) == ("all_reduce", {"dp": 1})
+
+
+class TestRecord:
+    def test_nested_recorders_see_their_own_part(self):
+        heartbeat = Heartbeat(0)
+        with heartbeat.record() as outer:
+            with heartbeat.record() as inner:
+                heartbeat.enter("all_reduce", "dp", CALL)
+            heartbeat.enter("all_reduce", "dp", CALL)
+        heartbeat.enter("all_reduce", "dp", CALL)
+        assert (inner, outer) == ([CALL], [CALL, CALL])
+
+    def test_equal_recorders_are_told_apart(self):
+        heartbeat = Heartbeat(0)
+        with heartbeat.record() as outer:
+            with heartbeat.record():
+                pass
+            heartbeat.enter("all_reduce", "dp", CALL)
+        assert outer == [CALL]
+
+
+class TestPublishing:
+    def test_file_and_store_get_the_state(self, tmp_path, store, start):
+        heartbeat = store.heartbeat(3, directory=tmp_path / "heartbeat")
+        start(heartbeat)
+        with heartbeat.phase("forward-backward"):
+            file = tmp_path / "heartbeat" / "rank_00003.json"
+            wait_until(lambda: json.loads(file.read_text())["phase"] == "forward-backward")
+            wait_until(lambda: Beat.from_json(store.lines[3]).phase == "forward-backward")
+        assert [path.name for path in file.parent.iterdir() if path.suffix == ".json"] == ["rank_00003.json"]
+
+    def test_the_last_state_stays(self, tmp_path):
+        heartbeat = Heartbeat(0, directory=tmp_path, interval=0.01)
+        heartbeat.start()
+        heartbeat.enter("all_reduce", "dp", CALL)
+        heartbeat.stop()
+        assert json.loads((tmp_path / "rank_00000.json").read_text())["collective"] == "all_reduce"
+
+    def test_a_disk_that_fails_does_not_make_the_rank_look_dead(self, tmp_path, store, start):
+        heartbeat = store.heartbeat(0, directory=tmp_path / "heartbeat")
+        start(heartbeat)
+        for file in (tmp_path / "heartbeat").iterdir():
+            file.unlink(missing_ok=True)
+        wait_until(lambda: _removed(tmp_path / "heartbeat"))
+        first = store.lines[0]
+        wait_until(lambda: store.lines[0] != first)
+
+    def test_stop_from_its_own_thread(self, store, start):
+        heartbeat = store.heartbeat(0, timeout=0.01)
+        stopped = threading.Event()
+
+        def on_stall(message):
+            heartbeat.stop()
+            stopped.set()
+
+        start(heartbeat, on_stall=on_stall)
+        heartbeat.track("all_reduce", [0, 1], "dp", lambda: False)
+        assert stopped.wait(5)
+
+
+def _removed(folder):
+    """Take the folder away even while the heartbeat writes into it."""
+    try:
+        for file in folder.iterdir():
+            file.unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+class TestExplain:
+    def test_names_the_rank_that_has_not_arrived(self, store, start):
+        here, late, there = (store.heartbeat(rank) for rank in range(3))
+        start(here, late, there)
+        here.enter("all_reduce", "dp", CALL)
+        there.enter("all_reduce", "dp", CALL)
+        with late.phase("batch-generator"):
+            text = here.explain("all_reduce", "dp", [0, 1, 2], 60.04, "timed out")
+        assert text.startswith("all_reduce number 1 on group dp (ranks 0, 1, 2) failed after 60.0 s: rank 1 has not ")
+        assert "phase 'batch-generator', computing for 0 s" in text and text.endswith("; timed out")
+        assert "rank 2" not in text
+
+    def test_a_rank_that_has_gone_past_is_not_accused(self, store, start):
+        here, ahead = store.heartbeat(0), store.heartbeat(1)
+        start(here, ahead)
+        here.enter("broadcast", "dp", CALL)
+        ahead.enter("broadcast", "dp", CALL)
+        ahead.leave()
+        ahead.enter("all_reduce", "tp", CALL)
+        text = here.explain("broadcast", "dp", [0, 1], 1.0, "connection closed")
+        assert "every rank of it has arrived; connection closed" in text
+
+    def test_names_the_rank_that_died(self, store, start):
+        here, dead = store.heartbeat(0), store.heartbeat(1)
+        dead.enter("all_reduce", "dp", CALL)
+        dead.beat()  # and never again
+        start(here)
+        here.enter("all_reduce", "dp", CALL)
+        assert "rank 1 is gone or frozen" in here.explain("all_reduce", "dp", [0, 1], 1.0, "reset")
+
+    def test_names_the_rank_that_never_came(self, store):
+        assert "rank 1 never reported" in store.heartbeat(0).explain("all_reduce", "dp", [0, 1], 1.0, "x")
+
+    def test_a_store_that_is_gone(self):
+        def read(rank):
+            raise ConnectionError("closed")
+
+        text = Heartbeat(0, read=read, interval=0.01).explain("all_reduce", "dp", [0, 1], 1.0, "reset")
+        assert text.endswith("the job's store does not answer, so the missing ranks are not known; reset")
+
+    def test_alone_it_gives_the_cause(self):
+        text = Heartbeat(0).explain("all_reduce", "dp", [0], 1.0, "x")
+        assert text == "all_reduce number 0 on group dp (ranks 0) failed after 1.0 s: x"
+
+    def test_clocks_of_hosts_may_differ(self):
+        """Ages are differences on one host's clock: a host an hour behind is not dead."""
+        early, late = beat(time=104.0), beat(time=105.0, since=60.0)
+        assert missing_ranks({1: early}, {1: late}, "dp", 1) == (
+            "rank 1 has not arrived (phase 'forward', computing for 45 s)"
+        )
+        assert missing_ranks({1: early}, {1: beat(time=105.0, sequences={"dp": 1})}, "dp", 1) == ""
+        assert "no heartbeat any more, last in phase 'forward' on node1, pid 7" in (
+            missing_ranks({1: early}, {1: early}, "dp", 1)
+        )
+
+    def test_several_are_named_in_order(self):
+        text = missing_ranks({}, {2: None, 1: beat(collective="all_gather", group="tp")}, "dp", 1)
+        assert text == (
+            "rank 1 has not arrived (phase 'forward', in all_gather on group tp for 4 s); rank 2 never reported"
+        )
+
+
+class TestQueuedWork:
+    def test_work_that_never_ends_is_reported_once_with_its_number(self, store, start):
+        heartbeat, other = store.heartbeat(0, timeout=0.05), store.heartbeat(1)
+        stalls = []
+        start(other)
+        start(heartbeat, on_stall=stalls.append)
+        other.enter("reduce_scatter", "dp", CALL)
+        other.enter("reduce_scatter", "dp", CALL)
+        heartbeat.enter("reduce_scatter", "dp", CALL)
+        heartbeat.track("reduce_scatter", [0, 1], "dp", lambda: False)
+        heartbeat.enter("all_gather", "dp", CALL)  # the host goes on; number 1 is the one that hangs
+        heartbeat.track("all_gather", [0, 1], "dp", lambda: True)
+        wait_until(lambda: stalls)
+        time.sleep(0.05)
+        (message,) = stalls
+        assert message.startswith("reduce_scatter number 1 on group dp")
+        assert "every rank of it has arrived; device work did not finish" in message
+
+    def test_ranks_that_report_at_once_do_not_take_each_other_for_dead(self, store, start):
+        stalls = []
+        pair = [store.heartbeat(rank, timeout=0.03) for rank in range(2)]
+        start(*pair, on_stall=stalls.append)
+        for heartbeat in pair:
+            heartbeat.enter("all_reduce", "dp", CALL)
+            heartbeat.track("all_reduce", [0, 1], "dp", lambda: False)
+        wait_until(lambda: len(stalls) == 2)
+        assert all("every rank of it has arrived" in message for message in stalls)
+
+    def test_finished_and_failed_work_is_forgotten(self, store, start):
+        heartbeat, stalls = store.heartbeat(0, timeout=0.03), []
+
+        def failed():
+            raise RuntimeError("device-side assert")
+
+        start(heartbeat, on_stall=stalls.append)
+        heartbeat.track("all_reduce", [0, 1], "dp", failed)
+        heartbeat.track("all_reduce", [0, 1], "dp", lambda: True)
+        before = store.lines[0]
+        time.sleep(0.3)
+        assert stalls == [] and store.lines[0] != before

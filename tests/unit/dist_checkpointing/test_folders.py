@@ -1,0 +1,105 @@
+import pytest
+
+from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, iterations, prune, publish
+from megatron.core.errors import CheckpointError
+
+
+def make(root, iteration, content="x"):
+    temporary = begin(root, iteration)
+    (temporary / "metadata.json").write_text(content)
+    return publish(root, iteration, temporary)
+
+
+def test_a_folder_without_checkpoints_holds_none(tmp_path):
+    assert find(tmp_path, None) is None
+    assert find(tmp_path / "absent", None) is None
+    assert iterations(tmp_path / "absent") == []
+
+
+def test_the_tracker_names_the_newest_and_an_iteration_can_be_asked_for(tmp_path):
+    make(tmp_path, 80)
+    assert make(tmp_path, 100).name == "iter_0000100"
+    assert (tmp_path / TRACKER).read_text() == "100\n"
+    assert find(tmp_path, None) == tmp_path / "iter_0000100"
+    assert find(tmp_path, 80) == tmp_path / "iter_0000080"
+    (tmp_path / TRACKER).write_text("80")  # a user may go back by hand
+    assert find(tmp_path, None) == tmp_path / "iter_0000080"
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 90; it holds iterations 80, 100"):
+        find(tmp_path, 90)
+
+
+@pytest.mark.parametrize("content", ["latest", "", "10.5", "-3", "\x00\x00"])
+def test_a_garbage_tracker_is_refused_with_what_there_is(tmp_path, content):
+    make(tmp_path, 80)
+    (tmp_path / TRACKER).write_text(content)
+    with pytest.raises(CheckpointError, match=f"{TRACKER} holds .* holds iterations 80; .*--ckpt-step"):
+        find(tmp_path, None)
+    assert find(tmp_path, 80)
+
+
+def test_a_tracker_that_names_an_absent_folder_is_refused(tmp_path):
+    make(tmp_path, 80)
+    (tmp_path / TRACKER).write_text("100")
+    with pytest.raises(CheckpointError, match=r"names iteration 100, but iter_0000100 is not there.*iterations 80"):
+        find(tmp_path, None)
+
+
+def test_a_lost_tracker_does_not_lose_the_checkpoints(tmp_path):
+    make(tmp_path, 80)
+    make(tmp_path, 100)
+    (tmp_path / TRACKER).unlink()
+    assert find(tmp_path, None) == tmp_path / "iter_0000100"
+
+
+def test_unfinished_and_foreign_folders_are_not_checkpoints(tmp_path):
+    make(tmp_path, 80)
+    begin(tmp_path, 100)
+    (tmp_path / "iter_0000200" / "mp_rank_00").mkdir(parents=True)
+    assert iterations(tmp_path) == [80]
+    prune(tmp_path, 80, 1)
+    assert (tmp_path / "iter_0000200").is_dir()
+
+
+def test_begin_removes_what_killed_runs_left_and_nothing_else(tmp_path):
+    make(tmp_path, 80)
+    (tmp_path / ".iter_0000100.tmp-0123abcd").mkdir()
+    (tmp_path / ".iter_0000100.tmp-0123abcd" / "part").write_text("x")
+    (tmp_path / ".iter_0000080.old-0123abcd").mkdir()
+    (tmp_path / ".mine").mkdir()
+    (tmp_path / "progress.txt").write_text("x")
+    temporary = begin(tmp_path, 120)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert names == {"iter_0000080", TRACKER, ".mine", "progress.txt", temporary.name}
+
+
+def test_one_moved_aside_still_loads_and_the_next_save_puts_it_back(tmp_path):
+    make(tmp_path, 80, "old").rename(tmp_path / ".iter_0000080.old-0123abcd")
+    assert iterations(tmp_path) == [80]
+    assert find(tmp_path, None) == tmp_path / ".iter_0000080.old-0123abcd"
+    begin(tmp_path, 100)
+    assert find(tmp_path, None) == tmp_path / "iter_0000080"
+
+
+def test_a_checkpoint_is_replaced(tmp_path):
+    make(tmp_path, 80, "old")
+    make(tmp_path, 80, "new")
+    assert (find(tmp_path, None) / "metadata.json").read_text() == "new"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"iter_0000080", TRACKER}
+
+
+@pytest.mark.parametrize(
+    ("held", "saved", "keep", "left"),
+    [
+        ([20, 40, 60], 60, 2, [40, 60]),
+        ([20, 40, 60], 60, 1, [60]),
+        ([20, 40, 60], 60, 9, [20, 40, 60]),
+        ([20, 40, 80, 100, 60], 60, 2, [40, 60]),  # 80 and 100 were given up by going back to 40
+        ([100, 20], 20, 1, [20]),
+    ],
+)
+def test_prune_keeps_the_newest_of_this_branch(tmp_path, held, saved, keep, left):
+    for iteration in held:
+        make(tmp_path, iteration)
+    prune(tmp_path, saved, keep)
+    assert iterations(tmp_path) == left
+    assert not list(tmp_path.glob(".iter*"))

@@ -1,0 +1,56 @@
+"""Print docs/flags.md: every flag by group, with its type, default and help. Run: tools/flags_table.py > docs/flags.md"""
+
+from __future__ import annotations
+
+import sys
+import typing
+from dataclasses import Field
+from typing import Any
+
+from megatron.config.flag import flag_of
+from megatron.config.run import PARTS, flag_fields
+from megatron.core.models.presets import PRESETS
+from megatron.training.arguments import GROUP_TITLES, plain_type, spellings_of
+
+HEADER = """# Flags
+
+Generated from the dataclasses in `megatron/config`; do not edit. To update: `python tools/flags_table.py > docs/flags.md`.
+
+Names follow Megatron-LM. A switch takes no value. `--preset NAME` sets the shape of a published model, and other flags
+win over it: {presets}.
+"""
+
+
+def table() -> str:
+    """The whole page as Markdown, with a final newline."""
+    lines = [HEADER.format(presets=", ".join(f"`{name}`" for name in PRESETS))]
+    for part, cls in PARTS.items():
+        lines += [f"## {GROUP_TITLES[part].capitalize()}", "", "| flag | type | default | help |", "|---|---|---|---|"]
+        hints = typing.get_type_hints(cls)
+        lines += [_row(spec, hints[spec.name]) for holder, spec in flag_fields().values() if holder == part]
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _row(spec: Field[Any], hint: Any) -> str:
+    found = flag_of(spec)
+    assert found is not None
+    names = ", ".join(f"`{name}`" for name in spellings_of(spec))
+    default = "" if spec.default is None or isinstance(spec.default, bool) else f"`{spec.default}`"
+    cells = [names, _kind(plain_type(hint), found.choices, found.nargs), default, found.help]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _kind(kind: Any, choices: tuple[Any, ...] | None, nargs: str | int | None) -> str:
+    if kind is bool:
+        return "switch"
+    if choices:
+        return ", ".join(f"`{choice}`" for choice in choices)
+    if typing.get_origin(kind) is tuple:
+        count = nargs if isinstance(nargs, int) else "several"
+        return f"{count} x {typing.get_args(kind)[0].__name__}"
+    return str(kind.__name__)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

@@ -1,0 +1,78 @@
+"""JSON lines -> Megatron's `.bin/.idx` files. See docs/data.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Sequence
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.flag import flag_of, spelling
+from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
+from megatron.core.datasets.tokenizer import build_tokenizer
+from megatron.core.errors import USER_ERROR_EXIT_CODE, UserError
+from megatron.core.log import get_logger, setup_logging
+from megatron.training.arguments import FlagParser
+
+LOGGER = get_logger(__name__)
+
+
+def build_parser() -> FlagParser:
+    """Megatron-LM's flags of the same tool; the tokenizer's are those of training."""
+    parser = FlagParser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .jsonl.gz files, or quoted patterns")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to tokenize (default: text)")
+    add("--append-eod", action="store_true", help="end each document that is not empty with the eod token")
+    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
+    add("--workers", type=int, required=True, metavar="N", help="processes that tokenize; one writes besides")
+    add(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="deal documents round to N parts and write the parts one after another, as Megatron-LM orders them "
+        "(default 1; it does not change the speed, --workers does)",
+    )
+    add("--keep-sequential-samples", action="store_true", help="keep the input's order whatever --partitions is")
+    add("--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines (default 1000)")
+    add("--vocab-size", type=int, metavar="N", help="vocabulary of NullTokenizer; limits that of TikTokenizer")
+    hints = typing.get_type_hints(TokenizerConfig)
+    for spec in dataclasses.fields(TokenizerConfig):
+        found = flag_of(spec)
+        assert found is not None
+        names = (spelling(spec), *found.aliases)
+        if hints[spec.name] is bool:
+            add(*names, dest=spec.name, action="store_true", help=found.help)
+        else:
+            kind = int if hints[spec.name] is int else str
+            add(*names, dest=spec.name, type=kind, default=spec.default, choices=found.choices, help=found.help)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, or 2 after one line on stderr for a mistake of the user's."""
+    setup_logging(rank=0)
+    try:
+        args = vars(build_parser().parse_args(argv))
+        tokenizer_flags = {spec.name: args.pop(spec.name) for spec in dataclasses.fields(TokenizerConfig)}
+        tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags), args.pop("vocab_size"))
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
+        summary = preprocess(PreprocessOptions(**values), tokenizer)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    LOGGER.info(
+        "wrote %d documents, %d tokens from %.1f MB in %.1f s (%.2f MB/s)",
+        summary.documents,
+        summary.tokens,
+        summary.bytes / 1e6,
+        summary.seconds,
+        summary.bytes / 1e6 / summary.seconds,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
