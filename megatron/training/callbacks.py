@@ -82,7 +82,7 @@ class Log:
         if first or (every and report.iteration % every == 0):
             self._print_memory(trainer)
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, trainer: Trainer, reason: str | None) -> None:
         """Close the progress line and the metric writers; draw the loss curve."""
         self._progress.__exit__(None, None, None)
         self._metrics.close()
@@ -128,8 +128,10 @@ class Evaluate:
         if every and report.iteration % every == 0:
             self._validate(trainer, f"iteration {report.iteration}")
 
-    def end(self, trainer: Trainer) -> None:
-        """Final validation (unless just done) and test."""
+    def end(self, trainer: Trainer, reason: str | None) -> None:
+        """Final validation (unless just done) and test; not when stopped early: who stops a run has no time for it."""
+        if reason is not None:
+            return
         if self._evaluated_at != trainer.state.iteration:
             self._validate(trainer, f"the end of training, iteration {trainer.state.iteration}")
         if trainer.readers.test is not None:
@@ -165,7 +167,7 @@ class Checkpoint:
         if every and report.iteration % every == 0:
             self._save(trainer)
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, trainer: Trainer, reason: str | None) -> None:
         """Save what is not saved yet."""
         if self._saved_at != trainer.state.iteration:
             self._save(trainer)
@@ -200,7 +202,7 @@ class Exit:
             return None
         return self._signals.received or f"--exit-duration-in-mins {limit}" if wants else "another rank was stopped"
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, trainer: Trainer, reason: str | None) -> None:
         """Nothing to close."""
 
 
@@ -221,7 +223,7 @@ class GarbageCollection:
         if every and report.iteration % every == 0:
             gc.collect()
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, trainer: Trainer, reason: str | None) -> None:
         """Switch it on again."""
         gc.enable()
 

@@ -20,8 +20,8 @@ class Callback(Protocol):
         """After each step. A returned string is a reason to stop now; the same on all ranks."""
         ...
 
-    def end(self, trainer: Trainer) -> None:
-        """After the last step."""
+    def end(self, trainer: Trainer, reason: str | None) -> None:
+        """After the last step, in reverse order; `reason` is why the run was stopped early, or None."""
         ...
 
 
@@ -35,6 +35,6 @@ def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
         report = trainer.train_step()
         for callback in callbacks:
             reason = callback.after_step(trainer, report) or reason
-    for callback in callbacks:
-        callback.end(trainer)
+    for callback in reversed(callbacks):
+        callback.end(trainer, reason)
     return reason

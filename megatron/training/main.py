@@ -57,11 +57,11 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int) -> Non
             callbacks = [c for c in callbacks if isinstance(c, Log | Evaluate)]
             for callback in callbacks:
                 callback.start(trainer)
-            for callback in callbacks:
-                callback.end(trainer)
-            reason = "--skip-train"
+            for callback in reversed(callbacks):
+                callback.end(trainer, None)
+            reason = None
         else:
-            reason = fit(trainer, callbacks) or ""
+            reason = fit(trainer, callbacks)
     if reason:
         log.info("stopped at iteration %d: %s", trainer.state.iteration, reason)
     barrier(groups.world)
@@ -69,7 +69,7 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int) -> Non
 
 
 def build_callbacks(trainer: Trainer, signals: ExitSignals) -> list[Callback]:
-    """In the order they act after a step. Log ends last, to draw what the final evaluation found."""
+    """In the order they act after a step; they end in reverse: the checkpoint first, Log last with every loss known."""
     run, curves = trainer.run, Curves()
     writers = open_writers(run.logging, run.checkpoint.save, run.to_dict()) if trainer.groups.rank == 0 else []
     metrics = Metrics(writers, run.logging.tensorboard_log_interval, trainer.device)
