@@ -57,7 +57,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     state = read_state(path)
     check_same_model(path, state["config"]["model"], run.model)
     finetune = run.checkpoint.finetune
-    with_optimizer = run.checkpoint.load_optim and not finetune
+    with_optimizer = run.checkpoint.load_optim and not finetune and not run.train.skip_train
     with_rng = run.checkpoint.load_rng and not finetune and state["rng"] and state["layout"] == _layout(groups)
     log.info("loading checkpoint from %s at iteration %d", path, state["train"]["iteration"])
     if with_optimizer and not state["optimizer"]:
@@ -90,7 +90,8 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         log.info("random state not restored: saved under layout %s; dropout continues from the seed", state["layout"])
     if not finetune:
         trainer.state = TrainState(**state["train"])
-        trainer.schedule.resolve(state["schedule"])
+        if not run.train.skip_train:
+            trainer.schedule.resolve(state["schedule"])
     log.info("  successfully loaded checkpoint from %s at iteration %d", path, trainer.state.iteration)
 
 
@@ -98,7 +99,7 @@ def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path
     """The checkpoint that --load and --ckpt-step name; None when there is none and none is required."""
     found = find(Path(directory), step)
     if found is None and required:
-        raise CheckpointError(f"--load {directory} holds no checkpoint and --exit-on-missing-checkpoint is given")
+        raise CheckpointError(f"--load {directory} holds no checkpoint, and --exit-on-missing-checkpoint or --use-checkpoint-args needs one")
     if found is None:
         log.info("no checkpoint in %s, starting from iteration 0", directory)
     return found

@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 
 from megatron.config.features import Facts, features, format_table
-from megatron.config.model import ModelConfig
-from megatron.config.rules import check_vocabulary
+from megatron.config.model import RUNTIME_FIELDS, ModelConfig
+from megatron.config.optimizer import ScheduleConfig
+from megatron.config.rules import check, check_vocabulary
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.datasets.build import build_datasets
@@ -50,6 +51,9 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     checkpoint = together(groups.world, lambda: _find_checkpoint(run))
     if checkpoint and run.checkpoint.use_checkpoint_args:
         run = dataclasses.replace(run, model=_shape_from(run.model, saved_model_config(checkpoint)))
+        check(run, groups.world.size)
+    if run.train.skip_train:
+        run = _evaluation_only(run)
     tokenizer = together(groups.world, lambda: build_tokenizer(run.tokenizer, run.model.vocab_size))
     run = with_vocabulary(run, tokenizer.vocab_size)
     kernels = choose_kernels(run.model, device)
@@ -237,14 +241,19 @@ def _find_checkpoint(run: RunConfig) -> Path | None:
     config = run.checkpoint
     if not config.load:
         return None
-    return find_checkpoint(config.load, config.ckpt_step, required=config.exit_on_missing_checkpoint)
+    required = config.exit_on_missing_checkpoint or config.use_checkpoint_args
+    return find_checkpoint(config.load, config.ckpt_step, required=required)
 
 
 def _shape_from(asked: ModelConfig, saved: ModelConfig) -> ModelConfig:
     """The saved model in this run's precision and with its kernels: those are not part of the model's shape."""
-    kept = ("fp16", "bf16", "fp32_residual_connection", "attention_backend", "transformer_impl",
-            "gradient_accumulation_fusion", "attention_dropout", "hidden_dropout")  # fmt: skip
-    return dataclasses.replace(saved, **{name: getattr(asked, name) for name in kept})
+    return dataclasses.replace(saved, **{name: getattr(asked, name) for name in RUNTIME_FIELDS})
+
+
+def _evaluation_only(run: RunConfig) -> RunConfig:
+    """With --skip-train the length and the learning rate need not be given; the schedule is built and never asked."""
+    train = dataclasses.replace(run.train, train_iters=None if run.train.train_samples else run.train.train_iters or 1)
+    return dataclasses.replace(run, train=train, schedule=ScheduleConfig(lr=1.0, lr_decay_style="constant"))
 
 
 def _announce(trainer: Trainer, kernels: Kernels) -> None:

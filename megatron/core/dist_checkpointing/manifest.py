@@ -79,7 +79,7 @@ def read_manifest(folder: Path) -> Manifest:
             "(tools/checkpoint/convert.py converts those)"
         ) from error
     body = raw.rpartition(_CHECKSUM_LINE)[0]
-    if not body:
+    if raw != body + _checksum_line(body):
         raise _not_intact(path, raw)
     content = json.loads(raw)
     if content.get("format") != FORMAT or content.get("version") != VERSION:

@@ -53,9 +53,11 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         """`out_shape` is the global output shape; its dim `shard_dim` is sharded. `weight`: share this one (tied head)."""
         super().__init__()
-        self.weight = weight or make_parameter(
-            (*out_shape, in_features), init, dtype=dtype, device=device, tp=tp, tp_dim=shard_dim
-        )
+        if weight is None:
+            weight = make_parameter(
+                (*out_shape, in_features), init, dtype=dtype, device=device, tp=tp, tp_dim=shard_dim
+            )
+        self.weight = weight
         self.bias = (
             make_parameter(
                 out_shape, Init("constant", 0.0), dtype=dtype, device=device, tp=tp, tp_dim=shard_dim, decay=False
