@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import CommError, ConfigError
 from megatron.core.heartbeat import Heartbeat
 from megatron.core.mesh import Mesh
 
@@ -77,23 +76,28 @@ def launch_environment() -> tuple[int, int, int]:
     return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
 
 
-def connect(
-    rank: int, world_size: int, *, backend: str, timeout_seconds: float, heartbeat_dir: Path | None = None
-) -> Heartbeat:
+def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float) -> Heartbeat:
     """Join the job through torchrun's store (environment variables) and return this rank's heartbeat, not yet started.
 
-    `backend` is "nccl" or "gloo". A world of one needs no launcher, no store and no backend.
+    `backend` is "nccl" or "gloo". A world of one needs no launcher, no store and no backend. Raises CommError when the
+    other ranks do not come within the timeout.
     """
     if world_size == 1:
-        return Heartbeat(rank, directory=heartbeat_dir, timeout=timeout_seconds)
+        return Heartbeat(rank, timeout=timeout_seconds)
     if "MASTER_ADDR" not in os.environ:
         raise ConfigError(f"WORLD_SIZE is {world_size} but MASTER_ADDR is not set; start the job with torchrun")
     timeout = timedelta(seconds=timeout_seconds)
-    store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except RuntimeError as error:  # what the store and the backend raise when somebody does not answer
+        raise CommError(
+            f"could not meet the other {world_size - 1} processes at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ.get('MASTER_PORT')} within {timeout_seconds:g} s: {str(error).splitlines()[0]}"
+        ) from error
     publish, read = store_transport(store, rank)
-    return Heartbeat(rank, directory=heartbeat_dir, publish=publish, read=read, timeout=timeout_seconds)
+    return Heartbeat(rank, publish=publish, read=read, timeout=timeout_seconds)
 
 
 def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Callable[[int], str | None]]:

@@ -32,6 +32,7 @@ class Beat:
     sequences: dict[str, int]
     since: float  # when the phase or collective began, seconds since the epoch
     time: float  # when this was published
+    error: str = ""  # why this rank ended, if an error ended it
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Beat:
@@ -80,7 +81,6 @@ class Heartbeat:
         self,
         rank: int,
         *,
-        directory: Path | None = None,
         publish: Callable[[str], None] | None = None,
         read: Callable[[int], str | None] | None = None,
         interval: float = 1.0,
@@ -92,7 +92,8 @@ class Heartbeat:
         self.timeout = timeout
         self._read = read
         self._publish = publish
-        self._path = directory / f"rank_{rank:05d}.json" if directory else None
+        self._path: Path | None = None
+        self._error = ""
         self._phase, self._collective, self._group = "start", "", ""
         self._since = time.time()
         self._sequences: dict[str, int] = {}
@@ -104,8 +105,6 @@ class Heartbeat:
 
     def start(self, on_stall: Callable[[str], None] | None = None) -> None:
         """Begin publishing. `on_stall(message)` is called when device work queued by `track` outlives the timeout."""
-        if self._path:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
         self._on_stall = on_stall
         self.beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -114,10 +113,29 @@ class Heartbeat:
     def stop(self) -> None:
         """End the thread; the last state stays in the file."""
         self._stop.set()
-        if self._thread and self._thread is not threading.current_thread():
+        if self._thread is None:
+            self._last_beat()
+        elif self._thread is not threading.current_thread():
             self._thread.join()
-        with contextlib.suppress(Exception):  # the store may be gone already at exit
-            self.beat()
+
+    def write_to(self, directory: Path) -> None:
+        """From now on keep the state in a file of `directory`, too. Raises OSError when that cannot be written.
+
+        Not part of `start`: a run that is refused while it is set up leaves no folder behind.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / f"rank_{self.rank:05d}.json"
+        self.beat()
+
+    def fail(self, error: str) -> None:
+        """Publish that an error ends this rank, so that those who wait for it need not guess, and stop.
+
+        Takes two beats at most, even if the store hangs.
+        """
+        self._error = error
+        self._stop.set()
+        if self._thread:
+            self._thread.join(2 * self.interval)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -185,6 +203,7 @@ class Heartbeat:
             sequences=dict(self._sequences),
             since=self._since,
             time=time.time(),
+            error=self._error,
         )
 
     def explain(
@@ -193,7 +212,8 @@ class Heartbeat:
         """One line for a collective that failed after `seconds`: which ranks of its group are missing, and where.
 
         `number` is what `enter` returned, by default that of the newest collective on the group. Waits three beats, to
-        see which ranks still publish: comparing a rank with itself needs no agreement between the hosts' clocks.
+        see which ranks still publish: comparing a rank with itself needs no agreement between the hosts' clocks. A rank
+        that has published its own error is named at once.
         """
         number = self._sequences.get(group, 0) if number is None else number
         head = (
@@ -203,12 +223,14 @@ class Heartbeat:
             return f"{head}: {cause}"
         others = [rank for rank in ranks if rank != self.rank]
         try:
-            before = self._beats_of(others)
-            self._pause(3 * self.interval)
-            after = self._beats_of(others)
+            before = after = self._beats_of(others)
+            if not any(beat and beat.error for beat in before.values()):
+                self._pause(3 * self.interval)
+                after = self._beats_of(others)
         except Exception:  # the store went away with its host
             return f"{head}: the job's store does not answer, so the missing ranks are not known; {cause}"
-        missing = missing_ranks(before, after, group, number)
+        failed = [f"rank {rank} ended: {beat.error}" for rank, beat in after.items() if beat and beat.error]
+        missing = "; ".join(failed) or missing_ranks(before, after, group, number)
         return f"{head}: {missing or 'every rank of it has arrived'}; {cause}"
 
     def _beats_of(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
@@ -231,6 +253,11 @@ class Heartbeat:
             with contextlib.suppress(Exception):
                 self.beat()
             self._check_queued()
+        self._last_beat()
+
+    def _last_beat(self) -> None:
+        with contextlib.suppress(Exception):  # the store may be gone already at exit
+            self.beat()
 
     def _check_queued(self) -> None:
         while self._queued and self._queued[0].finished():

@@ -84,6 +84,7 @@ class Blend:
     def counts(self, num_samples: int) -> list[int]:
         """How many samples of each dataset are among the first `num_samples`."""
         periods, rest = divmod(num_samples, sum(self.shares))
+        assert rest <= len(self.datasets), f"{num_samples} samples of a blend made for {len(self.datasets)}"
         begun = np.bincount(self.datasets[:rest], minlength=len(self.shares))
         return [periods * share + int(more) for share, more in zip(self.shares, begun, strict=True)]
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from megatron.core.datasets.sample import Tokens, check_number
 
-FACTOR, STEP = 5, 7
+FACTOR, STEP = 7919, 13
 NOISE = 0.1
 
 
 class MockDataset:
-    """Samples of an affine sequence with noise: the next token is (5 t + 7) mod vocab_size, or one in ten times any.
+    """Samples of an affine sequence with noise: the next token is (7919 t + 13) mod vocab_size, or one in ten times any.
 
     A model that has learnt the rule reaches a loss of about 0.1 ln(vocab_size) + 0.33. Sample n depends on (seed, n)
     alone.

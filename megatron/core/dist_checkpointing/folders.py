@@ -17,7 +17,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.manifest import MANIFEST
+from megatron.core.dist_checkpointing.manifest import MANIFEST, has_our_format
 from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.errors import CheckpointError
 from megatron.core.log import get_logger
@@ -35,7 +35,7 @@ def folder_name(iteration: int) -> str:
 
 
 def iterations(root: Path) -> list[int]:
-    """Iterations with a checkpoint of this program's format under `root`, ascending."""
+    """Iterations under `root` that have a metadata.json, ascending."""
     return sorted(_checkpoints(root))
 
 
@@ -106,9 +106,9 @@ def prune(root: Path, newest: int, keep: int) -> None:
     """Delete all but `keep` checkpoints: `newest`, just saved, and those before it.
 
     Later iterations are from a branch of the run that was given up by loading an earlier one; they go first. A folder
-    that cannot be deleted is reported and stays.
+    of another format stays, and one that cannot be deleted is reported and stays.
     """
-    found = _checkpoints(root)
+    found = {iteration: path for iteration, path in _checkpoints(root).items() if has_our_format(path)}
     order = sorted(found, key=lambda i: (i > newest, -i))
     for iteration in order[keep:]:
         doomed = _beside(root, iteration, "tmp")  # so that one half deleted never has a checkpoint's name

@@ -24,6 +24,7 @@ FORMAT = "megatron-patched"
 VERSION = 1
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _FILE_NAME = re.compile(r"__\d+_\d+\.safetensors")
+_FIRST_LINE = f'{{\n"format": "{FORMAT}",'.encode()
 _CHECKSUM_LINE = b',\n"crc32": '
 
 
@@ -88,6 +89,12 @@ def read_manifest(folder: Path) -> Manifest:
             f"{FORMAT!r} version {VERSION}; load it with the release that wrote it"
         )
     return _from_json(path, content)
+
+
+def has_our_format(folder: Path) -> bool:
+    """Whether `folder`/metadata.json begins as one of this program's does. Raises OSError."""
+    with open(folder / MANIFEST, "rb") as file:
+        return file.read(len(_FIRST_LINE)) == _FIRST_LINE
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -86,8 +86,17 @@ def load(path: Path, tensors: Sequence[ShardedTensor], *, group: Group) -> dict[
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state saved with the checkpoint in folder `path`. Local. Raises CheckpointError."""
-    return read_manifest(path).state
+    """The state saved with the checkpoint in folder `path`. Local. Raises CheckpointError.
+
+    For a damaged metadata.json the message names the newest earlier iteration that has all its files, unread.
+    """
+    try:
+        return read_manifest(path).state
+    except DamagedError as error:
+        candidates = _newest_first(path.parent, _number(path))
+        complete = next((i for i in candidates if _has_all_files(path.parent / folder_name(i))), None)
+        advice = "no earlier checkpoint is complete" if complete is None else f"try --ckpt-step {complete}"
+        raise DamagedError(f"cannot load {path}: {error}; {advice}") from error
 
 
 def verify(path: Path) -> None:
@@ -102,9 +111,8 @@ def newest_whole(root: Path, *, before: int | None, group: Group) -> int | None:
 
     Collective over `group`: its ranks share the work of reading each candidate in full.
     """
-    held = on_first(group, "checkpoint list", lambda: iterations(root))
-    earlier = [iteration for iteration in held if before is None or iteration < before]
-    return next((iteration for iteration in reversed(earlier) if _is_whole(root, iteration, group)), None)
+    candidates = on_first(group, "checkpoint list", lambda: _newest_first(root, before))
+    return next((iteration for iteration in candidates if _is_whole(root, iteration, group)), None)
 
 
 def _write(tensors: Sequence[ShardedTensor], writer: SafetensorsWriter, group: Group) -> None:
@@ -175,8 +183,25 @@ def _verify_files(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
                 file.read(key, dtype, chunk.box.shape, chunk.crc32, whole)
 
 
+def _has_all_files(path: Path) -> bool:
+    try:
+        _check(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _newest_first(root: Path, before: int | None) -> list[int]:
+    return [iteration for iteration in reversed(iterations(root)) if before is None or iteration < before]
+
+
+def _number(path: Path) -> int | None:
+    """The iteration in the name of a checkpoint's folder; None for a folder that was renamed."""
+    digits = path.name.rpartition("_")[2]
+    return int(digits) if digits.isdecimal() else None
+
+
 def _advice(path: Path, group: Group) -> str:
     """What to load instead of a damaged checkpoint."""
-    suffix = path.name.rpartition("_")[2]
-    whole = newest_whole(path.parent, before=int(suffix) if suffix.isdecimal() else None, group=group)
+    whole = newest_whole(path.parent, before=_number(path), group=group)
     return f"--ckpt-step {whole} loads" if whole is not None else f"no earlier checkpoint in {path.parent} is whole"

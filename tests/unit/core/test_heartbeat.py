@@ -104,8 +104,9 @@ class TestRecord:
 
 class TestPublishing:
     def test_file_and_store_get_the_state(self, tmp_path, store, start):
-        heartbeat = store.heartbeat(3, directory=tmp_path / "heartbeat")
+        heartbeat = store.heartbeat(3)
         start(heartbeat)
+        heartbeat.write_to(tmp_path / "heartbeat")
         with heartbeat.phase("forward-backward"):
             file = tmp_path / "heartbeat" / "rank_00003.json"
             wait_until(lambda: json.loads(file.read_text())["phase"] == "forward-backward")
@@ -113,15 +114,17 @@ class TestPublishing:
         assert [path.name for path in file.parent.iterdir() if path.suffix == ".json"] == ["rank_00003.json"]
 
     def test_the_last_state_stays(self, tmp_path):
-        heartbeat = Heartbeat(0, directory=tmp_path, interval=0.01)
+        heartbeat = Heartbeat(0, interval=0.01)
         heartbeat.start()
+        heartbeat.write_to(tmp_path)
         heartbeat.enter("all_reduce", "dp", CALL)
         heartbeat.stop()
         assert json.loads((tmp_path / "rank_00000.json").read_text())["collective"] == "all_reduce"
 
     def test_a_disk_that_fails_does_not_make_the_rank_look_dead(self, tmp_path, store, start):
-        heartbeat = store.heartbeat(0, directory=tmp_path / "heartbeat")
+        heartbeat = store.heartbeat(0)
         start(heartbeat)
+        heartbeat.write_to(tmp_path / "heartbeat")
         for file in (tmp_path / "heartbeat").iterdir():
             file.unlink(missing_ok=True)
         wait_until(lambda: _removed(tmp_path / "heartbeat"))
@@ -181,6 +184,16 @@ class TestExplain:
         start(here)
         here.enter("all_reduce", "dp", CALL)
         assert "rank 1 is gone or frozen" in here.explain("all_reduce", "dp", [0, 1], 1.0, "reset")
+
+    def test_a_rank_that_said_why_it_ended_is_quoted_at_once(self, store, start):
+        here, failed = store.heartbeat(0), store.heartbeat(1)
+        start(here, failed)
+        failed.fail("the dataset is gone")
+        here.enter("all_reduce", "dp", CALL)
+        started = time.monotonic()
+        text = here.explain("all_reduce", "dp", [0, 1], 1.0, "reset")
+        assert text.endswith("failed after 1.0 s: rank 1 ended: the dataset is gone; reset")
+        assert time.monotonic() - started < here.interval
 
     def test_names_the_rank_that_never_came(self, store):
         assert "rank 1 never reported" in store.heartbeat(0).explain("all_reduce", "dp", [0, 1], 1.0, "x")

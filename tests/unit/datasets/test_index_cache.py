@@ -54,7 +54,7 @@ def test_racing_builders_leave_one_whole_entry(tmp_path):
 
 def build_slowly(folder):
     # Large enough that the kill comes before or in the middle of writing.
-    cached_arrays(folder, "killed", ("a",), {"n": 1}, lambda: {"a": np.zeros(1 << 26)})
+    cached_arrays(folder, "killed", ("a",), {"n": 1}, lambda: {"a": np.zeros(1 << 24)})
 
 
 def test_a_killed_builder_leaves_nothing_that_is_read(tmp_path):

@@ -161,7 +161,7 @@ def test_merge_refuses_other_types_and_its_own_output(tmp_path):
 
 def test_merge_refuses_sequences_that_are_not_back_to_back(tmp_path):
     write_documents(tmp_path / "a", [[1, 2], [1, 2]])
-    tokens, index = read_pair(tmp_path / "a")
+    _, index = read_pair(tmp_path / "a")
     (tmp_path / "a.idx").write_bytes(index[:50] + struct.pack("<q", 0) + index[58:])
     with pytest.raises(DataError, match="back to back"):
         merge_datasets([tmp_path / "a"], tmp_path / "all")

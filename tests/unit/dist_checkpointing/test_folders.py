@@ -1,12 +1,13 @@
 import pytest
 
 from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, iterations, prune, publish
+from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest, write_manifest
 from megatron.core.errors import CheckpointError
 
 
-def make(root, iteration, content="x"):
+def make(root, iteration, note="x"):
     temporary = begin(root, iteration)
-    (temporary / "metadata.json").write_text(content)
+    write_manifest(temporary, Manifest({}, {}, {"note": note}, "2.0"))
     return publish(root, iteration, temporary)
 
 
@@ -56,8 +57,10 @@ def test_unfinished_and_foreign_folders_are_not_checkpoints(tmp_path):
     begin(tmp_path, 100)
     (tmp_path / "iter_0000200" / "mp_rank_00").mkdir(parents=True)
     assert iterations(tmp_path) == [80]
+    (tmp_path / "iter_0000040").mkdir()
+    (tmp_path / "iter_0000040" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')  # of Megatron-LM
     prune(tmp_path, 80, 1)
-    assert (tmp_path / "iter_0000200").is_dir()
+    assert {entry.name for entry in tmp_path.glob("iter*")} == {"iter_0000040", "iter_0000080", "iter_0000200"}
 
 
 def test_begin_removes_what_killed_runs_left_and_nothing_else(tmp_path):
@@ -83,7 +86,7 @@ def test_one_moved_aside_still_loads_and_the_next_save_puts_it_back(tmp_path):
 def test_a_checkpoint_is_replaced(tmp_path):
     make(tmp_path, 80, "old")
     make(tmp_path, 80, "new")
-    assert (find(tmp_path, None) / "metadata.json").read_text() == "new"
+    assert read_manifest(find(tmp_path, None)).state == {"note": "new"}
     assert {entry.name for entry in tmp_path.iterdir()} == {"iter_0000080", TRACKER}
 
 

@@ -190,6 +190,18 @@ def test_damage_is_named_and_an_earlier_whole_checkpoint_too(tmp_path, world, da
     load(tmp_path / "iter_0000080", empty_like(pieces), group=world)
 
 
+def test_a_state_that_cannot_be_read_names_an_earlier_complete_checkpoint(tmp_path, world):
+    for iteration in (60, 80, 90, 100):
+        save(tmp_path, iteration, sample(), STATE, group=world, keep=None)
+    damage_truncate(tmp_path / "iter_0000090")
+    damage_manifest_digit(tmp_path / "iter_0000100")
+    with pytest.raises(CheckpointError, match=r"iter_0000100/metadata\.json is damaged.*; try --ckpt-step 80"):
+        read_state(tmp_path / "iter_0000100")
+    damage_manifest_missing(tmp_path / "iter_0000060")
+    with pytest.raises(CheckpointError, match="no earlier checkpoint is complete"):
+        read_state(tmp_path / "iter_0000060")
+
+
 def test_sizes_are_checked_even_of_files_that_are_not_read(tmp_path, world, monkeypatch):
     monkeypatch.setattr(storage, "FILE_BYTES", 1)
     path = save(tmp_path, 1, [whole("a", torch.ones(4)), whole("b", torch.ones(4))], {}, group=world, keep=None)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +16,6 @@ def write(path, tensors):
 
 
 def test_the_safetensors_library_reads_every_dtype(tmp_path):
-    # Odd sizes: a one-byte tensor in front of a wide one would leave the wide one misaligned.
     tensors = {
         str(dtype): (torch.randn(3, 5) * 50).to(dtype) for dtype in sorted(DTYPE_CODES, key=lambda d: d.itemsize)
     }
@@ -23,6 +24,11 @@ def test_the_safetensors_library_reads_every_dtype(tmp_path):
     loaded = load_file(tmp_path / "f.safetensors")
     assert loaded.keys() == tensors.keys()
     assert all(same(loaded[key], tensor) for key, tensor in tensors.items())
+    # Odd sizes: a one-byte tensor in front of a wide one would leave the wide one misaligned.
+    raw = (tmp_path / "f.safetensors").read_bytes()
+    data = 8 + int.from_bytes(raw[:8], "little")
+    starts = {key: data + entry["data_offsets"][0] for key, entry in json.loads(raw[8:data]).items()}
+    assert all(starts[key] % tensor.element_size() == 0 for key, tensor in tensors.items())
 
 
 def test_a_slice_checks_only_the_blocks_it_touches(tmp_path, monkeypatch):

@@ -1,0 +1,139 @@
+"""Batched generation with a KV cache: token ids in, token ids out, one step at a time. Text is added by text.py.
+
+[Note: prompts of different lengths]
+Prompts are padded on the left, so that every sequence's newest token is in the last column. A sequence's positions count
+from its first real token, and padding is a segment of its own in the attention mask: a sequence sees the numbers that it
+would see alone. Without padding there is no mask, and the fast attention kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.core.comm.collectives import all_gather, broadcast
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.inference.kv_cache import allocate_caches
+from megatron.core.inference.sampling import Draws, Sampling, choose
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.context import Build
+
+
+class CachedDecoder:
+    """A batch of sequences that a model reads from left to right, each position once."""
+
+    def __init__(self, model: GPTModel, build: Build, lengths: Sequence[int], capacity: int) -> None:
+        """`lengths`: real tokens of each prompt, the last ones of its row. `capacity`: columns of the whole batch."""
+        assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
+        padding = max(lengths) - torch.tensor(lengths, device=build.device).unsqueeze(1)  # [b, 1]
+        columns = torch.arange(capacity, device=build.device)
+        self._positions = (columns - padding).clamp(min=0)  # [b, capacity]
+        self._segments = (columns >= padding).long() if min(lengths) < max(lengths) else None
+        self._caches = allocate_caches(build, len(lengths), capacity)
+        self._model, self._tp, self._length = model, build.groups.tp, 0
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The batch's next columns [b, s] -> logits of the last one [b, padded vocab], the same on all tp ranks.
+
+        Communication: the model's own, and one all-gather over tp of [vocab / tp, b].
+        """
+        new = slice(self._length, self._length + tokens.shape[1])
+        seen = None if self._segments is None else self._segments[:, : new.stop]
+        logits = self._model(tokens, self._positions[:, new], segments=seen, caches=self._caches)
+        self._length = new.stop
+        return all_gather(logits[-1].t(), self._tp).t()
+
+
+def generate(
+    model: GPTModel,
+    build: Build,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    vocab_size: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    stop: Callable[[int, int], bool],
+) -> Iterator[list[int | None]]:
+    """Continue a batch of prompts: a step yields the next id of each, None for those that have ended.
+
+    model: in evaluation mode, built without sequence parallelism. vocab_size: only ids below it are chosen. seeds: one a
+    prompt; with the same seed a prompt continues alike alone, in any batch, and under any tp. stop(i, id): asked about
+    each new id of sequence i, on all tp ranks, where it must answer alike; True ends the sequence with this id.
+
+    Communication a step: the model's own, one all-gather of [vocab / tp, b] and one broadcast of [b] over tp. Raises
+    ConfigError, before the first step, for prompts that are empty or too long; CheckpointError for logits that are not
+    finite.
+    """
+    assert len(seeds) == len(prompts), f"{len(seeds)} seeds for {len(prompts)} prompts"
+    check_lengths([len(prompt) for prompt in prompts], max_new_tokens, build.config)
+    return _steps(model, build, prompts, max_new_tokens, vocab_size, sampling, seeds, stop)
+
+
+def check_lengths(lengths: Sequence[int], max_new_tokens: int, config: ModelConfig) -> None:
+    """Raise ConfigError unless every prompt has a token, and room for `max_new_tokens` more."""
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    limit = config.max_position_embeddings
+    for number, length in enumerate(lengths, start=1):
+        if length == 0:
+            raise ConfigError(f"prompt {number} has no tokens; give it some text, or --add-bos")
+        if limit is not None and length + max_new_tokens > limit:
+            room = limit - length
+            fix = f"give --max-new-tokens {room} or less, or shorten it" if room > 0 else "shorten it"
+            raise ConfigError(
+                f"prompt {number} has {length} tokens, with --max-new-tokens {max_new_tokens} that is "
+                f"{length + max_new_tokens}, above the model's --max-position-embeddings {limit}; {fix}"
+            )
+
+
+@torch.inference_mode()
+def _steps(
+    model: GPTModel,
+    build: Build,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    vocab_size: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    stop: Callable[[int, int], bool],
+) -> Iterator[list[int | None]]:
+    lengths = [len(prompt) for prompt in prompts]
+    decoder = CachedDecoder(model, build, lengths, capacity=max(lengths) + max_new_tokens)
+    draws = None if sampling.greedy else Draws(list(seeds))
+    tokens = _pad_left(prompts, build.device)
+    running = [True] * len(prompts)
+    for _ in range(max_new_tokens):
+        logits = decoder(tokens)[:, :vocab_size]
+        if not logits.isfinite().all():
+            raise CheckpointError(
+                "the model's logits are not finite: its weights are damaged or have diverged, or overflow in "
+                f"{build.config.dtype_name}; try an earlier checkpoint with --ckpt-step"
+            )
+        chosen = _choose_on_first(logits, sampling, draws, build)
+        ids = [token if runs else None for token, runs in zip(chosen.tolist(), running, strict=True)]
+        running = [token is not None and not stop(i, token) for i, token in enumerate(ids)]
+        yield ids
+        if not any(running):
+            return
+        tokens = chosen.unsqueeze(1)  # sequences that have ended go on unseen: their rows touch no other
+
+
+def _choose_on_first(logits: Tensor, sampling: Sampling, draws: Draws | None, build: Build) -> Tensor:
+    """ids [b], chosen by tp rank 0 alone: sums on CUDA may differ in the last bit between ranks, and so a draw."""
+    tp, device = build.groups.tp, build.device
+    if tp.rank == 0:
+        numbers = None if draws is None else draws.next().to(device)
+        ids = choose(logits, sampling, numbers)
+    else:
+        ids = torch.empty(len(logits), dtype=torch.int64, device=device)
+    return broadcast(ids, tp)
+
+
+def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """[b, longest]; padding is id 0, which nothing sees."""
+    longest = max(len(prompt) for prompt in prompts)
+    return torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)

@@ -1,0 +1,40 @@
+"""Keys and values of the positions that a model has already read, so that a step computes only the new ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.context import Build
+
+
+class LayerCache:
+    """One layer's keys and values, each [capacity, b, groups/tp, d], allocated once: a `KeyValueCache`."""
+
+    def __init__(
+        self, capacity: int, batch_size: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`heads`: key/value heads on this rank."""
+        self._keys = torch.empty((capacity, batch_size, heads, head_dim), dtype=dtype, device=device)
+        self._values = torch.empty_like(self._keys)
+        self._length = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy in k, v [s, b, groups/tp, d]; return views of all t so far, [t, b, groups/tp, d]."""
+        end = self._length + k.shape[0]
+        assert end <= len(self._keys), f"{end} positions do not fit a cache of {len(self._keys)}"
+        self._keys[self._length : end] = k
+        self._values[self._length : end] = v
+        self._length = end
+        return self._keys[:end], self._values[:end]
+
+
+def allocate_caches(build: Build, batch_size: int, capacity: int) -> list[LayerCache]:
+    """An empty cache for each layer of the model: 2 x layers x capacity x b x groups/tp x d elements in all."""
+    config = build.config
+    assert config.num_layers
+    heads = config.num_kv_heads // build.groups.tp.size
+    return [
+        LayerCache(capacity, batch_size, heads, config.head_dim, dtype=build.dtype, device=build.device)
+        for _ in range(config.num_layers)
+    ]

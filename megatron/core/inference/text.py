@@ -1,0 +1,154 @@
+"""Text in, text out, over `generate`: decoding as tokens come, stop strings, and finished completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.inference.generate import generate
+from megatron.core.inference.sampling import Sampling
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.context import Build
+
+_UNFINISHED = "\ufffd"  # what tokenizers decode bytes to that are no whole character (yet)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a prompt was continued with.
+
+    ids: new tokens, the one that ended the sequence included. text: theirs, up to the end-of-document token or the stop
+    string. reason: "stop" for those two, "length" when the token limit came first.
+    """
+
+    ids: list[int]
+    text: str
+    reason: str
+
+
+def complete(
+    model: GPTModel,
+    build: Build,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    stop_ids: Collection[int] = (),
+    stop_strings: Sequence[str] = (),
+    on_text: Callable[[int, str], None] = lambda index, piece: None,
+) -> list[Completion]:
+    """Continue a batch of encoded prompts to the end. The tokenizer's eod always ends a sequence.
+
+    on_text(i, piece) is told the text of completion i as it comes; its pieces joined are the completion's text.
+    Communication and errors are those of `generate`. All tp ranks return the same.
+    """
+    ends = {tokenizer.eod, *stop_ids}
+    streams = [TextStream(tokenizer, prompt, ends, stop_strings) for prompt in prompts]
+
+    def hand_out() -> None:
+        for index, stream in enumerate(streams):
+            if piece := stream.take():
+                on_text(index, piece)
+
+    steps = generate(
+        model,
+        build,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        vocab_size=tokenizer.vocab_size,
+        sampling=sampling,
+        seeds=seeds,
+        stop=lambda index, token: streams[index].push(token),
+    )
+    for _ in steps:
+        hand_out()
+    for stream in streams:
+        stream.close()
+    hand_out()
+    return [Completion(stream.ids, stream.text, stream.reason) for stream in streams]
+
+
+class TextStream:
+    """The text of one growing sequence. What `take` has returned is never taken back."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: Collection[int], stop_strings: Sequence[str]
+    ) -> None:
+        self.ids: list[int] = []
+        self.text = ""
+        self.reason = "length"
+        self._decoder = _TokenDecoder(tokenizer, prompt)
+        self._stop_ids, self._stop_strings = stop_ids, stop_strings
+        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self._taken = 0  # characters of `text`
+
+    def push(self, token: int) -> bool:
+        """Add the sequence's next token; True when it ends the sequence."""
+        self.ids.append(token)
+        if token not in self._stop_ids:
+            return self._add(self._decoder.push(token))
+        self.close()
+        self.reason = "stop"
+        return True
+
+    def take(self) -> str:
+        """The text that has become final since the last call."""
+        piece = self.text[self._taken :]
+        self._taken = len(self.text)
+        return piece
+
+    def close(self) -> None:
+        """No token follows: everything held back is final. Calling it again changes nothing."""
+        if self.reason == "length" and not self._add(self._decoder.flush()):
+            self.text += self._held
+            self._held = ""
+
+    def _add(self, piece: str) -> bool:
+        self._held += piece
+        starts = [start for stop in self._stop_strings if (start := self._held.find(stop)) >= 0]
+        if starts:
+            self.text += self._held[: min(starts)]
+            self._held, self.reason = "", "stop"
+            return True
+        final = len(self._held) - self._beginning_of_a_stop()
+        self.text += self._held[:final]
+        self._held = self._held[final:]
+        return False
+
+    def _beginning_of_a_stop(self) -> int:
+        """Length of the longest end of the held text with which a stop string begins."""
+        longest = max((len(stop) - 1 for stop in self._stop_strings), default=0)
+        lengths = range(min(longest, len(self._held)), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stop_strings)), 0)
+
+
+class _TokenDecoder:
+    """Decodes token by token. A token's text depends on those before it (leading spaces, characters of several tokens):
+    each is decoded behind the previous piece's tokens, and held back while it ends inside a character."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = list(prompt)  # tokens whose text has been returned
+        self._new: list[int] = []  # tokens whose text has not
+
+    def push(self, token: int) -> str:
+        """Text that has become whole with this token, often ""."""
+        self._new.append(token)
+        piece = self._piece()
+        return "" if piece.endswith(_UNFINISHED) else self._hand_out(piece)
+
+    def flush(self) -> str:
+        """Text that has been held back, whole or not."""
+        return self._hand_out(self._piece())
+
+    def _piece(self) -> str:
+        known = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._new)[len(known) :]
+
+    def _hand_out(self, piece: str) -> str:
+        if piece:
+            self._context, self._new = self._new, []
+        return piece

@@ -1,0 +1,67 @@
+"""A process that has imported the training program and forks one rank for each line on its stdin.
+
+Starting Python and torch costs seconds a process; a fork costs nothing. A rank is otherwise as the launcher makes it:
+a process of its own with torchrun's environment variables, its own stdout and stderr, signals and exit code.
+
+Requests and answers are lines of JSON: {"argv", "env", "out", "err", "driver"} -> pid; {"poll": pid} -> exit code, minus
+the signal that killed it, or null while it runs.
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+
+import torch
+
+from megatron.training.main import main
+
+
+def serve():
+    torch.set_num_threads(1)  # before the first fork: no pool of threads may exist in the parent
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer = _poll(job["poll"]) if "poll" in job else _fork(job)
+        print(json.dumps(answer), flush=True)
+
+
+def _poll(pid):
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _fork(job):
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _become(job)
+        code = 0
+    except SystemExit as error:
+        code = error.code or 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _become(job):
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, job["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        (2, job["err"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
+        os.dup2(os.open(path, flags, 0o644), number)
+    os.environ.update(job["env"])
+    if job["driver"]:
+        module, _, name = job["driver"].partition(":")
+        getattr(importlib.import_module(module), name)(job["argv"])
+    else:
+        main(job["argv"], description="test")
+
+
+if __name__ == "__main__":
+    serve()

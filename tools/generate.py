@@ -1,0 +1,209 @@
+"""Continue prompts with the model of a checkpoint. See docs/generation.md.
+
+    python tools/generate.py --load DIR --prompt "def f("
+    torchrun --nproc-per-node 2 tools/generate.py --load DIR --prompts-file prompts.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig
+from megatron.core.comm.collectives import gather_objects
+from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, DataError, UserError
+from megatron.core.groups import Groups, disconnect, launch_environment
+from megatron.core.inference.generate import check_lengths
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.text import Completion, complete
+from megatron.core.log import get_logger, setup_logging
+from megatron.training.arguments import FlagParser
+from megatron.training.restore import Saved, check_tp, read_saved, restore_model, restore_tokenizer
+from megatron.training.setup import start_process
+
+DEFAULT_SEED = 1234
+log = get_logger(__name__)
+
+# (indices' first seed, encoded prompts, what to do with text as it comes) -> completions
+Complete = Callable[[int, list[list[int]], Callable[[int, str], None]], list[Completion]]
+
+
+def build_parser() -> FlagParser:
+    """The tool's own flags; those of the tokenizer are named as in training."""
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--load", required=True, metavar="DIR", help="folder that a run saved its checkpoints in")
+    add("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    add("--prompts-file", metavar="FILE", help="one prompt a line; blank lines are left out")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest continuation (default 128)")
+    add("--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest token (default 1)")
+    add("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest tokens only (default 0: from all)")
+    add("--top-p", type=float, default=1.0, metavar="X", help="draw from the likeliest tokens that reach probability X")
+    add("--seed", type=int, metavar="N", help=f"prompt i (from 0) draws with seed N + i (default {DEFAULT_SEED})")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--stop-id", action="append", default=[], type=int, metavar="N", help="token that ends a continuation, like eod")
+    add("--add-bos", action="store_true", help="begin prompts with the tokenizer's bos, as many published models need")
+    add("--batch-size", type=int, default=8, metavar="N", help="prompts continued at the same time (default 8)")
+    add("--tensor-model-parallel-size", type=int, metavar="N", help="default: the number of processes started")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
+    # Left out of the namespace when not given: then the checkpoint's hold.
+    for name, help in (
+        ("--tokenizer-type", "kind of tokenizer (default: the checkpoint's, as for the next three)"),
+        ("--tokenizer-model", "the tokenizer's folder or file"),
+        ("--vocab-file", "vocab.json of GPT2BPETokenizer"),
+        ("--merge-file", "merges.txt of GPT2BPETokenizer"),
+    ):
+        add(name, default=argparse.SUPPRESS, metavar="TEXT", help=help)
+    add("--trust-remote-code", action="store_true", help="let a Hugging Face tokenizer run code from its own folder")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, or 2 after one line on stderr for a mistake of the user's; 1 for a lost rank, 130 for Ctrl-C."""
+    rank, world_size, local_rank = launch_environment()
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the text alone
+        setup_logging(rank)
+    try:
+        args = build_parser().parse_args(argv)
+        run(args, rank, world_size, local_rank)
+    except UserError as error:
+        if rank == 0 or not error.on_all_ranks:
+            print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    except CommError as error:
+        print(f"error on rank {rank}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
+    """Check everything that needs no other process, load, continue the prompts. Collective over the world."""
+    prompts = read_prompts(args.prompt, args.prompts_file)
+    tp = args.tensor_model_parallel_size or world_size
+    check_numbers(args, tp, world_size)
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    if sampling.greedy and args.seed is not None:
+        raise ConfigError("--seed has no effect at --temperature 0 (greedy); remove it")
+    saved = read_saved(args.load, args.ckpt_step)
+    check_tp(saved, tp)
+    names = {field.name for field in dataclasses.fields(TokenizerConfig)}
+    tokenizer = restore_tokenizer(saved, **{name: value for name, value in vars(args).items() if name in names})
+    encoded = [encode(prompt, tokenizer, args.add_bos) for prompt in prompts]
+    check_lengths([len(ids) for ids in encoded], args.max_new_tokens, saved.model)
+
+    minutes = 10.0 if prompts else 24 * 60.0  # the other ranks wait while somebody types
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp, device=args.device, distributed_timeout_minutes=minutes
+    )
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    groups, device = start_process(RunConfig(parallel=parallel), rank, world_size, local_rank, local_world_size)
+    model, build = restore_model(saved, groups, device)
+    continue_prompts = functools.partial(
+        complete,
+        model,
+        build,
+        tokenizer,
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        stop_ids=args.stop_id,
+        stop_strings=args.stop,
+    )
+    seed = DEFAULT_SEED if args.seed is None else args.seed
+    with groups.heartbeat.phase("generate"):
+        if len(prompts) > 1:
+            write_lines(continue_prompts, prompts, encoded, seed, args.batch_size)
+        elif prompts:
+            write_stream(continue_prompts, prompts[0], encoded[0], seed)
+        else:
+            for number, prompt in enumerate(typed_prompts(groups)):
+                try:
+                    write_stream(continue_prompts, prompt, encode(prompt, tokenizer, args.add_bos), seed + number)
+                except UserError as error:  # the next prompt may be a better one
+                    log.info("error: %s", error)
+    barrier(groups.world)
+    disconnect(groups.heartbeat)
+
+
+def check_numbers(args: argparse.Namespace, tp: int, world_size: int) -> None:
+    """Raise ConfigError for a batch size below 1, or another number of processes than share the model."""
+    if args.batch_size < 1:
+        raise ConfigError(f"--batch-size {args.batch_size} must be at least 1")
+    if tp != world_size:
+        raise ConfigError(
+            f"{world_size} processes for --tensor-model-parallel-size {tp}; start {tp} with "
+            f"torchrun --nproc-per-node {tp}, or leave the flag out"
+        )
+
+
+def read_prompts(given: list[str], file: str | None) -> list[str]:
+    """Those of the command line, then those of the file; none means that they will be typed in a terminal."""
+    prompts = list(given)
+    if file is not None:
+        try:
+            with open(file, encoding="utf-8") as lines:
+                found = [line.rstrip("\n") for line in lines if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--prompts-file {file} cannot be read: {error}; give a UTF-8 text file") from error
+        if not found:
+            raise DataError(f"--prompts-file {file} holds no prompt; write one a line")
+        prompts += found
+    if not prompts and not sys.stdin.isatty():
+        raise ConfigError("there is no prompt; give --prompt or --prompts-file, or start this in a terminal")
+    return prompts
+
+
+def encode(prompt: str, tokenizer: Tokenizer, add_bos: bool) -> list[int]:
+    """Token ids of a prompt. Raises ConfigError for --add-bos with a tokenizer that has no bos."""
+    if not add_bos:
+        return tokenizer.encode(prompt)
+    if tokenizer.bos is None:
+        raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
+    return [tokenizer.bos, *tokenizer.encode(prompt)]
+
+
+def write_stream(continue_prompts: Continue, prompt: str, ids: list[int], seed: int) -> None:
+    """The prompt and, as it comes, its continuation."""
+    started = time.perf_counter()
+    write(prompt)
+    (completion,) = continue_prompts([ids], seeds=[seed], on_text=lambda _, piece: write(piece))
+    write("\n")
+    report(len(completion.ids), time.perf_counter() - started)
+
+
+def write_lines(
+    continue_prompts: Continue, prompts: list[str], encoded: list[list[int]], seed: int, batch_size: int
+) -> None:
+    """A line of JSON a prompt, in their order."""
+    started, tokens = time.perf_counter(), 0
+    for first in range(0, len(prompts), batch_size):
+        batch = slice(first, first + batch_size)
+        seeds = [seed + first + i for i in range(len(encoded[batch]))]
+        completions = continue_prompts(encoded[batch], seeds=seeds)
+        for prompt, found in zip(prompts[batch], completions, strict=True):
+            line = {"prompt": prompt, "text": found.text, "reason": found.reason, "tokens": len(found.ids)}
+            write(json.dumps(line, ensure_ascii=False) + "\n")
+            tokens += len(found.ids)
+    report(tokens, time.perf_counter() - started)
+
+
+def typed_prompts(groups: Groups) -> Iterator[str]:
+    """Lines typed on the first rank until the end of its input. Communication: a string from it to all."""
+    while True:
+        line = sys.stdin.readline() if groups.rank == 0 and invite() else None
+        line = gather_objects(line, groups.world)[0]
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
