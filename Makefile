@@ -6,8 +6,10 @@ STAMP := $(VENV)/.installed
 
 .PHONY: quickstart test check bench format
 $(STAMP): setup.py constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer; give one with make PYTHON=python3.12")'
+	@echo "Installing into $(VENV). This happens once; torch is large."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); exit 1)
+	$(BIN)/python -m pip install --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 

@@ -1,7 +1,7 @@
 """Continue prompts with the model of a checkpoint. See docs/generation.md.
 
-    python tools/generate.py --load DIR --prompt "def f("
-    torchrun --nproc-per-node 2 tools/generate.py --load DIR --prompts-file prompts.txt
+python tools/generate.py --load DIR --prompt "def f("
+torchrun --nproc-per-node 2 tools/generate.py --load DIR --prompts-file prompts.txt
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TextIO
 
 from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.core.comm.collectives import gather_objects
+from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, DataError, UserError
 from megatron.core.groups import Groups, disconnect, launch_environment
@@ -27,14 +30,12 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import Completion, complete
 from megatron.core.log import get_logger, setup_logging
 from megatron.training.arguments import FlagParser
-from megatron.training.restore import Saved, check_tp, read_saved, restore_model, restore_tokenizer
+from megatron.training.restore import check_tp, read_saved, restore_model, restore_tokenizer
 from megatron.training.setup import start_process
 
-DEFAULT_SEED = 1234
+DEFAULT_SEED, DEFAULT_NEW_TOKENS = 1234, 128
+Continue = Callable[..., list[Completion]]  # `complete` with the model, tokenizer, sampling and stops filled in
 log = get_logger(__name__)
-
-# (indices' first seed, encoded prompts, what to do with text as it comes) -> completions
-Complete = Callable[[int, list[list[int]], Callable[[int, str], None]], list[Completion]]
 
 
 def build_parser() -> FlagParser:
@@ -45,13 +46,20 @@ def build_parser() -> FlagParser:
     add("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompts-file", metavar="FILE", help="one prompt a line; blank lines are left out")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest continuation (default 128)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="longest continuation (default 128, or what the model has room for)",
+    )
     add("--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest token (default 1)")
     add("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest tokens only (default 0: from all)")
     add("--top-p", type=float, default=1.0, metavar="X", help="draw from the likeliest tokens that reach probability X")
     add("--seed", type=int, metavar="N", help=f"prompt i (from 0) draws with seed N + i (default {DEFAULT_SEED})")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    add("--stop-id", action="append", default=[], type=int, metavar="N", help="token that ends a continuation, like eod")
+    add(
+        "--stop-id", action="append", default=[], type=int, metavar="N", help="token that ends a continuation, like eod"
+    )
     add("--add-bos", action="store_true", help="begin prompts with the tokenizer's bos, as many published models need")
     add("--batch-size", type=int, default=8, metavar="N", help="prompts continued at the same time (default 8)")
     add("--tensor-model-parallel-size", type=int, metavar="N", help="default: the number of processes started")
@@ -91,8 +99,8 @@ def main(argv: Sequence[str]) -> int:
 def run(args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
     """Check everything that needs no other process, load, continue the prompts. Collective over the world."""
     prompts = read_prompts(args.prompt, args.prompts_file)
-    tp = args.tensor_model_parallel_size or world_size
-    check_numbers(args, tp, world_size)
+    tp = world_size if args.tensor_model_parallel_size is None else args.tensor_model_parallel_size
+    check_values(args, tp, world_size)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     if sampling.greedy and args.seed is not None:
         raise ConfigError("--seed has no effect at --temperature 0 (greedy); remove it")
@@ -101,12 +109,10 @@ def run(args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -
     names = {field.name for field in dataclasses.fields(TokenizerConfig)}
     tokenizer = restore_tokenizer(saved, **{name: value for name, value in vars(args).items() if name in names})
     encoded = [encode(prompt, tokenizer, args.add_bos) for prompt in prompts]
-    check_lengths([len(ids) for ids in encoded], args.max_new_tokens, saved.model)
+    new = new_tokens(args.max_new_tokens, encoded, saved.model)
 
     minutes = 10.0 if prompts else 24 * 60.0  # the other ranks wait while somebody types
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=tp, device=args.device, distributed_timeout_minutes=minutes
-    )
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, device=args.device, distributed_timeout_minutes=minutes)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     groups, device = start_process(RunConfig(parallel=parallel), rank, world_size, local_rank, local_world_size)
     model, build = restore_model(saved, groups, device)
@@ -115,31 +121,34 @@ def run(args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -
         model,
         build,
         tokenizer,
-        max_new_tokens=args.max_new_tokens,
         sampling=sampling,
         stop_ids=args.stop_id,
         stop_strings=args.stop,
     )
     seed = DEFAULT_SEED if args.seed is None else args.seed
-    with groups.heartbeat.phase("generate"):
+    with groups.heartbeat.phase("generate"), output(rank) as out:
         if len(prompts) > 1:
-            write_lines(continue_prompts, prompts, encoded, seed, args.batch_size)
+            write_lines(out, continue_prompts, prompts, encoded, new, seed, args.batch_size)
         elif prompts:
-            write_stream(continue_prompts, prompts[0], encoded[0], seed)
+            write_stream(out, continue_prompts, prompts[0], encoded[0], new, seed)
         else:
             for number, prompt in enumerate(typed_prompts(groups)):
                 try:
-                    write_stream(continue_prompts, prompt, encode(prompt, tokenizer, args.add_bos), seed + number)
+                    ids = encode(prompt, tokenizer, args.add_bos)
+                    new = new_tokens(args.max_new_tokens, [ids], saved.model)
+                    write_stream(out, continue_prompts, prompt, ids, new, seed + number)
                 except UserError as error:  # the next prompt may be a better one
                     log.info("error: %s", error)
     barrier(groups.world)
     disconnect(groups.heartbeat)
 
 
-def check_numbers(args: argparse.Namespace, tp: int, world_size: int) -> None:
-    """Raise ConfigError for a batch size below 1, or another number of processes than share the model."""
+def check_values(args: argparse.Namespace, tp: int, world_size: int) -> None:
+    """Raise ConfigError for a value that cannot work, or a number of processes other than share the model."""
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size {args.batch_size} must be at least 1")
+    if "" in args.stop:
+        raise ConfigError("--stop '' would end every continuation before it begins; give some text")
     if tp != world_size:
         raise ConfigError(
             f"{world_size} processes for --tensor-model-parallel-size {tp}; start {tp} with "
@@ -173,37 +182,92 @@ def encode(prompt: str, tokenizer: Tokenizer, add_bos: bool) -> list[int]:
     return [tokenizer.bos, *tokenizer.encode(prompt)]
 
 
-def write_stream(continue_prompts: Continue, prompt: str, ids: list[int], seed: int) -> None:
+def new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], model: ModelConfig) -> int:
+    """The limit for these prompts: what was asked for, or the default as far as there is room. Raises ConfigError."""
+    lengths = [len(ids) for ids in prompts]
+    if asked is None:
+        limit = model.max_position_embeddings
+        room = DEFAULT_NEW_TOKENS if limit is None else limit - max(lengths, default=0)
+        asked = max(1, min(DEFAULT_NEW_TOKENS, room))
+    check_lengths(lengths, asked, model)
+    return asked
+
+
+def write_stream(out: TextIO, continue_prompts: Continue, prompt: str, ids: list[int], new: int, seed: int) -> None:
     """The prompt and, as it comes, its continuation."""
+
+    def write(text: str) -> None:
+        out.write(text)
+        out.flush()
+
     started = time.perf_counter()
     write(prompt)
-    (completion,) = continue_prompts([ids], seeds=[seed], on_text=lambda _, piece: write(piece))
+    (completion,) = continue_prompts([ids], max_new_tokens=new, seeds=[seed], on_text=lambda _, piece: write(piece))
     write("\n")
     report(len(completion.ids), time.perf_counter() - started)
 
 
 def write_lines(
-    continue_prompts: Continue, prompts: list[str], encoded: list[list[int]], seed: int, batch_size: int
+    out: TextIO,
+    continue_prompts: Continue,
+    prompts: list[str],
+    encoded: list[list[int]],
+    new: int,
+    seed: int,
+    batch_size: int,
 ) -> None:
     """A line of JSON a prompt, in their order."""
     started, tokens = time.perf_counter(), 0
     for first in range(0, len(prompts), batch_size):
-        batch = slice(first, first + batch_size)
-        seeds = [seed + first + i for i in range(len(encoded[batch]))]
-        completions = continue_prompts(encoded[batch], seeds=seeds)
-        for prompt, found in zip(prompts[batch], completions, strict=True):
-            line = {"prompt": prompt, "text": found.text, "reason": found.reason, "tokens": len(found.ids)}
-            write(json.dumps(line, ensure_ascii=False) + "\n")
+        numbers = range(first, min(first + batch_size, len(prompts)))
+        batch, seeds = [encoded[i] for i in numbers], [seed + i for i in numbers]
+        completions = continue_prompts(batch, max_new_tokens=new, seeds=seeds)
+        for i, found in zip(numbers, completions, strict=True):
+            line = {"prompt": prompts[i], "text": found.text, "reason": found.reason, "tokens": len(found.ids)}
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
             tokens += len(found.ids)
+        out.flush()
     report(tokens, time.perf_counter() - started)
 
 
 def typed_prompts(groups: Groups) -> Iterator[str]:
-    """Lines typed on the first rank until the end of its input. Communication: a string from it to all."""
+    """Lines typed on the first rank, until its input ends. Communication: each line from it to all."""
     while True:
-        line = sys.stdin.readline() if groups.rank == 0 and invite() else None
+        line = ""
+        if groups.rank == 0:
+            print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
         line = gather_objects(line, groups.world)[0]
         if not line:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+@contextlib.contextmanager
+def output(rank: int) -> Iterator[TextIO]:
+    """stdout on the first rank; the others, which compute the same text, write nowhere."""
+    if rank == 0:
+        yield sys.stdout
+    else:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            yield nowhere
+
+
+def report(tokens: int, seconds: float) -> None:
+    """The speed, prompts included, on the first rank's stderr."""
+    log.info("%d tokens in %.2f s: %.1f tokens/s", tokens, seconds, tokens / seconds)
+
+
+def end(code: int) -> NoReturn:
+    """Leave at once after an error: tearing down process groups would wait for ranks that may never answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if launch_environment()[0] > 0:
+        time.sleep(5)  # the launcher kills all ranks when the first one ends: that should be the one that says why
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    if code := main(sys.argv[1:]):
+        end(code)

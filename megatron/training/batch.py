@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.config.data import DataConfig
 from megatron.core.comm.collectives import broadcast
-from megatron.core.errors import UserError
+from megatron.core.errors import MegatronError, UserError
 from megatron.core.groups import Groups
 
 
@@ -78,3 +78,11 @@ class BatchReader:
         except UserError as error:
             error.on_all_ranks = False  # the other ranks read other samples
             raise
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            # How torch meets a worker that was killed depends on what it was waiting for.
+            if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
+                raise
+            raise MegatronError(
+                f"a data-loading process was killed ({' '.join(str(error).splitlines())}); if memory ran out, lower "
+                f"--num-workers {self._data.num_workers}; 0 loads in the training process"
+            ) from error

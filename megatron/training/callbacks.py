@@ -15,7 +15,7 @@ from megatron.training.flops import train_flops
 from megatron.training.log_line import LogLine, LogWindow, format_evaluation, format_line
 from megatron.training.loss_curve import draw_loss_curve
 from megatron.training.memory_report import memory_line
-from megatron.training.progress import ProgressLine, terminal_console
+from megatron.training.progress import ProgressLine
 from megatron.training.signals import ExitSignals
 from megatron.training.state import StepReport
 from megatron.training.timers import format_timers
@@ -36,22 +36,23 @@ class Curves:
 class Log:
     """The log line, metrics, timers, memory reports and the progress line."""
 
-    def __init__(self, metrics: Metrics, curves: Curves) -> None:
-        self._metrics, self._curves = metrics, curves
+    def __init__(self, metrics: Metrics, curves: Curves, progress: ProgressLine) -> None:
+        self._metrics, self._curves, self._progress = metrics, curves, progress
         self._timers: dict[str, float] = {}
         self._reported_memory = False
 
     def start(self, trainer: Trainer) -> None:
-        """Open the progress line."""
+        """Begin to count; a run that is complete already says so."""
         run, state = trainer.run, trainer.state
         seq_length = run.data.seq_length or 0
         self._flops = train_flops(run.model, seq_length, 1)
         peak = peak_tflops(trainer.device, trainer.model.output_layer.weight.dtype)
         self._window = LogWindow(self._flops, trainer.groups.world.size, peak)
-        console = terminal_console(run.logging.progress_bar and trainer.groups.rank == 0)
-        self._progress = ProgressLine(trainer.batches.total_iterations, state.iteration, console)
-        self._progress.__enter__()
+        self._total_iterations = trainer.total_iterations
+        self._total_samples = state.consumed_samples + trainer.samples_left
         trainer.timers.take()
+        if trainer.finished and not run.train.skip_train:
+            log.info("nothing is left to train: iteration %d of %d is done", state.iteration, self._total_iterations)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Collect; print a line every --log-interval steps."""
@@ -62,13 +63,13 @@ class Log:
             self._timers[name] = self._timers.get(name, 0.0) + seconds
         self._metrics.step(report, state.consumed_samples)
         self._curves.train.append((report.iteration, report.loss))
-        if report.nan:
+        if report.nan and trainer.groups.rank == 0:
             log.warning(
                 "iteration %d: gradients are not finite (norm %s); the step was skipped",
                 report.iteration,
                 report.grad_norm,
             )
-        left = trainer.batches.total_samples - state.consumed_samples
+        left = self._total_samples - state.consumed_samples
         self._progress.update(
             report.iteration,
             report.loss,
@@ -83,17 +84,19 @@ class Log:
             self._print_memory(trainer)
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Close the progress line and the metric writers; draw the loss curve."""
-        self._progress.__exit__(None, None, None)
+        """Close the metric writers; draw the loss curve."""
         self._metrics.close()
         path = trainer.run.logging.loss_curve
         if path and trainer.groups.rank == 0:
-            draw_loss_curve(Path(path), self._curves.train, self._curves.validation)
+            try:
+                draw_loss_curve(Path(path), self._curves.train, self._curves.validation)
+            except OSError as error:  # the run itself is done and saved
+                log.warning("--loss-curve %s could not be written: %s", path, error.strerror)
 
     def _print_line(self, trainer: Trainer, samples_left: int) -> None:
         line: LogLine = self._window.close(
             consumed_samples=trainer.state.consumed_samples,
-            train_iters=trainer.batches.total_iterations,
+            train_iters=self._total_iterations,
             remaining_samples=samples_left,
             peak_memory=memory_report(trainer.device).peak_allocated,
         )
@@ -132,11 +135,12 @@ class Evaluate:
         """Final validation (unless just done) and test; not when stopped early: who stops a run has no time for it."""
         if reason is not None:
             return
-        if self._evaluated_at != trainer.state.iteration:
-            self._validate(trainer, f"the end of training, iteration {trainer.state.iteration}")
+        iteration = trainer.state.iteration
+        if self._evaluated_at != iteration:
+            self._validate(trainer, f"iteration {iteration} on validation set")
         if trainer.readers.test is not None:
             loss = trainer.evaluate(trainer.readers.test)
-            log.info(format_evaluation("the end of training on test set", loss))
+            log.info(format_evaluation(f"iteration {iteration} on test set", loss))
 
     def _validate(self, trainer: Trainer, where: str) -> None:
         state = trainer.state
@@ -183,12 +187,12 @@ class Checkpoint:
 class Exit:
     """Stops the run at --exit-interval, after --exit-duration-in-mins, or on SIGTERM and SIGUSR1."""
 
-    def __init__(self, signals: ExitSignals) -> None:
-        self._signals = signals
+    def __init__(self, signals: ExitSignals, started: float) -> None:
+        """`started`: when this process began, by the monotonic clock: set-up counts towards the minutes, too."""
+        self._signals, self._started = signals, started
 
     def start(self, trainer: Trainer) -> None:
-        """Begin to count the minutes."""
-        self._started = time.monotonic()
+        """Nothing to prepare."""
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
         """The reason to stop, agreed between all ranks: a signal or a clock may reach one of them first."""
@@ -196,11 +200,14 @@ class Exit:
         if train.exit_interval and report.iteration % train.exit_interval == 0:
             return f"--exit-interval {train.exit_interval}"
         limit = train.exit_duration_in_mins
-        minutes = (time.monotonic() - self._started) / 60
-        wants = self._signals.received is not None or (limit is not None and minutes >= limit)
-        if not (limit is not None or train.exit_signal_handler) or not trainer.any_rank(wants):
+        mine = None
+        if self._signals.received is not None:
+            mine = f"{self._signals.received} to rank {trainer.groups.rank}"
+        elif limit is not None and time.monotonic() - self._started >= limit * 60:
+            mine = f"--exit-duration-in-mins {limit:g}"
+        if not (limit is not None or train.exit_signal_handler) or not trainer.any_rank(mine is not None):
             return None
-        return self._signals.received or f"--exit-duration-in-mins {limit}" if wants else "another rank was stopped"
+        return next(reason for reason in gather_objects(mine, trainer.groups.world) if reason)
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Nothing to close."""
@@ -239,7 +246,10 @@ def _write_progress(trainer: Trainer, what: str) -> None:
         f"\tFloating-point operations: {state.floating_point_operations:.2e}"
         f"\tTokens (in billions): {tokens / 1e9:.2f}\n"
     )
-    folder = Path(trainer.run.checkpoint.save)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "progress.txt", "a", encoding="utf-8") as file:
-        file.write(line)
+    path = Path(trainer.run.checkpoint.save) / "progress.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:  # a line less is no reason to end a run
+        log.warning("%s could not be written: %s", path, error.strerror)

@@ -56,9 +56,10 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     run, groups = trainer.run, trainer.groups
     state = read_state(path)
     check_same_model(path, state["config"]["model"], run.model)
+    check_same_precision(path, _model_config(state), run.model)
     finetune = run.checkpoint.finetune
     with_optimizer = run.checkpoint.load_optim and not finetune and not run.train.skip_train
-    with_rng = run.checkpoint.load_rng and not finetune and state["rng"] and state["layout"] == _layout(groups)
+    with_rng = run.checkpoint.load_rng and not finetune and state["rng"] == _generators(trainer)
     log.info("loading checkpoint from %s at iteration %d", path, state["train"]["iteration"])
     if with_optimizer and not state["optimizer"]:
         raise CheckpointError(
@@ -70,8 +71,9 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
             f"{path} holds the state of optimizer {saved}, not {run.optimizer.optimizer}; "
             f"give --optimizer {saved}, or --no-load-optim to start the optimizer afresh"
         )
+    if not (finetune or run.train.skip_train):
+        trainer.schedule.resolve(state["schedule"])
     tensors = model_tensors(trainer.parameters, groups)
-    masters_saved = state["config"]["model"]["bf16"] or state["config"]["model"]["fp16"]
     if with_optimizer:
         tensors += optimizer_tensors(trainer)
     rng = trainer.rng.state()
@@ -81,17 +83,14 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     if with_optimizer:
         trainer.optimizer.steps = state["optimizer"]["steps"]
         trainer.optimizer.loss_scale.load_state(state["optimizer"]["loss_scale"])
-        assert masters_saved or run.model.dtype_name == "float32"
     else:
         trainer.optimizer.masters_from_parameters()
     if with_rng:
         trainer.rng.load_state(rng)
     elif run.checkpoint.load_rng and not finetune and run.model.hidden_dropout + run.model.attention_dropout > 0:
-        log.info("random state not restored: saved under layout %s; dropout continues from the seed", state["layout"])
+        log.info("random state not restored: saved by %s; dropout starts anew from the seed", state["rng"] or "nobody")
     if not finetune:
         trainer.state = TrainState(**state["train"])
-        if not run.train.skip_train:
-            trainer.schedule.resolve(state["schedule"])
     log.info("  successfully loaded checkpoint from %s at iteration %d", path, trainer.state.iteration)
 
 
@@ -99,7 +98,10 @@ def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path
     """The checkpoint that --load and --ckpt-step name; None when there is none and none is required."""
     found = find(Path(directory), step)
     if found is None and required:
-        raise CheckpointError(f"--load {directory} holds no checkpoint, and --exit-on-missing-checkpoint or --use-checkpoint-args needs one")
+        raise CheckpointError(
+            f"--load {directory} holds no checkpoint, which --exit-on-missing-checkpoint and --use-checkpoint-args need; "
+            "give another folder or start afresh without them"
+        )
     if found is None:
         log.info("no checkpoint in %s, starting from iteration 0", directory)
     return found
@@ -107,9 +109,7 @@ def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path
 
 def saved_model_config(path: Path) -> ModelConfig:
     """The model configuration a checkpoint was saved with."""
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    saved: dict[str, Any] = read_state(path)["config"]["model"]
-    return ModelConfig(**{name: value for name, value in saved.items() if name in known})
+    return _model_config(read_state(path))
 
 
 def check_same_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
@@ -124,6 +124,16 @@ def check_same_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> N
         raise CheckpointError(
             f"{path} is a checkpoint of another model: {'; '.join(differences)}; "
             "give the same model flags or --use-checkpoint-args"
+        )
+
+
+def check_same_precision(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
+    """Raise CheckpointError when the weights are of another dtype than this run's."""
+    fixes = {"bfloat16": "give --bf16", "float16": "give --fp16", "float32": "leave out --bf16 and --fp16"}
+    if saved.dtype_name != model.dtype_name:
+        raise CheckpointError(
+            f"{path} holds {saved.dtype_name} weights and this run asks for {model.dtype_name}; "
+            f"{fixes[saved.dtype_name]}"
         )
 
 
@@ -158,8 +168,18 @@ def _rng_tensors(states: dict[str, Tensor], rank: int, *, writer: bool) -> list[
     ]
 
 
+def _model_config(state: dict[str, Any]) -> ModelConfig:
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    return ModelConfig(**{name: value for name, value in state["config"]["model"].items() if name in known})
+
+
 def _layout(groups: Groups) -> dict[str, int]:
     return dataclasses.asdict(groups.mesh)
+
+
+def _generators(trainer: Trainer) -> dict[str, Any]:
+    """Whose random states are saved: they fit generators of this kind on the same ranks only."""
+    return {"device": trainer.device.type, **_layout(trainer.groups)}
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
@@ -170,7 +190,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "train": dataclasses.asdict(trainer.state),
         "schedule": trainer.schedule.state(),
         "layout": _layout(trainer.groups),
-        "rng": trainer.run.checkpoint.save_rng,
+        "rng": _generators(trainer) if trainer.run.checkpoint.save_rng else None,
         "optimizer": (
             {"steps": optimizer.steps, "loss_scale": optimizer.loss_scale.state()}
             if trainer.run.checkpoint.save_optim

@@ -29,9 +29,9 @@ def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
     """Train to the end of the run or until a callback stops it; returns the reason, None at the planned end."""
     for callback in callbacks:
         callback.start(trainer)
-    total, reason = trainer.batches.total_iterations, None
+    reason = None
     trainer.model.train()
-    while trainer.state.iteration < total and reason is None:
+    while not trainer.finished and reason is None:
         report = trainer.train_step()
         for callback in callbacks:
             reason = callback.after_step(trainer, report) or reason

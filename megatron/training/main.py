@@ -1,84 +1,143 @@
 """From the command line to a finished run, and every way it can end.
 
 Exit codes: 0 done or stopped on request; 2 the user gave something that cannot work (one line on stderr, from one rank);
-1 anything else, a lost rank included.
+130 Ctrl-C; 1 anything else, a lost rank included.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.config.rules import check
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
-from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, UserError
+from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError, UserError
 from megatron.core.groups import disconnect, launch_environment
 from megatron.core.log import get_logger, setup_logging
 from megatron.training.arguments import parse, print_arguments
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
 from megatron.training.loop import Callback, fit
-from megatron.training.setup import build, start_process
+from megatron.training.progress import ProgressLine, terminal_console
+from megatron.training.setup import build, open_heartbeat_files, start_process, together
 from megatron.training.signals import ExitSignals
 from megatron.training.trainer import Trainer
 from megatron.training.writers import Metrics, open_writers
 
 log = get_logger(__name__)
+INTERRUPTED_EXIT_CODE = 130  # what shells report for Ctrl-C
+# A rank that others speak for waits this long for the launcher to end it: rank 0 may be slower to start.
+SILENT_SECONDS = 30.0
 
 
 def main(argv: Sequence[str], description: str) -> None:
     """Parse, check, build, train. Ends the process with the exit codes above when something is wrong."""
+    started = time.monotonic()
     rank, world_size, local_rank = launch_environment()
     setup_logging(rank)
     try:
         run = parse(argv, description=description)
         check(run, world_size)
         log.info(print_arguments(run))
-        pretrain(run, rank, world_size, local_rank)
+        pretrain(run, rank, world_size, local_rank, started)
     except UserError as error:
-        if rank == 0 or not error.on_all_ranks:
-            print(f"error: {error}", file=sys.stderr)
-        _die(USER_ERROR_EXIT_CODE)
-    except CommError as error:
-        print(f"error on rank {rank}: {error}", file=sys.stderr)
-        _die(1)
+        if rank != 0 and error.on_all_ranks:
+            _let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
+        _end(f"error: {error}", USER_ERROR_EXIT_CODE)
+    except MegatronError as error:
+        _end(f"error on rank {rank}: {error}", 1)
+    except KeyboardInterrupt:
+        if rank != 0:
+            _let_rank_0_speak(local_rank, INTERRUPTED_EXIT_CODE)
+        _end("interrupted", INTERRUPTED_EXIT_CODE)
+    except Exception as error:
+        traceback.print_exc()
+        _end(f"error on rank {rank}: {_short(error)}", 1)
 
 
-def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int) -> None:
-    """Build everything and train. Collective over the world."""
+def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, started: float) -> None:
+    """Build everything and train. `started`: monotonic seconds. Collective over the world."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     groups, device = start_process(run, rank, world_size, local_rank, local_world_size)
-    with ExitSignals(enabled=run.train.exit_signal_handler) as signals:
-        trainer = build(run, groups, device)
-        callbacks = build_callbacks(trainer, signals)
-        if run.train.skip_train:
-            callbacks = [c for c in callbacks if isinstance(c, Log | Evaluate)]
-            for callback in callbacks:
-                callback.start(trainer)
-            for callback in reversed(callbacks):
-                callback.end(trainer, None)
-            reason = None
-        else:
-            reason = fit(trainer, callbacks)
-    if reason:
-        log.info("stopped at iteration %d: %s", trainer.state.iteration, reason)
-    barrier(groups.world)
+    try:
+        with ExitSignals(enabled=run.train.exit_signal_handler) as signals:
+            with groups.heartbeat.phase("set-up"):
+                trainer = build(run, groups, device)
+                open_heartbeat_files(run, groups)
+            console = terminal_console(run.logging.progress_bar and rank == 0)
+            with ProgressLine(trainer.total_iterations, trainer.state.iteration, console) as progress:
+                callbacks = build_callbacks(trainer, signals, progress, started)
+                with groups.heartbeat.phase("train"):
+                    reason = fit(trainer, callbacks)
+            if reason:
+                log.info("stopped at iteration %d: %s", trainer.state.iteration, reason)
+            barrier(groups.world)
+    except BaseException as error:
+        groups.heartbeat.fail(_short(error))
+        raise
     disconnect(groups.heartbeat)
 
 
-def build_callbacks(trainer: Trainer, signals: ExitSignals) -> list[Callback]:
+def build_callbacks(trainer: Trainer, signals: ExitSignals, progress: ProgressLine, started: float) -> list[Callback]:
     """In the order they act after a step; they end in reverse: the checkpoint first, Log last with every loss known."""
-    run, curves = trainer.run, Curves()
-    writers = open_writers(run.logging, run.checkpoint.save, run.to_dict()) if trainer.groups.rank == 0 else []
+    run, curves, speaks = trainer.run, Curves(), trainer.groups.rank == 0
+    writers = together(
+        trainer.groups.world,
+        lambda: open_writers(run.logging, run.checkpoint.save, run.to_dict()) if speaks else [],
+    )
     metrics = Metrics(writers, run.logging.tensorboard_log_interval, trainer.device)
-    callbacks: list[Callback] = [Log(metrics, curves), Evaluate(metrics, curves), Checkpoint(), Exit(signals)]
+    callbacks: list[Callback] = [Log(metrics, curves, progress), Evaluate(metrics, curves)]
+    if run.train.skip_train:
+        return callbacks
+    callbacks += [Checkpoint(), Exit(signals, started)]
     return [*callbacks, GarbageCollection()] if run.train.manual_gc else callbacks
 
 
-def _die(code: int) -> NoReturn:
-    """End at once: tearing down process groups would wait for ranks that may never answer."""
+def _short(error: BaseException) -> str:
+    """One line: ours as they are, others with their type."""
+    line = " ".join(str(error).splitlines()) or type(error).__name__
+    if isinstance(error, CommError):
+        return "it lost other ranks, too"  # its own report says which; quoting it here would only hide the first cause
+    return line if isinstance(error, MegatronError) else f"{type(error).__name__}: {line}"
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """Say why and end at once: tearing down process groups would wait for ranks that may never answer."""
+    print(message, file=sys.stderr)
+    _tell_torchrun(message)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _let_rank_0_speak(local_rank: int, code: int) -> None:
+    """Wait to be ended by the launcher, which ends all ranks when the first one ends: that must be the one that speaks.
+
+    Returns if that does not happen (rank 0 may be on a host without the error), on one rank of each host.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    time.sleep(SILENT_SECONDS)
+    if local_rank != 0:
+        os._exit(code)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Hand the message to torchrun, whose own report of the failure then quotes it.
+
+    The file's format is that of torch.distributed.elastic.multiprocessing.errors.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
+    except OSError:
+        pass  # the message is on stderr anyway

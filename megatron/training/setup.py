@@ -21,9 +21,8 @@ from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.device import choose_device, set_cpu_threads, synchronize
 from megatron.core.distributed.grad_buffer import GradBuffer, build_buffers
-from megatron.core.errors import UserError
+from megatron.core.errors import ConfigError, UserError
 from megatron.core.groups import Group, Groups, backend_for, connect, create_groups
-from megatron.core.heartbeat import Heartbeat
 from megatron.core.log import get_logger
 from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
@@ -50,7 +49,8 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     """Everything a run needs, continued from --load when that holds a checkpoint. Collective over the world."""
     checkpoint = together(groups.world, lambda: _find_checkpoint(run))
     if checkpoint and run.checkpoint.use_checkpoint_args:
-        run = dataclasses.replace(run, model=_shape_from(run.model, saved_model_config(checkpoint)))
+        saved = together(groups.world, lambda: saved_model_config(checkpoint))
+        run = dataclasses.replace(run, model=_shape_from(run.model, saved))
         check(run, groups.world.size)
     if run.train.skip_train:
         run = _evaluation_only(run)
@@ -102,22 +102,38 @@ def start_process(
     run: RunConfig, rank: int, world_size: int, local_rank: int, local_world_size: int
 ) -> tuple[Groups, torch.device]:
     """Device, process groups and heartbeat of this process."""
-    device = choose_device(run.parallel.device, local_rank)
+    try:
+        device = choose_device(run.parallel.device, local_rank)
+    except UserError as error:
+        error.on_all_ranks = False  # other hosts may have other devices
+        raise
     set_cpu_threads(device, local_world_size)
     if run.train.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     timeout = run.parallel.distributed_timeout_minutes * 60
-    directory = run.parallel.heartbeat_dir or (run.checkpoint.save and f"{run.checkpoint.save}/heartbeat")
     backend = backend_for(device, run.parallel.distributed_backend)
-    heartbeat: Heartbeat = connect(
-        rank,
-        world_size,
-        backend=backend,
-        timeout_seconds=timeout,
-        heartbeat_dir=Path(directory) if directory else None,
-    )
+    heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
     heartbeat.start(on_stall=log.error)
     return create_groups(mesh_of(run, world_size), rank, heartbeat, timeout), device
+
+
+def open_heartbeat_files(run: RunConfig, groups: Groups) -> None:
+    """Keep a file of every rank's phase under --heartbeat-dir or --save, if one is given. Collective over the world.
+
+    The first thing a run writes, so it also finds out whether it can. Raises ConfigError.
+    """
+    save = run.checkpoint.save
+    flag = f"--heartbeat-dir {run.parallel.heartbeat_dir}" if run.parallel.heartbeat_dir else f"--save {save}"
+    directory = run.parallel.heartbeat_dir or (f"{save}/heartbeat" if save else None)
+
+    def write() -> None:
+        try:
+            if directory:
+                groups.heartbeat.write_to(Path(directory))
+        except OSError as error:
+            raise ConfigError(f"{flag} cannot be written ({error.strerror}); give another folder") from error
+
+    together(groups.world, write)
 
 
 def mesh_of(run: RunConfig, world_size: int) -> Mesh:
@@ -176,7 +192,7 @@ def build_readers(trainer: Trainer, eod: int) -> Splits[BatchReader | None]:
     """Readers that continue where the state says. Only tp rank 0 of a replica opens data; all ranks get a reader."""
     run, groups, state = trainer.run, trainer.groups, trainer.state
     assert run.model.vocab_size
-    sizes = dataset_sizes(run, trainer.batches)
+    sizes = dataset_sizes(trainer)
     reads = groups.tp.rank == 0
     vocab_size = run.model.vocab_size
 
@@ -190,7 +206,7 @@ def build_readers(trainer: Trainer, eod: int) -> Splits[BatchReader | None]:
     datasets = together(groups.world, lambda: first or open_all())
     # Which splits exist is the same everywhere: rank 0 always reads.
     exist = gather_objects([dataset is not None for _, dataset in datasets.items()], groups.world)[0]
-    consumed = (state.consumed_samples, state.consumed_valid_samples, 0)
+    consumed = (state.consumed_samples, 0 if run.train.skip_train else state.consumed_valid_samples, 0)
 
     def reader(dataset: SampleDataset | None, samples: int, exists: bool) -> BatchReader | None:
         return _reader(trainer, dataset, samples, eod) if exists else None
@@ -202,14 +218,19 @@ def build_readers(trainer: Trainer, eod: int) -> Splits[BatchReader | None]:
     return Splits(train, valid, test)
 
 
-def dataset_sizes(run: RunConfig, batches: BatchSchedule) -> Splits[int | None]:
-    """Samples that training, all evaluations and the test will read."""
-    per_evaluation = run.eval.eval_iters * batches.final_global_batch_size
+def dataset_sizes(trainer: Trainer) -> Splits[int | None]:
+    """Samples that training, all evaluations and the test will have read at the end of the run.
+
+    What was read before a resume counts as it was, even if batches or evaluations had another size then.
+    """
+    run, state = trainer.run, trainer.state
+    per_evaluation = run.eval.eval_iters * trainer.batches.final_global_batch_size
     if run.train.skip_train:
         return Splits(None, per_evaluation, per_evaluation)
-    every = run.eval.eval_interval
-    evaluations = (batches.total_iterations // every if every else 0) + 1
-    return Splits(batches.total_samples, evaluations * per_evaluation, per_evaluation)
+    every, last = run.eval.eval_interval, trainer.total_iterations
+    evaluations = (last // every - state.iteration // every if every else 0) + 1
+    valid = state.consumed_valid_samples + evaluations * per_evaluation
+    return Splits(state.consumed_samples + trainer.samples_left, valid, per_evaluation)
 
 
 def _reader(trainer: Trainer, dataset: SampleDataset | None, consumed: int, eod: int) -> BatchReader:

@@ -43,6 +43,35 @@ class Trainer:
     state: TrainState
     step: TrainStep
 
+    @property
+    def total_iterations(self) -> int:
+        """Steps of the whole run, those done before a resume included."""
+        samples = self.run.train.train_samples
+        if samples is None:
+            return self.batches.total_iterations
+        # Counted from here: the steps done so far may have had another batch size.
+        done = self.batches.iterations_for(self.state.consumed_samples)
+        return self.state.iteration + self.batches.iterations_for(samples) - done
+
+    @property
+    def samples_left(self) -> int:
+        """Samples that training still has to read."""
+        samples = self.run.train.train_samples
+        if samples is not None:
+            return max(0, samples - self.state.consumed_samples)
+        total = self.batches.total_iterations
+        return self.batches.samples_for(total) - self.batches.samples_for(min(self.state.iteration, total))
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left: all are done, the samples do not fill another, or nothing is trained."""
+        if self.run.train.skip_train:
+            return True
+        samples, consumed = self.run.train.train_samples, self.state.consumed_samples
+        if samples is None:
+            return self.state.iteration >= self.batches.total_iterations
+        return consumed + self.batches.global_batch_size(consumed) > samples
+
     def train_step(self) -> StepReport:
         """One optimizer step on the next global batch."""
         started = time.perf_counter()
@@ -61,8 +90,10 @@ class Trainer:
             scale = self.optimizer.loss_scale.value
             loss, update = self.step(microbatches, lr, weight_decay)
             norm, num_zeros = update.grad_norm, update.num_zeros
-            skipped = not update.applied and self.optimizer.loss_scale.value != scale
-            nan = not update.applied and not skipped
+            # A scale at its floor has nothing left to lower: then it is no overflow but a NaN.
+            overflow = self.optimizer.loss_scale.dynamic and scale > run.optimizer.min_loss_scale
+            skipped = overflow and not update.applied
+            nan = not (overflow or update.applied)
         state.iteration += 1
         state.consumed_samples += samples
         if not (skipped or nan):

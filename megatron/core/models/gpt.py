@@ -17,7 +17,10 @@ from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 
 
 class GPTModel(nn.Module):
-    """tokens [b, s] -> loss per token [b, s], or logits [s, b, padded vocab / tp] when no labels are given."""
+    """tokens [b, s] -> loss per token [b, s], or logits [s, b, padded vocab / tp] when no labels are given.
+
+    With caches (generation) logits are of the last position only, [1, b, padded vocab / tp].
+    """
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -53,6 +56,8 @@ class GPTModel(nn.Module):
         """positions [b or 1, s]; segments [b, s] document ids or None; caches: one a layer, in generation."""
         hidden = self.embedding(tokens, positions)
         hidden = self.decoder(hidden, Positions(self._tables(positions), segments), caches)
+        if caches is not None:
+            hidden = hidden[-1:]  # generation asks for the next token only, and the head is the widest layer
         logits: Tensor = self.output_layer(hidden)
         if labels is None:
             return logits

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.comm.collectives import (
@@ -26,6 +25,7 @@ from megatron.core.comm.collectives import (
 )
 from megatron.core.groups import Group
 from megatron.core.parameter import GradSlot, Init, Parameter, make_parameter
+from megatron.kernels.ops.gemm import input_grad, linear
 from megatron.kernels.ops.weight_grad import WeightGrad
 
 
@@ -131,7 +131,7 @@ class _Column(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.tp, ctx.weight_grad = weight, bias, tp, weight_grad
         ctx.sequence_parallel = sequence_parallel and tp.size > 1
         full = all_gather(x, tp) if ctx.sequence_parallel else x
-        return F.linear(full, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        return linear(full, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
@@ -142,7 +142,7 @@ class _Column(torch.autograd.Function):
             x, gather = all_gather_async(x, tp)
         grad_x, reduce = None, None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ ctx.weight.flatten(0, -2)
+            grad_x = input_grad(grad, ctx.weight.flatten(0, -2))
             if ctx.sequence_parallel:
                 grad_x, reduce = reduce_scatter_async(grad_x, tp)
             elif tp.size > 1:
@@ -164,7 +164,7 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.tp, ctx.weight_grad = weight, tp, weight_grad
         ctx.sequence_parallel = sequence_parallel and tp.size > 1
-        out = F.linear(x, weight)
+        out = linear(x, weight)
         if ctx.sequence_parallel:
             return reduce_scatter(out, tp)
         return all_reduce(out, tp)
@@ -174,7 +174,7 @@ class _Row(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if ctx.sequence_parallel:
             grad = all_gather(grad, ctx.tp)
-        grad_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
+        grad_x = input_grad(grad, ctx.weight) if ctx.needs_input_grad[0] else None
         grad_weight = _deliver_weight(ctx.weight, grad, x, ctx.weight_grad) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None, None, None
 

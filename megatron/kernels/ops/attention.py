@@ -7,7 +7,6 @@ math kernels by itself. `flash` demands FlashAttention (see backends/flash.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.kernels.backends import flash
+from megatron.kernels.ops.gemm import slow_half
 
 
 class AttentionKernel(Protocol):
@@ -61,16 +61,29 @@ def causal_mask(s: int, t: int, segments: Tensor | None, device: torch.device) -
     return (allowed & (segments[:, -s:, None] == segments[:, None, :])).unsqueeze(1)
 
 
+def in_fp32(kernel: AttentionKernel) -> AttentionKernel:
+    """`kernel` on fp32 copies of half-precision tensors; the result is rounded once."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: float) -> Tensor:
+        return kernel(q.float(), k.float(), v.float(), segments=segments, dropout=dropout).to(q.dtype)
+
+    return attention
+
+
 def choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[AttentionKernel, str]:
-    """The kernel for `--attention-backend asked` and one line saying what was chosen and why."""
-    available: dict[str, Callable[[], str | None]] = {"flash": lambda: flash.missing(device, dtype)}
+    """The kernel for `--attention-backend asked`, and "kernel (why this one)" for the start-up table."""
     if asked == "unfused":
         return unfused, "unfused (plain torch, asked for)"
-    if asked == "fused":
-        return fused, "fused (torch SDPA, asked for)"
-    reason = available["flash"]()
-    if reason is None:
-        return flash.attention(fused), f"flash ({flash.version()})"
-    if asked == "flash":
-        raise ConfigError(f"--attention-backend flash cannot be used: {reason}; use auto or fused")
-    return fused, f"fused (torch SDPA; no flash: {reason})"
+    if asked in ("auto", "flash"):
+        reason = flash.missing(device, dtype)
+        if reason is None:
+            return flash.attention(fused), f"flash ({flash.version()})"
+        if asked == "flash":
+            raise ConfigError(f"--attention-backend flash cannot be used: {reason}; use auto or fused")
+        why = f"no flash: {reason}"
+    else:
+        why = "asked for"
+    if slow_half(device, dtype):
+        name = str(dtype).removeprefix("torch.")
+        return in_fp32(fused), f"fused (torch SDPA in fp32, this CPU has no {name} products; {why})"
+    return fused, f"fused (torch SDPA; {why})"

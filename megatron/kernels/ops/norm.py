@@ -28,14 +28,16 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
         h = x.shape[-1]
-        grad = grad.float()
-        normalized = (x.float() * rstd).view(-1, h)
-        product = grad.reshape(-1, h) * normalized
+        # reshape, not view: without rotary embedding, attention hands back the gradient of q and k in its own strides.
+        grad = grad.reshape(-1, h).float()
+        rstd = rstd.reshape(-1, 1)
+        normalized = x.reshape(-1, h).float() * rstd
+        product = grad * normalized
         grad_weight = product.sum(0)
         w = weight.float()
         # dx = rstd * (g - n * mean(g * n)) with g = grad * w and n the normalised input; g * n = product * w.
         projection = product.mv(w).div_(h).unsqueeze(-1)
-        grad_x = (grad * w).view(-1, h).addcmul_(normalized, projection, value=-1).mul_(rstd.view(-1, 1))
+        grad_x = (grad * w).addcmul_(normalized, projection, value=-1).mul_(rstd)
         return grad_x.view_as(x).to(x.dtype), grad_weight.to(weight.dtype), None
 
 

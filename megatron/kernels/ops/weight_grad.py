@@ -1,7 +1,8 @@
 """Weight gradients of linear layers, accumulated into an fp32 buffer.
 
 Fused: the GEMM itself accumulates, so the gradient never exists in the activation dtype and is never read back. Torch has
-it for fp32 on every device and, with an fp32 output of bf16/fp16 operands, on CUDA. Otherwise: a GEMM, then an addition.
+it for fp32 on every device and, with an fp32 output of bf16/fp16 operands, on CUDA. A CPU whose half-precision products
+are slow (see gemm.py) takes them in fp32 anyway, and so fused. Otherwise: a GEMM, then an addition.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from megatron.kernels.ops.gemm import slow_half
 
 # (main_grad [out, in] fp32, grad of the output [n, out], input [n, in], overwrite instead of accumulate)
 WeightGrad = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -32,6 +35,11 @@ def fused(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
         main_grad.addmm_(grad.t(), x)
 
 
+def fused_upcast(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
+    """Half-precision operands, converted: the GEMM writes or accumulates in place."""
+    fused(main_grad, grad.float(), x.float(), overwrite)
+
+
 def fused_mixed(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
     """bf16 or fp16 operands, fp32 accumulation and output, CUDA only."""
     if overwrite:
@@ -48,4 +56,6 @@ def choose(fusion: bool, device: torch.device, dtype: torch.dtype) -> tuple[Weig
         return fused, None
     if device.type == "cuda":
         return fused_mixed, None
+    if slow_half(device, dtype):
+        return fused_upcast, None
     return separate, f"torch has no {str(dtype).removeprefix('torch.')} GEMM with fp32 output on {device.type}"

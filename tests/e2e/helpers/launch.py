@@ -4,6 +4,7 @@ import atexit
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,14 +46,21 @@ class Job:
         """Until a rank has written `text`."""
         deadline = time.monotonic() + timeout
         while text not in self.text(rank, kind):
-            assert not self._poll(), f"ended with {self.codes} before {text!r}\n{self._all_text()}"
+            assert not self.ended(), f"ended with {self.codes} before {text!r}\n{self._all_text()}"
             assert time.monotonic() < deadline, f"no {text!r} within {timeout} s\n{self._all_text()}"
             time.sleep(0.02)
 
     def wait(self, timeout=60.0):
-        """The result. Processes that outlive the timeout are killed, and the test fails."""
-        deadline = time.monotonic() + timeout
-        while not self._poll():
+        """The result. Processes that outlive the timeout are killed, and the test fails.
+
+        As torchrun does: when a rank fails, the others get SIGTERM.
+        """
+        deadline, told = time.monotonic() + timeout, False
+        while not self.ended():
+            if any(self.codes.values()) and not told:
+                told = True
+                for rank in self._running():
+                    os.kill(self.pids[rank], signal.SIGTERM)
             if time.monotonic() > deadline:
                 left = self.kill()
                 raise AssertionError(f"ranks {left} still ran after {timeout} s\n{self._all_text()}")
@@ -67,14 +75,17 @@ class Job:
 
     def kill(self):
         """Kill what still runs; returns those ranks."""
-        left = [rank for rank in range(len(self.pids)) if rank not in self.codes]
+        left = self._running()
         for rank in left:
-            os.kill(self.pids[rank], 9)
-        while not self._poll():
+            os.kill(self.pids[rank], signal.SIGKILL)
+        while not self.ended():
             time.sleep(0.01)
         return left
 
-    def _poll(self):
+    def _running(self):
+        return [rank for rank in range(len(self.pids)) if rank not in self.codes]
+
+    def ended(self):
         """Whether every process has ended."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
@@ -171,5 +182,5 @@ def _server():
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(process.kill)
+    atexit.register(process.stdin.close)  # it then ends, and its children with it
     return process

@@ -28,7 +28,7 @@ SHAPE = {
 TRAINING = {
     "--tokenizer-type": "NullTokenizer",
     "--seq-length": SEQ,
-    "--micro-batch-size": 1,
+    "--micro-batch-size": 4,
     "--global-batch-size": 8,
     "--train-iters": 10,
     "--lr": 3e-3,
@@ -53,12 +53,12 @@ def flags(*changes, without=()):
     return argv
 
 
-def write_dataset(prefix, seed, documents=40):
+def write_dataset(prefix, seed, documents=40, vocab=VOCAB):
     """Documents of 5 to 60 tokens, each ended by the end-of-document id."""
     random = np.random.RandomState(seed)
     with IndexedDatasetWriter(prefix, "uint16") as writer:
         for _ in range(documents):
-            writer.add_document([*random.randint(0, VOCAB - 1, random.randint(5, 60)), VOCAB - 1])
+            writer.add_document([*random.randint(0, vocab - 1, random.randint(5, 60)), vocab - 1])
         writer.finalize()
     return str(prefix)
 

@@ -4,12 +4,13 @@ Starting Python and torch costs seconds a process; a fork costs nothing. A rank 
 a process of its own with torchrun's environment variables, its own stdout and stderr, signals and exit code.
 
 Requests and answers are lines of JSON: {"argv", "env", "out", "err", "driver"} -> pid; {"poll": pid} -> exit code, minus
-the signal that killed it, or null while it runs.
+the signal that killed it, or null while it runs. When stdin ends, ranks that still run are killed.
 """
 
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 
@@ -20,20 +21,28 @@ from megatron.training.main import main
 
 def serve():
     torch.set_num_threads(1)  # before the first fork: no pool of threads may exist in the parent
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler, for a second or two
+    running = set()
     for line in sys.stdin:
         job = json.loads(line)
-        answer = _poll(job["poll"]) if "poll" in job else _fork(job)
+        answer = _poll(job["poll"], running) if "poll" in job else _fork(job, running)
         print(json.dumps(answer), flush=True)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
 
 
-def _poll(pid):
+def _poll(pid, running):
     ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
+    if not ended:
+        return None
+    running.remove(pid)
+    return os.waitstatus_to_exitcode(status)
 
 
-def _fork(job):
+def _fork(job, running):
     pid = os.fork()
     if pid:
+        running.add(pid)
         return pid
     code = 1
     try:

@@ -1,0 +1,46 @@
+"""Runs with a fault put in: each takes the program's argv, arranges the fault in its own process, and calls main."""
+
+import os
+import resource
+
+from megatron.training.main import main
+from megatron.training.step import TrainStep
+
+
+def own_data_path(argv):
+    """Rank FAULTY_RANK reads FAULTY_PREFIX instead of the --data-path of the others."""
+    if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
+        argv = list(argv)
+        argv[argv.index("--data-path") + 1] = os.environ["FAULTY_PREFIX"]
+    main(argv, description="test")
+
+
+def raises_in_a_step(argv):
+    """Rank FAULTY_RANK raises in its third step."""
+    before_each_step(_raise_at_third)
+    main(argv, description="test")
+
+
+def before_each_step(action):
+    """Call action(step object, number of the step from 1) before each training step of this process."""
+    original, count = TrainStep.__call__, [0]
+
+    def call(self, *args):
+        count[0] += 1
+        action(self, count[0])
+        return original(self, *args)
+
+    TrainStep.__call__ = call
+
+
+def _raise_at_third(step, number):
+    if number == 3 and os.environ["RANK"] == os.environ["FAULTY_RANK"]:
+        raise ZeroDivisionError("a bug in the model")
+
+
+def cannot_write_large_files(argv):
+    """Files of rank FAULTY_RANK end at FAULTY_BYTES: a write beyond fails, as on a full disk."""
+    if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
+        limit = int(os.environ["FAULTY_BYTES"])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    main(argv, description="test")

@@ -1,0 +1,115 @@
+"""A rank that dies, freezes or raises ends the job within seconds, and the others say which one it was."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.helpers.launch import Torchrun, run, start
+from tests.e2e.helpers.runs import MOCK, figures, flags
+
+LONG = {"--train-iters": 100000, "--lr-decay-style": "constant"}
+RAISES = "tests.e2e.helpers.drivers:raises_in_a_step"
+
+
+def saving(tmp_path, **changes):
+    return {**MOCK, **LONG, "--save": tmp_path / "save", "--save-interval": 5, **changes}
+
+
+def assert_continues(tmp_path, lost):
+    """The last checkpoint that the lost run named loads in a world of two, and training goes on after it."""
+    last = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
+    assert f"successfully saved checkpoint from iteration {last:7d}" in lost.stdout[0]
+    resume = {"--load": tmp_path / "save", "--exit-interval": last + 2, "--save-interval": 1000}
+    resumed = run(flags(saving(tmp_path, **resume)), tmp_path / "log-resumed", 2)
+    assert resumed.codes == [0, 0], resumed.text
+    assert list(figures(resumed.stdout[0])) == [last + 1, last + 2]
+
+
+def test_killed_under_torchrun(tmp_path, capfd):
+    job = Torchrun(flags(saving(tmp_path)), tmp_path / "log", 2)
+    job.wait_for("successfully saved checkpoint from iteration      10")
+    beat = json.loads((tmp_path / "save" / "heartbeat" / "rank_00001.json").read_text())
+    started = time.monotonic()
+    os.kill(beat["pid"], signal.SIGKILL)
+    lost = job.wait(timeout=40)
+    seconds = time.monotonic() - started
+    with capfd.disabled():
+        print(f"\n  job ended {seconds:.1f} s after one of its ranks was killed")
+    assert seconds < 30 and lost.codes == [1]
+    ours = [line for line in lost.stderr[0].splitlines() if line.startswith("error on rank 0: ")]
+    assert len(ours) == 1, lost.stderr[0]
+    named = r"error on rank 0: \w+ number \d+ on group (dp_cp|world) \(ranks 0, 1\) failed after [\d.]+ s: rank 1 is gone"
+    assert "last in phase 'start'" not in ours[0]
+    assert re.match(named, ours[0]) and f"pid {beat['pid']}" in ours[0], ours[0]
+    assert_continues(tmp_path, lost)
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_killed(axis, tmp_path):
+    options = saving(tmp_path, **({"--tensor-model-parallel-size": 2} if axis == "tp" else {}))
+    job = start(flags(options), tmp_path / "log", 2)
+    job.wait_for("iteration        3/")
+    os.kill(job.pids[1], signal.SIGKILL)
+    started = time.monotonic()
+    lost = job.wait(timeout=20)
+    assert lost.codes == [1, -9] and time.monotonic() - started < 10
+    assert re.match(r"error on rank 0: \w+ number \d+ on group \w+ \(ranks 0, 1\) failed", lost.stderr[0]), lost.text
+    assert "rank 1 is gone or frozen (no heartbeat any more, last in phase '" in lost.stderr[0]
+    assert "Traceback" not in lost.text and lost.stderr[0].count("\n") == 1
+
+
+def test_frozen(tmp_path, capfd):
+    timeout = 4
+    job = start(flags(MOCK, LONG, {"--distributed-timeout-minutes": timeout / 60}), tmp_path / "log", 2)
+    job.wait_for("iteration        3/")
+    os.kill(job.pids[1], signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        while 0 not in job.codes and time.monotonic() - started < 30:
+            job.ended()
+            time.sleep(0.05)
+        seconds = time.monotonic() - started
+    finally:
+        job.kill()
+    with capfd.disabled():
+        print(f"\n  job ended {seconds:.1f} s after one of its ranks froze, with a timeout of {timeout} s")
+    text = job.text(0, "err")
+    assert job.codes[0] == 1 and timeout < seconds < timeout + 10, text
+    assert "rank 1 is gone or frozen (no heartbeat any more, last in phase '" in text and str(job.pids[1]) in text
+    assert "Traceback" not in text and text.count("\n") == 1, text
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_raises(axis, tmp_path):
+    options = saving(tmp_path, **({"--tensor-model-parallel-size": 2} if axis == "tp" else {}))
+    env = {"FAULTY_RANK": 1}
+    lost = run(flags(options), tmp_path / "log", 2, driver=RAISES, env=env, timeout=15)
+    assert lost.codes == [1, 1], lost.text
+    own = lost.stderr[1].splitlines()
+    assert own[0].startswith("Traceback") and own[-2] == "ZeroDivisionError: a bug in the model"
+    assert own[-1] == "error on rank 1: ZeroDivisionError: a bug in the model"
+    assert "rank 1 ended: ZeroDivisionError: a bug in the model" in lost.stderr[0]
+    assert "Traceback" not in lost.stderr[0]
+    beats = {path.name: json.loads(path.read_text()) for path in Path(tmp_path / "save" / "heartbeat").iterdir()}
+    assert beats["rank_00001.json"]["error"] == "ZeroDivisionError: a bug in the model"
+    assert beats["rank_00000.json"]["error"] == "it lost other ranks, too"
+
+
+def test_one_process_that_raises(tmp_path):
+    lost = run(flags(MOCK), tmp_path / "log", driver=RAISES, env={"FAULTY_RANK": 0})
+    assert lost.codes == [1] and lost.stderr[0].splitlines()[0].startswith("Traceback")
+
+
+def test_data_worker_that_is_killed(tmp_path):
+    """The out-of-memory killer takes a loader's process: the run says so and ends."""
+    job = start(flags(MOCK, LONG, {"--num-workers": 1}), tmp_path / "log")
+    job.wait_for("iteration        3/")
+    (worker,) = map(int, Path(f"/proc/{job.pids[0]}/task/{job.pids[0]}/children").read_text().split())
+    os.kill(worker, signal.SIGKILL)
+    lost = job.wait(timeout=20)
+    assert lost.codes == [1] and re.search("DataLoader worker|data-loading process", lost.stderr[0]), lost.text

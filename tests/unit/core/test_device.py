@@ -1,0 +1,137 @@
+"""Devices, threads and memory figures on a machine without a GPU; CUDA's answers are given by stand-ins."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.device import (
+    PEAK_BF16_TFLOPS,
+    choose_device,
+    memory_report,
+    peak_tflops,
+    set_cpu_threads,
+    synchronize,
+)
+from megatron.core.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs; the list of devices that were set."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    return taken
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+class TestChoose:
+    @pytest.mark.parametrize("asked", ["auto", "cpu"])
+    def test_without_gpu(self, asked, no_gpu):
+        assert choose_device(asked, local_rank=3) == CPU
+
+    def test_cuda_without_gpu(self, no_gpu):
+        with pytest.raises(ConfigError, match="--device cuda was asked for but torch sees no CUDA device"):
+            choose_device("cuda", 0)
+
+    @pytest.mark.parametrize("asked", ["auto", "cuda"])
+    def test_with_gpus(self, asked, gpus):
+        assert choose_device(asked, 1) == torch.device("cuda", 1)
+        assert gpus == [torch.device("cuda", 1)]
+
+    def test_cpu_with_gpus(self, gpus):
+        assert choose_device("cpu", 1) == CPU and gpus == []
+
+    def test_more_processes_than_gpus(self, gpus):
+        with pytest.raises(ConfigError, match="local rank 2 has no GPU: this host has 2; lower --nproc-per-node to 2"):
+            choose_device("auto", 2)
+
+
+class TestThreads:
+    @pytest.fixture
+    def threads(self, monkeypatch):
+        """Eight cores and no OMP_NUM_THREADS; the list of what was set."""
+        found = []
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+        monkeypatch.setattr(torch, "set_num_threads", found.append)
+        return found
+
+    @pytest.mark.parametrize(("processes", "each"), [(1, 8), (2, 4), (3, 2), (16, 1)])
+    def test_cores_are_shared(self, threads, processes, each):
+        set_cpu_threads(CPU, processes)
+        assert threads == [each]
+
+    def test_the_environment_wins(self, threads, monkeypatch):
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        set_cpu_threads(CPU, 2)
+        assert threads == []
+
+    def test_not_on_cuda(self, threads):
+        set_cpu_threads(torch.device("cuda"), 2)
+        assert threads == []
+
+
+class TestMemory:
+    def test_cpu(self):
+        before = memory_report(CPU)
+        held = torch.ones(50_000_000, dtype=torch.uint8)  # 50 MB, touched
+        after = memory_report(CPU)
+        assert after.allocated - before.allocated > 40_000_000
+        slack = 5_000_000  # the kernel updates the two counters in batches
+        assert after.peak_allocated > after.allocated - slack and after.peak_reserved == after.peak_allocated
+        del held
+        released = memory_report(CPU)
+        assert released.allocated < after.allocated - 40_000_000
+        assert released.peak_allocated > after.allocated - slack, "the peak stays"
+        assert 0 < released.allocated < released.total
+
+    def test_cuda(self, monkeypatch):
+        for name, value in (("memory_allocated", 1), ("max_memory_allocated", 2), ("max_memory_reserved", 3)):
+            monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=4))
+        report = memory_report(torch.device("cuda"))
+        assert (report.allocated, report.peak_allocated, report.peak_reserved, report.total) == (1, 2, 3, 4)
+
+
+class TestPeak:
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [
+            ("NVIDIA H100 80GB HBM3", 989.0),
+            ("NVIDIA H100 PCIe", 756.0),
+            ("NVIDIA H200", 989.0),
+            ("NVIDIA H20", 148.0),
+            ("NVIDIA B200", 2250.0),
+            ("NVIDIA A100-SXM4-80GB", 312.0),
+            ("NVIDIA L40S", 362.0),
+            ("NVIDIA L4", 121.0),
+            ("Some other GPU", None),
+        ],
+    )
+    def test_by_name(self, monkeypatch, name, expected):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        assert peak_tflops(torch.device("cuda"), torch.bfloat16) == expected
+
+    def test_unknown_is_none(self):
+        assert peak_tflops(CPU, torch.bfloat16) is None
+        assert peak_tflops(torch.device("cuda"), torch.float32) is None
+
+    def test_a_longer_name_comes_first(self):
+        """The first key that is part of the name wins."""
+        keys = list(PEAK_BF16_TFLOPS)
+        for number, key in enumerate(keys):
+            assert not any(earlier in key for earlier in keys[:number]), f"{key} can never be found"
+
+
+def test_synchronize_on_cpu_does_nothing():
+    synchronize(CPU)

@@ -1,0 +1,88 @@
+"""A small model with grouped heads and random weights, a checkpoint of one, and generation in its simplest forms."""
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.core.inference.generate import generate
+from megatron.core.inference.sampling import Sampling
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parameter import initialize, local_parameters
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Build
+from megatron.kernels.choose import choose_kernels
+from megatron.training.checkpoint import save_checkpoint
+from megatron.training.setup import build as build_trainer
+from tests.unit.config.runs import make_run
+
+GREEDY = Sampling(temperature=0.0)
+LLAMA = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "init_method_std": 0.15,  # large enough that the likeliest token changes from step to step
+    "max_position_embeddings": 64,
+    "vocab_size": 99,
+    "make_vocab_size_divisible_by": 16,
+}
+# Learned positions, tied embeddings, biases, no grouping.
+GPT2 = {
+    name: value
+    for name, value in LLAMA.items()
+    if name in ("num_layers", "hidden_size", "num_attention_heads", "init_method_std", "max_position_embeddings",
+                "vocab_size", "make_vocab_size_divisible_by")
+}  # fmt: skip
+PROMPTS = [[5, 17, 3], [60], [1, 2, 3, 4, 5, 6, 7, 8, 9], [98, 0, 44, 44, 21]]
+
+
+def small_model(groups, device=None, seed=3, **fields):
+    """(model in evaluation mode, how it was built)."""
+    device = device or torch.device("cpu")
+    config = ModelConfig(**fields)
+    build = Build(config, groups, False, choose_kernels(config, device), RngTracker(0, groups, device), device)
+    model = GPTModel(build).eval()
+    initialize(local_parameters(model), seed)
+    return model, build
+
+
+def run(model, build, prompts, new=12, sampling=GREEDY, seeds=None, stop=lambda index, token: False):
+    """Every new id of each prompt."""
+    seeds = seeds or list(range(len(prompts)))
+    found = [[] for _ in prompts]
+    options = {"vocab_size": build.config.vocab_size, "sampling": sampling, "seeds": seeds, "stop": stop}
+    for step in generate(model, build, prompts, max_new_tokens=new, **options):
+        for sequence, token in zip(found, step, strict=True):
+            if token is not None:
+                sequence.append(token)
+    return found
+
+
+def one_by_one(model, build, prompts, new=12, sampling=GREEDY, seeds=None):
+    """As `run`, each prompt alone."""
+    seeds = seeds or list(range(len(prompts)))
+    return [run(model, build, [p], new, sampling, [seed])[0] for p, seed in zip(prompts, seeds, strict=True)]
+
+
+@torch.no_grad()
+def without_cache(model, build, prompt, new=12):
+    """Greedy continuation by reading the whole sequence again for every token."""
+    ids = list(prompt)
+    for _ in range(new):
+        logits = model(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0))[-1, 0]
+        ids.append(int(logits[: build.config.vocab_size].argmax()))
+    return ids[len(prompt) :]
+
+
+def save_small(groups, folder, **fields):
+    """A checkpoint of iteration 0, as a training run saves it, of LLAMA with `fields` changed; its folder."""
+    fields = {**LLAMA, "attention_dropout": 0.0, "hidden_dropout": 0.0, "device": "cpu", "num_workers": 0, **fields}
+    run = make_run(save=str(folder), save_interval=1, tensor_model_parallel_size=groups.tp.size, **fields)
+    save_checkpoint(build_trainer(run, groups, torch.device("cpu")))
+    return str(folder)

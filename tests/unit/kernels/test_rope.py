@@ -1,0 +1,157 @@
+"""Rotary embedding against transformers: frequencies of every scaling, tables and rotation bit for bit."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from megatron.config.model import ModelConfig
+from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables, rotate
+from tests.unit.kernels.close import assert_same, random
+
+HEADS, D = 4, 32
+# name -> (fields of ModelConfig, rope_parameters of a transformers config)
+SCALINGS = {
+    "plain": ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+    "base": ({"rotary_base": 500000.0}, {"rope_type": "default", "rope_theta": 500000.0}),
+    "linear": (
+        {"rotary_seq_len_interpolation_factor": 3.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    ),
+    "llama3": (
+        {
+            "rotary_base": 500000.0,
+            "use_rope_scaling": True,
+            "rope_scaling_factor": 32.0,
+            "rope_scaling_low_freq_factor": 1.0,
+            "rope_scaling_high_freq_factor": 4.0,
+            "rope_scaling_original_max_position_embeddings": 512,
+        },
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+    ),
+    "yarn": (
+        {
+            "position_embedding_type": "yarn",
+            "rope_scaling_factor": 4.0,
+            "rope_scaling_original_max_position_embeddings": 2048,
+        },
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048},
+    ),
+    "yarn tuned": (
+        {
+            "position_embedding_type": "yarn",
+            "rotary_base": 1e6,
+            "rope_scaling_factor": 16.0,
+            "rope_scaling_original_max_position_embeddings": 4096,
+            "yarn_beta_fast": 20.0,
+            "yarn_beta_slow": 2.0,
+            "yarn_mscale": 1.25,
+        },
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 20.0,
+            "beta_slow": 2.0,
+            "attention_factor": 1.25,
+        },
+    ),
+}
+
+
+def model_config(**fields):
+    shape = {"hidden_size": HEADS * D, "num_attention_heads": HEADS, "position_embedding_type": "rope"}
+    return ModelConfig(**{**shape, **fields})
+
+
+def theirs(rope):
+    """transformers' module; 8192 positions."""
+    config = LlamaConfig(
+        hidden_size=HEADS * D,
+        num_attention_heads=HEADS,
+        max_position_embeddings=8192,
+        rope_parameters=dict(rope),
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+def ours(fields):
+    return rotary_frequencies(model_config(**fields), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+class TestAgainstTransformers:
+    def test_frequencies(self, name):
+        fields, rope = SCALINGS[name]
+        expected = theirs(rope)
+        frequencies, factor = ours(fields)
+        torch.testing.assert_close(frequencies, expected.inv_freq, rtol=3e-7, atol=0)
+        assert factor == pytest.approx(expected.attention_scaling, rel=1e-12)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_rotation_has_the_same_bits(self, name, dtype):
+        """Given their frequencies: scalings may round those differently in the last bit."""
+        _, rope = SCALINGS[name]
+        module = theirs(rope)
+        s, b = 37, 2
+        positions = torch.stack([torch.arange(s), torch.arange(s) + 1000])
+        q, k = random(s, b, HEADS, D, dtype=dtype), random(s, b, 2, D, dtype=dtype, seed=1)
+        cos, sin = module(q, positions)
+        expected = apply_rotary_pos_emb(*(x.permute(1, 2, 0, 3) for x in (q, k)), cos, sin)
+        tables = rotary_tables(positions, module.inv_freq, module.attention_scaling, dtype)
+        for x, y in zip((q, k), expected, strict=True):
+            assert rotate(x, *tables).equal(y.permute(2, 0, 1, 3))
+
+
+def test_scalings_differ():
+    """The table above compares six different things."""
+    found = {tuple(ours(fields)[0].tolist()) for fields, _ in SCALINGS.values()}
+    assert len(found) == len(SCALINGS)
+
+
+def test_default_yarn_factor():
+    assert ours(SCALINGS["yarn"][0])[1] == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    assert ours({"position_embedding_type": "yarn", "rope_scaling_factor": 1.0})[1] == 1.0
+
+
+def test_tables_of_shared_positions():
+    frequencies, factor = ours({})
+    cos, sin = rotary_tables(torch.arange(5).unsqueeze(0), frequencies, factor, torch.float32)
+    assert cos.shape == sin.shape == (5, 1, 1, D // 2)
+    assert cos[0].eq(1).all() and sin[0].eq(0).all()
+
+
+def test_part_of_the_channels():
+    """--rotary-percent 0.5: the other half passes through."""
+    config = model_config(rotary_percent=0.5)
+    assert config.rotary_dim == D // 2
+    frequencies, factor = rotary_frequencies(config, torch.device("cpu"))
+    tables = rotary_tables(torch.arange(9).unsqueeze(0), frequencies, factor, torch.float32)
+    x = random(9, 1, HEADS, D)
+    out = rotate(x, *tables)
+    assert out[..., D // 2 :].equal(x[..., D // 2 :])
+    assert out[..., : D // 2].equal(rotate(x[..., : D // 2], *tables))
+    assert not out[1:, ..., : D // 2].equal(x[1:, ..., : D // 2])
+
+
+@pytest.mark.parametrize("d", [D, D + 8])
+def test_gradient(d):
+    frequencies, factor = ours(SCALINGS["yarn"][0])
+    cos, sin = rotary_tables(torch.arange(7).unsqueeze(0), frequencies, factor, torch.float32)
+
+    def plain(x):
+        first, second, rest = x[..., : D // 2], x[..., D // 2 : D], x[..., D:]
+        c, s = cos.to(x.dtype), sin.to(x.dtype)
+        return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1)
+
+    assert_same(lambda x: rotate(x, cos, sin), plain, [random(7, 2, 3, d)])

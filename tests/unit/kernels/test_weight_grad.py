@@ -1,0 +1,76 @@
+"""Weight gradients: the fused kernel against the reference, and what `choose` picks."""
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.kernels.choose import choose_kernels
+from megatron.kernels.ops import attention, weight_grad
+from tests.unit.kernels.close import random
+
+CPU = torch.device("cpu")
+KERNELS = {"fused": weight_grad.fused, "separate": weight_grad.separate}
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+class TestKernels:
+    def test_overwrites(self, kernel):
+        """Whatever was there: a fresh slot is not cleared."""
+        grad, x = random(40, 6), random(40, 5, seed=1)
+        main_grad = torch.full((6, 5), float("nan"))
+        kernel(main_grad, grad, x, True)
+        torch.testing.assert_close(main_grad, torch.einsum("no,ni->oi", grad, x))
+
+    def test_accumulates(self, kernel):
+        grad, x, main_grad = random(40, 6), random(40, 5, seed=1), random(6, 5, seed=2)
+        before = main_grad.clone()
+        kernel(main_grad, grad, x, False)
+        torch.testing.assert_close(main_grad, before + torch.einsum("no,ni->oi", grad, x))
+
+    def test_writes_into_a_slice_of_a_buffer(self, kernel):
+        buffer = torch.full((100,), 7.0)
+        kernel(buffer[64:94].view(6, 5), random(40, 6), random(40, 5, seed=1), True)
+        assert buffer[:64].eq(7).all() and buffer[94:].eq(7).all()
+        torch.testing.assert_close(buffer[64:94].view(6, 5), random(40, 6).t() @ random(40, 5, seed=1))
+
+    def test_any_strides(self, kernel):
+        grad, x = random(6, 40).t(), random(5, 40, seed=1).t()
+        main_grad = torch.empty(6, 5)
+        kernel(main_grad, grad, x, True)
+        torch.testing.assert_close(main_grad, torch.einsum("no,ni->oi", grad, x))
+
+
+def test_separate_rounds_to_the_activation_dtype_first():
+    grad, x = random(40, 6, dtype=torch.bfloat16), random(40, 5, dtype=torch.bfloat16, seed=1)
+    main_grad = torch.ones(6, 5)
+    weight_grad.separate(main_grad, grad, x, False)
+    assert main_grad.equal(1.0 + (grad.t() @ x).float())
+
+
+@pytest.mark.parametrize(
+    ("fusion", "dtype", "kernel", "why"),
+    [
+        (True, torch.float32, weight_grad.fused, None),
+        (True, torch.bfloat16, weight_grad.separate, "torch has no bfloat16 GEMM with fp32 output on cpu"),
+        (True, torch.float16, weight_grad.separate, "torch has no float16 GEMM with fp32 output on cpu"),
+        (False, torch.float32, weight_grad.separate, "turned off by --no-gradient-accumulation-fusion"),
+    ],
+)
+def test_choose(fusion, dtype, kernel, why):
+    assert weight_grad.choose(fusion, CPU, dtype) == (kernel, why)
+
+
+def test_choose_on_cuda():
+    """Nothing is run, so this needs no GPU."""
+    cuda = torch.device("cuda")
+    assert weight_grad.choose(True, cuda, torch.bfloat16) == (weight_grad.fused_mixed, None)
+    assert weight_grad.choose(True, cuda, torch.float32) == (weight_grad.fused, None)
+
+
+def test_choose_kernels_of_a_run():
+    kernels = choose_kernels(ModelConfig(bf16=True, attention_backend="unfused"), CPU)
+    assert kernels.attention is attention.unfused and kernels.weight_grad is weight_grad.separate
+    assert kernels.attention_choice.startswith("unfused") and "bfloat16" in (kernels.fusion_missing or "")
+    kernels = choose_kernels(ModelConfig(), CPU)
+    assert kernels.attention is attention.fused and kernels.weight_grad is weight_grad.fused
+    assert kernels.fusion_missing is None

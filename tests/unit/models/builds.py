@@ -1,0 +1,130 @@
+"""Small decoders built directly from fields, their buffers and optimizers, and made-up batches."""
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.distributed.grad_buffer import build_buffers
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parameter import initialize, local_parameters
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Build
+from megatron.kernels.choose import choose_kernels
+
+CPU = torch.device("cpu")
+VOCAB = 99
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+    "make_vocab_size_divisible_by": 16,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "init_method_std": 0.1,
+}
+# Grouped heads, rotary positions, gated MLP, no biases, untied.
+LLAMA = {
+    **SHAPE,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 48,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+# LayerNorm, learned positions, biases everywhere, normalised queries and keys, tied.
+GPT = {**SHAPE, "ffn_hidden_size": 64, "qk_layernorm": True}
+
+
+def make_build(fields, groups, *, sequence_parallel=False, device=CPU, seed=11):
+    """Constructor arguments of the decoder and its layers; `sequence_parallel` counts only with tp > 1."""
+    config = ModelConfig(**fields)
+    kernels = choose_kernels(config, device)
+    sequence_parallel = sequence_parallel and groups.tp.size > 1
+    return Build(config, groups, sequence_parallel, kernels, RngTracker(seed, groups, device), device)
+
+
+def make_model(fields, groups, *, spread=0.0, **options):
+    """A decoder whose weights depend on `fields` alone. `spread` moves constant ones (norms, biases), each on its own."""
+    model = GPTModel(make_build(fields, groups, **options))
+    initialize(local_parameters(model), seed=3)
+    if spread:
+        spread_constants(local_parameters(model), spread)
+    return model
+
+
+@torch.no_grad()
+def spread_constants(parameters, scale):
+    """Add to each constant parameter its own piece of normal numbers drawn for the global tensor."""
+    for number, parameter in enumerate(parameters.values()):
+        info = parameter.info
+        if info.init.kind == "constant":
+            noise = torch.randn(info.global_shape, generator=torch.Generator().manual_seed(number)) * scale
+            parameter.add_(noise[place(info.offset, parameter.shape)])
+
+
+def place(offset, shape):
+    """Index of a local piece in its global tensor."""
+    return tuple(slice(start, start + n) for start, n in zip(offset, shape))
+
+
+def make_buffers(model, groups, bucket_size=3000):
+    """Several buckets a buffer."""
+    return build_buffers(local_parameters(model), dp=groups.dp_cp, tp=groups.tp, bucket_size=bucket_size)
+
+
+def make_optimizer(buffers, groups, *, fp16=False, **fields):
+    return Optimizer(OptimizerConfig(**fields), buffers, groups, fp16=fp16)
+
+
+def make_ids(b, s, seed=0, vocab=VOCAB):
+    """Token ids [b, s + 1]."""
+    return torch.randint(0, vocab, (b, s + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def losses(model, ids):
+    """Loss per token [b, s] of ids [b, s + 1]."""
+    positions = torch.arange(ids.shape[1] - 1).unsqueeze(0)
+    return model(ids[:, :-1], positions, labels=ids[:, 1:])
+
+
+def gradients(buffers):
+    """Name -> a copy of the gradient in the buffer."""
+    return {n: p.slot.main_grad.clone() for buffer in buffers for n, p in buffer.parameters.items()}
+
+
+def pieces(buffers):
+    """[(name, offset, global shape, gradient)] of this rank, to be assembled elsewhere; plain arrays travel well."""
+    return [
+        (n, p.info.offset, p.info.global_shape, p.slot.main_grad.numpy().copy())
+        for buffer in buffers
+        for n, p in buffer.parameters.items()
+    ]
+
+
+def assemble(ranks):
+    """Name -> global gradient from the pieces of every rank; where ranks hold the same elements they must agree."""
+    whole = {}
+    for rank in ranks:
+        for name, offset, shape, piece in rank:
+            piece, here = torch.from_numpy(piece), place(offset, piece.shape)
+            tensor = whole.setdefault(name, torch.full(shape, float("nan")))
+            if not tensor[here].isnan().all():
+                torch.testing.assert_close(tensor[here], piece, rtol=1e-5, atol=1e-7, msg=f"ranks disagree on {name}")
+            tensor[here] = piece
+    return whole
+
+
+def assert_gradients(found, expected, limit=1e-5):
+    """Every element within `limit` of the largest of its tensor, or of a hundredth of the largest of all: some true
+    gradients are zero (a bias of all keys, without rotary positions: softmax does not see it) and hold only rounding."""
+    assert found.keys() == expected.keys()
+    floor = 1e-2 * max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        difference = (found[name] - gradient).abs().max() / gradient.abs().max().clamp(min=floor)
+        assert difference <= limit, f"{name}: {difference:.2e}"

@@ -1,0 +1,317 @@
+"""A small language model from nothing, on this machine's CPU, in a few minutes. `make quickstart` runs it.
+
+The corpus is the source code of Python's standard library. All parts from the dataset on are commands of this project,
+printed before they run. Everything is written to ./quickstart, which is emptied first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.training.log_line import parse_evaluation, parse_line
+from megatron.training.loss_curve import Point, draw_loss_curve
+
+ROOT = Path(__file__).resolve().parents[1]
+# Relative to ROOT, where every command runs, so that what is printed can be copied.
+OUT = Path("quickstart")
+CORPUS, TOKENIZER, DATASET = OUT / "corpus.jsonl", OUT / "tokenizer", OUT / "data" / "stdlib"
+CHECKPOINTS, LOGS, CURVE = OUT / "checkpoints", OUT / "logs", OUT / "loss.png"
+
+END_OF_TEXT = "<|endoftext|>"
+VOCABULARY = 4096
+ITERATIONS, FIRST_LEG = 180, 120  # about 1,400 tokens/s on two cores of a cloud machine, 1,024 tokens an iteration
+PROMPT = "def read_file(path):"
+
+TOKENIZER_FLAGS = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {TOKENIZER}"
+TRAIN_FLAGS = f"""
+    --preset llama-tiny --device cpu
+    --data-path {DATASET}_text_document --split 95,5,0 --num-workers 0 {TOKENIZER_FLAGS}
+    --seq-length 128 --global-batch-size 8
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 15 --adam-beta2 0.98 --weight-decay 0.1
+    --eval-interval 60 --eval-iters 12 --log-interval 5 --save {CHECKPOINTS} --save-interval 60
+"""
+TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 8"
+DATA_PARALLEL = "--tensor-model-parallel-size 1 --micro-batch-size 4"
+
+
+class PartFailedError(Exception):
+    """A part of the quickstart did not work; the message is the one line to show."""
+
+
+def main() -> int:
+    """Run the parts in order; 0, or 1 at the first that fails."""
+    os.chdir(ROOT)
+    shutil.rmtree(OUT, ignore_errors=True)
+    LOGS.mkdir(parents=True)
+    parts: dict[str, Callable[[], None]] = {
+        "Collect the corpus": collect_corpus,
+        "Train a tokenizer": train_tokenizer,
+        "Tokenize the corpus with 2 workers": preprocess,
+        "Pre-train with tensor parallelism 2 and sequence parallelism": pretrain,
+        "Continue the checkpoint with data parallelism 2": resume,
+        "Generate code": generate,
+        "Draw the loss curve": draw,
+    }
+    seconds: dict[str, float] = {}
+    for number, (title, part) in enumerate(parts.items(), start=1):
+        print(f"\n=== {number}/{len(parts)} {title}\n", flush=True)
+        started = time.monotonic()
+        try:
+            part()
+        except PartFailedError as error:
+            return fail(title, str(error))
+        except KeyboardInterrupt:
+            return fail(title, "interrupted")
+        except Exception as error:
+            traceback.print_exc()
+            return fail(title, f"{type(error).__name__}: {error}")
+        seconds[title] = time.monotonic() - started
+    print(f"\n=== Done in {sum(seconds.values()):.0f} s\n\n{summary(seconds)}")
+    return 0
+
+
+def fail(title: str, why: str) -> int:
+    """Say on one line, below the part's own output, what did not work."""
+    print(f"\nquickstart stopped at '{title}': {why}", file=sys.stderr, flush=True)
+    return 1
+
+
+def collect_corpus() -> None:
+    """The running interpreter's standard library -> one JSON line a file."""
+    texts = read_sources(Path(sysconfig.get_path("stdlib")))
+    with open(CORPUS, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    print(f"{len(texts)} files of Python's standard library, {CORPUS.stat().st_size / 1e6:.1f} MB, in {CORPUS}")
+
+
+def read_sources(folder: Path) -> list[str]:
+    """The texts of all .py files below `folder` but installed packages, in an order that is shuffled and always the same.
+
+    --split takes the held-out documents from the end: in the order of their names they would be a few packages.
+    """
+    paths = [p for p in folder.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts)]
+    texts = [path.read_bytes().decode("utf-8", errors="ignore") for path in sorted(paths)]
+    random.Random(1234).shuffle(texts)
+    return [text for text in texts if text.strip()]
+
+
+def train_tokenizer() -> None:
+    """A byte-level BPE, learnt from every fourth document, as a Hugging Face folder."""
+    with open(CORPUS, encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for number, line in enumerate(file) if number % 4 == 0]
+    save_tokenizer(texts, VOCABULARY, TOKENIZER)
+    print(f"{VOCABULARY} tokens, learnt from {len(texts)} files, in {TOKENIZER}")
+
+
+def save_tokenizer(texts: Sequence[str], vocabulary: int, folder: Path) -> None:
+    """Train on `texts` and write what AutoTokenizer loads; END_OF_TEXT is its eos token."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT).save_pretrained(folder)
+
+
+def preprocess() -> None:
+    """JSON lines -> .bin/.idx."""
+    flags = f"--input {CORPUS} --output-prefix {DATASET} --workers 2 --append-eod {TOKENIZER_FLAGS}"
+    run_command("preprocess", [python(), "tools/preprocess_data.py", *flags.split()])
+
+
+def pretrain() -> None:
+    """The first leg: one replica, its layers cut in two. --exit-interval ends it before the run is over."""
+    flags = f"{TENSOR_PARALLEL} --exit-interval {FIRST_LEG}"
+    run_command("pretrain_tp2", training(flags, ITERATIONS))
+
+
+def resume() -> None:
+    """The second leg: the same run from its checkpoint, now two whole replicas."""
+    run_command("resume_dp2", training(f"{DATA_PARALLEL} --load {CHECKPOINTS}", ITERATIONS))
+
+
+def training(flags: str, iterations: int) -> list[str]:
+    """The command that trains on two processes to `iterations`, under the layout that `flags` give."""
+    return [*torchrun(), "pretrain_gpt.py", *TRAIN_FLAGS.split(), "--train-iters", str(iterations), *flags.split()]
+
+
+def generate() -> None:
+    """A continuation of PROMPT by the last checkpoint."""
+    run_command("generate", generation(PROMPT))
+
+
+def generation(prompt: str) -> list[str]:
+    """The command that continues `prompt`."""
+    flags = f"--load {CHECKPOINTS} --max-new-tokens 64 --temperature 0.8 --top-p 0.95"
+    return [python(), "tools/generate.py", *flags.split(), "--prompt", prompt]
+
+
+def draw() -> None:
+    """Losses of both legs, from their log lines."""
+    train, validation = read_losses([LOGS / "pretrain_tp2.log", LOGS / "resume_dp2.log"])
+    entropy = unigram_entropy(IndexedDataset(f"{DATASET}_text_document"))
+    title = f"LLaMA on Python's sources: TP 2 to iteration {FIRST_LEG}, then DP 2"
+    draw_loss_curve(CURVE, train, validation, ("unigram entropy", entropy), title)
+    print(f"{len(train)} training and {len(validation)} validation losses in {CURVE}")
+    if validation[-1][1] >= entropy:
+        raise PartFailedError(f"validation loss {validation[-1][1]:.3f} is not below the unigram entropy {entropy:.3f}")
+
+
+def read_losses(logs: Sequence[Path]) -> tuple[list[Point], list[Point]]:
+    """(training, validation) losses by iteration, from the lines that runs print."""
+    lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
+    train = [fields for line in lines if "lm loss" in (fields := parse_line(line))]
+    validation = [fields for line in lines if "iteration" in (fields := parse_evaluation(line))]
+    train_points, validation_points = (
+        [(int(fields["iteration"]), float(fields["lm loss"])) for fields in found] for found in (train, validation)
+    )
+    return train_points, validation_points
+
+
+def unigram_entropy(dataset: IndexedDataset) -> float:
+    """Entropy of the tokens' frequencies, nats: the loss of a model that knows how often each token occurs, no more."""
+    counts = np.zeros(0, np.int64)
+    for sequence in range(len(dataset)):
+        more = np.bincount(dataset.get(sequence), minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def summary(seconds: Mapping[str, float]) -> str:
+    """What was made and where, how good it is, what took how long, and what to try next."""
+    train, validation = read_losses([LOGS / "pretrain_tp2.log", LOGS / "resume_dp2.log"])
+    dataset = IndexedDataset(f"{DATASET}_text_document")
+    tokens = int(np.sum(dataset.sequence_lengths, dtype=np.int64))
+    parameters = re.search(r"number of parameters on .*: (\d+)", (LOGS / "resume_dp2.log").read_text(encoding="utf-8"))
+    assert parameters, "the log of a run says how many parameters it trains"
+    made = {
+        CORPUS: f"{len(dataset)} documents, {CORPUS.stat().st_size / 1e6:.1f} MB",
+        TOKENIZER: f"byte-level BPE, {VOCABULARY} tokens",
+        DATASET.parent: f"{tokens:,} tokens, the last 5 % of the documents held out",
+        CHECKPOINTS: f"LLaMA of {int(parameters[1]) / 1e6:.1f}M parameters",
+        CURVE: "loss of both legs",
+        LOGS: "what each part printed",
+    }
+    losses = {
+        "unigram entropy of the corpus": unigram_entropy(dataset),
+        f"training loss at iteration {train[-1][0]}": train[-1][1],
+        **{f"validation loss at iteration {iteration}": loss for iteration, loss in validation},
+    }
+    lines = [f"  {path!s:26} {what}" for path, what in made.items()]
+    lines += ["", "  nats per token"] + [f"    {name:34} {value:6.3f}" for name, value in losses.items()]
+    lines += ["", "  seconds"] + [f"    {title:62} {value:4.0f}" for title, value in seconds.items()]
+    return "\n".join([*lines, "", "Try next:", "", *try_next()])
+
+
+def try_next() -> list[str]:
+    """Commands that work on what was made, each below a line that says what it does."""
+    longer = training(f"{DATA_PARALLEL} --load {CHECKPOINTS} --override-opt-param-scheduler", 2 * ITERATIONS)
+    commands = {
+        "Another prompt": generation("class Queue:"),
+        f"Train on to iteration {2 * ITERATIONS}, with the learning-rate schedule of a run of that length": longer,
+        "All tests": ["make", "test"],
+    }
+    return [f"# {what}\n{format_command(command)}\n" for what, command in commands.items()]
+
+
+def python() -> str:
+    """This interpreter, as a path from ROOT where it lies below it."""
+    path = Path(sys.executable)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def torchrun() -> list[str]:
+    """The launcher beside this interpreter, for two processes that share the cores."""
+    # torchrun alone would give each process one thread; the matrices are too small for more than four.
+    threads = min(4, max(1, (os.cpu_count() or 2) // 2))
+    launcher = str(Path(python()).with_name("torchrun"))
+    return ["env", f"OMP_NUM_THREADS={threads}", launcher, "--standalone", "--nproc-per-node", "2"]
+
+
+def run_command(name: str, command: Sequence[str]) -> None:
+    """Print a command, run it, and keep its output in LOGS/name.log. Raises PartFailedError when it fails."""
+    log = LOGS / f"{name}.log"
+    print(f"{format_command(command)}\n", flush=True)
+    code = stream(command, log, terminal=sys.stdout.isatty())
+    if code:
+        raise PartFailedError(f"the command ended with exit code {code}; its output is above and in {log}")
+
+
+def format_command(command: Sequence[str], width: int = 110) -> str:
+    """The command as it is typed, broken before flags into lines of at most `width` columns where that is possible."""
+    chunks: list[list[str]] = [[]]
+    for word in command:
+        if word.startswith("--"):
+            chunks.append([])
+        chunks[-1].append(word)
+    lines = [""]
+    for chunk in map(shlex.join, chunks):
+        if lines[-1] and len(lines[-1]) + len(chunk) + 3 > width:
+            lines.append("   ")
+        lines[-1] += f" {chunk}" if lines[-1] else chunk
+    return " \\\n".join(lines)
+
+
+def stream(command: Sequence[str], log: Path, *, terminal: bool) -> int:
+    """Run a command; its output goes to stdout as it comes, and to `log` in plain text. Returns the exit code.
+
+    terminal: let the command write to a terminal of its own, so that it draws its progress bar.
+    """
+    source, sink = os.openpty() if terminal else os.pipe()
+    environment = {**os.environ, "COLUMNS": str(shutil.get_terminal_size().columns)}
+    process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment)
+    os.close(sink)
+    received = bytearray()
+    try:
+        while chunk := _read(source):
+            received += chunk
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+        return process.wait()
+    finally:
+        process.terminate()
+        process.wait()
+        os.close(source)
+        log.write_text(plain_text(received.decode("utf-8", errors="replace")), encoding="utf-8")
+
+
+def plain_text(text: str) -> str:
+    """A terminal's text without escape sequences, and of each line only what was drawn last."""
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+
+
+def _read(source: int) -> bytes:
+    """Some bytes, or none at the end, which Linux reports as an error when `source` is a terminal."""
+    try:
+        return os.read(source, 1 << 16)
+    except OSError:
+        return b""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
