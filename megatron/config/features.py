@@ -18,6 +18,7 @@ class Facts:
     backend: str | None  # "nccl" or "gloo"; None in a world of one process
     attention_choice: str  # "kernel (why this one)", as kernels.choose words it
     fusion_missing: str | None  # why weight gradients are not accumulated inside the GEMM; None when they are
+    upcast_products: bool  # the device is slow at products of the parameters' dtype, so they are taken in fp32
     separate_main_grads: bool  # the fp32 gradient buffer has another dtype than the parameters
     buckets: int  # gradient buckets of this rank
 
@@ -39,6 +40,7 @@ def features(run: RunConfig, facts: Facts) -> list[Feature]:
         _sequence_parallelism(run, facts),
         _gradient_reduction(facts),
         _attention(run, facts),
+        _products(run, facts),
         _gradient_fusion(run, facts),
         _main_gradients(run, facts),
         _dropout(run),
@@ -79,6 +81,13 @@ def _gradient_reduction(facts: Facts) -> Feature:
 def _attention(run: RunConfig, facts: Facts) -> Feature:
     kernel, _, why = facts.attention_choice.partition(" (")
     return Feature("attention kernel", run.model.attention_backend, kernel, why.removesuffix(")"))
+
+
+def _products(run: RunConfig, facts: Facts) -> Feature:
+    dtype = run.model.dtype_name
+    if facts.upcast_products:
+        return Feature("matrix products", dtype, "float32", f"this {facts.device.upper()} has no fast {dtype} products")
+    return Feature("matrix products", dtype, dtype, "")
 
 
 def _gradient_fusion(run: RunConfig, facts: Facts) -> Feature:

@@ -32,6 +32,7 @@ from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import Kernels, choose_kernels
+from megatron.kernels.ops.gemm import slow_half
 from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import find_checkpoint, load_checkpoint, saved_model_config
 from megatron.training.memory_report import format_footprint, weight_and_optimizer_footprint
@@ -286,6 +287,7 @@ def _announce(trainer: Trainer, kernels: Kernels) -> None:
         backend=backend_for(trainer.device, run.parallel.distributed_backend) if groups.world.size > 1 else None,
         attention_choice=kernels.attention_choice,
         fusion_missing=kernels.fusion_missing,
+        upcast_products=slow_half(trainer.device, buffers[0].params.dtype),
         separate_main_grads=any(b.params.dtype != b.grads.dtype for b in buffers),
         buckets=sum(len(b.buckets) for b in buffers),
     )

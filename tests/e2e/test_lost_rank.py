@@ -49,10 +49,8 @@ def test_killed_under_torchrun(tmp_path, capfd):
     assert_continues(tmp_path, lost)
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp"])
-def test_killed(axis, tmp_path):
-    options = saving(tmp_path, **({"--tensor-model-parallel-size": 2} if axis == "tp" else {}))
-    job = start(flags(options), tmp_path / "log", 2)
+def test_killed_under_tensor_parallelism(tmp_path):
+    job = start(flags(MOCK, LONG, {"--tensor-model-parallel-size": 2}), tmp_path / "log", 2)
     job.wait_for("iteration        3/")
     os.kill(job.pids[1], signal.SIGKILL)
     started = time.monotonic()

@@ -10,6 +10,7 @@ ALONE = Facts(
     backend=None,
     attention_choice="fused (torch SDPA; no flash: no CUDA device)",
     fusion_missing=None,
+    upcast_products=False,
     separate_main_grads=False,
     buckets=3,
 )
@@ -85,3 +86,9 @@ def test_table_is_aligned():
 def test_every_row_is_one_line():
     text = format_table(features(make_run(), ALONE))
     assert len(text.splitlines()) == 1 + len(features(make_run(), ALONE))
+
+
+def test_products_of_a_slow_dtype_are_said_to_be_taken_in_fp32():
+    slow = dataclasses.replace(ALONE, upcast_products=True)
+    assert row("matrix products", slow, bf16=True) == ("bfloat16", "float32", "this CPU has no fast bfloat16 products")
+    assert row("matrix products") == ("float32", "float32", "")
