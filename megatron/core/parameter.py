@@ -21,10 +21,20 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: normal(0, scale), uniform(-scale, scale), or the constant `scale`."""
+    """Initial values: normal(0, scale), uniform(-scale, scale), the constant `scale`, or `scale` x Xavier-uniform.
 
-    kind: str  # "normal", "uniform" or "constant"
+    Xavier (Glorot and Bengio, 2010) takes fan-in and fan-out from the global weight, so it does not depend on the layout.
+    """
+
+    kind: str  # "normal", "uniform", "constant" or "xavier"
     scale: float
+
+    def for_shape(self, global_shape: tuple[int, ...]) -> Init:
+        """The same without "xavier": its bound is sqrt(6 / (fan-in + fan-out)), with all dims but the last as outputs."""
+        if self.kind != "xavier":
+            return self
+        fan_out, fan_in = math.prod(global_shape[:-1]), global_shape[-1]
+        return Init("uniform", self.scale * math.sqrt(6.0 / (fan_in + fan_out)))
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,9 @@ def make_parameter(
         offset[tp_dim] = shape[tp_dim] * tp.rank
     parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
     sharded = tp_dim if tp.size > 1 else None
-    parameter.info = ParamInfo(tuple(global_shape), sharded, tuple(offset), init, decay, sum_over_tp and tp.size > 1)
+    parameter.info = ParamInfo(
+        tuple(global_shape), sharded, tuple(offset), init.for_shape(global_shape), decay, sum_over_tp and tp.size > 1
+    )
     parameter.slot = None
     return parameter
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.core.datasets.sample import SampleDataset
 from megatron.core.errors import DataError, UserError
+
+GRACE_SECONDS = 60  # torchrun and Slurm kill what is left 30 s after SIGTERM
 
 
 class MicrobatchSampler(Sampler[list[int]]):
@@ -69,6 +72,7 @@ def build_loader(
         batch_size=None,
         num_workers=num_workers,
         pin_memory=pin_memory,
+        worker_init_fn=_outlive_sigterm,
         generator=torch.Generator().manual_seed(seed),
     )
     for item in loader:
@@ -80,6 +84,12 @@ def build_loader(
         f"microbatches of {micro_batch_size} x {dp_size} replicas read since; lower --train-iters or --eval-iters, "
         "or build the dataset for more samples"
     )
+
+
+def _outlive_sigterm(worker: int) -> None:
+    """A batch system that ends a job signals all its processes. The training process then still reads what its last
+    step needs and saves, so its workers wait for it: they end with it, or after GRACE_SECONDS."""
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
 
 
 class _Microbatches(Dataset["torch.Tensor | UserError"]):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parameter import Init, make_parameter
+from megatron.core.parameter import make_parameter
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
@@ -82,7 +82,7 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             config.padded_vocab_size,
             config.hidden_size,
-            init=Init("normal", config.init_method_std),
+            init=layer_inits(config)[0],
             tp=build.groups.tp,
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
@@ -117,7 +117,7 @@ class PositionEmbedding(nn.Module):
         assert config.hidden_size and config.max_position_embeddings
         self.weight = make_parameter(
             (config.max_position_embeddings, config.hidden_size),
-            Init("normal", config.init_method_std),
+            layer_inits(config)[0],
             dtype=build.dtype,
             device=build.device,
             tp=build.groups.tp,

@@ -65,9 +65,7 @@ def layer_inits(config: ModelConfig) -> tuple[Init, Init]:
     assert config.num_layers and config.hidden_size
     scale = output_scale(config.num_layers) if config.apply_output_scale_init else 1.0
     if config.init_method_xavier_uniform:
-        # Bound for a square matrix; one bound for all keeps it independent of how weights are fused and sharded.
-        bound = (3.0 / config.hidden_size) ** 0.5
-        return Init("uniform", bound), Init("uniform", bound)
+        return Init("xavier", 1.0), Init("xavier", 1.0)
     return Init("normal", config.init_method_std), Init("normal", config.init_method_std * scale)
 
 
