@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -17,6 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+_NAMED = 16  # ranks named in one message
+# gloo's own file and line before what it says, and its advice after it.
+_LIBRARY_TALK = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by .*$")
 
 
 @dataclass(frozen=True)
@@ -139,13 +144,14 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark a part of the run ("forward-backward", "save-checkpoint") while the body runs."""
+        """Mark a part of the run ("forward-backward", "save-checkpoint") while the body runs.
+
+        After an exception the mark stays: it says where the run ended.
+        """
         before = self._phase
         self._phase, self._since = name, time.time()
-        try:
-            yield
-        finally:
-            self._phase, self._since = before, time.time()
+        yield
+        self._phase, self._since = before, time.time()
 
     def enter(self, op: str, group: str, call: Call) -> int:
         """This rank is now inside collective `op` on `group`; the recorders get `call`. Returns its number on the group.
@@ -216,9 +222,9 @@ class Heartbeat:
         that has published its own error is named at once.
         """
         number = self._sequences.get(group, 0) if number is None else number
-        head = (
-            f"{op} number {number} on group {group} (ranks {', '.join(map(str, ranks))}) failed after {seconds:.1f} s"
-        )
+        cause = _LIBRARY_TALK.sub("", cause)
+        members = _join([str(rank) for rank in ranks], ", ")
+        head = f"{op} number {number} on group {group} (ranks {members}) failed after {seconds:.1f} s"
         if self._read is None:
             return f"{head}: {cause}"
         others = [rank for rank in ranks if rank != self.rank]
@@ -230,7 +236,7 @@ class Heartbeat:
         except Exception:  # the store went away with its host
             return f"{head}: the job's store does not answer, so the missing ranks are not known; {cause}"
         failed = [f"rank {rank} ended: {beat.error}" for rank, beat in after.items() if beat and beat.error]
-        missing = "; ".join(failed) or missing_ranks(before, after, group, number)
+        missing = _join(failed, "; ") or missing_ranks(before, after, group, number)
         return f"{head}: {missing or 'every rank of it has arrived'}; {cause}"
 
     def _beats_of(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
@@ -288,4 +294,10 @@ def missing_ranks(before: dict[int, Beat | None], after: dict[int, Beat | None],
             doing = f"in {beat.collective} on group {beat.group}" if beat.collective else "computing"
             seconds = beat.time - beat.since
             parts.append(f"rank {rank} has not arrived (phase '{beat.phase}', {doing} for {seconds:.0f} s)")
-    return "; ".join(parts)
+    return _join(parts, "; ")
+
+
+def _join(parts: Sequence[str], separator: str) -> str:
+    """All parts, or the first ones and how many more there are: a group may have thousands of ranks."""
+    more = [] if len(parts) <= _NAMED else [f"and {len(parts) - _NAMED} more"]
+    return separator.join([*parts[:_NAMED], *more])

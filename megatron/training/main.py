@@ -65,8 +65,8 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
     """Build everything and train. `started`: monotonic seconds. Collective over the world."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     groups, device = start_process(run, rank, world_size, local_rank, local_world_size)
-    try:
-        with ExitSignals(enabled=run.train.exit_signal_handler) as signals:
+    with ExitSignals(enabled=run.train.exit_signal_handler) as signals:
+        try:
             with groups.heartbeat.phase("set-up"):
                 trainer = build(run, groups, device)
                 open_heartbeat_files(run, groups)
@@ -78,9 +78,9 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
             if reason:
                 log.info("stopped at iteration %d: %s", trainer.state.iteration, reason)
             barrier(groups.world)
-    except BaseException as error:
-        groups.heartbeat.fail(_short(error))
-        raise
+        except BaseException as error:
+            groups.heartbeat.fail(_short(error))
+            raise
     disconnect(groups.heartbeat)
 
 

@@ -126,9 +126,7 @@ class TestTokenizer:
         refused(result, f"the tokenizer has {len(tokens)} ids", f"--vocab-size is {VOCAB}")
         assert not (tmp_path / "save").exists()
 
-    @pytest.mark.parametrize(
-        "kind", ["HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer", "GPT2BPETokenizer"]
-    )
+    @pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer", "GPT2BPETokenizer"])
     def test_files_that_are_missing(self, kind, tmp_path):
         gone = tmp_path / "gone"
         files = {"--tokenizer-model": gone}

@@ -16,8 +16,8 @@ def small_disk(tmp_path):
     """A file system that holds two checkpoints of about 300 kB, and not three."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = shutil.which("mount")
-    if not mount or subprocess.run([mount, "-t", "tmpfs", "-o", "size=840k", "tmpfs", folder], stderr=-3).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=840k", "tmpfs", folder]
+    if not shutil.which("mount") or subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("mounting a small file system needs root")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -26,7 +26,9 @@ def small_disk(tmp_path):
 def assert_refused(result, save, iteration, reason):
     text = "".join(result.stderr)
     assert result.codes[0] == 2 and set(result.codes) <= {2, -15}, result.text
-    assert text.startswith(f"error: could not save iteration {iteration} to {save}, earlier checkpoints are untouched: ")
+    assert text.startswith(
+        f"error: could not save iteration {iteration} to {save}, earlier checkpoints are untouched: "
+    )
     assert reason in text and text.count("\n") == 1 and "Traceback" not in result.text, result.text
 
 
@@ -35,10 +37,8 @@ def test_full_disk(small_disk, tmp_path):
     result = run(flags(MOCK, save), tmp_path / "log")
     assert_refused(result, small_disk / "save", 6, "ENOSPC: No space left on device")
     left = sorted(path.name for path in (small_disk / "save").iterdir())
-    assert left == [
-        *("heartbeat", "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt", "progress.txt"),
-    ]
-    # With room for one checkpoint less it goes on from the last one.
+    assert left == ["heartbeat", "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt", "progress.txt"]
+    # With room for one more it goes on from the last one.
     retry = {**save, "--load": small_disk / "save", "--save-retain": 1, "--train-iters": 10}
     shutil.rmtree(small_disk / "save" / "iter_0000002")
     resumed = run(flags(MOCK, retry), tmp_path / "log2")

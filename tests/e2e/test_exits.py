@@ -29,7 +29,8 @@ def assert_continues(tmp_path, stopped, stdout):
 
 
 def test_sigterm_to_torchrun(tmp_path, capfd):
-    job = Torchrun(flags(saving(tmp_path)), tmp_path / "log", 2)
+    # With a process that loads data: torchrun signals the whole process group of a worker.
+    job = Torchrun(flags(saving(tmp_path, **{"--num-workers": 1})), tmp_path / "log", 2)
     job.wait_for("iteration        5/")
     pids = [
         json.loads((tmp_path / "save" / "heartbeat" / f"rank_0000{rank}.json").read_text())["pid"] for rank in range(2)

@@ -43,7 +43,9 @@ def test_killed_under_torchrun(tmp_path, capfd):
     assert seconds < 30 and lost.codes == [1]
     ours = [line for line in lost.stderr[0].splitlines() if line.startswith("error on rank 0: ")]
     assert len(ours) == 1, lost.stderr[0]
-    named = r"error on rank 0: \w+ number \d+ on group (dp_cp|world) \(ranks 0, 1\) failed after [\d.]+ s: rank 1 is gone"
+    named = (
+        r"error on rank 0: \w+ number \d+ on group (dp_cp|world) \(ranks 0, 1\) failed after [\d.]+ s: rank 1 is gone"
+    )
     assert "last in phase 'start'" not in ours[0]
     assert re.match(named, ours[0]) and f"pid {beat['pid']}" in ours[0], ours[0]
     assert_continues(tmp_path, lost)
@@ -95,6 +97,7 @@ def test_raises(axis, tmp_path):
     assert "Traceback" not in lost.stderr[0]
     beats = {path.name: json.loads(path.read_text()) for path in Path(tmp_path / "save" / "heartbeat").iterdir()}
     assert beats["rank_00001.json"]["error"] == "ZeroDivisionError: a bug in the model"
+    assert beats["rank_00001.json"]["phase"] == "train"
     assert beats["rank_00000.json"]["error"] == "it lost other ranks, too"
 
 

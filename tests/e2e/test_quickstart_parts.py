@@ -61,13 +61,13 @@ def test_losses_are_read_from_the_logs_of_both_legs(tmp_path):
     first, second = tmp_path / "first.log", tmp_path / "second.log"
     first.write_text(
         "using 2 processes\n iteration        5/     10 | lm loss: 7.5E+00 | loss scale: 1.0 |\n"
-        + format_evaluation("iteration 5", 7.25)
+        + format_evaluation("iteration 5 on validation set", 7.25)
     )
     second.write_text(
         " iteration       10/     10 | lm loss: 6.5E+00 | loss scale: 1.0 |\n"
         " iteration       11/     12 | loss scale: 1.0 |\n"  # a window in which no step was applied
         + format_evaluation("the end of training, iteration 12", 6.25)
-        + format_evaluation("the end of training on test set", 6.0)
+        + format_evaluation("iteration 12 on test set", 6.0)
     )
     assert quickstart.read_losses([first, second]) == ([(5, 7.5), (10, 6.5)], [(5, 7.25), (12, 6.25)])
 

@@ -54,7 +54,7 @@ def test_stopped_and_resumed_with_dropout_workers_and_evaluation(tmp_path, data)
     assert "stopped at iteration 5: --exit-interval 5" in first.stdout[0]
     whole = evaluations(straight.stdout[0])
     assert [where for where, _ in whole] == [f"iteration {n}" for n in (2, 4, 6, 8, 10)]
-    assert len(set(loss for _, loss in whole)) == 5  # each reads other samples
+    assert len({loss for _, loss in whole}) == 5  # each reads other samples
     assert evaluations(first.stdout[0]) + evaluations(second.stdout[0]) == whole
     _, state = assert_same_end(tmp_path / "a", tmp_path / "b")
     assert state["train"]["consumed_samples"] == 80 and state["train"]["consumed_valid_samples"] == 40

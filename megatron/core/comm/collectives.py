@@ -13,7 +13,6 @@ before any of its tensors is read, overwritten or freed; dropping one unwaited i
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ from megatron.core.heartbeat import Call
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")  # gloo puts its own file and line in front
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -156,7 +154,7 @@ def _named_failure(op: str, group: Group) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what gloo and NCCL raise for a timeout or a lost peer
-        cause = _SOURCE_LINE.sub("", str(error).splitlines()[0])
+        cause = str(error).splitlines()[0]
         seconds = time.monotonic() - started
         raise CommError(group.heartbeat.explain(op, group.name, group.ranks, seconds, cause)) from error
     group.heartbeat.leave()

@@ -1,8 +1,11 @@
 """Runs with a fault put in: each takes the program's argv, arranges the fault in its own process, and calls main."""
 
+import hashlib
+import math
 import os
 import resource
 
+from megatron.core.distributed.grad_buffer import GradBuffer
 from megatron.training.main import main
 from megatron.training.step import TrainStep
 
@@ -43,4 +46,32 @@ def cannot_write_large_files(argv):
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         limit = int(os.environ["FAULTY_BYTES"])
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    main(argv, description="test")
+
+
+def nan_gradient(argv):
+    """Rank FAULTY_RANK has one NaN in its own gradient of the third step. Every rank prints a digest of its weights."""
+    reduce, steps = GradBuffer.reduce, [0]
+
+    def reduce_with_nan(self):
+        steps[0] += 1
+        if steps[0] == 3 and os.environ["RANK"] == os.environ["FAULTY_RANK"]:
+            self.grads[0] = math.nan
+        reduce(self)
+
+    GradBuffer.reduce = reduce_with_nan
+    digests(argv)
+
+
+def digests(argv):
+    """A run of which every rank prints a digest of its weights after each step."""
+    original = TrainStep.__call__
+
+    def call(self, *args):
+        result = original(self, *args)
+        content = b"".join(parameter.detach().numpy().tobytes() for parameter in self._model.parameters())
+        print("digest", hashlib.sha256(content).hexdigest(), flush=True)
+        return result
+
+    TrainStep.__call__ = call
     main(argv, description="test")

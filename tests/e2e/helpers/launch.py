@@ -143,11 +143,12 @@ class Torchrun:
                 stderr=err,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
+        atexit.register(self.process.terminate)  # for a test that failed on the way; torchrun then ends its workers
 
     def text(self, kind="out"):
         return (self.folder / f"0.{kind}").read_text()
 
-    def wait_for(self, text, timeout=60.0):
+    def wait_for(self, text, timeout=120.0):
         """Until stdout holds `text`."""
         deadline = time.monotonic() + timeout
         while text not in self.text():
@@ -156,13 +157,9 @@ class Torchrun:
             assert time.monotonic() < deadline, f"no {text!r} within {timeout} s\n{self.text()}\n{self.text('err')}"
             time.sleep(0.02)
 
-    def wait(self, timeout=90.0):
+    def wait(self, timeout=120.0):
         """The result, with torchrun's exit code."""
-        try:
-            code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
+        code = self.process.wait(timeout)
         return Result([code], [self.text()], [self.text("err")], time.monotonic() - self.started)
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+
 from megatron.core.datasets.indexed import IndexedDatasetWriter
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.manifest import chunk_key, read_manifest

@@ -67,6 +67,12 @@ class TestState:
             assert heartbeat.state().phase == "train"
         assert heartbeat.state().phase == "start"
 
+    def test_a_phase_that_raised_stays(self):
+        heartbeat = Heartbeat(0)
+        with pytest.raises(ZeroDivisionError), heartbeat.phase("train"), heartbeat.phase("save-checkpoint"):
+            raise ZeroDivisionError
+        assert heartbeat.state().phase == "save-checkpoint"
+
     def test_collectives_are_counted_by_group(self):
         heartbeat = Heartbeat(0)
         assert [heartbeat.enter("all_reduce", group, CALL) for group in ("dp", "dp", "tp")] == [1, 2, 1]
@@ -197,6 +203,18 @@ class TestExplain:
 
     def test_names_the_rank_that_never_came(self, store):
         assert "rank 1 never reported" in store.heartbeat(0).explain("all_reduce", "dp", [0, 1], 1.0, "x")
+
+    def test_what_the_library_says_is_cut_to_the_point(self):
+        cause = (
+            "[/src/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2. This is typically caused by a crash. Hm"
+        )
+        text = Heartbeat(0).explain("all_reduce", "dp", [0], 1.0, cause)
+        assert text.endswith("failed after 1.0 s: Connection closed by peer [127.0.0.1]:2")
+
+    def test_large_groups_are_not_listed_in_full(self, store):
+        text = store.heartbeat(0).explain("all_reduce", "dp", range(100), 1.0, "x")
+        assert "(ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, and 84 more)" in text
+        assert "rank 16 never reported; and 83 more; x" in text
 
     def test_a_store_that_is_gone(self):
         def read(rank):

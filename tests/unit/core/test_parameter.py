@@ -106,6 +106,15 @@ class TestInitialValues:
         for dtype in (torch.bfloat16, torch.float16):
             assert filled((64, 64), dtype=dtype).equal(filled((64, 64)).to(dtype))
 
+    def test_xavier_counts_the_global_weight(self):
+        """All dims but the last are outputs: [2, 48, 32] is 96 by 32, on every rank."""
+        whole = filled((2, 48, 32), init=Init("xavier", 0.5))
+        bound = 0.5 * math.sqrt(6 / (96 + 32))
+        assert 0.99 * bound < whole.abs().max() < bound
+        assert whole.var().item() == pytest.approx(bound**2 / 3, rel=0.1)
+        shards = [filled((2, 48, 32), init=Init("xavier", 0.5), tp_dim=1, size=4, rank=rank) for rank in range(4)]
+        assert torch.cat(shards, 1).equal(whole)
+
     def test_constant(self):
         assert filled((5,), init=Init("constant", 1.0)).equal(torch.ones(5))
 

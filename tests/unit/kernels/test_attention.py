@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.kernels.backends import flash
-from megatron.kernels.ops import attention
+from megatron.kernels.ops import attention, gemm
 from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
 KERNELS = {"unfused": attention.unfused, "fused": attention.fused}
@@ -105,17 +105,36 @@ def test_kernels_agree_on_a_longer_sequence():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def slow_dtypes(monkeypatch):
+    """What this CPU has no instructions for, as the test says: machines differ."""
+    return lambda *dtypes: monkeypatch.setattr(gemm, "_SLOW_ON_CPU", set(dtypes))
+
+
 class TestChoose:
     @pytest.mark.parametrize(
         ("asked", "kernel", "said"),
         [
             ("unfused", attention.unfused, "unfused (plain torch, asked for)"),
-            ("fused", attention.fused, "fused (torch SDPA, asked for)"),
+            ("fused", attention.fused, "fused (torch SDPA; asked for)"),
             ("auto", attention.fused, "fused (torch SDPA; no flash: the device is cpu)"),
         ],
     )
-    def test_on_cpu(self, asked, kernel, said):
-        assert attention.choose(asked, CPU, torch.bfloat16) == (kernel, said)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_on_cpu(self, asked, kernel, said, dtype, slow_dtypes):
+        slow_dtypes(torch.float16)
+        assert attention.choose(asked, CPU, dtype) == (kernel, said)
+
+    @pytest.mark.parametrize(("asked", "why"), [("fused", "asked for"), ("auto", "no flash: the device is cpu")])
+    def test_on_a_cpu_without_bf16(self, asked, why, slow_dtypes):
+        """In fp32: the result is rounded once, where the native kernel rounds in between."""
+        slow_dtypes(torch.bfloat16)
+        kernel, said = attention.choose(asked, CPU, torch.bfloat16)
+        assert said == f"fused (torch SDPA in fp32, this CPU has no bfloat16 products; {why})"
+        data = inputs(8, 8, 4, 2, dtype=torch.bfloat16)
+        expected = attention.fused(*(x.float() for x in data), segments=None, dropout=0.0).bfloat16()
+        assert kernel(*data, segments=None, dropout=0.0).equal(expected)
+        assert_same(lambda *x: kernel(*x, segments=None, dropout=0.0), slow, data, rtol=1e-2, atol=1e-2)
 
     def test_flash_on_cpu_is_an_error_with_the_reason(self):
         with pytest.raises(ConfigError, match="--attention-backend flash cannot be used: the device is cpu; use auto"):

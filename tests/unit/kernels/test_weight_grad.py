@@ -5,7 +5,7 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.choose import choose_kernels
-from megatron.kernels.ops import attention, weight_grad
+from megatron.kernels.ops import attention, gemm, weight_grad
 from tests.unit.kernels.close import random
 
 CPU = torch.device("cpu")
@@ -47,16 +47,35 @@ def test_separate_rounds_to_the_activation_dtype_first():
     assert main_grad.equal(1.0 + (grad.t() @ x).float())
 
 
+def test_upcast_does_not_round():
+    """bf16 operands, but the gradient is never bf16."""
+    grad, x = random(40, 6, dtype=torch.bfloat16), random(40, 5, dtype=torch.bfloat16, seed=1)
+    expected = (grad.double().t() @ x.double()).float()
+    main_grad = torch.full((6, 5), float("nan"))
+    weight_grad.fused_upcast(main_grad, grad, x, True)
+    torch.testing.assert_close(main_grad, expected, rtol=1e-5, atol=1e-6)
+    weight_grad.fused_upcast(main_grad, grad, x, False)
+    torch.testing.assert_close(main_grad, 2 * expected, rtol=1e-5, atol=1e-6)
+    assert not main_grad.equal(main_grad.bfloat16().float())
+
+
+@pytest.fixture
+def slow_fp16(monkeypatch):
+    """A CPU with bf16 instructions and none for fp16, whatever this one has."""
+    monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.float16})
+
+
 @pytest.mark.parametrize(
     ("fusion", "dtype", "kernel", "why"),
     [
         (True, torch.float32, weight_grad.fused, None),
         (True, torch.bfloat16, weight_grad.separate, "torch has no bfloat16 GEMM with fp32 output on cpu"),
-        (True, torch.float16, weight_grad.separate, "torch has no float16 GEMM with fp32 output on cpu"),
+        (True, torch.float16, weight_grad.fused_upcast, None),
         (False, torch.float32, weight_grad.separate, "turned off by --no-gradient-accumulation-fusion"),
+        (False, torch.float16, weight_grad.separate, "turned off by --no-gradient-accumulation-fusion"),
     ],
 )
-def test_choose(fusion, dtype, kernel, why):
+def test_choose(fusion, dtype, kernel, why, slow_fp16):
     assert weight_grad.choose(fusion, CPU, dtype) == (kernel, why)
 
 
@@ -67,7 +86,7 @@ def test_choose_on_cuda():
     assert weight_grad.choose(True, cuda, torch.float32) == (weight_grad.fused, None)
 
 
-def test_choose_kernels_of_a_run():
+def test_choose_kernels_of_a_run(slow_fp16):
     kernels = choose_kernels(ModelConfig(bf16=True, attention_backend="unfused"), CPU)
     assert kernels.attention is attention.unfused and kernels.weight_grad is weight_grad.separate
     assert kernels.attention_choice.startswith("unfused") and "bfloat16" in (kernels.fusion_missing or "")

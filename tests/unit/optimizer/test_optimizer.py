@@ -43,7 +43,7 @@ def torch_optimizer(model, kind):
 def test_against_torch(fields, kind, clip):
     """Five steps on the gradients that the other model has."""
     options = {"adam_beta2": 0.95, "adam_eps": 1e-7, "sgd_momentum": 0.8}
-    ours, buffers, optimizer = setting(fields, optimizer=kind, clip_grad=clip, **options)
+    ours, _, optimizer = setting(fields, optimizer=kind, clip_grad=clip, **options)
     theirs = make_model(fields, pool.groups(), spread=0.1)
     start = {name: p.detach().clone() for name, p in theirs.named_parameters()}
     other = torch_optimizer(theirs, kind)

@@ -1,0 +1,127 @@
+"""Training is the same under every layout: losses over 20 steps and every gradient of the first, within 1e-5."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from megatron.config.rules import check
+from megatron.training.layout_parity import GRID, Layout, Measurement, assemble, compare, measure, reduced, under
+from tests import pool
+from tests.unit.config.runs import make_run
+
+STEPS, LIMIT = 20, 1e-5
+MODELS = {
+    "llama": {
+        "num_attention_heads": 8,
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "gpt": {
+        "qk_layernorm": True,
+        "eod_mask_loss": True,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "calculate_per_token_loss": True,
+    },
+}
+LAYOUTS = [Layout(2, 1), Layout(2, 1, True), Layout(4, 1, True), Layout(2, 2, True), Layout(1, 4)]
+
+
+def measured(rank, size, run, layout):
+    losses, found = measure(under(run, layout), pool.groups(tp=layout.tp), torch.device("cpu"))
+    return losses, [(name, where, piece.numpy()) for name, where, piece in found]
+
+
+@functools.cache
+def reference(model):
+    run = reduced(make_run(**MODELS[model]), STEPS)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=4))
+    return run, assemble(pool.run(1, measured, run, Layout(1, 1)))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layout(model, layout):
+    run, expected = reference(model)
+    check(under(run, layout), layout.world_size)
+    found = assemble(pool.run(layout.world_size, measured, run, layout))
+    difference = compare(expected, found)
+    assert difference.loss <= LIMIT, f"losses differ by {difference.loss:.1e}"
+    assert difference.gradient <= LIMIT, f"{difference.parameter} differs by {difference.gradient:.1e}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_reference_learns(model):
+    """Losses that do not move would hide a wrong gradient."""
+    _, expected = reference(model)
+    assert len(expected.losses) == STEPS and expected.losses[-1] < 0.95 * expected.losses[0]
+    assert all(not gradient.isnan().any() for gradient in expected.gradients.values())
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"bf16": True, "fp32_residual_connection": True}, {}),
+        ({"fp16": True, "loss_scale": 128.0}, {}),
+        ({"attention_backend": "flash"}, {}),
+        ({"attention_dropout": 0.3, "hidden_dropout": 0.3}, {}),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
+        ({"swiglu": True, "qk_layernorm": True}, {"swiglu": True, "qk_layernorm": True}),
+        (
+            {"num_attention_heads": 16, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 4},
+            {"num_attention_heads": 16, "num_query_groups": 4},
+        ),
+    ],
+)
+def test_any_run_can_be_reduced(asked, expected):
+    """To one that every layout of the grid can run on this machine."""
+    small = reduced(make_run(given=tuple(asked), **asked), 3)
+    for layout in GRID:
+        check(under(small, layout), layout.world_size)
+    for name, value in expected.items():
+        assert small.value(name) == value
+    losses, pieces = pool.run(1, measured, small, Layout(1, 1))[0]
+    assert len(losses) == 3 and pieces
+
+
+class TestCompare:
+    def measurement(self, losses=(2.0, 1.0), a=1.0, b=1e-9):
+        return Measurement(list(losses), {"a": torch.tensor([a, 0.5]), "b": torch.tensor([b])})
+
+    def test_loss(self):
+        found = compare(self.measurement(), self.measurement(losses=(2.0, 1.01)))
+        assert found.loss == pytest.approx(0.01) and found.gradient == 0.0
+
+    def test_gradient(self):
+        found = compare(self.measurement(), self.measurement(a=1.1))
+        assert found.gradient == pytest.approx(0.1) and found.parameter == "a"
+
+    def test_a_gradient_that_is_truly_zero_holds_only_rounding(self):
+        found = compare(self.measurement(), self.measurement(b=-1e-9))
+        assert found.gradient < 1e-6
+
+    def test_but_not_one_that_should_be(self):
+        found = compare(self.measurement(b=0.0), self.measurement(b=1e-3))
+        assert found.gradient > 1e-2 and found.parameter == "b"
+
+    def test_nan_is_a_difference(self):
+        found = compare(self.measurement(), self.measurement(b=float("nan")))
+        assert not found.gradient <= LIMIT
+        found = compare(self.measurement(), self.measurement(losses=(2.0, float("nan"))))
+        assert not found.loss <= LIMIT
+
+
+def test_replicas_that_disagree_are_found():
+    whole = ((0,), (2,))
+    ranks = [([1.0], [("a", whole, torch.tensor([1.0, value]))]) for value in (2.0, 2.1)]
+    with pytest.raises(AssertionError, match="replicas disagree on a"):
+        assemble(ranks)
+    with pytest.raises(AssertionError, match="ranks report different losses"):
+        assemble([([1.0], []), ([1.1], [])])

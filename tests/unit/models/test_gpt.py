@@ -1,0 +1,179 @@
+"""The whole decoder: names, counts, losses, and the published shapes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.config.model import ModelConfig
+from megatron.core.errors import ConfigError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.presets import PRESETS, preset
+from megatron.core.parameter import local_parameters
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Build
+from megatron.kernels.choose import choose_kernels
+from tests import pool
+from tests.unit.models.builds import CPU, GPT, LLAMA, VOCAB, losses, make_ids, make_model
+
+# Of the models as published.
+PARAMETERS = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+}
+
+
+def test_names_and_shapes():
+    """What checkpoints and converters rely on."""
+    layer = "decoder.layers.1."
+    found = {name: tuple(p.shape) for name, p in local_parameters(make_model(LLAMA, pool.groups())).items()}
+    assert {name: shape for name, shape in found.items() if ".layers.0." not in name} == {
+        "embedding.word_embeddings.weight": (112, 32),
+        layer + "input_layernorm.weight": (32,),
+        layer + "self_attention.linear_qkv.weight": (4, 16, 32),  # 4 groups of 2 queries, a key and a value of 4
+        layer + "self_attention.linear_proj.weight": (32, 32),
+        layer + "pre_mlp_layernorm.weight": (32,),
+        layer + "mlp.linear_fc1.weight": (2, 48, 32),
+        layer + "mlp.linear_fc2.weight": (32, 48),
+        "decoder.final_layernorm.weight": (32,),
+        "output_layer.weight": (112, 32),
+    }
+    found = {name: tuple(p.shape) for name, p in local_parameters(make_model(GPT, pool.groups())).items()}
+    assert {name: shape for name, shape in found.items() if ".layers.0." not in name} == {
+        "embedding.word_embeddings.weight": (112, 32),
+        "embedding.position_embeddings.weight": (64, 32),
+        layer + "input_layernorm.weight": (32,),
+        layer + "input_layernorm.bias": (32,),
+        layer + "self_attention.linear_qkv.weight": (8, 12, 32),
+        layer + "self_attention.linear_qkv.bias": (8, 12),
+        layer + "self_attention.linear_proj.weight": (32, 32),
+        layer + "self_attention.linear_proj.bias": (32,),
+        layer + "self_attention.q_layernorm.weight": (4,),
+        layer + "self_attention.q_layernorm.bias": (4,),
+        layer + "self_attention.k_layernorm.weight": (4,),
+        layer + "self_attention.k_layernorm.bias": (4,),
+        layer + "pre_mlp_layernorm.weight": (32,),
+        layer + "pre_mlp_layernorm.bias": (32,),
+        layer + "mlp.linear_fc1.weight": (64, 32),
+        layer + "mlp.linear_fc1.bias": (64,),
+        layer + "mlp.linear_fc2.weight": (32, 64),
+        layer + "mlp.linear_fc2.bias": (32,),
+        "decoder.final_layernorm.weight": (32,),
+        "decoder.final_layernorm.bias": (32,),
+    }
+
+
+@pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])
+class TestLoss:
+    def test_is_the_cross_entropy_of_the_logits(self, fields):
+        model, ids = make_model(fields, pool.groups(), spread=0.1), make_ids(3, 10)
+        with torch.no_grad():
+            logits = model(ids[:, :-1], torch.arange(10).unsqueeze(0))
+            assert logits.shape == (10, 3, 112)
+            loss = losses(model, ids)
+        expected = F.cross_entropy(logits[..., :VOCAB].permute(1, 2, 0), ids[:, 1:], reduction="none")
+        assert loss.shape == (3, 10) and loss.dtype == torch.float32
+        torch.testing.assert_close(loss, expected)
+
+    def test_padding_of_the_vocabulary_does_not_matter(self, fields):
+        ids = make_ids(2, 10)
+        padded = make_model(fields, pool.groups())
+        exact = make_model({**fields, "make_vocab_size_divisible_by": 1}, pool.groups())
+        loss, expected = losses(padded, ids), losses(exact, ids)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        loss.sum().backward()
+        expected.sum().backward()
+        for name, parameter in exact.named_parameters():
+            gradient = padded.get_parameter(name).grad
+            assert gradient[parameter.shape[0] :].eq(0).all(), name
+            scale = parameter.grad.abs().max().clamp(min=1e-3)
+            torch.testing.assert_close(
+                gradient[: parameter.shape[0]] / scale, parameter.grad / scale, rtol=0, atol=1e-5
+            )
+
+    def test_with_caches_only_the_last_position_has_logits(self, fields):
+        """And they are those of the whole sequence."""
+
+        class Cache:
+            def append(self, k, v):
+                return k, v
+
+        model, tokens, positions = make_model(fields, pool.groups()), make_ids(3, 10), torch.arange(11).unsqueeze(0)
+        with torch.no_grad():
+            last = model(tokens, positions, caches=[Cache(), Cache()])
+            torch.testing.assert_close(last, model(tokens, positions)[-1:])
+
+    def test_samples_do_not_mix(self, fields):
+        model, ids = make_model(fields, pool.groups()), make_ids(3, 10)
+        alone = torch.cat([losses(model, row.unsqueeze(0)) for row in ids])
+        torch.testing.assert_close(losses(model, ids), alone)
+
+    def test_positions_are_read(self, fields):
+        model, ids = make_model(fields, pool.groups(), spread=0.1), make_ids(1, 10)
+        model.eval()
+        shifted = torch.arange(10).unsqueeze(0) * 2
+        loss = model(ids[:, :-1], shifted, labels=ids[:, 1:])
+        assert loss[0, 1:].ne(losses(model, ids)[0, 1:]).all()
+
+    def test_documents_do_not_mix(self, fields):
+        """With segments and positions that start again, a packed row is two rows."""
+        model, ids = make_model(fields, pool.groups(), spread=0.1), make_ids(1, 10)
+        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+        segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]])
+        packed = model(ids[:, :-1], positions, labels=ids[:, 1:], segments=segments)
+        alone = [losses(model, ids[:, 0:5]), losses(model, ids[:, 4:11])]
+        torch.testing.assert_close(packed, torch.cat(alone, dim=1))
+
+
+def test_embedding_dropout_in_training_only():
+    model = make_model({**GPT, "hidden_dropout": 0.5}, pool.groups())
+    tokens, positions = make_ids(2, 10)[:, :-1], torch.arange(10).unsqueeze(0)
+    first, second = model.embedding(tokens, positions), model.embedding(tokens, positions)
+    assert not first.equal(second) and 0.4 < first.eq(0).float().mean() < 0.6
+    model.eval()
+    assert model.embedding(tokens, positions).equal(model.embedding(tokens, positions))
+
+
+def test_half_precision():
+    """Parameters, logits and the loss's dtype; with fp32 residual the embedding's output, too."""
+    for residual, expected in ((False, torch.bfloat16), (True, torch.float32)):
+        model = make_model({**LLAMA, "bf16": True, "fp32_residual_connection": residual}, pool.groups())
+        ids = make_ids(2, 10)
+        assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+        assert model.embedding(ids[:, :-1], torch.arange(10).unsqueeze(0)).dtype == expected
+        assert model(ids[:, :-1], torch.arange(10).unsqueeze(0)).dtype == torch.bfloat16
+        loss = losses(model, ids)
+        exact = losses(make_model(LLAMA, pool.groups()), ids)
+        assert loss.dtype == torch.float32
+        assert (loss - exact).abs().max() < 0.1
+        loss.sum().backward()
+        assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+
+
+class TestPresets:
+    @pytest.mark.parametrize("name", PARAMETERS)
+    def test_number_of_parameters(self, name):
+        config = ModelConfig(**preset(name))
+        groups = pool.groups()
+        nowhere = torch.device("meta")
+        kernels = choose_kernels(config, CPU)
+        model = GPTModel(Build(config, groups, False, kernels, RngTracker(0, groups, CPU), nowhere))
+        assert sum(p.numel() for p in local_parameters(model).values()) == PARAMETERS[name]
+
+    def test_every_published_one_is_counted(self):
+        assert set(PRESETS) - set(PARAMETERS) == {"llama-tiny"}
+
+    def test_a_copy(self):
+        preset("llama2-7b")["num_layers"] = 1
+        assert preset("llama2-7b")["num_layers"] == 32
+
+    def test_unknown(self):
+        with pytest.raises(ConfigError, match="--preset llama9 is not known; choose one of llama-tiny, llama2-7b"):
+            preset("llama9")

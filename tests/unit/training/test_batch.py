@@ -1,0 +1,94 @@
+"""From token ids to a batch, against rules written out token by token."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron.config.data import DataConfig
+from megatron.core.errors import DataError
+from megatron.training.batch import BatchReader, make_batch
+from tests import pool
+
+EOD = 0
+CPU = torch.device("cpu")
+FLAGS = [dict(zip(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), f)) for f in
+         itertools.product([False, True], repeat=3)]  # fmt: skip
+
+
+def slow(row, data):
+    """(labels, mask, positions, segments) of one row [s + 1], one token after the other."""
+    labels, mask, positions, segments = [], [], [], []
+    position = segment = 0
+    for token, following in itertools.pairwise(row):
+        labels.append(following)
+        mask.append(not (data.eod_mask_loss and token == EOD))
+        positions.append(position)
+        segments.append(segment)
+        position += 1
+        if token == EOD:
+            segment += 1
+            if data.reset_position_ids:
+                position = 0
+    return labels, mask, positions, segments
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(k for k, v in flags.items() if v) or "none")
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1, 2, 3, 4, 5, 6]],
+        [[1, 0, 3, 4, 0, 6], [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0], [0, 0, 0, 0, 0, 0], [1, 0, 0, 2, 0, 0]],
+    ],
+    ids=["one document", "several"],
+)
+def test_against_the_rules(flags, rows):
+    data = DataConfig(**flags)
+    ids = torch.tensor(rows)
+    batch = make_batch(ids, EOD, data)
+    expected = [torch.tensor(x) for x in zip(*(slow(row, data) for row in rows), strict=True)]
+    assert batch.tokens.equal(ids[:, :-1]) and batch.tokens.is_contiguous() and batch.labels.is_contiguous()
+    assert batch.labels.equal(expected[0])
+    assert batch.loss_mask.equal(expected[1]) and batch.loss_mask.dtype == torch.bool
+    assert batch.positions.expand_as(ids[:, :-1]).equal(expected[2])
+    if data.reset_attention_mask:
+        assert batch.segments.equal(expected[3])
+    else:
+        assert batch.segments is None
+
+
+def test_random_rows():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 4, (50, 33), generator=generator)
+    data = DataConfig(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+    batch = make_batch(ids, EOD, data)
+    labels, mask, positions, segments = zip(*(slow(row, data) for row in ids.tolist()), strict=True)
+    assert batch.labels.tolist() == list(labels) and batch.loss_mask.tolist() == list(mask)
+    assert batch.positions.tolist() == list(positions) and batch.segments.tolist() == list(segments)
+
+
+def test_positions_are_shared_where_they_can_be():
+    ids = torch.ones(3, 9, dtype=torch.long)
+    assert make_batch(ids, EOD, DataConfig()).positions.shape == (1, 8)
+    assert make_batch(ids, EOD, DataConfig(reset_position_ids=True)).positions.shape == (3, 8)
+
+
+def reader(loader):
+    return BatchReader(loader, DataConfig(seq_length=4), eod=EOD, micro_batch_size=2, groups=pool.groups(), device=CPU)
+
+
+def test_reads_in_order():
+    samples = torch.arange(1, 41).view(4, 2, 5)
+    read = reader(iter(samples))
+    batches = [*read.read(3), *read.read(1)]
+    assert torch.stack([b.tokens for b in batches]).equal(samples[:, :, :-1])
+
+
+def test_a_users_error_is_marked_as_this_ranks_own():
+    def broken():
+        yield torch.ones(2, 5, dtype=torch.long)
+        raise DataError("used up")
+
+    with pytest.raises(DataError, match="used up") as caught:
+        reader(broken()).read(2)
+    assert caught.value.on_all_ranks is False
