@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megatron.core.groups import Group
 
-
 # Elements that are initialised at a time: the work space fits a CPU core's cache.
 _BLOCK = 1 << 16
 
