@@ -36,7 +36,7 @@ CHECKPOINTS, LOGS, CURVE = OUT / "checkpoints", OUT / "logs", OUT / "loss.png"
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 4096
-ITERATIONS, FIRST_LEG = 330, 220
+ITERATIONS, FIRST_LEG = 300, 200
 PROMPT = "def read_file(path):"
 
 TOKENIZER_FLAGS = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {TOKENIZER}"
@@ -45,7 +45,7 @@ TRAIN_FLAGS = f"""
     --data-path {DATASET}_text_document --split 95,5,0 --num-workers 0 {TOKENIZER_FLAGS}
     --seq-length 128 --global-batch-size 4
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --adam-beta2 0.98 --weight-decay 0.1
-    --eval-interval 110 --eval-iters 16 --log-interval 10 --save {CHECKPOINTS} --save-interval 110
+    --eval-interval 100 --eval-iters 16 --log-interval 10 --save {CHECKPOINTS} --save-interval 100
 """
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4"
 DATA_PARALLEL = "--tensor-model-parallel-size 1 --micro-batch-size 2"

@@ -161,12 +161,14 @@ def assert_parameters(ranks, alone):
 @pytest.mark.parametrize(("size", "sequence_parallel"), LAYOUTS)
 @pytest.mark.parametrize("slots", [False, True])
 class TestLayers:
+    """One process leaves its gradients to autograd; the others do that, or add them to slots."""
+
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize(("out_shape", "shard_dim"), [((OUT,), 0), ((4, 6), 0), ((2, 12), 1)])
     def test_column(self, size, sequence_parallel, slots, bias, out_shape, shard_dim):
-        args = (slots, bias, out_shape, shard_dim)
-        (alone,) = pool.run(1, column, False, *args)
-        outs, grads, parameters = zip(*pool.run(size, column, sequence_parallel, *args), strict=True)
+        args = (bias, out_shape, shard_dim)
+        (alone,) = pool.run(1, column, False, False, *args)
+        outs, grads, parameters = zip(*pool.run(size, column, sequence_parallel, slots, *args), strict=True)
         pieces = [out.unflatten(2, (*out_shape[:shard_dim], -1, *out_shape[shard_dim + 1 :])) for out in outs]
         assert_close(torch.cat(pieces, 2 + shard_dim).flatten(2), alone[0])
         if not sequence_parallel:
@@ -177,7 +179,7 @@ class TestLayers:
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize("kernel", ["fused", "separate"])
     def test_row(self, size, sequence_parallel, slots, bias, kernel):
-        (alone,) = pool.run(1, row, False, slots, bias, kernel)
+        (alone,) = pool.run(1, row, False, False, bias, kernel)
         outs, grads, parameters = zip(*pool.run(size, row, sequence_parallel, slots, bias, kernel), strict=True)
         if not sequence_parallel:
             assert_all_equal(outs)
@@ -186,7 +188,7 @@ class TestLayers:
         assert_parameters(parameters, [alone[2]])
 
     def test_embedding(self, size, sequence_parallel, slots):
-        (alone,) = pool.run(1, embedding, False, slots)
+        (alone,) = pool.run(1, embedding, False, False)
         outs, parameters = zip(*pool.run(size, embedding, sequence_parallel, slots), strict=True)
         if not sequence_parallel:
             assert_all_equal(outs)
@@ -222,6 +224,18 @@ def test_cross_entropy(size, vocab_size, scale):
     gradient = torch.cat(grads, 2)
     assert_close(gradient, alone[1])
     assert gradient[..., vocab_size:].eq(0).all()
+
+
+def test_cross_entropy_of_strided_logits():
+    tp, targets = pool.groups().tp, make_ids(S, B - 1, vocab=37)
+    gradients = []
+    for strided in (False, True):
+        logits = normal(S, B, VOCAB).requires_grad_()
+        given = (logits * 1.0).transpose(0, 1).contiguous().transpose(0, 1) if strided else logits * 1.0
+        assert given.is_contiguous() is not strided
+        vocab_parallel_cross_entropy(given, targets, 37, tp).sum().backward()
+        gradients.append(logits.grad)
+    assert gradients[0].equal(gradients[1])
 
 
 def streams(rank, size):

@@ -15,6 +15,7 @@ from megatron.kernels.ops import cross_entropy
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, tp: Group) -> Tensor:
+        logits = logits.contiguous()  # backward writes the gradient through a flat view: of a copy it would be lost
         flat, ids = logits.flatten(0, -2), targets.flatten()
         largest, exp_sum, target = cross_entropy.local_statistics(flat[:, :valid], ids, first)
         if tp.size > 1:

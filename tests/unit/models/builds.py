@@ -65,7 +65,7 @@ def spread_constants(parameters, scale):
         info = parameter.info
         if info.init.kind == "constant":
             noise = torch.randn(info.global_shape, generator=torch.Generator().manual_seed(number)) * scale
-            parameter.add_(noise[place(info.offset, parameter.shape)])
+            parameter.add_(noise[place(info.offset, parameter.shape)].to(parameter.device))
 
 
 def place(offset, shape):
@@ -89,7 +89,7 @@ def make_ids(b, s, seed=0, vocab=VOCAB):
 
 def losses(model, ids):
     """Loss per token [b, s] of ids [b, s + 1]."""
-    positions = torch.arange(ids.shape[1] - 1).unsqueeze(0)
+    positions = torch.arange(ids.shape[1] - 1, device=ids.device).unsqueeze(0)
     return model(ids[:, :-1], positions, labels=ids[:, 1:])
 
 
@@ -101,7 +101,7 @@ def gradients(buffers):
 def pieces(buffers):
     """[(name, offset, global shape, gradient)] of this rank, to be assembled elsewhere; plain arrays travel well."""
     return [
-        (n, p.info.offset, p.info.global_shape, p.slot.main_grad.numpy().copy())
+        (n, p.info.offset, p.info.global_shape, p.slot.main_grad.cpu().numpy().copy())
         for buffer in buffers
         for n, p in buffer.parameters.items()
     ]

@@ -22,20 +22,19 @@ def test_values_and_gradients(p, m):
 @pytest.mark.parametrize(("p", "m"), [(1, 5), (3, 5)])
 def test_no_more_graphs_alive_than_promised(p, m):
     weight = torch.ones(4, requires_grad=True)
-    activations = []
+    kept = []
 
     def forward(i):
-        activation = weight * (i + 1)
-        out = activation.exp().sum()
-        saved = activation.exp()  # kept by the graph of the output alone
-        out = out + saved.square().sum()
-        activations.append(weakref.ref(saved))
-        alive = sum(ref() is not None for ref in activations)
-        assert alive <= p, f"{alive} graphs at the forward of microbatch {i}"
+        saved = (weight * (i + 1)).exp()  # kept by the graph of the output alone
+        out = saved.square().sum()
+        kept.append((weakref.ref(saved), weakref.ref(out)))
+        for number, what in enumerate(("graphs", "outputs")):
+            alive = sum(refs[number]() is not None for refs in kept)
+            assert alive <= p, f"{alive} {what} at the forward of microbatch {i}"
         return out
 
     run(one_forward_one_backward(0, p, m), forward)
-    assert len(activations) == m and not any(ref() is not None for ref in activations)
+    assert len(kept) == m and all(ref() is None for refs in kept for ref in refs)
 
 
 def test_forward_only_in_evaluation():

@@ -65,13 +65,13 @@ def test_objective_and_gradient(per_token, sizes):
     plain = make_model(LLAMA, pool.groups(), spread=0.1)
     expected = direct(plain, per_token)
     expected.backward()
-    assert loss == pytest.approx(float(expected), rel=1e-6)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
     assert_gradients(gradients(buffers), {n: p.grad for n, p in plain.named_parameters()})
 
 
 def test_the_two_weightings_differ():
     model = make_model(LLAMA, pool.groups())
-    assert float(direct(model, True)) != pytest.approx(float(direct(model, False)), rel=1e-3)
+    assert direct(model, True).item() != pytest.approx(direct(model, False).item(), rel=1e-3)
 
 
 class TestWeights:
@@ -131,7 +131,7 @@ class TestEvaluate:
         model = make_model({**LLAMA, "hidden_dropout": 0.5}, pool.groups(), spread=0.1)
         parts = iter([batches([6])[:1], batches([2, 4])])
         loss = evaluate(model, lambda: next(parts), 2, pool.groups())
-        assert loss == pytest.approx(float(direct(model.eval(), True)), rel=1e-5), "twice the same samples"
+        assert loss == pytest.approx(direct(model.eval(), True).item(), rel=1e-5), "twice the same samples"
 
     @pytest.mark.parametrize("training", [True, False])
     def test_leaves_the_mode_and_no_gradient(self, training):

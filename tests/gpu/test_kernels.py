@@ -1,0 +1,150 @@
+"""CUDA kernels against their references."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.core.errors import ConfigError
+from megatron.kernels.backends import flash
+from megatron.kernels.ops import activation, attention, cross_entropy, norm, weight_grad
+from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA
+from tests.unit.kernels.close import outputs_and_gradients, random
+
+pytestmark = NEEDS_CUDA
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def off_by(found, expected):
+    """Largest difference, relative to the largest element."""
+    found, expected = found.double().cpu(), expected.double().cpu()
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+class TestWeightGrad:
+    @pytest.mark.parametrize("dtype", HALVES)
+    @pytest.mark.parametrize(("n", "out", "inner"), [(256, 128, 64), (300, 56, 72)])
+    def test_mixed(self, dtype, n, out, inner):
+        """The product is accumulated and stored in fp32: no rounding to half precision anywhere."""
+        grad, x = (random(n, d, dtype=dtype, seed=s).to(CUDA) for s, d in ((0, out), (1, inner)))
+        exact = grad.double().t() @ x.double()
+        main_grad = torch.full((out, inner), float("nan"), device=CUDA)
+        weight_grad.fused_mixed(main_grad, grad, x, True)
+        assert off_by(main_grad, exact) < 1e-5
+        weight_grad.fused_mixed(main_grad, grad, x, False)
+        assert off_by(main_grad, 2 * exact) < 1e-5
+        rounded = torch.zeros_like(main_grad)
+        weight_grad.separate(rounded, grad, x, True)
+        assert 1e-4 < off_by(rounded, exact) < 1e-2, "the reference rounds, so the difference can be seen"
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_into_a_slice_of_a_buffer(self, dtype):
+        """As a layer calls it: a flat buffer's piece, a strided gradient."""
+        buffer = torch.full((64 + 48 * 40 + 64,), 7.0, device=CUDA)
+        main_grad = buffer[64 : 64 + 48 * 40].view(48, 40)
+        grad = random(48, 96, dtype=dtype).to(CUDA).t()
+        x = random(96, 40, dtype=dtype, seed=1).to(CUDA)
+        weight_grad.fused_mixed(main_grad, grad, x, True)
+        assert buffer[:64].eq(7).all() and buffer[-64:].eq(7).all()
+        assert off_by(main_grad, grad.double().t() @ x.double()) < 1e-5
+
+    def test_choose(self):
+        assert weight_grad.choose(True, CUDA, torch.bfloat16) == (weight_grad.fused_mixed, None)
+
+
+def attention_inputs(s, n, g, d, dtype, t=None):
+    shapes = [(s, 2, n, d), (t or s, 2, g, d), (t or s, 2, g, d)]
+    return [random(*shape, dtype=dtype, seed=seed).to(CUDA) for seed, shape in enumerate(shapes)]
+
+
+class TestFlash:
+    @pytest.fixture(autouse=True)
+    def needs_ampere(self):
+        reason = flash.missing(CUDA, torch.bfloat16)
+        if reason:
+            pytest.skip(f"no FlashAttention: {reason}")
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    @pytest.mark.parametrize(("n", "g"), [(8, 8), (8, 2), (8, 1)])
+    @pytest.mark.parametrize(("s", "d"), [(128, 64), (200, 128)])
+    def test_against_the_reference(self, dtype, n, g, s, d):
+        kernel, said = attention.choose("flash", CUDA, dtype)
+        assert said.startswith("flash (FlashAttention-")
+        data = attention_inputs(s, n, g, d, dtype)
+        upstream = random(s, 2, n * d, seed=9).to(CUDA)
+        found = outputs_and_gradients(lambda *x: kernel(*x, segments=None, dropout=0.0), data, upstream)
+        exact = outputs_and_gradients(
+            lambda *x: attention.unfused(*x, segments=None, dropout=0.0), [x.float() for x in data], upstream
+        )
+        for a, b in zip(found, exact, strict=True):
+            assert off_by(a, b) < 4 * torch.finfo(dtype).eps
+
+    def test_auto_takes_it(self):
+        assert attention.choose("auto", CUDA, torch.bfloat16)[1].startswith("flash")
+        assert attention.choose("auto", CUDA, torch.float32)[1].startswith("fused")
+        with pytest.raises(ConfigError, match="it needs bf16 or fp16"):
+            attention.choose("flash", CUDA, torch.float32)
+
+    def test_what_it_cannot_do_goes_elsewhere(self):
+        """Segments and cached queries, beside the same without."""
+        kernel, _ = attention.choose("flash", CUDA, torch.bfloat16)
+        data = attention_inputs(64, 4, 2, 64, torch.bfloat16)
+        one_document = torch.zeros(2, 64, dtype=torch.long, device=CUDA)
+        whole = kernel(*data, segments=None, dropout=0.0)
+        assert off_by(kernel(*data, segments=one_document, dropout=0.0), whole) < 0.02
+        last = kernel(data[0][-5:], *data[1:], segments=None, dropout=0.0)
+        assert off_by(last, whole[-5:]) < 0.02
+
+    def test_dropout_follows_the_generator(self):
+        kernel, _ = attention.choose("flash", CUDA, torch.bfloat16)
+        data = attention_inputs(64, 4, 2, 64, torch.bfloat16)
+        results = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            results.append(kernel(*data, segments=None, dropout=0.5))
+        assert results[0].equal(results[1]) and not results[0].equal(results[2])
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION])
+def test_masks_on_cuda(backend):
+    """Segments through each kernel that takes masks."""
+    data = attention_inputs(96, 4, 4, 64, torch.bfloat16)
+    segments = torch.arange(96, device=CUDA).div(40, rounding_mode="floor").expand(2, 96)
+    exact = attention.unfused(*(x.float() for x in data), segments=segments, dropout=0.0)
+    with sdpa_kernel(backend):
+        assert off_by(attention.fused(*data, segments=segments, dropout=0.0), exact) < 0.02
+
+
+KERNELS = {
+    "rms_norm": (lambda x, w: norm.rms_norm(x, w, 1e-5), [(64, 3, 256), (256,)]),
+    "layer_norm": (lambda x, w, b: norm.layer_norm(x, w, b, 1e-5), [(64, 3, 256), (256,), (256,)]),
+    "swiglu": (activation.swiglu, [(64, 3, 256)]),
+    "gelu": (activation.gelu, [(64, 3, 256)]),
+    "gelu_tanh": (activation.gelu_tanh, [(64, 3, 256)]),
+    "squared_relu": (activation.squared_relu, [(64, 3, 256)]),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_as_on_the_cpu(name, dtype):
+    kernel, shapes = KERNELS[name]
+    data = [random(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+    upstream = random(*kernel(*data).shape, seed=9)
+    expected = outputs_and_gradients(kernel, data, upstream)
+    found = outputs_and_gradients(kernel, [x.to(CUDA) for x in data], upstream.to(CUDA))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and off_by(a, b) < max(1e-5, 2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_cross_entropy_as_on_the_cpu(dtype):
+    logits, targets, grad = random(300, 1000, dtype=dtype, scale=3.0), torch.arange(300), random(300, seed=1)
+    results = []
+    for device in (CPU, CUDA):
+        local, ids = logits.to(device).clone(), targets.to(device)
+        largest, total, target = cross_entropy.local_statistics(local, ids, 100)
+        log_sum_exp = total.log() + largest
+        cross_entropy.gradient_(local, ids, 100, log_sum_exp, grad.to(device))
+        results.append((largest, total, target, local))
+    for a, b in zip(*results, strict=True):
+        assert off_by(b, a) < max(1e-5, 2 * torch.finfo(dtype).eps)
