@@ -27,7 +27,7 @@ class OptimizerConfig:
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
     min_loss_scale: float = flag(1.0, "the dynamic loss scale never falls below this")
     loss_scale_window: int = flag(1000, "good steps after which the dynamic loss scale doubles")
-    hysteresis: int = flag(2, "overflows in a row before the dynamic loss scale halves")
+    hysteresis: int = flag(2, "overflows before the dynamic loss scale halves; a full good window resets the count")
     check_for_nan_in_loss_and_grad: bool = flag(
         True, "do not look for NaN or infinity in gradients; by default such a step is skipped, and said"
     )

@@ -110,7 +110,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         parallel=ParallelConfig(device="cpu", ddp_bucket_size=20_000, distributed_timeout_minutes=5),
         optimizer=dataclasses.replace(run.optimizer, loss_scale=None),
         schedule=dataclasses.replace(
-            run.schedule, lr=run.schedule.lr or 1e-3, lr_decay_iters=None, lr_decay_samples=None, lr_warmup_iters=0,
+            run.schedule, lr=run.schedule.lr or 3e-4, lr_decay_iters=None, lr_decay_samples=None, lr_warmup_iters=0,
             lr_warmup_samples=0, lr_decay_style="constant", min_lr=0.0,
         ),
         data=DataConfig(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Point = tuple[int, float]  # (iteration, loss)
 
@@ -30,6 +30,10 @@ def draw_loss_curve(
     reference: label and height of a horizontal line, such as the entropy of the tokens' frequencies. Points that are
     not finite are left out. A long training curve is drawn pale, with its moving average over 2 % of its points.
     """
+    # Imported here: every run would start a second later for a picture that few ask for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     figure = Figure(figsize=(10, 5.625), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -85,7 +89,7 @@ def _dress(axes: Axes, title: str) -> None:
     axes.set_xlabel("iteration", color=INK)
     axes.set_ylabel("loss (nats per token)", color=INK)
     axes.set_title(title, loc="left", color=INK, fontweight="bold")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.locator_params(axis="x", integer=True)
     axes.margins(x=0.02)
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)

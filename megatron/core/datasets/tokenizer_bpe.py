@@ -8,7 +8,6 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
 
 from megatron.core.errors import DataError
 
@@ -22,6 +21,9 @@ class HuggingFaceTokenizer:
                 f"--tokenizer-model {folder} is not a folder; give one that holds tokenizer.json and "
                 "tokenizer_config.json, such as the folder of the model's weights"
             )
+        # Imported here: it takes a process seconds to start, and only this tokenizer needs it.
+        from transformers import AutoTokenizer  # noqa: PLC0415
+
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
