@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.config.layout import mesh_of
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.run import RunConfig, flag_name
 from megatron.core.errors import ConfigError
-from megatron.core.mesh import Mesh
 
 
 def shape_is_pending(run: RunConfig) -> bool:
@@ -75,7 +75,7 @@ def only_local_layers(run: RunConfig, world_size: int) -> str | None:
 def world_is_divisible(run: RunConfig, world_size: int) -> str | None:
     """The processes fill a whole number of replicas."""
     try:
-        mesh_of(run, world_size)
+        mesh_of(run.parallel, world_size)
     except ConfigError as error:
         return str(error)
     return None
@@ -221,19 +221,6 @@ def tp_divides_vocabulary(run: RunConfig, world_size: int) -> str | None:
             f"--make-vocab-size-divisible-by {step * tp}"
         )
     return None
-
-
-def mesh_of(run: RunConfig, world_size: int) -> Mesh:
-    """The mesh that the run's sizes cut the world into. Raises ConfigError when they do not divide it."""
-    p = run.parallel
-    return Mesh.create(
-        world_size,
-        tp=p.tensor_model_parallel_size,
-        cp=p.context_parallel_size,
-        pp=p.pipeline_model_parallel_size,
-        ep=p.expert_model_parallel_size,
-        etp=p.expert_tensor_parallel_size,
-    )
 
 
 RULES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.rules_model import mesh_of
+from megatron.config.layout import mesh_of
 from megatron.config.run import RunConfig
 
 
@@ -27,7 +27,7 @@ def batches_are_whole(run: RunConfig, world_size: int) -> str | None:
     """Every global batch size of the run is a number of microbatches on every replica."""
     t = run.train
     assert t.micro_batch_size
-    dp = mesh_of(run, world_size).dp
+    dp = mesh_of(run.parallel, world_size).dp
     unit = t.micro_batch_size * dp
     because = f"--micro-batch-size {t.micro_batch_size} x data-parallel size {dp} = {unit}"
     if t.global_batch_size is not None and t.global_batch_size % unit:

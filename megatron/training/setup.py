@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from megatron.config.features import Facts, features, format_table
+from megatron.config.layout import mesh_of
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.optimizer import ScheduleConfig
 from megatron.config.rules import check, check_vocabulary
@@ -24,7 +25,6 @@ from megatron.core.distributed.grad_buffer import GradBuffer, build_buffers
 from megatron.core.errors import ConfigError, UserError
 from megatron.core.groups import Group, Groups, backend_for, connect, create_groups
 from megatron.core.log import get_logger
-from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
@@ -115,7 +115,7 @@ def start_process(
     backend = backend_for(device, run.parallel.distributed_backend)
     heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
     heartbeat.start(on_stall=log.error)
-    return create_groups(mesh_of(run, world_size), rank, heartbeat, timeout), device
+    return create_groups(mesh_of(run.parallel, world_size), rank, heartbeat, timeout), device
 
 
 def open_heartbeat_files(run: RunConfig, groups: Groups) -> None:
@@ -135,19 +135,6 @@ def open_heartbeat_files(run: RunConfig, groups: Groups) -> None:
             raise ConfigError(f"{flag} cannot be written ({error.strerror}); give another folder") from error
 
     together(groups.world, write)
-
-
-def mesh_of(run: RunConfig, world_size: int) -> Mesh:
-    """The mesh that the flags ask for."""
-    parallel = run.parallel
-    return Mesh.create(
-        world_size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size,
-    )
 
 
 def together(group: Group, work: Callable[[], T]) -> T:

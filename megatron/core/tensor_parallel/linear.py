@@ -111,6 +111,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
+        if self._tp.size == 1:
+            # Nothing to sum: the bias goes into the GEMM and is rounded with it, as in any linear layer.
+            whole: Tensor = _Column.apply(x, self.weight, self.bias, self._tp, False, self._weight_grad)
+            return whole
         out: Tensor = _Row.apply(x, self.weight, self._tp, self._sequence_parallel, self._weight_grad)
         return out if self.bias is None else out + self.bias
 

@@ -1,0 +1,18 @@
+"""From sizes on the command line to the mesh of a job."""
+
+from __future__ import annotations
+
+from megatron.config.parallel import ParallelConfig
+from megatron.core.mesh import Mesh
+
+
+def mesh_of(parallel: ParallelConfig, world_size: int) -> Mesh:
+    """The mesh that the sizes cut the world into. Raises ConfigError when they do not divide it."""
+    return Mesh.create(
+        world_size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+    )
