@@ -26,7 +26,6 @@ setup(
         "psutil>=5.9",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]>=2.12", "flash-attn>=2.7"],
         "wandb": ["wandb>=0.17"],
         "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.10"],
     },

@@ -54,9 +54,12 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
 
 
 def set_cpu_threads(device: torch.device, processes_on_host: int) -> None:
-    """Share the host's cores between its processes on CPU: torch's default would start all cores in each of them."""
+    """Share the host's cores between its processes on CPU: torch's default would start all cores in each of them.
+
+    OMP_NUM_THREADS wins. torchrun sets it to 1 for several processes, and says so: give it to use more cores a process.
+    """
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes_on_host))
+        torch.set_num_threads(max(1, torch.get_num_threads() // processes_on_host))
 
 
 def synchronize(device: torch.device) -> None:

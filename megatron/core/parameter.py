@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megatron.core.groups import Group
 
-# Elements that are initialised at a time: the work space fits a CPU core's cache.
-_BLOCK = 1 << 16
+# Elements that are initialised at a time: the work space fits a CPU core's cache, or keeps a GPU busy.
+_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _fill_random(parameter: Parameter, info: ParamInfo, key: int) -> None:
     """By blocks of rows: 64-bit arithmetic on a whole large matrix would cost many times its size in memory."""
     flat = parameter.view(parameter.shape[0], -1)
     index_of_row, within = _global_index(parameter, info)
-    rows = max(1, _BLOCK // max(1, flat.shape[1]))
+    rows = max(1, _BLOCK[parameter.device.type] // max(1, flat.shape[1]))
     for start in range(0, flat.shape[0], rows):
         index = index_of_row[start : start + rows, None] + within[None, :]
         flat[start : start + rows] = _random_values(index, key, info.init).to(parameter.dtype)

@@ -31,12 +31,14 @@ def slow_half(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in _SLOW_ON_CPU
 
 
-# oneDNN's own test for the instructions; they do not come and go while a process runs.
-_SLOW_ON_CPU = {
-    dtype
-    for dtype, supported in (
-        (torch.bfloat16, torch.ops.mkldnn._is_mkldnn_bf16_supported),
-        (torch.float16, torch.ops.mkldnn._is_mkldnn_fp16_supported),
-    )
-    if not supported()
-}
+def _without_instructions() -> set[torch.dtype]:
+    if not torch.backends.mkldnn.is_available():  # torch without oneDNN, as on Apple's CPUs, has plain loops for halves
+        return {torch.bfloat16, torch.float16}
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return {dtype for dtype, fast in supported.items() if not fast}
+
+
+_SLOW_ON_CPU = _without_instructions()  # instructions do not come and go while a process runs

@@ -1,6 +1,5 @@
 """Devices, threads and memory figures on a machine without a GPU; CUDA's answers are given by stand-ins."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -62,7 +61,7 @@ class TestThreads:
         """Eight cores and no OMP_NUM_THREADS; the list of what was set."""
         found = []
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
         monkeypatch.setattr(torch, "set_num_threads", found.append)
         return found
 

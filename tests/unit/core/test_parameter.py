@@ -83,7 +83,7 @@ class TestInitialValues:
     def test_blocks_of_rows_do_not_show(self, monkeypatch):
         whole = filled((37, 50))
         for block in (1, 120, 1 << 20):
-            monkeypatch.setattr(module, "_BLOCK", block)
+            monkeypatch.setitem(module._BLOCK, "cpu", block)
             assert filled((37, 50)).equal(whole)
 
     def test_depends_on_seed_and_name_alone(self):
