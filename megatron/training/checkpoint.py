@@ -26,13 +26,6 @@ from megatron.training.trainer import Trainer
 log = get_logger(__name__)
 
 FORMAT = 1
-# Fields of ModelConfig that decide which tensors there are, their shapes, or what they mean.
-SHAPE_FIELDS = (
-    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "group_query_attention",
-    "num_query_groups", "position_embedding_type", "rotary_base", "rotary_percent", "normalization",
-    "apply_layernorm_1p", "swiglu", "squared_relu", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-    "untie_embeddings_and_output_weights", "vocab_size", "make_vocab_size_divisible_by",
-)  # fmt: skip
 
 
 def save_checkpoint(trainer: Trainer) -> Path:
@@ -55,9 +48,9 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """Continue from the checkpoint in `path`. Collective over the world; the layout may differ from the saved one."""
     run, groups = trainer.run, trainer.groups
     state = read_state(path)
-    check_same_model(path, state["config"]["model"], run.model)
-    check_same_precision(path, _model_config(state), run.model)
     finetune = run.checkpoint.finetune
+    check_same_model(path, _model_config(state), run.model, finetune=finetune)
+    check_same_precision(path, _model_config(state), run.model)
     with_optimizer = run.checkpoint.load_optim and not finetune and not run.train.skip_train
     with_rng = run.checkpoint.load_rng and not finetune and state["rng"] == _generators(trainer)
     log.info("loading checkpoint from %s at iteration %d", path, state["train"]["iteration"])
@@ -112,19 +105,46 @@ def saved_model_config(path: Path) -> ModelConfig:
     return _model_config(read_state(path))
 
 
-def check_same_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
-    """Raise CheckpointError naming every field in which the checkpoint's model differs."""
-    asked = dataclasses.asdict(model)
-    differences = [
-        f"{name} is {saved.get(name)} there and {asked[name]} here"
-        for name in SHAPE_FIELDS
-        if saved.get(name) != asked[name]
-    ]
+def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, *, finetune: bool) -> None:
+    """Raise CheckpointError naming everything in which the checkpoint's model differs.
+
+    Fine-tuning may change the rotary base: that is how a context is extended.
+    """
+    there, here = shape_of(saved), shape_of(model)
+    if finetune:
+        there["rotary_base"] = here["rotary_base"]
+    differences = [f"{name} is {there[name]} there and {here[name]} here" for name in here if there[name] != here[name]]
     if differences:
         raise CheckpointError(
             f"{path} is a checkpoint of another model: {'; '.join(differences)}; "
             "give the same model flags or --use-checkpoint-args"
         )
+
+
+def shape_of(model: ModelConfig) -> dict[str, Any]:
+    """What decides which tensors there are, their shapes and their meaning; sizes as derived, however they were given."""
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn_dim,
+        "vocab_size": model.vocab_size,
+        "padded vocabulary": model.padded_vocab_size,
+        "position_embedding_type": model.position_embedding_type,
+        "rotary channels": model.rotary_dim,
+        "rotary_base": model.rotary_base if model.rotary_dim else None,
+        "normalization": model.normalization,
+        "apply_layernorm_1p": model.apply_layernorm_1p,
+        "swiglu": model.swiglu,
+        "squared_relu": model.squared_relu,
+        "openai_gelu": model.openai_gelu,
+        "add_bias_linear": model.add_bias_linear,
+        "qkv bias": model.qkv_bias,
+        "qk_layernorm": model.qk_layernorm,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+    }
 
 
 def check_same_precision(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
