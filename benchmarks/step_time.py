@@ -18,11 +18,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron.config.data import DataConfig
+from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import choose_device, synchronize
-from megatron.core.distributed.grad_buffer import build_buffers
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import create_groups
 from megatron.core.heartbeat import Heartbeat
 from megatron.core.mesh import Mesh
@@ -92,11 +93,10 @@ def our_step(args: argparse.Namespace, dtype: str, ids: Tensor, device: torch.de
     run = RunConfig(model=ModelConfig(**shape), optimizer=OptimizerConfig(clip_grad=CLIP, weight_decay=WEIGHT_DECAY))
     groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
     model = build_model(run, groups, device, choose_kernels(run.model, device), RngTracker(1, groups, device))
-    parameters = local_parameters(model)
-    initialize(parameters, 1)
-    buffers = build_buffers(parameters, dp=groups.dp_cp, tp=groups.tp, bucket_size=None)
-    optimizer = Optimizer(run.optimizer, buffers, groups, fp16=False)
-    step = TrainStep(model, buffers, optimizer, groups, Timers(0, lambda: None), per_token=True)
+    initialize(local_parameters(model), 1)
+    data_parallel = DataParallel(model, groups, data_parallel_settings(run.parallel), device)
+    optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=False)
+    step = TrainStep(model, data_parallel, optimizer, groups, Timers(0, lambda: None), per_token=True)
     batch = make_batch(ids, args.vocab, dataclasses.replace(DataConfig(), seq_length=args.seq))
     return lambda: step([batch], LR, WEIGHT_DECAY)[0]
 

@@ -32,7 +32,7 @@ class Pool:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "tests.pool"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "megatron.training.setup", "tests.pool"])
         port = free_port()
         self._processes, self._pipes = [], []
         for rank in range(world_size):
@@ -88,16 +88,19 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 12
     return _POOLS[world_size].run(fn, *args, timeout=timeout)
 
 
-def groups(tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1) -> Groups:
-    """Process groups of a mesh over this worker's world (cached: groups are made once a mesh and process)."""
+def groups(tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, instances: int | None = None) -> Groups:
+    """Process groups of a mesh over this worker's world (cached: groups are made once a mesh and process).
+
+    `instances` of the sharded optimizer; None shards nothing.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep))
+    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep), instances)
 
 
 @functools.cache
-def _groups(mesh: Mesh) -> Groups:
+def _groups(mesh: Mesh, instances: int | None) -> Groups:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return create_groups(mesh, rank, Heartbeat(rank), TIMEOUT_SECONDS)
+    return create_groups(mesh, rank, Heartbeat(rank), TIMEOUT_SECONDS, optimizer_instances=instances)
 
 
 def free_port() -> int:

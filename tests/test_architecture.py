@@ -25,6 +25,7 @@ LAYERS = {
     "megatron.core.pipeline_parallel.passes": 0,
     "megatron.core.groups": 1,
     "megatron.core.device": 1,
+    "megatron.core.timeline": 1,
     "megatron.core.parameter": 1,
     "megatron.core.datasets": 1,
     "megatron.kernels": 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.data_parallel import AUTO, EVERY, data_parallel_settings
 from megatron.config.run import RunConfig
 
 
@@ -21,6 +22,9 @@ class Facts:
     upcast_products: bool  # the device is slow at products of the parameters' dtype, so they are taken in fp32
     separate_main_grads: bool  # the fp32 gradient buffer has another dtype than the parameters
     buckets: int  # gradient buckets of this rank
+    shards: (
+        int  # ranks that share the optimizer's state, and perhaps gradients and parameters; 1 when nothing is shared
+    )
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,10 @@ def features(run: RunConfig, facts: Facts) -> list[Feature]:
     return [
         _tensor_parallelism(facts),
         _sequence_parallelism(run, facts),
-        _gradient_reduction(facts),
+        _optimizer_sharding(run, facts),
+        _gradient_reduction(run, facts),
+        _gradient_mode(run, facts),
+        _parameter_gather(run, facts),
         _attention(run, facts),
         _products(run, facts),
         _gradient_fusion(run, facts),
@@ -69,13 +76,51 @@ def _sequence_parallelism(run: RunConfig, facts: Facts) -> Feature:
     return Feature("sequence parallelism", _on(asked), _on(works), "tp = 1" if asked and not works else "")
 
 
-def _gradient_reduction(facts: Facts) -> Feature:
-    name = "gradient reduction"
+_SHARED = {
+    "no_shard": "off",
+    "optim": "optimizer state (ZeRO-1)",
+    "optim_grads": "optimizer state, gradients (ZeRO-2)",
+    "optim_grads_params": "optimizer state, gradients, parameters (ZeRO-3)",
+}
+
+
+def _optimizer_sharding(run: RunConfig, facts: Facts) -> Feature:
+    asked = _SHARED[data_parallel_settings(run.parallel).shards]
+    if asked == "off" or facts.shards > 1:
+        return Feature("data-parallel sharding", asked, asked, f"over {facts.shards} ranks" if asked != "off" else "")
+    return Feature("data-parallel sharding", asked, "off", f"dp = {facts.dp}: one rank an instance")
+
+
+def _gradient_reduction(run: RunConfig, facts: Facts) -> Feature:
+    name, settings = "gradient reduction", data_parallel_settings(run.parallel)
+    asked = "overlapped" if settings.overlap_reduce else "after backward"
     if facts.dp == 1:
-        return Feature(name, "auto", "off", "dp = 1")
+        return Feature(name, asked, "off", "dp = 1")
+    op = "all-reduce" if facts.shards == 1 else "reduce-scatter"
+    if 1 < facts.shards < facts.dp:
+        op += " + all-reduce between instances"
     plural = "" if facts.buckets == 1 else "s"
-    how = f"all-reduce after backward, {facts.buckets} bucket{plural}, {facts.backend}"
-    return Feature(name, "auto", how, f"dp = {facts.dp}")
+    dtype = ", bf16 on the wire" if settings.reduce_in_bf16 else ""
+    return Feature(name, asked, f"{asked}: {op}, {facts.buckets} bucket{plural}, {facts.backend}{dtype}", "")
+
+
+def _gradient_mode(run: RunConfig, facts: Facts) -> Feature:
+    mode = data_parallel_settings(run.parallel).mode
+    if facts.dp == 1:
+        return Feature("gradients reduced", mode, "off", "dp = 1")
+    if mode == AUTO:
+        return Feature("gradients reduced", mode, f"{EVERY} at first", "decided after the first steps, and logged")
+    return Feature("gradients reduced", mode, mode, "")
+
+
+def _parameter_gather(run: RunConfig, facts: Facts) -> Feature:
+    settings = data_parallel_settings(run.parallel)
+    if settings.shards == "no_shard":
+        return Feature("parameter gather", "off", "off", "")
+    asked = "overlapped" if settings.overlap_gather else "after the update"
+    if facts.shards == 1:
+        return Feature("parameter gather", asked, "off", "nothing is shared")
+    return Feature("parameter gather", asked, asked, "")
 
 
 def _attention(run: RunConfig, facts: Facts) -> Feature:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
 from megatron.config.rules_files import HUGGING_FACE
 from megatron.config.run import RunConfig, flag_name
 
@@ -57,6 +58,10 @@ def _warms_up(run: RunConfig) -> bool:
 
 def _reads_files(run: RunConfig) -> bool:
     return not run.data.mock_data
+
+
+def _settings(run: RunConfig) -> DataParallelSettings:
+    return data_parallel_settings(run.parallel)
 
 
 def _validates(run: RunConfig) -> bool:
@@ -187,6 +192,21 @@ _OPTIMIZER = (
     ),
 )
 
+_PARALLEL = (
+    _need(
+        "overlap_param_gather num_distributed_optimizer_instances",
+        lambda run: _settings(run).shards != "no_shard",
+        "every rank updates all parameters",
+        "add --use-distributed-optimizer",
+    ),
+    _need(
+        "grad_reduce_mode",
+        lambda run: _settings(run).shards != "no_shard" or run.parallel.grad_reduce_mode == "last-microbatch",
+        "every rank keeps the whole gradient",
+        "add --use-distributed-optimizer",
+    ),
+)
+
 _DATA = (
     _need(
         "split",
@@ -259,6 +279,12 @@ _LOOP = (
         "add --tensorboard-dir",
     ),
     _need(
+        "profile_step_start profile_step_end",
+        lambda run: run.logging.profile_timeline is not None,
+        "no timeline is written",
+        "add --profile-timeline",
+    ),
+    _need(
         "wandb_exp_name wandb_entity wandb_save_dir",
         lambda run: run.logging.wandb_project is not None,
         "Weights & Biases is off",
@@ -266,7 +292,7 @@ _LOOP = (
     ),
 )
 
-NEEDS: tuple[Need, ...] = _MODEL + _OPTIMIZER + _DATA + _LOOP
+NEEDS: tuple[Need, ...] = _MODEL + _OPTIMIZER + _PARALLEL + _DATA + _LOOP
 
 
 def given_flags_have_an_effect(run: RunConfig, world_size: int) -> str | None:

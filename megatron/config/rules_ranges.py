@@ -36,10 +36,12 @@ _BY_INTERVAL: dict[Interval, str] = {
     AT_LEAST_ONE: """
         num_layers hidden_size num_attention_heads rope_scaling_factor vocab_size make_vocab_size_divisible_by
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
-        expert_tensor_parallel_size ddp_bucket_size loss_scale_window hysteresis lr_decay_iters lr_decay_samples
+        expert_tensor_parallel_size ddp_bucket_size num_distributed_optimizer_instances loss_scale_window
+        hysteresis lr_decay_iters lr_decay_samples
         lr_wsd_decay_iters lr_wsd_decay_samples seq_length micro_batch_size global_batch_size rampup_batch_size
         train_iters train_samples exit_interval iterations_to_skip eval_interval log_interval log_memory_interval
-        tensorboard_log_interval save_interval save_retain ckpt_step
+        tensorboard_log_interval save_interval save_retain ckpt_step profile_step_start
+        profile_step_end
     """,
     NOT_NEGATIVE: """
         init_method_std clip_grad weight_decay start_weight_decay end_weight_decay lr min_lr lr_warmup_iters

@@ -58,6 +58,43 @@ def rampup_reaches_batch_size(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def sharding_is_consistent(run: RunConfig, world_size: int) -> str | None:
+    """The flags that choose what dp ranks share do not contradict each other."""
+    p = run.parallel
+    shards, mode = p.data_parallel_sharding_strategy, p.grad_reduce_mode
+    if shards == "no_shard" and (p.use_distributed_optimizer or p.overlapped_distributed_optimizer):
+        name = (
+            "--overlapped-distributed-optimizer"
+            if p.overlapped_distributed_optimizer
+            else "--use-distributed-optimizer"
+        )
+        return (
+            f"{name} shards the optimizer and --data-parallel-sharding-strategy no_shard does not; remove one of them"
+        )
+    if shards == "optim" and mode == "every-microbatch":
+        return (
+            "--grad-reduce-mode every-microbatch keeps only a shard of the gradient and --data-parallel-sharding-strategy "
+            "optim keeps all of it; give optim_grads, or remove one of them"
+        )
+    if shards in ("optim_grads", "optim_grads_params") and mode not in (None, "every-microbatch"):
+        return (
+            f"--data-parallel-sharding-strategy {shards} keeps only a shard of the gradient, so it is reduced after every "
+            f"microbatch; remove --grad-reduce-mode {mode}, or give optim"
+        )
+    return None
+
+
+def instances_divide_replicas(run: RunConfig, world_size: int) -> str | None:
+    """Every instance of the sharded optimizer has equally many ranks."""
+    mesh, instances = mesh_of(run.parallel, world_size), run.parallel.num_distributed_optimizer_instances
+    if (mesh.dp * mesh.cp) % instances:
+        return (
+            f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size {mesh.dp}; "
+            f"give a divisor of {mesh.dp}"
+        )
+    return None
+
+
 def lengths_are_in_one_unit(run: RunConfig, world_size: int) -> str | None:
     """The schedule counts what the length of the run counts: iterations or samples."""
     s = run.schedule
@@ -154,6 +191,14 @@ def loss_scale_has_room(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def profile_has_steps(run: RunConfig, world_size: int) -> str | None:
+    """A timeline covers at least one step."""
+    start, end = run.logging.profile_step_start, run.logging.profile_step_end
+    if run.logging.profile_timeline is not None and end <= start:
+        return f"--profile-step-end {end} is not after --profile-step-start {start}; raise it"
+    return None
+
+
 def skip_train_evaluates(run: RunConfig, world_size: int) -> str | None:
     """A run that neither trains nor evaluates does nothing."""
     if run.train.skip_train and run.eval.eval_iters == 0:
@@ -166,11 +211,14 @@ RULES = (
     learning_rate_is_given,
     rampup_reaches_batch_size,
     batches_are_whole,
+    sharding_is_consistent,
+    instances_divide_replicas,
     lengths_are_in_one_unit,
     one_warmup,
     schedule_fits,
     learning_rates_are_ordered,
     weight_decay_ramp_is_whole,
     loss_scale_has_room,
+    profile_has_steps,
     skip_train_evaluates,
 )

@@ -67,6 +67,11 @@ class LoggingConfig:
     timing_log_level: int = flag(
         0, "0: iteration time only; 1: also the parts of a step; 2: also every forward and backward", choices=(0, 1, 2)
     )
+    profile_timeline: str | None = flag(
+        None, "write a Chrome trace of some steps here: compute, reductions, updates and gathers of every rank"
+    )
+    profile_step_start: int = flag(3, "first step, counted from the start of this run, in the --profile-timeline")
+    profile_step_end: int = flag(5, "the --profile-timeline ends before this step")
     tensorboard_dir: str | None = flag(None, "write TensorBoard events here")
     tensorboard_log_interval: int = flag(1, "steps between TensorBoard points")
     wandb_project: str | None = flag(None, "log to this Weights & Biases project (needs the wandb extra)")

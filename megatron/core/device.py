@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -83,12 +85,44 @@ def memory_report(device: torch.device) -> MemoryReport:
     return MemoryReport(resident, peak, peak, psutil.virtual_memory().total)
 
 
+def headroom(device: torch.device) -> int:
+    """Bytes that this process can still allocate: what the largest use so far left on CUDA; on the CPU its share of the
+    host's free memory, of the control group's limit and of its own (ulimit -v, -d), less a tenth."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return max(0, int(0.95 * total) - torch.cuda.max_memory_allocated(device))
+    process = psutil.Process().memory_info()
+    free = [psutil.virtual_memory().available]
+    limit, used = _control_group_memory()
+    if limit is not None:
+        free.append(limit - used)
+    shared = min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    own = [
+        soft - held
+        for kind, held in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data))
+        if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
+    ]
+    return max(0, int(0.9 * min([shared, *own])))
+
+
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak dense TFLOP/s of the device for bf16/fp16, or None when it is not known (CPU, other dtypes, other GPUs)."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for key, peak in PEAK_BF16_TFLOPS.items() if key in name), None)
+
+
+def _control_group_memory() -> tuple[int | None, int]:
+    """(limit, use) in bytes of this process's control group (v2); no limit when there is none or it cannot be read."""
+    try:
+        with open("/proc/self/cgroup", encoding="ascii") as file:
+            group = next(line.strip().split("::")[1] for line in file if line.startswith("0::"))
+        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
+        limit = (folder / "memory.max").read_text().strip()
+        return (None, 0) if limit == "max" else (int(limit), int((folder / "memory.current").read_text()))
+    except (OSError, StopIteration, ValueError):
+        return None, 0
 
 
 def _peak_resident(resident: int) -> int:

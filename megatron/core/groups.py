@@ -39,6 +39,9 @@ class Groups:
 
     tp: shards of a layer. cp: shards of a sequence. dp: replicas that see other samples. pp: stages.
     dp_cp: reduces gradients of dense parameters. model (tp x pp): ranks that hold different parameters of one replica.
+    shard, replicas: dp_cp once more, cut into instances of the sharded optimizer: `shard` are the ranks of one instance,
+    which share its state, `replicas` those that hold the same shard in other instances. gather: `shard` again. These
+    three carry whole buckets beside compute, so they have connections of their own: no short message waits behind them.
     ep, etp, edp: the same roles for experts.
     """
 
@@ -52,6 +55,9 @@ class Groups:
     pp: Group
     dp_cp: Group
     model: Group
+    shard: Group
+    gather: Group
+    replicas: Group
     ep: Group
     etp: Group
     edp: Group
@@ -114,8 +120,14 @@ def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Cal
     return publish, read
 
 
-def create_groups(mesh: Mesh, rank: int, heartbeat: Heartbeat, timeout_seconds: float) -> Groups:
-    """Make every group of the mesh. Collective over the world: all ranks create all groups in the same order."""
+def create_groups(
+    mesh: Mesh, rank: int, heartbeat: Heartbeat, timeout_seconds: float, *, optimizer_instances: int | None = 1
+) -> Groups:
+    """Make every group of the mesh. Collective over the world: all ranks create all groups in the same order.
+
+    `optimizer_instances` divides dp x cp; an instance is a run of neighbouring ranks of it. None: every rank is one, so
+    that nothing is sharded.
+    """
     timeout = timedelta(seconds=timeout_seconds)
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     groups: dict[str, Group] = {}
@@ -126,6 +138,12 @@ def create_groups(mesh: Mesh, rank: int, heartbeat: Heartbeat, timeout_seconds: 
                 made[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
             if rank in ranks:
                 groups[name] = Group(name, ranks, ranks.index(rank), made.get(ranks), heartbeat)
+    instances = mesh.dp * mesh.cp if optimizer_instances is None else optimizer_instances
+    for name, lists in mesh.optimizer_groups(instances).items():
+        for ranks in lists:
+            made_here = dist.new_group(list(ranks), timeout=timeout, group_desc=name) if len(ranks) > 1 else None
+            if rank in ranks:
+                groups[name] = Group(name, ranks, ranks.index(rank), made_here, heartbeat)
     everyone = tuple(range(mesh.world_size))
     world = Group("world", everyone, rank, dist.group.WORLD if mesh.world_size > 1 else None, heartbeat)
     return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, **groups)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 _NAMED = 16  # ranks named in one message
 # gloo's own file and line before what it says, and its advice after it.
-_LIBRARY_TALK = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by .*$")
+_LIBRARY_TALK = re.compile(r"\[\S+:\d+\] |\. This is typically caused by .*$")
 
 
 @dataclass(frozen=True)
@@ -228,21 +228,37 @@ class Heartbeat:
         if self._read is None:
             return f"{head}: {cause}"
         others = [rank for rank in ranks if rank != self.rank]
-        try:
-            before = after = self._beats_of(others)
-            if not any(beat and beat.error for beat in before.values()):
-                self._pause(3 * self.interval)
-                after = self._beats_of(others)
-        except Exception:  # the store went away with its host
-            return f"{head}: the job's store does not answer, so the missing ranks are not known; {cause}"
+        before = after = self._beats_of(others)
+        if before and not any(beat and beat.error for beat in before.values()):
+            self._pause(3 * self.interval)
+            after = self._beats_of(others)
+        if before is None or after is None:
+            waited_for = _join([str(rank) for rank in others], ", ")
+            return (
+                f"{head}: waiting for ranks {waited_for}, and the job's store does not answer either: its host is gone, or "
+                f"this one is cut off; {cause}"
+            )
         failed = [f"rank {rank} ended: {beat.error}" for rank, beat in after.items() if beat and beat.error]
         missing = _join(failed, "; ") or missing_ranks(before, after, group, number)
         return f"{head}: {missing or 'every rank of it has arrived'}; {cause}"
 
-    def _beats_of(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
+    def _beats_of(self, ranks: Sequence[int]) -> dict[int, Beat | None] | None:
+        """Their last beats, or None when the store does not answer within ten intervals."""
         assert self._read is not None
-        lines = {rank: self._read(rank) for rank in ranks}
-        return {rank: Beat.from_json(line) if line else None for rank, line in lines.items()}
+        found: dict[int, Beat | None] = {}
+
+        def read() -> None:
+            with contextlib.suppress(Exception):  # the store went away with its host
+                for rank in ranks:
+                    assert self._read is not None
+                    line = self._read(rank)
+                    found[rank] = Beat.from_json(line) if line else None
+
+        # In a thread: a connection to a host that was cut off may stay silent for minutes.
+        reader = threading.Thread(target=read, name="heartbeat-reader", daemon=True)
+        reader.start()
+        reader.join(10 * self.interval)
+        return dict(found) if len(found) == len(ranks) else None
 
     def _pause(self, seconds: float) -> None:
         """Sleep. The heartbeat's own thread goes on publishing meanwhile, or the others would take this rank for dead."""

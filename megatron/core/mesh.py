@@ -88,6 +88,22 @@ class Mesh:
         """The rank list along `axes` that holds `rank`."""
         return next(ranks for ranks in self.groups(*axes) if rank in ranks)
 
+    def optimizer_groups(self, instances: int) -> dict[str, list[tuple[int, ...]]]:
+        """Rank lists of "shard", "gather" and "replicas" when dp x cp is cut into `instances` of the sharded optimizer.
+
+        An instance is a run of neighbouring ranks of dp x cp. Raises ConfigError when they do not divide it.
+        """
+        if (self.dp * self.cp) % instances:
+            raise ConfigError(
+                f"{instances} optimizer instances do not divide dp {self.dp} x cp {self.cp}; "
+                "give --num-distributed-optimizer-instances a divisor of it"
+            )
+        size = self.dp * self.cp // instances
+        whole = self.groups("cp", "dp")
+        shards = [ranks[i : i + size] for ranks in whole for i in range(0, len(ranks), size)]
+        replicas = [ranks[i::size] for ranks in whole for i in range(size)]
+        return {"shard": shards, "gather": shards, "replicas": replicas}
+
     def _size(self, axis: str) -> int:
         return int(getattr(self, axis))
 

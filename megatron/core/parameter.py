@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ class ParamInfo:
     """
 
     global_shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the local piece, also while the parameter itself is freed
     tp_dim: int | None  # dim that is sharded over tp; None when every tp rank holds the whole parameter
     offset: tuple[int, ...]  # where the local piece starts in the global tensor
     init: Init
@@ -58,17 +60,31 @@ class ParamInfo:
 
 
 class GradSlot:
-    """Where a parameter's gradient goes: its piece of the fp32 gradient buffer.
+    """Where a parameter's gradient goes: its piece of a bucket's fp32 gradient memory.
 
-    `fresh` means that nothing has been written since the buffer was cleared: the next writer overwrites, so clearing
-    needs no pass over memory and the first GEMM no read.
+    `fresh` means that nothing has been written since the gradient was cleared: the next writer overwrites, so clearing
+    needs no pass over memory and the first GEMM no read. Memory that is not kept between backward passes is taken from
+    `provide` (which sets `main_grad` of every parameter of the bucket) when the first of them is written.
     """
 
-    __slots__ = ("fresh", "main_grad")
+    __slots__ = ("_main_grad", "_provide", "fresh")
 
-    def __init__(self, main_grad: Tensor) -> None:
-        self.main_grad = main_grad
+    def __init__(self, provide: Callable[[], None]) -> None:
+        self._main_grad: Tensor | None = None
+        self._provide = provide
         self.fresh = True
+
+    @property
+    def main_grad(self) -> Tensor:
+        """fp32, in the parameter's shape."""
+        if self._main_grad is None:
+            self._provide()
+        assert self._main_grad is not None
+        return self._main_grad
+
+    @main_grad.setter
+    def main_grad(self, memory: Tensor | None) -> None:
+        self._main_grad = memory
 
     def add(self, grad: Tensor) -> None:
         """Accumulate `grad` (the parameter's shape, any float dtype)."""
@@ -80,7 +96,7 @@ class GradSlot:
 
 
 class Parameter(nn.Parameter):
-    """A trainable tensor with its ParamInfo and, once a gradient buffer owns it, its GradSlot."""
+    """A trainable tensor with its ParamInfo and, once a bucket owns it, its GradSlot."""
 
     info: ParamInfo
     slot: GradSlot | None
@@ -105,7 +121,13 @@ def make_parameter(
     parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
     sharded = tp_dim if tp.size > 1 else None
     parameter.info = ParamInfo(
-        tuple(global_shape), sharded, tuple(offset), init.for_shape(global_shape), decay, sum_over_tp and tp.size > 1
+        global_shape=tuple(global_shape),
+        shape=tuple(shape),
+        tp_dim=sharded,
+        offset=tuple(offset),
+        init=init.for_shape(global_shape),
+        decay=decay,
+        sum_over_tp=sum_over_tp and tp.size > 1,
     )
     parameter.slot = None
     return parameter

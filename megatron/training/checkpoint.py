@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.folders import find
-from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_slice
 from megatron.core.dist_checkpointing.store import load, read_state, save
+from megatron.core.distributed.buckets import Piece
 from megatron.core.errors import CheckpointError
 from megatron.core.groups import Groups
 from megatron.core.log import get_logger
@@ -34,7 +35,8 @@ def save_checkpoint(trainer: Trainer) -> Path:
     assert run.checkpoint.save
     root, iteration = Path(run.checkpoint.save), trainer.state.iteration
     log.info("saving checkpoint at iteration %7d to %s", iteration, root)
-    tensors = model_tensors(trainer.parameters, groups)
+    trainer.data_parallel.settle()
+    tensors = _weights(trainer)
     if run.checkpoint.save_optim:
         tensors += optimizer_tensors(trainer)
     if run.checkpoint.save_rng:
@@ -66,7 +68,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         )
     if not (finetune or run.train.skip_train):
         trainer.schedule.resolve(state["schedule"])
-    tensors = model_tensors(trainer.parameters, groups)
+    tensors = _weights(trainer)
     if with_optimizer:
         tensors += optimizer_tensors(trainer)
     rng = trainer.rng.state()
@@ -165,19 +167,51 @@ def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[Shar
     ]
 
 
-def optimizer_tensors(trainer: Trainer) -> list[ShardedTensor]:
-    """Masters and moments of this rank."""
-    return [
-        _sharded(f"optimizer/{name}/{key}", tensor, trainer.parameters[name], trainer.groups, number)
-        for number, (name, tensors) in enumerate(trainer.optimizer.state.items())
-        for key, tensor in tensors.items()
+def _weights(trainer: Trainer) -> list[ShardedTensor]:
+    """This rank's weights, or its slices of them where parameters are sharded over dp."""
+    if not trainer.data_parallel.shards_params:
+        return model_tensors(trainer.parameters, trainer.groups)
+    frozen = {name: parameter for name, parameter in trainer.parameters.items() if parameter.slot is None}
+    return model_tensors(frozen, trainer.groups) + [
+        sharded
+        for number, (piece, tensor) in enumerate(trainer.data_parallel.weights())
+        for sharded in _flat(f"model/{piece.name}", tensor, piece, trainer, number)
     ]
+
+
+def optimizer_tensors(trainer: Trainer) -> list[ShardedTensor]:
+    """Masters and moments of this rank: its slices of them, as rectangles of the global tensors."""
+    return [
+        sharded
+        for number, (piece, key, tensor) in enumerate(trainer.optimizer.pieces())
+        for sharded in _flat(f"optimizer/{piece.name}/{key}", tensor, piece, trainer, number)
+    ]
+
+
+def _flat(name: str, data: Tensor, piece: Piece, trainer: Trainer, number: int) -> list[ShardedTensor]:
+    parameter, groups = trainer.parameters[piece.name], trainer.groups
+    # Instances of the optimizer hold copies and take turns.
+    writer = groups.replicas.rank == number % groups.replicas.size and _first_of_tp(parameter, groups)
+    return flat_slice(
+        name,
+        data,
+        start=piece.start,
+        shape=parameter.info.shape,
+        global_shape=parameter.info.global_shape,
+        offset=parameter.info.offset,
+        writer=writer,
+    )
+
+
+def _first_of_tp(parameter: Parameter, groups: Groups) -> bool:
+    """Of the tp ranks that hold a replicated parameter, the first one writes it."""
+    return parameter.info.tp_dim is not None or groups.tp.rank == 0
 
 
 def _sharded(name: str, data: Tensor, parameter: Parameter, groups: Groups, number: int) -> ShardedTensor:
     info = parameter.info
     # Replicas over dp x cp take turns, so that all hosts' disks write; replicas over tp leave it to tp rank 0.
-    writer = groups.dp_cp.rank == number % groups.dp_cp.size and (info.tp_dim is not None or groups.tp.rank == 0)
+    writer = groups.dp_cp.rank == number % groups.dp_cp.size and _first_of_tp(parameter, groups)
     return ShardedTensor(name, data, info.global_shape, info.offset, writer)
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import check
 from megatron.config.run import RunConfig
 from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
@@ -107,7 +106,9 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
     }
     return RunConfig(
         model=dataclasses.replace(model, **small),
-        parallel=ParallelConfig(device="cpu", ddp_bucket_size=20_000, distributed_timeout_minutes=5),
+        parallel=dataclasses.replace(
+            run.parallel, device="cpu", distributed_backend=None, ddp_bucket_size=20_000, distributed_timeout_minutes=5
+        ),
         optimizer=dataclasses.replace(run.optimizer, loss_scale=None),
         schedule=dataclasses.replace(
             run.schedule, lr=run.schedule.lr or 3e-4, lr_decay_iters=None, lr_decay_samples=None, lr_warmup_iters=0,
@@ -146,14 +147,13 @@ def measure(run: RunConfig, groups: Groups, device: torch.device) -> tuple[list[
 
 
 def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
-    """Reduced gradients of the first global batch. Every rank has its tp shard; dp replicas agree."""
+    """Reduced gradients of the first global batch: what of them each rank owns."""
     reader = trainer.readers.train
     assert reader is not None
     trainer.step.forward_backward(reader.read(trainer.batches.num_microbatches(0)))
     return [
-        (name, (parameter.info.offset, parameter.info.global_shape), buffer.slice_of(buffer.grads, name).clone())
-        for buffer in trainer.buffers
-        for name, parameter in buffer.parameters.items()
+        (name, (offset, trainer.parameters[name].info.global_shape), gradient.clone())
+        for name, offset, gradient in trainer.data_parallel.gradients()
     ]
 
 

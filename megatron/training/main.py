@@ -22,7 +22,7 @@ from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError,
 from megatron.core.groups import disconnect, launch_environment
 from megatron.core.log import get_logger, setup_logging
 from megatron.training.arguments import parse, print_arguments
-from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
+from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log, ProfileTimeline
 from megatron.training.loop import Callback, fit
 from megatron.training.progress import ProgressLine, terminal_console
 from megatron.training.setup import build, open_heartbeat_files, start_process, together
@@ -95,6 +95,8 @@ def build_callbacks(trainer: Trainer, signals: ExitSignals, progress: ProgressLi
     callbacks: list[Callback] = [Log(metrics, curves, progress), Evaluate(metrics, curves)]
     if run.train.skip_train:
         return callbacks
+    if run.logging.profile_timeline:
+        callbacks.append(ProfileTimeline())
     callbacks += [Checkpoint(), Exit(signals, started)]
     return [*callbacks, GarbageCollection()] if run.train.manual_gc else callbacks
 

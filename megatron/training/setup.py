@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.features import Facts, features, format_table
 from megatron.config.layout import mesh_of
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
@@ -21,7 +23,7 @@ from megatron.core.datasets.loader import build_loader
 from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.device import choose_device, set_cpu_threads, synchronize
-from megatron.core.distributed.grad_buffer import GradBuffer, build_buffers
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.errors import ConfigError, UserError
 from megatron.core.groups import Group, Groups, backend_for, connect, create_groups
 from megatron.core.log import get_logger
@@ -62,8 +64,8 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     model = build_model(run, groups, device, kernels, rng)
     parameters = local_parameters(model)
     initialize(parameters, run.train.seed)
-    buffers = build_buffers(parameters, dp=groups.dp_cp, tp=groups.tp, bucket_size=run.parallel.ddp_bucket_size)
-    optimizer = Optimizer(run.optimizer, buffers, groups, fp16=run.model.fp16)
+    data_parallel = DataParallel(model, groups, data_parallel_settings(run.parallel), device)
+    optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=run.model.fp16)
     timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))
     batches = BatchSchedule(run.train, groups.mesh.dp)
     trainer = Trainer(
@@ -72,7 +74,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         device=device,
         model=model,
         parameters=parameters,
-        buffers=buffers,
+        data_parallel=data_parallel,
         optimizer=optimizer,
         rng=rng,
         schedule=build_schedule(run, batches),
@@ -82,7 +84,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         state=TrainState(),
         step=TrainStep(
             model,
-            buffers,
+            data_parallel,
             optimizer,
             groups,
             timers,
@@ -115,7 +117,9 @@ def start_process(
     backend = backend_for(device, run.parallel.distributed_backend)
     heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
     heartbeat.start(on_stall=log.error)
-    return create_groups(mesh_of(run.parallel, world_size), rank, heartbeat, timeout), device
+    instances = data_parallel_settings(run.parallel).optimizer_instances
+    mesh = mesh_of(run.parallel, world_size)
+    return create_groups(mesh, rank, heartbeat, timeout, optimizer_instances=instances), device
 
 
 def open_heartbeat_files(run: RunConfig, groups: Groups) -> None:
@@ -266,7 +270,9 @@ def _evaluation_only(run: RunConfig) -> RunConfig:
 
 
 def _announce(trainer: Trainer, kernels: Kernels) -> None:
-    run, groups, buffers = trainer.run, trainer.groups, trainer.buffers
+    run, groups, buckets = trainer.run, trainer.groups, trainer.data_parallel.buckets
+    dtypes = {bucket.dtype for bucket in buckets}
+    count = sum(math.prod(p.info.shape) for p in trainer.parameters.values())
     facts = Facts(
         tp=groups.mesh.tp,
         dp=groups.mesh.dp,
@@ -274,15 +280,13 @@ def _announce(trainer: Trainer, kernels: Kernels) -> None:
         backend=backend_for(trainer.device, run.parallel.distributed_backend) if groups.world.size > 1 else None,
         attention_choice=kernels.attention_choice,
         fusion_missing=kernels.fusion_missing,
-        upcast_products=slow_half(trainer.device, buffers[0].params.dtype),
-        separate_main_grads=any(b.params.dtype != b.grads.dtype for b in buffers),
-        buckets=sum(len(b.buckets) for b in buffers),
+        upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
+        separate_main_grads=dtypes != {torch.float32},
+        buckets=len(buckets),
+        shards=groups.shard.size,
     )
     log.info("%s", format_table(features(run, facts)))
-    log.info("number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", _count(buffers))
-    footprint = weight_and_optimizer_footprint(_count(buffers), run.model.dtype_name, run.optimizer, 1)
+    log.info("number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)
+    sharding = trainer.data_parallel.settings.shards
+    footprint = weight_and_optimizer_footprint(count, run.model.dtype_name, run.optimizer, groups.shard.size, sharding)
     log.info(format_footprint(footprint))
-
-
-def _count(buffers: list[GradBuffer]) -> int:
-    return sum(parameter.numel() for buffer in buffers for parameter in buffer.parameters.values())

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.comm.collectives import all_reduce
-from megatron.core.distributed.grad_buffer import GradBuffer
-from megatron.core.groups import Groups
+from megatron.core.comm.collectives import all_reduce, gather_objects
+from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.errors import UserError
+from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.pipeline_parallel.engine import run
@@ -32,7 +33,7 @@ class TrainStep:
     def __init__(
         self,
         model: GPTModel,
-        buffers: Sequence[GradBuffer],
+        data_parallel: DataParallel,
         optimizer: Optimizer,
         groups: Groups,
         timers: Timers,
@@ -40,7 +41,7 @@ class TrainStep:
         per_token: bool,
         count_zeros: bool = False,
     ) -> None:
-        self._model, self._buffers, self._optimizer = model, buffers, optimizer
+        self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
         self._groups, self._timers = groups, timers
         self._per_token, self._count_zeros = per_token, count_zeros
 
@@ -52,21 +53,45 @@ class TrainStep:
         return loss, update
 
     def forward_backward(self, batches: Sequence[Batch]) -> float:
-        """Leave the global batch's gradient (times the loss scale) in the buffers; return the objective."""
+        """Leave the global batch's gradient (times the loss scale) in the buckets; return the objective."""
         heartbeat, timers, scale = self._groups.heartbeat, self._timers, self._optimizer.loss_scale.value
-        self._optimizer.clear_gradients()
+        self._data_parallel.begin_step(len(batches))
         weights = token_weights(batches, self._groups, self._per_token)
         actions = one_forward_one_backward(self._groups.pp.rank, self._groups.pp.size, len(batches))
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
-            losses = run(actions, lambda m: self._objective(batches[m], weights[m] * scale))
+            losses = run(
+                actions,
+                lambda m: self._forward(m, batches[m], weights[m] * scale),
+                lambda m, objective: self._backward(m, objective, last=m == len(batches) - 1),
+            )
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
-            for buffer in self._buffers:
-                buffer.reduce()
-        return float(all_reduce(torch.stack(losses).sum().double(), self._groups.dp_cp)) / scale
+            objective = self._over_replicas(torch.stack(losses).sum())
+            self._data_parallel.finish_reduction()
+        return objective / scale
 
-    def _objective(self, batch: Batch, weights: Tensor) -> Tensor:
-        with self._timers("forward-compute", level=2):
+    def _forward(self, m: int, batch: Batch, weights: Tensor) -> Tensor:
+        span = self._data_parallel.timeline.span("compute", f"forward {m}")
+        with self._timers("forward-compute", level=2), span:
             return weighted_loss(self._model, batch, weights)
+
+    def _backward(self, m: int, objective: Tensor, *, last: bool) -> None:
+        span = self._data_parallel.timeline.span("compute", f"backward {m}")
+        with self._timers("backward-compute", level=2), span:
+            self._data_parallel.begin_backward(last=last)
+            objective.backward()
+            self._data_parallel.end_backward(last=last)
+
+    def _over_replicas(self, objective: Tensor) -> float:
+        """Sum over dp x cp. Raises UserError when the replicas do not agree on which parameters are used.
+
+        Communication: one sum all-reduce of two numbers; when some parameter got no gradient, their names are gathered.
+        """
+        without = self._data_parallel.without_gradient()
+        numbers = torch.stack([objective.double(), torch.full_like(objective, len(without), dtype=torch.float64)])
+        total, missing = all_reduce(numbers, self._groups.dp_cp).tolist()
+        if missing:
+            check_same_parameters(gather_objects(without, self._groups.dp_cp), self._groups.dp_cp)
+        return float(total)
 
 
 def evaluate(model: GPTModel, read: Callable[[], Sequence[Batch]], iterations: int, groups: Groups) -> float:
@@ -89,6 +114,18 @@ def evaluate(model: GPTModel, read: Callable[[], Sequence[Batch]], iterations: i
     return float(loss_sum / max(count, 1.0))
 
 
+def check_same_parameters(without: Sequence[list[str]], group: Group) -> None:
+    """Raise UserError unless every rank of the group lists the same parameters as left without a gradient."""
+    for names, rank in zip(without, group.ranks, strict=True):
+        if differing := sorted(set(names) ^ set(without[0])):
+            has, has_not = (group.ranks[0], rank) if differing[0] in names else (rank, group.ranks[0])
+            raise UserError(
+                f"parameter {differing[0]} got a gradient on rank {has} and none on rank {has_not} in the same step "
+                f"({len(differing)} such parameters); every replica must use the same parameters: make the branch that "
+                "skips them depend on nothing but the step, or freeze them with requires_grad False"
+            )
+
+
 def weighted_loss(model: GPTModel, batch: Batch, weights: Tensor) -> Tensor:
     """Sum over the microbatch of weights [b, s] x loss per token."""
     per_token = model(batch.tokens, batch.positions, labels=batch.labels, segments=batch.segments)
@@ -96,13 +133,14 @@ def weighted_loss(model: GPTModel, batch: Batch, weights: Tensor) -> Tensor:
 
 
 def token_weights(batches: Sequence[Batch], groups: Groups, per_token: bool) -> list[Tensor]:
-    """w_t of the note above, [b, s] a microbatch. Communication: one sum all-reduce of a number over dp x cp."""
-    samples = sum(len(batch.tokens) for batch in batches)
-    local = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
-    count = torch.stack([local, torch.full_like(local, samples)])
-    tokens, samples_in_all = all_reduce(count, groups.dp_cp)
-    if per_token:
-        return [batch.loss_mask / tokens.clamp(min=1) for batch in batches]
-    return [
-        batch.loss_mask / (batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1) * samples_in_all) for batch in batches
-    ]
+    """w_t of the note above, [b, s] a microbatch. All dp ranks hold equally many samples.
+
+    Communication: with `per_token` one sum all-reduce of a number over dp x cp, else none.
+    """
+    if not per_token:
+        samples = sum(len(batch.tokens) for batch in batches) * groups.dp.size
+        return [
+            batch.loss_mask / (batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1) * samples) for batch in batches
+        ]
+    tokens = all_reduce(torch.stack([batch.loss_mask.sum() for batch in batches]).sum(), groups.dp_cp)
+    return [batch.loss_mask / tokens.clamp(min=1) for batch in batches]

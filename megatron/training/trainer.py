@@ -10,7 +10,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.datasets.sample import Splits
-from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.lr_schedule import ParamSchedule
@@ -33,7 +33,7 @@ class Trainer:
     device: torch.device
     model: GPTModel
     parameters: dict[str, Parameter]
-    buffers: list[GradBuffer]
+    data_parallel: DataParallel
     optimizer: Optimizer
     rng: RngTracker
     schedule: ParamSchedule

@@ -16,9 +16,10 @@ from tests.unit.models.builds import (
     LLAMA,
     assemble,
     assert_gradients,
+    backward,
     gradients,
     losses,
-    make_buffers,
+    make_data_parallel,
     make_ids,
     make_model,
     make_optimizer,
@@ -37,23 +38,20 @@ def loss_and_gradients(fields, device, groups, **options):
     weights = make_model(fields, groups, spread=0.1, **options).state_dict()
     model = make_model(fields, groups, device=device, **options)
     model.load_state_dict(weights)
-    buffers = make_buffers(model, groups)
+    data_parallel = make_data_parallel(model, groups)
     loss = losses(model, make_ids(4, 32).to(device))
-    loss.mean().backward()
-    for buffer in buffers:
-        buffer.reduce()
-    return loss.detach().cpu(), buffers
+    backward(data_parallel, loss.mean())
+    return loss.detach().cpu(), data_parallel
 
 
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 class TestAsOnTheCpu:
     def test_loss_and_gradients(self, fields):
         groups = pool.groups()
-        expected, cpu_buffers = loss_and_gradients(fields, CPU, groups)
-        found, cuda_buffers = loss_and_gradients(fields, CUDA, groups)
+        expected, on_cpu = loss_and_gradients(fields, CPU, groups)
+        found, on_gpu = loss_and_gradients(fields, CUDA, groups)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        on_cuda = {name: gradient.cpu() for name, gradient in gradients(cuda_buffers).items()}
-        assert_gradients(on_cuda, gradients(cpu_buffers))
+        assert_gradients({n: gradient.cpu() for n, gradient in gradients(on_gpu).items()}, gradients(on_cpu))
 
     def test_initial_values(self, fields):
         models = [make_model(fields, pool.groups(), device=device).state_dict() for device in (CPU, CUDA)]
@@ -70,9 +68,9 @@ class TestAsOnTheCpu:
             weights = model.state_dict()
             model = make_model(fields, pool.groups(), device=device)
             model.load_state_dict(weights)
-            buffers = make_buffers(model, pool.groups())
+            data_parallel = make_data_parallel(model, pool.groups())
             options = {"optimizer": kind, "clip_grad": 0.5, "loss_scale": 64.0 if fp16 else None}
-            optimizer = make_optimizer(buffers, pool.groups(), fp16=fp16, **options)
+            optimizer = make_optimizer(data_parallel, pool.groups(), fp16=fp16, **options)
             norms = []
             for step in range(3):
                 for number, parameter in enumerate(model.parameters()):
@@ -92,12 +90,13 @@ class TestAsOnTheCpu:
 
 def test_an_overflow_changes_nothing():
     model = make_model(LLAMA, pool.groups(), device=CUDA)
-    buffers = make_buffers(model, pool.groups())
-    optimizer = make_optimizer(buffers, pool.groups(), fp16=True, hysteresis=1, initial_loss_scale=8.0)
-    buffers[0].grads[5] = float("inf")
-    before = buffers[0].params.clone()
+    data_parallel = make_data_parallel(model, pool.groups())
+    optimizer = make_optimizer(data_parallel, pool.groups(), fp16=True, hysteresis=1, initial_loss_scale=8.0)
+    bucket = data_parallel.buckets[0]
+    bucket.grads[5] = float("inf")
+    before = bucket.whole.clone()
     update = optimizer.step(1e-2, 0.1)
-    assert not update.applied and buffers[0].params.equal(before) and optimizer.loss_scale.value == 4.0
+    assert not update.applied and bucket.whole.equal(before) and optimizer.loss_scale.value == 4.0
 
 
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
@@ -108,9 +107,9 @@ def test_training_in_half_precision(fields, precision, dropout):
     groups = pool.groups()
     fields = {**fields, **LARGER, precision: True, "init_method_std": 0.02, "hidden_dropout": dropout}
     model = make_model(fields, groups, device=CUDA)
-    buffers = make_buffers(model, groups)
-    optimizer = make_optimizer(buffers, groups, fp16=precision == "fp16", initial_loss_scale=2.0**10)
-    step = TrainStep(model, buffers, optimizer, groups, Timers(0, lambda: synchronize(CUDA)), per_token=False)
+    data_parallel = make_data_parallel(model, groups)
+    optimizer = make_optimizer(data_parallel, groups, fp16=precision == "fp16", initial_loss_scale=2.0**10)
+    step = TrainStep(model, data_parallel, optimizer, groups, Timers(0, lambda: synchronize(CUDA)), per_token=False)
     batches = [make_batch(make_ids(4, 64, seed=n).to(CUDA), EOD, DATA) for n in range(2)]
     found = [step(batches, 2e-3, 0.01) for _ in range(20)]
     assert all(update.applied for _, update in found)
@@ -126,12 +125,12 @@ def test_embedding_backward_is_deterministic():
     """Many tokens of few ids: what atomics would add in any order."""
     fields = {**LLAMA, "bf16": True, "hidden_size": 512, "num_attention_heads": 8, "max_position_embeddings": 1024}
     model = make_model(fields, pool.groups(), device=CUDA)
-    buffers = make_buffers(model, pool.groups())
+    data_parallel = make_data_parallel(model, pool.groups())
     ids = make_ids(8, 1024, vocab=5).to(CUDA)[:, :-1]
     upstream = torch.randn(1024, 8, 512, device=CUDA, dtype=torch.bfloat16)
     seen = []
     for _ in range(4):
-        buffers[0].clear()
+        data_parallel.begin_step(1)
         model.embedding(ids, torch.arange(1024, device=CUDA).unsqueeze(0)).backward(upstream)
         seen.append(model.embedding.word_embeddings.weight.slot.main_grad.clone())
     assert all(gradient.equal(seen[0]) for gradient in seen[1:])
@@ -165,8 +164,8 @@ def test_random_streams():
 def sharded(rank, size, fields, sequence_parallel):
     """Two processes share the GPU and talk through gloo, by way of the host."""
     groups = pool.groups(tp=size)
-    loss, buffers = loss_and_gradients(fields, CUDA, groups, sequence_parallel=sequence_parallel)
-    found = pieces(buffers)
+    loss, data_parallel = loss_and_gradients(fields, CUDA, groups, sequence_parallel=sequence_parallel)
+    found = pieces(data_parallel)
     barrier(groups.world)
     return loss, found
 
@@ -174,11 +173,11 @@ def sharded(rank, size, fields, sequence_parallel):
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel(fields, sequence_parallel):
-    expected, cpu_buffers = loss_and_gradients(fields, CPU, pool.groups())
+    expected, on_cpu = loss_and_gradients(fields, CPU, pool.groups())
     ranks = pool.run(2, sharded, fields, sequence_parallel)
     for loss, _ in ranks:
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    assert_gradients(assemble([found for _, found in ranks]), assemble([pieces(cpu_buffers)]))
+    assert_gradients(assemble([found for _, found in ranks]), assemble([pieces(on_cpu)]))
 
 
 class TestDevice:

@@ -8,7 +8,7 @@ import torch
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import all_gather
-from megatron.core.parameter import GradSlot, Init, initialize, local_parameters
+from megatron.core.parameter import Init, initialize, local_parameters
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -17,7 +17,19 @@ from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops import weight_grad
 from megatron.training.batch import BatchReader
 from tests import pool
-from tests.unit.models.builds import CPU, GPT, LLAMA, gradients, losses, make_buffers, make_ids, make_model, place
+from tests.unit.models.builds import (
+    CPU,
+    GPT,
+    LLAMA,
+    backward,
+    gradients,
+    losses,
+    make_data_parallel,
+    make_ids,
+    make_model,
+    place,
+    slot_of,
+)
 
 S, B, IN, OUT, VOCAB = 8, 3, 16, 24, 40
 SIZES = [2, 4]
@@ -42,7 +54,7 @@ def prepare(layer, slots):
             with torch.no_grad():
                 parameter.add_(noise[place(parameter.info.offset, parameter.shape)])
         if slots:
-            parameter.slot = GradSlot(torch.full(parameter.shape, float("nan")))
+            parameter.slot = slot_of(torch.full(parameter.shape, float("nan")))
     return parameters
 
 
@@ -288,15 +300,13 @@ def dropout_step(rank, size, fields, sequence_parallel):
     model = make_model(
         {**fields, "hidden_dropout": 0.4, "attention_dropout": 0.4}, groups, sequence_parallel=sequence_parallel
     )
-    buffers = make_buffers(model, groups)
+    data_parallel = make_data_parallel(model, groups)
     ids = make_ids(2, 16)
     hidden = model.embedding(ids[:, :-1], torch.arange(16).unsqueeze(0)).detach()
     first, second = losses(model, ids), losses(model, ids)
     assert not first.equal(second), "another mask each time"
-    (first + second).sum().backward()
-    for buffer in buffers:
-        buffer.reduce()
-    replicated = {n: g for n, g in gradients(buffers).items() if local_parameters(model)[n].info.tp_dim is None}
+    backward(data_parallel, (first + second).sum())
+    replicated = {n: g for n, g in gradients(data_parallel).items() if local_parameters(model)[n].info.tp_dim is None}
     everywhere = all_gather(hidden, groups.tp) if sequence_parallel else hidden
     return first.detach(), hidden, everywhere, replicated
 
@@ -374,11 +384,10 @@ def half_precision(rank, size, sequence_parallel):
     """Loss per token of a bf16 model, and the gradients' norm."""
     groups = pool.groups(tp=size)
     model = make_model({**LLAMA, "bf16": True}, groups, sequence_parallel=sequence_parallel)
-    buffers = make_buffers(model, groups)
+    data_parallel = make_data_parallel(model, groups)
     loss = losses(model, make_ids(2, 16))
-    loss.mean().backward()
-    buffers[0].reduce()
-    sums = torch.stack([g.double().square().sum() for g in gradients(buffers).values()])
+    backward(data_parallel, loss.mean())
+    sums = torch.stack([g.double().square().sum() for g in gradients(data_parallel).values()])
     return loss.detach(), float(sums.sum())
 
 

@@ -27,8 +27,8 @@ CONFIG_CLASSES = {cls.__name__: part for part, cls in PARTS.items()}
 ONE_VALUE = {"transformer_impl": "local"}
 # These judge or print every field; reading one there changes nothing about the run.
 REPORTERS = ("megatron/config/", "megatron/training/arguments.py", "tools/flags_table.py")
-# The one file of the configuration that makes something of it.
-MAKERS = ("megatron/config/layout.py",)
+# The files of the configuration that make something of it.
+MAKERS = ("megatron/config/layout.py", "megatron/config/data_parallel.py")
 
 
 def test_the_list_of_flags_is_frozen():

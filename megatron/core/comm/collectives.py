@@ -26,8 +26,8 @@ from megatron.core.groups import Group
 from megatron.core.heartbeat import Call
 
 # torch 2.13 renamed these two and warns about the old names; the arguments are the same.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -49,6 +49,10 @@ class Handle(NamedTuple):
                 self.work.wait()
             if self.finish is not None:
                 self.finish()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not have to wait."""
+        return self.work is None or bool(self.work.is_completed())
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
@@ -79,7 +83,7 @@ def all_gather_async(shard: Tensor, group: Group) -> tuple[Tensor, Handle]:
         "all_gather",
         group,
         shard,
-        lambda pg: _gather_into(full, shard, group=pg, async_op=True),
+        lambda pg: gather_into(full, shard, group=pg, async_op=True),
         full,
         shard,
     )
@@ -109,7 +113,7 @@ def reduce_scatter_async(full: Tensor, group: Group) -> tuple[Tensor, Handle]:
         "reduce_scatter",
         group,
         full,
-        lambda pg: _scatter_into(shard, full, group=pg, async_op=True),
+        lambda pg: scatter_into(shard, full, group=pg, async_op=True),
         full,
         shard,
     )
@@ -126,7 +130,7 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
 def barrier(group: Group) -> None:
     """Return on every rank only after all have called it."""
     if group.process_group is not None:
-        with _announced("barrier", group, ()):
+        with announced("barrier", group, ()):
             dist.barrier(group.process_group)
 
 
@@ -135,7 +139,7 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.process_group is None:
         return [value]
     gathered: list[Any] = [None] * group.size
-    with _announced("gather_objects", group, ()):
+    with announced("gather_objects", group, ()):
         dist.all_gather_object(gathered, value, group.process_group)
     return gathered
 
@@ -162,7 +166,7 @@ def _exchange_and_sum(full: Tensor, shard: Tensor, group: Group) -> Handle:
 def _start(op: str, group: Group, sent: Tensor, launch: Any, *kept: Tensor) -> Handle:
     if group.process_group is None:
         return Handle(op, group, None, kept)
-    with _announced(op, group, tuple(sent.shape), sent):
+    with announced(op, group, tuple(sent.shape), sent.dtype, sent.nbytes):
         work = launch(group.process_group)
     if sent.is_cuda:
         group.heartbeat.track(op, group.ranks, group.name, work.is_completed)
@@ -170,9 +174,12 @@ def _start(op: str, group: Group, sent: Tensor, launch: Any, *kept: Tensor) -> H
 
 
 @contextlib.contextmanager
-def _announced(op: str, group: Group, shape: tuple[int, ...], sent: Tensor | None = None) -> Iterator[None]:
-    dtype, nbytes = ("object", 0) if sent is None else (str(sent.dtype).removeprefix("torch."), sent.nbytes)
-    group.heartbeat.enter(op, group.name, Call(op, group.name, shape, dtype, nbytes))
+def announced(
+    op: str, group: Group, shape: tuple[int, ...], dtype: torch.dtype | None = None, nbytes: int = 0
+) -> Iterator[None]:
+    """Tell the group's heartbeat of a collective that the body starts; without a dtype it carries objects."""
+    name = "object" if dtype is None else str(dtype).removeprefix("torch.")
+    group.heartbeat.enter(op, group.name, Call(op, group.name, shape, name, nbytes))
     with _named_failure(op, group):
         yield
 

@@ -11,26 +11,43 @@ from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter
 
+_ROW = 64  # buckets and their slices are whole rows
+
 
 def counted_here(parameter: Parameter, groups: Groups) -> bool:
     """A parameter replicated over tp is counted by tp rank 0 only; a sharded one by every rank, each its own piece."""
     return parameter.info.tp_dim is not None or groups.tp.rank == 0
 
 
-def global_norm(tensors: Iterable[Tensor], groups: Groups) -> float:
-    """2-norm over the model of tensors that are counted here (see `counted_here`).
+def global_norm(tensors: Iterable[Tensor], groups: Groups, device: torch.device) -> float:
+    """2-norm over the model of flat tensors that are counted here (see `counted_here`).
 
-    Communication: one sum all-reduce of one number over tp x pp. Synchronises the host with the device.
+    Rows of 64 elements are summed in fp32, rows in fp64: so the norm does not depend on how the model is cut, and clipping
+    is bit-identical under every sharding. `device`: where the tensors are, if there are any. Communication: see
+    `_over_model`. Synchronises the host with the device.
     """
-    kept = list(tensors)
-    local = torch.nn.utils.get_total_norm(kept) if kept else torch.zeros(())
-    square = local.to(kept[0].device if kept else "cpu", torch.float64).square().view(1)
-    return float(all_reduce(square, groups.model).sqrt())
+    squares = [_square_sum(tensor) for tensor in tensors]
+    local = torch.stack(squares).sum().view(1) if squares else torch.zeros(1, dtype=torch.float64, device=device)
+    return float(_over_model(local, groups).sqrt())
 
 
-def global_zeros(tensors: Iterable[Tensor], groups: Groups) -> int:
+def global_zeros(tensors: Iterable[Tensor], groups: Groups, device: torch.device) -> int:
     """Number of zero elements over the model, counted as `global_norm` does."""
-    kept = list(tensors)
-    counts = [tensor.numel() - tensor.count_nonzero() for tensor in kept]
-    total = torch.stack(counts).sum().view(1) if counts else torch.zeros(1, dtype=torch.int64)
-    return int(all_reduce(total, groups.model))
+    counts = [tensor.numel() - tensor.count_nonzero() for tensor in tensors]
+    total = torch.stack(counts).sum().view(1) if counts else torch.zeros(1, dtype=torch.int64, device=device)
+    return int(_over_model(total, groups))
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    rows = tensor.view(-1, _ROW) if tensor.numel() % _ROW == 0 else tensor.view(1, -1)
+    return torch.linalg.vector_norm(rows, dim=1).double().square_().sum()
+
+
+def _over_model(local: Tensor, groups: Groups) -> Tensor:
+    """Sum of one number over tp x pp and, if ranks own slices, over those: then every instance counts the same.
+
+    Communication: one all-reduce of a number over tp x pp or over the world.
+    """
+    if groups.shard.size == 1:
+        return all_reduce(local, groups.model)
+    return all_reduce(local, groups.world) / groups.replicas.size

@@ -9,11 +9,13 @@ from torch import Tensor
 from megatron.core.pipeline_parallel.schedule import Action, Kind
 
 
-def run(actions: Sequence[Action], forward: Callable[[int], Tensor]) -> list[Tensor]:
+def run(
+    actions: Sequence[Action], forward: Callable[[int], Tensor], backward: Callable[[int, Tensor], None] | None = None
+) -> list[Tensor]:
     """Run the actions of one stage and return the outputs of its microbatches, detached, in microbatch order.
 
-    `forward(m)` computes the stage's output for microbatch m; on the last stage a scalar to be differentiated. An output
-    and its graph live from its FORWARD to its BACKWARD.
+    `forward(m)` computes the stage's output for microbatch m; on the last stage a scalar. `backward(m, output)`
+    differentiates it. An output and its graph live from its FORWARD to its BACKWARD.
     """
     alive: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
@@ -22,5 +24,6 @@ def run(actions: Sequence[Action], forward: Callable[[int], Tensor]) -> list[Ten
             alive[action.microbatch] = forward(action.microbatch)
             outputs[action.microbatch] = alive[action.microbatch].detach()
         else:
-            alive.pop(action.microbatch).backward()
+            assert backward is not None
+            backward(action.microbatch, alive.pop(action.microbatch))
     return [outputs[m] for m in sorted(outputs)]

@@ -5,7 +5,7 @@ import math
 import os
 import resource
 
-from megatron.core.distributed.grad_buffer import GradBuffer
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.training.main import main
 from megatron.training.step import TrainStep
 
@@ -51,15 +51,15 @@ def cannot_write_large_files(argv):
 
 def nan_gradient(argv):
     """Rank FAULTY_RANK has one NaN in its own gradient of the third step. Every rank prints a digest of its weights."""
-    reduce, steps = GradBuffer.reduce, [0]
+    end_backward, steps = DataParallel.end_backward, [0]
 
-    def reduce_with_nan(self):
-        steps[0] += 1
-        if steps[0] == 3 and os.environ["RANK"] == os.environ["FAULTY_RANK"]:
-            self.grads[0] = math.nan
-        reduce(self)
+    def end_with_nan(self, *, last):
+        steps[0] += last
+        if last and steps[0] == 3 and os.environ["RANK"] == os.environ["FAULTY_RANK"]:
+            self.buckets[0].grads[0] = math.nan
+        end_backward(self, last=last)
 
-    GradBuffer.reduce = reduce_with_nan
+    DataParallel.end_backward = end_with_nan
     digests(argv)
 
 

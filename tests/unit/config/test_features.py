@@ -13,6 +13,7 @@ ALONE = Facts(
     upcast_products=False,
     separate_main_grads=False,
     buckets=3,
+    shards=1,
 )
 
 
@@ -32,10 +33,66 @@ def test_sequence_parallelism_says_why_it_is_off():
     assert row("sequence parallelism", dataclasses.replace(ALONE, tp=2), sequence_parallel=True) == ("on", "on", "")
 
 
+FOUR = dataclasses.replace(ALONE, dp=4, backend="gloo")
+SHARED = dataclasses.replace(FOUR, shards=4)
+ZERO1 = {"use_distributed_optimizer": True}
+ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
+OVERLAPPED = {"overlapped_distributed_optimizer": True}
+
+
+def test_data_parallel_sharding():
+    name = "data-parallel sharding"
+    assert row(name) == row(name, FOUR) == ("off", "off", "")
+    state = "optimizer state (ZeRO-1)"
+    assert row(name, SHARED, **ZERO1) == row(name, SHARED, **OVERLAPPED) == (state, state, "over 4 ranks")
+    assert row(name, **ZERO1) == (state, "off", "dp = 1: one rank an instance")
+    both = "optimizer state, gradients (ZeRO-2)"
+    assert row(name, dataclasses.replace(FOUR, shards=2), **ZERO2) == (both, both, "over 2 ranks")
+    everything = "optimizer state, gradients, parameters (ZeRO-3)"
+    found = row(name, SHARED, data_parallel_sharding_strategy="optim_grads_params")
+    assert found == (everything, everything, "over 4 ranks")
+
+
 def test_gradient_reduction():
-    assert row("gradient reduction") == ("auto", "off", "dp = 1")
-    four = dataclasses.replace(ALONE, dp=4, backend="gloo")
-    assert row("gradient reduction", four) == ("auto", "all-reduce after backward, 3 buckets, gloo", "dp = 4")
+    name, late, early = "gradient reduction", "after backward", "overlapped"
+    assert row(name) == (late, "off", "dp = 1")
+    assert row(name, overlap_grad_reduce=True) == (early, "off", "dp = 1")
+    assert row(name, FOUR) == (late, "after backward: all-reduce, 3 buckets, gloo", "")
+    assert row(name, FOUR, overlap_grad_reduce=True) == (early, "overlapped: all-reduce, 3 buckets, gloo", "")
+    one = dataclasses.replace(SHARED, buckets=1)
+    assert row(name, one, **ZERO1) == (late, "after backward: reduce-scatter, 1 bucket, gloo", "")
+    assert row(name, SHARED, grad_reduce_in_bf16=True, **ZERO2) == (
+        early,
+        "overlapped: reduce-scatter, 3 buckets, gloo, bf16 on the wire",
+        "",
+    )
+    two = dataclasses.replace(FOUR, shards=2)
+    assert row(name, two, **ZERO1, num_distributed_optimizer_instances=2) == (
+        late,
+        "after backward: reduce-scatter + all-reduce between instances, 3 buckets, gloo",
+        "",
+    )
+
+
+def test_when_gradients_are_reduced():
+    name = "gradients reduced"
+    assert row(name) == ("last-microbatch", "off", "dp = 1")
+    assert row(name, FOUR) == ("last-microbatch", "last-microbatch", "")
+    assert row(name, SHARED, **ZERO2) == ("every-microbatch", "every-microbatch", "")
+    assert row(name, SHARED, **OVERLAPPED) == (
+        "auto",
+        "every-microbatch at first",
+        "decided after the first steps, and logged",
+    )
+
+
+def test_parameter_gather():
+    name = "parameter gather"
+    assert row(name) == row(name, FOUR) == ("off", "off", "")
+    assert row(name, **ZERO1) == ("after the update", "off", "nothing is shared")
+    assert row(name, SHARED, **ZERO1) == ("after the update", "after the update", "")
+    found = row(name, SHARED, **ZERO1, overlap_param_gather=True)
+    assert found == row(name, SHARED, **OVERLAPPED) == ("overlapped", "overlapped", "")
 
 
 def test_attention_kernel_is_split_from_its_reason():

@@ -21,6 +21,8 @@ TIKTOKEN = {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t"}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 SAVE = {"save": "d", "save_interval": 5}
 LOAD = {"load": "d"}
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAPPED = {"overlapped_distributed_optimizer": True}
 
 # field, value that was typed, fields beside which it has no effect, fields beside which it has one, part of the message
 CASES = [
@@ -71,6 +73,12 @@ CASES = [
     ("override_opt_param_scheduler", True, {}, LOAD, "nothing is loaded"),
     ("override_opt_param_scheduler", True, {**LOAD, "finetune": True}, LOAD, "--finetune"),
     ("use_checkpoint_opt_param_scheduler", True, {}, {**LOAD, "load_optim": False}, "nothing is loaded"),
+    ("overlap_param_gather", True, {}, SHARDED, "updates all parameters"),
+    ("overlap_param_gather", True, {"data_parallel_sharding_strategy": "no_shard"}, OVERLAPPED, "updates all"),
+    ("num_distributed_optimizer_instances", 1, {}, SHARDED, "--use-distributed-optimizer"),
+    ("grad_reduce_mode", "every-microbatch", {}, SHARDED, "keeps the whole gradient"),
+    ("grad_reduce_mode", "auto", {"overlap_grad_reduce": True}, OVERLAPPED, "keeps the whole gradient"),
+    ("grad_reduce_mode", "last-microbatch", None, {}, ""),  # what happens anyway is no contradiction
     ("split", "9,1,0", {}, FILES, "--mock-data"),
     ("split", "9,1,0", SPLITS, FILES, "its own data path"),
     ("data_cache_path", "c", {}, FILES, "--mock-data"),
@@ -102,6 +110,8 @@ CASES = [
     ("use_checkpoint_args", True, {}, LOAD, "--load"),
     ("tensorboard_log_interval", 5, {}, {"tensorboard_dir": "t"}, "--tensorboard-dir"),
     ("tensorboard_log_interval", 5, {}, {"wandb_project": "p"}, "--tensorboard-dir"),
+    ("profile_step_start", 2, {}, {"profile_timeline": "t"}, "no timeline"),
+    ("profile_step_end", 9, {}, {"profile_timeline": "t"}, "--profile-timeline"),
     ("wandb_exp_name", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
     ("wandb_entity", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
     ("wandb_save_dir", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
@@ -116,6 +126,8 @@ ALWAYS = """
     attention_backend transformer_impl gradient_accumulation_fusion
     tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size ddp_bucket_size device distributed_backend
+    use_distributed_optimizer overlap_grad_reduce overlapped_distributed_optimizer data_parallel_sharding_strategy
+    grad_reduce_in_bf16
     distributed_timeout_minutes heartbeat_dir
     optimizer clip_grad weight_decay_incr_style
     lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
@@ -125,7 +137,7 @@ ALWAYS = """
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
     eval_iters
     log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory_interval progress_bar timing_log_level
-    tensorboard_dir wandb_project loss_curve
+    tensorboard_dir wandb_project loss_curve profile_timeline
     save load
 """
 

@@ -221,7 +221,17 @@ class TestExplain:
             raise ConnectionError("closed")
 
         text = Heartbeat(0, read=read, interval=0.01).explain("all_reduce", "dp", [0, 1], 1.0, "reset")
-        assert text.endswith("the job's store does not answer, so the missing ranks are not known; reset")
+        assert "failed after 1.0 s: waiting for ranks 1, and the job's store does not answer either" in text
+        assert text.endswith("; reset")
+
+    def test_a_store_that_is_silent(self):
+        """A connection to a host that was cut off may hang for minutes: it is not waited for."""
+        silent = threading.Event()
+        started = time.monotonic()
+        text = Heartbeat(0, read=lambda rank: silent.wait(30), interval=0.01).explain("reduce", "dp", [0, 1], 1.0, "x")
+        assert time.monotonic() - started < 5
+        silent.set()
+        assert "waiting for ranks 1, and the job's store does not answer either" in text
 
     def test_alone_it_gives_the_cause(self):
         text = Heartbeat(0).explain("all_reduce", "dp", [0], 1.0, "x")

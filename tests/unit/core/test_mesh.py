@@ -33,6 +33,28 @@ def test_hand_made_example():
     assert mesh.group_of(6, "dp") == (4, 6)
 
 
+def test_optimizer_groups_by_hand():
+    """6 replicas of tp 2. Two instances: each is a run of three neighbours; its copies stand at the same place."""
+    mesh = Mesh.create(12, tp=2)
+    assert mesh.optimizer_groups(1) == {
+        "shard": [(0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11)],
+        "gather": [(0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11)],
+        "replicas": [(rank,) for rank in (0, 2, 4, 6, 8, 10, 1, 3, 5, 7, 9, 11)],
+    }
+    found = mesh.optimizer_groups(2)
+    assert found["shard"] == found["gather"] == [(0, 2, 4), (6, 8, 10), (1, 3, 5), (7, 9, 11)]
+    assert found["replicas"] == [(0, 6), (2, 8), (4, 10), (1, 7), (3, 9), (5, 11)]
+    every = mesh.optimizer_groups(6)
+    assert every["replicas"] == [(0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11)], "nothing is sharded"
+    assert every["shard"] == [(rank,) for rank in (0, 2, 4, 6, 8, 10, 1, 3, 5, 7, 9, 11)]
+
+
+@pytest.mark.parametrize("instances", [4, 5, 12])
+def test_optimizer_instances_that_do_not_divide(instances):
+    with pytest.raises(ConfigError, match=f"{instances} optimizer instances do not divide dp 6 x cp 1"):
+        Mesh.create(12, tp=2).optimizer_groups(instances)
+
+
 def test_expert_view_of_the_same_ranks():
     """tp 4 for attention, but experts are whole on a rank: ep 4 takes the ranks that tp took."""
     mesh = Mesh.create(8, tp=4, ep=4, etp=1)
@@ -54,6 +76,25 @@ def test_groups_partition_the_world_and_agree_with_coordinates(world, sizes):
                     fixed = {tuple(mesh.coordinates(r)[a] for a in view if a not in axes) for r in ranks}
                     order = [tuple(mesh.coordinates(r)[a] for a in reversed(view) if a in axes) for r in ranks]
                     assert len(fixed) == 1 and order == sorted(order)
+
+
+@pytest.mark.parametrize(("world", "sizes"), LAYOUTS)
+def test_optimizer_groups_cut_the_replicas(world, sizes):
+    """Every rank meets every other one of dp x cp exactly once: first inside its instance, then between instances."""
+    mesh = Mesh.create(world, **sizes)
+    count = mesh.dp * mesh.cp
+    for instances in (n for n in range(1, count + 1) if count % n == 0):
+        found = mesh.optimizer_groups(instances)
+        for name, size in (("shard", count // instances), ("gather", count // instances), ("replicas", instances)):
+            assert sorted(itertools.chain(*found[name])) == list(range(world))
+            assert {len(ranks) for ranks in found[name]} == {size}
+        for rank in range(world):
+            (shard,) = (ranks for ranks in found["shard"] if rank in ranks)
+            across = {r for ranks in found["replicas"] if set(ranks) & set(shard) for r in ranks}
+            assert across == set(mesh.group_of(rank, "dp", "cp"))
+            (copies,) = (ranks for ranks in found["replicas"] if rank in ranks)
+            places = {next(s.index(r) for s in found["shard"] if r in s) for r in copies}
+            assert places == {shard.index(rank)}, "copies hold the same slice"
 
 
 @pytest.mark.parametrize(("world", "sizes"), LAYOUTS)

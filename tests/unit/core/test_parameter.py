@@ -10,6 +10,7 @@ from megatron.core import parameter as module
 from megatron.core.groups import Group
 from megatron.core.heartbeat import Heartbeat
 from megatron.core.parameter import GradSlot, Init, initialize, local_parameters, make_parameter
+from tests.unit.models.builds import slot_of
 
 CPU = torch.device("cpu")
 NORMAL = Init("normal", 0.02)
@@ -171,14 +172,31 @@ def slow_uniform(seed, name, count):
 
 class TestGradSlot:
     def test_first_overwrites_then_adds(self):
-        slot = GradSlot(torch.full((2, 2), float("nan")))
+        slot = slot_of(torch.full((2, 2), float("nan")))
         slot.add(torch.ones(2, 2, dtype=torch.bfloat16))
         slot.add(torch.full((2, 2), 0.5))
         assert slot.main_grad.equal(torch.full((2, 2), 1.5)) and not slot.fresh
 
     def test_cleared(self):
-        slot = GradSlot(torch.zeros(2))
+        slot = slot_of(torch.zeros(2))
         slot.add(torch.ones(2))
         slot.fresh = True
         slot.add(torch.full((2,), 3.0))
         assert slot.main_grad.equal(torch.full((2,), 3.0))
+
+    def test_memory_is_taken_when_the_first_gradient_is_written(self):
+        memory, asked = torch.full((2,), float("nan")), []
+
+        def provide():
+            asked.append(slot)
+            slot.main_grad = memory
+
+        slot = GradSlot(provide)
+        assert slot.fresh and not asked, "a slot that nothing writes to takes none"
+        slot.add(torch.ones(2))
+        slot.add(torch.ones(2))
+        assert memory.equal(torch.full((2,), 2.0)) and asked == [slot]
+        slot.main_grad = None  # given up: the next writer takes other memory
+        memory = torch.zeros(2)
+        slot.add(torch.ones(2))
+        assert slot.main_grad is memory and len(asked) == 2

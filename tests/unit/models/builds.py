@@ -2,12 +2,13 @@
 
 import torch
 
+from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.distributed.grad_buffer import build_buffers
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.parameter import initialize, local_parameters
+from megatron.core.parameter import GradSlot, initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
@@ -73,13 +74,47 @@ def place(offset, shape):
     return tuple(slice(start, start + n) for start, n in zip(offset, shape))
 
 
-def make_buffers(model, groups, bucket_size=3000):
-    """Several buckets a buffer."""
-    return build_buffers(local_parameters(model), dp=groups.dp_cp, tp=groups.tp, bucket_size=bucket_size)
+def make_data_parallel(model, groups, bucket_size=3000, **settings):
+    """Several buckets; whole gradients, summed after backward, unless `settings` say otherwise."""
+    device = next(model.parameters()).device
+    return DataParallel(model, groups, DataParallelSettings(bucket_size=bucket_size, **settings), device)
 
 
-def make_optimizer(buffers, groups, *, fp16=False, **fields):
-    return Optimizer(OptimizerConfig(**fields), buffers, groups, fp16=fp16)
+def make_optimizer(data_parallel, groups, *, fp16=False, **fields):
+    return Optimizer(OptimizerConfig(**fields), data_parallel, groups, fp16=fp16)
+
+
+def accumulate(model, data_parallel, batches):
+    """A step's gradient, reduced: of the sum of all losses of each batch of ids."""
+    data_parallel.begin_step(len(batches))
+    for number, ids in enumerate(batches, start=1):
+        differentiate(data_parallel, losses(model, ids).sum(), last=number == len(batches))
+    data_parallel.finish_reduction()
+
+
+def backward(data_parallel, loss):
+    """The gradient of a step of one microbatch, reduced."""
+    data_parallel.begin_step(1)
+    differentiate(data_parallel, loss, last=True)
+    data_parallel.finish_reduction()
+
+
+def differentiate(data_parallel, loss, *, last):
+    """Backward of one microbatch."""
+    data_parallel.begin_backward(last=last)
+    loss.backward()
+    data_parallel.end_backward(last=last)
+
+
+def slot_of(memory):
+    """A slot that has its memory from the start."""
+
+    def ask():
+        raise AssertionError("a slot that has memory asks for some")
+
+    slot = GradSlot(ask)
+    slot.main_grad = memory
+    return slot
 
 
 def make_ids(b, s, seed=0, vocab=VOCAB):
@@ -93,29 +128,26 @@ def losses(model, ids):
     return model(ids[:, :-1], positions, labels=ids[:, 1:])
 
 
-def gradients(buffers):
-    """Name -> a copy of the gradient in the buffer."""
-    return {n: p.slot.main_grad.clone() for buffer in buffers for n, p in buffer.parameters.items()}
+def gradients(data_parallel):
+    """Name -> a copy of the gradient, where gradients are kept and nothing is sharded."""
+    return {n: p.slot.main_grad.clone() for bucket in data_parallel.buckets for n, p in bucket.parameters.items()}
 
 
-def pieces(buffers):
+def pieces(data_parallel):
     """[(name, offset, global shape, gradient)] of this rank, to be assembled elsewhere; plain arrays travel well."""
-    return [
-        (n, p.info.offset, p.info.global_shape, p.slot.main_grad.cpu().numpy().copy())
-        for buffer in buffers
-        for n, p in buffer.parameters.items()
-    ]
+    shape = {n: p.info.global_shape for bucket in data_parallel.buckets for n, p in bucket.parameters.items()}
+    return [(n, offset, shape[n], piece.cpu().numpy().copy()) for n, offset, piece in data_parallel.gradients()]
 
 
-def assemble(ranks):
-    """Name -> global gradient from the pieces of every rank; where ranks hold the same elements they must agree."""
+def assemble(ranks, rtol=1e-5, atol=1e-7):
+    """Name -> global tensor from the pieces of every rank; where ranks hold the same elements they must agree."""
     whole = {}
     for rank in ranks:
         for name, offset, shape, piece in rank:
             piece, here = torch.from_numpy(piece), place(offset, piece.shape)
             tensor = whole.setdefault(name, torch.full(shape, float("nan")))
             if not tensor[here].isnan().all():
-                torch.testing.assert_close(tensor[here], piece, rtol=1e-5, atol=1e-7, msg=f"ranks disagree on {name}")
+                torch.testing.assert_close(tensor[here], piece, rtol=rtol, atol=atol, msg=f"ranks disagree on {name}")
             tensor[here] = piece
     return whole
 

@@ -9,6 +9,7 @@ from megatron.core.mesh import Mesh
 from megatron.core.optimizer.grad_norm import counted_here, global_norm, global_zeros
 from megatron.core.parameter import Init, make_parameter
 from tests import pool
+from tests.unit.models.builds import CPU
 
 
 def at_tp_rank(rank, size=2):
@@ -17,7 +18,7 @@ def at_tp_rank(rank, size=2):
     tp = Group("tp", tuple(range(size)), rank, None, heartbeat)
     others = {
         name: Group(name, (rank,), 0, None, heartbeat)
-        for name in ("world", "cp", "dp", "pp", "dp_cp", "model", "ep", "etp", "edp")
+        for name in ("world", "cp", "dp", "pp", "dp_cp", "model", "shard", "gather", "replicas", "ep", "etp", "edp")
     }
     return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, tp=tp, **others)
 
@@ -26,9 +27,7 @@ def at_tp_rank(rank, size=2):
 def test_who_counts(rank):
     groups = at_tp_rank(rank)
     made = {
-        name: make_parameter(
-            (4, 4), Init("constant", 0.0), dtype=torch.float32, device=torch.device("cpu"), tp=groups.tp, tp_dim=dim
-        )
+        name: make_parameter((4, 4), Init("constant", 0.0), dtype=torch.float32, device=CPU, tp=groups.tp, tp_dim=dim)
         for name, dim in (("sharded", 1), ("replicated", None))
     }
     assert counted_here(made["sharded"], groups)
@@ -36,24 +35,24 @@ def test_who_counts(rank):
 
 
 def test_norm():
-    tensors = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(3)]
-    assert global_norm(tensors, pool.groups()) == 5.0
-    assert global_norm(iter(tensors), pool.groups()) == 5.0
-    assert global_zeros(tensors, pool.groups()) == 4
+    tensors = [torch.tensor([3.0, 0.0]), torch.tensor([4.0]), torch.zeros(3)]
+    assert global_norm(tensors, pool.groups(), CPU) == 5.0
+    assert global_norm(iter(tensors), pool.groups(), CPU) == 5.0
+    assert global_zeros(tensors, pool.groups(), CPU) == 4
 
 
 def test_nothing_to_count():
-    assert global_norm([], pool.groups()) == 0.0
-    assert global_zeros([], pool.groups()) == 0
+    assert global_norm([], pool.groups(), CPU) == 0.0
+    assert global_zeros([], pool.groups(), CPU) == 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows(bad):
-    norm = global_norm([torch.ones(5), torch.tensor([1.0, bad])], pool.groups())
+    norm = global_norm([torch.ones(5), torch.tensor([1.0, bad])], pool.groups(), CPU)
     assert not torch.isfinite(torch.tensor(norm))
 
 
 def test_large_gradients_do_not_overflow():
     """fp16's scaled gradients: the sum of squares over tensors is taken in fp64."""
     tensors = [torch.full((4,), 1e18) for _ in range(4)]
-    assert global_norm(tensors, pool.groups()) == pytest.approx(4e18, rel=1e-6)
+    assert global_norm(tensors, pool.groups(), CPU) == pytest.approx(4e18, rel=1e-6)

@@ -1,4 +1,4 @@
-"""AdamW and SGD over gradient buffers against torch's own optimizers on the same model."""
+"""AdamW and SGD over buckets against torch's own optimizers on the same model."""
 
 import math
 
@@ -7,23 +7,44 @@ import torch
 
 from megatron.core.parameter import local_parameters
 from tests import pool
-from tests.unit.models.builds import GPT, LLAMA, gradients, losses, make_buffers, make_ids, make_model, make_optimizer
+from tests.unit.models.builds import (
+    GPT,
+    LLAMA,
+    backward,
+    gradients,
+    losses,
+    make_data_parallel,
+    make_ids,
+    make_model,
+    make_optimizer,
+)
 
 LR, DECAY = 1e-2, 0.1
 
 
 def setting(fields=GPT, *, fp16=False, **optimizer):
     model = make_model(fields, pool.groups(), spread=0.1)
-    buffers = make_buffers(model, pool.groups())
-    return model, buffers, make_optimizer(buffers, pool.groups(), fp16=fp16, **optimizer)
+    data_parallel = make_data_parallel(model, pool.groups())
+    return model, data_parallel, make_optimizer(data_parallel, pool.groups(), fp16=fp16, **optimizer)
 
 
-def backward(model, buffers, optimizer, step=0, scale=1.0):
-    """Gradients of one batch, times `scale`, in the buffers."""
-    optimizer.clear_gradients()
-    (losses(model, make_ids(2, 10, seed=step)).mean() * scale).backward()
-    for buffer in buffers:
-        buffer.reduce()
+def gradient_of(model, data_parallel, step=0, scale=1.0):
+    """Gradients of one batch, times `scale`, in the buckets."""
+    backward(data_parallel, losses(model, make_ids(2, 10, seed=step)).mean() * scale)
+
+
+def clear(data_parallel):
+    for bucket in data_parallel.buckets:
+        bucket.grads.zero_()
+
+
+def state_of(optimizer):
+    """Parameter -> key -> its elements; whole ones, for nothing is sharded here."""
+    found = {}
+    for piece, key, tensor in optimizer.pieces():
+        assert piece.start == 0 and len(tensor) == piece.stop
+        found.setdefault(piece.name, {})[key] = tensor
+    return found
 
 
 def torch_optimizer(model, kind):
@@ -67,10 +88,9 @@ def test_against_torch(fields, kind, clip):
 
 def test_weight_decay_is_for_matrices():
     """Without gradients, decay alone moves parameters."""
-    model, buffers, optimizer = setting()
+    model, data_parallel, optimizer = setting()
     before = {name: p.detach().clone() for name, p in local_parameters(model).items()}
-    for buffer in buffers:
-        buffer.grads.zero_()
+    clear(data_parallel)
     optimizer.step(LR, DECAY)
     for name, parameter in local_parameters(model).items():
         kept = "norm" in name or name.endswith("bias")
@@ -82,13 +102,13 @@ def test_weight_decay_is_for_matrices():
 @pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_gradients_that_are_not_finite_change_nothing(fp16, bad):
-    model, buffers, optimizer = setting(fp16=fp16, initial_loss_scale=4.0, hysteresis=1)
-    backward(model, buffers, optimizer, scale=4.0)
+    model, data_parallel, optimizer = setting(fp16=fp16, initial_loss_scale=4.0, hysteresis=1)
+    gradient_of(model, data_parallel, scale=4.0)
     optimizer.step(LR, DECAY)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    state = {name: {k: v.clone() for k, v in s.items()} for name, s in optimizer.state.items()}
-    backward(model, buffers, optimizer, 1, scale=4.0)
-    next(iter(buffers[0].parameters.values())).slot.main_grad.view(-1)[3] = bad
+    state = {name: {k: v.clone() for k, v in s.items()} for name, s in state_of(optimizer).items()}
+    gradient_of(model, data_parallel, 1, scale=4.0)
+    next(iter(data_parallel.buckets[0].parameters.values())).slot.main_grad.view(-1)[3] = bad
     update = optimizer.step(LR, DECAY, count_zeros=True)
     assert not update.applied and update.num_zeros is None and not math.isfinite(update.grad_norm)
     assert optimizer.steps == 1 and optimizer.loss_scale.value == (2.0 if fp16 else 1.0)
@@ -96,13 +116,13 @@ def test_gradients_that_are_not_finite_change_nothing(fp16, bad):
         assert parameter.equal(before[name]), name
     for name, tensors in state.items():
         for key, tensor in tensors.items():
-            assert optimizer.state[name][key].equal(tensor), f"{name} {key}"
+            assert state_of(optimizer)[name][key].equal(tensor), f"{name} {key}"
 
 
 def test_without_the_check_they_are_applied():
     """--no-check-for-nan-in-loss-and-grad"""
-    model, buffers, optimizer = setting(check_for_nan_in_loss_and_grad=False)
-    backward(model, buffers, optimizer)
+    model, data_parallel, optimizer = setting(check_for_nan_in_loss_and_grad=False)
+    gradient_of(model, data_parallel)
     local_parameters(model)["decoder.final_layernorm.weight"].slot.main_grad[0] = float("nan")
     assert optimizer.step(LR, DECAY).applied
     assert model.decoder.final_layernorm.weight[0].isnan()
@@ -113,9 +133,9 @@ def test_the_loss_scale_is_divided_out(clip):
     """A fixed one, with the same result as without."""
     results, norms = [], []
     for scale in (None, 1024.0):
-        model, buffers, optimizer = setting(fp16=scale is not None, loss_scale=scale, clip_grad=clip)
+        model, data_parallel, optimizer = setting(fp16=scale is not None, loss_scale=scale, clip_grad=clip)
         for step in range(3):
-            backward(model, buffers, optimizer, step, scale or 1.0)
+            gradient_of(model, data_parallel, step, scale or 1.0)
             norms.append(optimizer.step(LR, DECAY).grad_norm)
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert norms[:3] == pytest.approx(norms[3:], rel=1e-5)
@@ -125,31 +145,31 @@ def test_the_loss_scale_is_divided_out(clip):
 class TestMasters:
     def test_bf16_follows_fp32_masters(self):
         """The masters take updates that bf16 could not hold, and the model is always their rounding."""
-        model, buffers, optimizer = setting({**GPT, "bf16": True})
-        start = {name: s["master"].clone() for name, s in optimizer.state.items()}
+        model, data_parallel, optimizer = setting({**GPT, "bf16": True})
+        start = {name: s["master"].clone() for name, s in state_of(optimizer).items()}
         lr = 1e-6  # far below bf16's resolution
         for step in range(5):
-            backward(model, buffers, optimizer, step)
+            gradient_of(model, data_parallel, step)
             optimizer.step(lr, 0.0)
         moved = 0
         for name, parameter in local_parameters(model).items():
-            master = optimizer.state[name]["master"]
+            master = state_of(optimizer)[name]["master"]
             assert master.dtype == torch.float32 and parameter.dtype == torch.bfloat16
-            assert parameter.equal(master.bfloat16())
+            assert parameter.flatten().equal(master.bfloat16())
             assert (master - start[name]).abs().max() < 6e-6
             moved += int(master.ne(start[name]).sum())
         assert moved > 10_000
 
     def test_an_fp32_model_is_its_own_master(self):
         _, _, optimizer = setting()
-        assert all("master" not in state for state in optimizer.state.values())
-        assert set(next(iter(optimizer.state.values()))) == {"exp_avg", "exp_avg_sq"}
+        assert all("master" not in state for state in state_of(optimizer).values())
+        assert set(next(iter(state_of(optimizer).values()))) == {"exp_avg", "exp_avg_sq"}
         optimizer.masters_from_parameters()
         optimizer.parameters_from_masters()
 
     def test_state_of_sgd(self):
         _, _, optimizer = setting({**GPT, "bf16": True}, optimizer="sgd")
-        assert set(next(iter(optimizer.state.values()))) == {"momentum_buffer", "master"}
+        assert set(next(iter(state_of(optimizer).values()))) == {"momentum_buffer", "master"}
 
     def test_both_ways(self):
         model, _, optimizer = setting({**GPT, "bf16": True})
@@ -157,8 +177,8 @@ class TestMasters:
             for parameter in model.parameters():
                 parameter.fill_(0.5)
         optimizer.masters_from_parameters()
-        assert all(state["master"].eq(0.5).all() for state in optimizer.state.values())
-        for state in optimizer.state.values():
+        assert all(state["master"].eq(0.5).all() for state in state_of(optimizer).values())
+        for state in state_of(optimizer).values():
             state["master"].fill_(1.0 + 2.0**-12)
         optimizer.parameters_from_masters()
         assert all(parameter.eq(1.0).all() for parameter in model.parameters())
@@ -166,13 +186,12 @@ class TestMasters:
 
 def test_state_is_the_optimizers_own():
     """Writing into it, as loading does, changes the next step."""
-    model, buffers, optimizer = setting()
-    for state in optimizer.state.values():
+    model, data_parallel, optimizer = setting()
+    for state in state_of(optimizer).values():
         state["exp_avg"].fill_(1.0)
         state["exp_avg_sq"].fill_(1.0)
     optimizer.steps = 10**6  # no bias correction any more
-    for buffer in buffers:
-        buffer.grads.zero_()
+    clear(data_parallel)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step(LR, 0.0)
     for parameter, old in zip(model.parameters(), before, strict=True):
@@ -180,13 +199,13 @@ def test_state_is_the_optimizers_own():
 
 
 def test_steps():
-    model, buffers, optimizer = setting()
+    model, data_parallel, optimizer = setting()
     assert optimizer.steps == 0
-    backward(model, buffers, optimizer)
+    gradient_of(model, data_parallel)
     optimizer.step(LR, DECAY)
     assert optimizer.steps == 1
     optimizer.steps = 41
-    backward(model, buffers, optimizer, 1)
+    gradient_of(model, data_parallel, 1)
     optimizer.step(LR, DECAY)
     assert optimizer.steps == 42
     assert setting(optimizer="sgd")[2].steps == 0
@@ -200,8 +219,8 @@ def test_params_norm(bf16):
 
 
 def test_zeros_in_the_gradient():
-    model, buffers, optimizer = setting()
-    backward(model, buffers, optimizer)
-    expected = sum(int(gradient.eq(0).sum()) for gradient in gradients(buffers).values())
+    model, data_parallel, optimizer = setting()
+    gradient_of(model, data_parallel)
+    expected = sum(int(gradient.eq(0).sum()) for gradient in gradients(data_parallel).values())
     assert expected > 0, "the vocabulary's padding has no gradient"
     assert optimizer.step(LR, DECAY, count_zeros=True).num_zeros == expected

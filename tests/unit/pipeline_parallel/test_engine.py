@@ -13,7 +13,14 @@ from megatron.core.pipeline_parallel.schedule import forward_only, one_forward_o
 def test_values_and_gradients(p, m):
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
     x = torch.arange(1.0, 2 * m + 1).view(m, 2)
-    outputs = run(one_forward_one_backward(0, p, m), lambda i: (weight * x[i]).square().sum())
+    backward = []
+
+    def differentiate(i, output):
+        backward.append(i)
+        output.backward()
+
+    outputs = run(one_forward_one_backward(0, p, m), lambda i: (weight * x[i]).square().sum(), differentiate)
+    assert backward == list(range(m))
     assert [float(out) for out in outputs] == [float((weight.detach() * row).square().sum()) for row in x]
     assert not any(out.requires_grad for out in outputs)
     torch.testing.assert_close(weight.grad, (2 * weight.detach() * x.square()).sum(0))
@@ -33,7 +40,7 @@ def test_no_more_graphs_alive_than_promised(p, m):
             assert alive <= p, f"{alive} {what} at the forward of microbatch {i}"
         return out
 
-    run(one_forward_one_backward(0, p, m), forward)
+    run(one_forward_one_backward(0, p, m), forward, lambda i, output: output.backward())
     assert len(kept) == m and all(ref() is None for refs in kept for ref in refs)
 
 

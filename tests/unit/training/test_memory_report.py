@@ -47,6 +47,21 @@ def test_footprint(dtype, optimizer, shards, bytes_per_parameter):
     assert footprint.total == pytest.approx(1000 * bytes_per_parameter)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "sharding", "bytes_per_parameter"),
+    [
+        ("bfloat16", "optim", 6 + 12 / 4),
+        ("bfloat16", "optim_grads", 2 + 16 / 4),
+        ("bfloat16", "optim_grads_params", 18 / 4),
+        ("float32", "optim_grads", 4 + 12 / 4),
+        ("float32", "optim_grads_params", 16 / 4),
+    ],
+)
+def test_footprint_by_what_is_sharded(dtype, sharding, bytes_per_parameter):
+    footprint = weight_and_optimizer_footprint(1000, dtype, OptimizerConfig(), 4, sharding)
+    assert footprint.total == pytest.approx(1000 * bytes_per_parameter)
+
+
 def test_footprint_line():
     footprint = weight_and_optimizer_footprint(MIB, "bfloat16", OptimizerConfig(), 2)
     assert format_footprint(footprint) == (

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from megatron.config.data import DataConfig
+from megatron.core.errors import UserError
+from megatron.core.groups import Group
+from megatron.core.heartbeat import Heartbeat
 from megatron.training.batch import Batch, make_batch
-from megatron.training.step import TrainStep, evaluate, token_weights
+from megatron.training.step import TrainStep, check_same_parameters, evaluate, token_weights
 from megatron.training.timers import Timers
 from tests import pool
 from tests.unit.models.builds import (
@@ -14,7 +17,7 @@ from tests.unit.models.builds import (
     assert_gradients,
     gradients,
     losses,
-    make_buffers,
+    make_data_parallel,
     make_ids,
     make_model,
     make_optimizer,
@@ -40,11 +43,11 @@ def batches(sizes):
 def setting(fields=LLAMA, *, per_token=False, fp16=False, count_zeros=False, **optimizer):
     groups = pool.groups()
     model = make_model(fields, groups, spread=0.1)
-    buffers = make_buffers(model, groups)
-    owner = make_optimizer(buffers, groups, fp16=fp16, **optimizer)
+    data_parallel = make_data_parallel(model, groups)
+    owner = make_optimizer(data_parallel, groups, fp16=fp16, **optimizer)
     timers = Timers(0, lambda: None)
-    step = TrainStep(model, buffers, owner, groups, timers, per_token=per_token, count_zeros=count_zeros)
-    return model, buffers, owner, step
+    step = TrainStep(model, data_parallel, owner, groups, timers, per_token=per_token, count_zeros=count_zeros)
+    return model, data_parallel, owner, step
 
 
 def direct(model, per_token):
@@ -60,13 +63,13 @@ def direct(model, per_token):
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("sizes", [[6], [1] * 6, [4, 2], [2, 2, 2], [1, 5]])
 def test_objective_and_gradient(per_token, sizes):
-    _, buffers, _, step = setting(per_token=per_token)
+    _, data_parallel, _, step = setting(per_token=per_token)
     loss = step.forward_backward(batches(sizes))
     plain = make_model(LLAMA, pool.groups(), spread=0.1)
     expected = direct(plain, per_token)
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-6)
-    assert_gradients(gradients(buffers), {n: p.grad for n, p in plain.named_parameters()})
+    assert_gradients(gradients(data_parallel), {n: p.grad for n, p in plain.named_parameters()})
 
 
 def test_the_two_weightings_differ():
@@ -96,14 +99,14 @@ class TestWeights:
 
 @pytest.mark.parametrize("scale", [2.0, 2.0**14])
 def test_loss_scale(scale):
-    """In the buffers it multiplies the gradient; the loss and the norm do not show it."""
-    _, buffers, _, step = setting()
+    """In the buckets it multiplies the gradient; the loss and the norm do not show it."""
+    _, data_parallel, _, step = setting()
     plain_loss = step.forward_backward(batches([6]))
-    plain = gradients(buffers)
-    _, buffers, _, step = setting(fp16=True, loss_scale=scale)
+    plain = gradients(data_parallel)
+    _, data_parallel, _, step = setting(fp16=True, loss_scale=scale)
     loss = step.forward_backward(batches([6]))
     assert loss == pytest.approx(plain_loss, rel=1e-6)
-    assert_gradients({name: g / scale for name, g in gradients(buffers).items()}, plain)
+    assert_gradients({name: g / scale for name, g in gradients(data_parallel).items()}, plain)
 
 
 def test_a_whole_step():
@@ -124,6 +127,32 @@ def test_norm_is_that_of_the_gradient():
     assert update.grad_norm == pytest.approx(
         float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])), rel=1e-5
     )
+
+
+class TestSameParameters:
+    GROUP = Group("dp_cp", (1, 3, 5), 0, None, Heartbeat(1))
+
+    def test_agreement(self):
+        check_same_parameters([[], [], []], self.GROUP)
+        check_same_parameters([["a", "b"]] * 3, self.GROUP)
+
+    @pytest.mark.parametrize(
+        ("without", "says"),
+        [
+            (
+                [["a"], ["a"], ["a", "b"]],
+                "parameter b got a gradient on rank 1 and none on rank 5 in the same step (1 ",
+            ),
+            (
+                [["c", "d"], [], ["c", "d"]],
+                "parameter c got a gradient on rank 3 and none on rank 1 in the same step (2 ",
+            ),
+        ],
+    )
+    def test_disagreement_names_parameter_and_ranks(self, without, says):
+        with pytest.raises(UserError) as error:
+            check_same_parameters(without, self.GROUP)
+        assert str(error.value).startswith(says) and "requires_grad False" in str(error.value)
 
 
 class TestEvaluate:

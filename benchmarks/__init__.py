@@ -1,0 +1,1 @@
+"""What README's figures come from. Each program prints one table."""

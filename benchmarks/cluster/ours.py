@@ -1,0 +1,147 @@
+"""This project's own systems, and the computation alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.cluster.systems import BETAS, CLIP, EPS, FP32, LR, WEIGHT_DECAY, System, make_model, mean_loss, share
+from megatron.config.data_parallel import AUTO, EVERY, LAST, DataParallelSettings
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.groups import Groups, create_groups
+from megatron.core.mesh import Mesh
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.training.batch import Batch
+from megatron.training.step import TrainStep
+from megatron.training.timers import Timers
+
+BUCKET = 500_000  # elements
+CPU = torch.device("cpu")
+TIMEOUT_SECONDS = 600.0
+
+
+class ComputeOnly(System):
+    """Forward and backward, no communication, no update: what a step costs at least. Keeps the times of both."""
+
+    title = "compute only"
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups)
+        self._model = make_model(groups)
+        alone = create_groups(Mesh.create(1), 0, groups.heartbeat, TIMEOUT_SECONDS)
+        self._data_parallel = DataParallel(self._model, alone, DataParallelSettings(), CPU)
+        self._seconds: tuple[list[float], list[float]] = ([], [])
+
+    def step(self, batches: Sequence[Batch]) -> float:
+        """As training does it, gradients into buckets, but for the loss of rank and step alone."""
+        self._data_parallel.begin_step(len(batches))
+        total = 0.0
+        for batch in batches:
+            started = time.perf_counter()
+            loss = mean_loss(self._model, batch)
+            half = time.perf_counter()
+            (loss / len(batches)).backward()
+            self._seconds[0].append(half - started)
+            self._seconds[1].append(time.perf_counter() - half)
+            total += float(loss.detach())
+        return total / len(batches)
+
+    def take_seconds(self) -> tuple[float, float]:
+        """(forward, backward) of one microbatch, medians since the last call."""
+        forward, backward = (statistics.median(times) for times in self._seconds)
+        self._seconds = ([], [])
+        return forward, backward
+
+    def memory(self) -> int:
+        """The gradients."""
+        return FP32 * sum(bucket.size for bucket in self._data_parallel.buckets)
+
+    def wire_bytes(self, accumulation: int) -> float:
+        """Nothing."""
+        return 0.0
+
+
+class Ours(System):
+    """The training loop's own step, under some settings of data parallelism."""
+
+    settings: DataParallelSettings
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups)
+        instances = self.settings.optimizer_instances
+        own = create_groups(groups.mesh, groups.rank, groups.heartbeat, TIMEOUT_SECONDS, optimizer_instances=instances)
+        model = make_model(own)
+        self._data_parallel = DataParallel(model, own, self.settings, CPU)
+        self._optimizer = Optimizer(optimizer_config(), self._data_parallel, own, fp16=False)
+        timers = Timers(0, lambda: None)
+        self._step = TrainStep(model, self._data_parallel, self._optimizer, own, timers, per_token=False)
+
+    def step(self, batches: Sequence[Batch]) -> float:
+        """One step; with overlap parameters may still be on their way."""
+        return self._step(batches, LR, WEIGHT_DECAY)[0]
+
+    def finish(self) -> None:
+        """Wait for parameters."""
+        self._data_parallel.settle()
+
+    def memory(self) -> int:
+        """Gradients, blocks of gradients on the wire, moments."""
+        moments = sum(t.nbytes for owned in self._optimizer.slices for t in owned.state.values())
+        return self._data_parallel.gradient_bytes() + moments
+
+    def wire_bytes(self, accumulation: int) -> float:
+        """A reduce-scatter (once a step, or a microbatch) and an all-gather of the padded buckets."""
+        reductions = 1 if self._data_parallel.keeps_grads else accumulation
+        return (reductions + 1) * share(self.groups) * FP32 * sum(b.size for b in self._data_parallel.buckets)
+
+
+class PlainAllReduce(Ours):
+    """One all-reduce a bucket after the backward, every rank updates everything."""
+
+    title = "ours plain all-reduce"
+    settings = DataParallelSettings(bucket_size=BUCKET)
+
+
+class Serial(Ours):
+    """--use-distributed-optimizer."""
+
+    title = "ours serial"
+    settings = DataParallelSettings(shards="optim", bucket_size=BUCKET)
+
+
+class Overlapped(Ours):
+    """--overlapped-distributed-optimizer."""
+
+    title = "ours overlapped"
+    settings = DataParallelSettings(
+        shards="optim", mode=AUTO, overlap_reduce=True, overlap_gather=True, bucket_size=BUCKET
+    )
+
+
+class OverlappedLast(Ours):
+    """The same with --grad-reduce-mode last-microbatch."""
+
+    title = "ours overlapped, last-microbatch"
+    settings = DataParallelSettings(
+        shards="optim", mode=LAST, overlap_reduce=True, overlap_gather=True, bucket_size=BUCKET
+    )
+
+
+class OverlappedEvery(Ours):
+    """The same with --grad-reduce-mode every-microbatch."""
+
+    title = "ours overlapped, every-microbatch"
+    settings = DataParallelSettings(
+        shards="optim", mode=EVERY, overlap_reduce=True, overlap_gather=True, bucket_size=BUCKET
+    )
+
+
+def optimizer_config() -> OptimizerConfig:
+    """The settings that every system has."""
+    return OptimizerConfig(
+        adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP
+    )

@@ -1,0 +1,136 @@
+"""The process of one host: builds the systems once, then measures what it is asked for, line by line.
+
+Requests come as JSON lines on stdin and answers go as JSON lines to stdout; anything that libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.cluster.ours import ComputeOnly
+from benchmarks.cluster.systems import System, build_system, make_batches
+from megatron.core.comm.collectives import barrier
+from megatron.core.groups import Group, connect, create_groups, disconnect, launch_environment
+from megatron.core.mesh import Mesh
+from megatron.training.batch import Batch
+
+TIMEOUT_SECONDS = 600.0
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+FIRST_STEPS = 2  # of every system, not measured: DDP and FSDP2 arrange their buckets then
+
+
+@dataclass(frozen=True)
+class Request:
+    """Measure every system with this many microbatches a step: in each round a warm step and some timed ones."""
+
+    accumulation: int
+    rounds: list[int]  # timed steps of each round
+
+
+@dataclass
+class Measured:
+    """One system on one rank."""
+
+    seconds: list[float] = field(default_factory=list)  # of each timed step, from its start to the next one's
+    sent: list[int] = field(default_factory=list)  # bytes a step, one figure a round
+    loss: float = 0.0  # of the last step
+    memory: int = 0  # bytes
+    wire_bytes: float = 0.0  # what the system's formula says is sent
+    forward: float = 0.0  # compute only: seconds of one microbatch
+    backward: float = 0.0
+
+
+class Runner:
+    """A system and where it is in the batches."""
+
+    def __init__(self, system: System, batches: Sequence[Batch]) -> None:
+        self.system, self._batches, self._next = system, batches, 0
+
+    def step(self, accumulation: int) -> float:
+        """Train on the next microbatches."""
+        chosen = [self._batches[(self._next + n) % len(self._batches)] for n in range(accumulation)]
+        self._next += accumulation
+        return self.system.step(chosen)
+
+    def round(self, accumulation: int, timed: int, world: Group, into: Measured) -> None:
+        """A warm step and `timed` timed ones, back to back. Collective over `world`.
+
+        A step may leave communication to the next one, so it lasts until the next one starts; `finish` ends the last.
+        """
+        barrier(world)
+        sent = int(SENT.read_text())
+        self.step(accumulation)
+        stamps = [time.perf_counter()]
+        for number in range(timed):
+            into.loss = self.step(accumulation)
+            if number == timed - 1:
+                self.system.finish()
+            stamps.append(time.perf_counter())
+        barrier(world)  # all that this rank has sent is out
+        into.sent.append((int(SENT.read_text()) - sent) // (timed + 1))
+        into.seconds += [end - start for start, end in itertools.pairwise(stamps)]
+
+
+def measure(
+    runners: dict[str, Runner], request: Request, world: Group, tell: Callable[[str], None]
+) -> dict[str, object]:
+    """Name -> figures of every system, taken in turns. Collective over `world`."""
+    measured = {name: Measured() for name in runners}
+    for number, timed in enumerate(request.rounds, 1):
+        for name, runner in runners.items():
+            tell(f"round {number}/{len(request.rounds)} {name}")
+            runner.round(request.accumulation, timed, world, measured[name])
+    for name, runner in runners.items():
+        into = measured[name]
+        into.memory = runner.system.memory()
+        into.wire_bytes = runner.system.wire_bytes(request.accumulation)
+        if isinstance(runner.system, ComputeOnly):
+            into.forward, into.backward = runner.system.take_seconds()
+    return {name: asdict(into) for name, into in measured.items()}
+
+
+def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], names: Sequence[str]) -> None:
+    """Join the world, build, and measure for every line."""
+    rank, world_size, _ = launch_environment()
+    torch.manual_seed(0)
+    heartbeat = connect(rank, world_size, backend="gloo", timeout_seconds=TIMEOUT_SECONDS)
+    groups = create_groups(Mesh.create(world_size), rank, heartbeat, TIMEOUT_SECONDS)
+    batches = make_batches(rank, 16)
+    runners = {}
+    for name in names:
+        answer({"progress": f"building {name}"})
+        runners[name] = Runner(build_system(name, groups), batches)
+        for _ in range(FIRST_STEPS):
+            runners[name].step(1)
+        runners[name].system.finish()
+    answer({"ready": {name: runner.system.title for name, runner in runners.items()}})
+    for line in lines:
+        request = Request(**json.loads(line))
+        answer({"measured": measure(runners, request, groups.world, lambda text: answer({"progress": text}))})
+    disconnect(heartbeat)
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--systems", nargs="+", required=True)
+    args = parser.parse_args()
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    torch.set_num_threads(args.threads)
+    serve(sys.stdin, lambda value: print(json.dumps(value), file=replies), args.systems)
+
+
+if __name__ == "__main__":
+    main()

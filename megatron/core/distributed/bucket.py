@@ -1,0 +1,178 @@
+"""A bucket: parameters whose gradients are reduced, whose values are stepped and gathered together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.buckets import ALIGN, BucketLayout, owned_pieces, round_up
+from megatron.core.parameter import GradSlot, Parameter
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Bucket:
+    """Memory of a run of parameters, flat, and this rank's slice of it.
+
+    whole [size]: values in the parameters' dtype; every parameter is a view of it. After `shard_params` it is there only
+    between `make_whole` and `drop_whole`, and parameters are empty otherwise.
+    param_shard [size / shards]: this rank's slice, which its optimizer updates: a view of `whole`, or the only copy.
+    grads [size], fp32: gradients; every parameter's slot writes there. Kept for the whole run or, after
+    `keep_grads(False)`, taken from `take` when the first gradient is written and given up to be reduced (`detach`).
+    grad_shard [size / shards], fp32: this rank's slice of the reduced gradient: a view of `grads` when those are kept.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        parameters: dict[str, Parameter],
+        layout: BucketLayout,
+        *,
+        rank: int,
+        shards: int,
+        take: Callable[[], Tensor],
+    ) -> None:
+        """`rank` of `shards`: which slice is this rank's. `take()`: a block of fp32
+        memory that is large enough for any bucket."""
+        self.index, self.parameters, self.layout = index, parameters, layout
+        self.pieces = owned_pieces(layout, rank, shards)
+        self.missing = 0  # gradients that this backward pass has not brought yet
+        self._rank, self._shards, self._take = rank, shards, take
+        self._shard_is_fresh = True
+        first = next(iter(parameters.values()))
+        self.dtype, self.device = first.dtype, first.device
+        self._whole: Tensor | None = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
+        self.param_shard = self._own(self._whole)
+        self.grads: Tensor | None = None
+        self._block: Tensor | None = None
+        self.grad_shard = torch.empty(0)
+        for name, parameter in parameters.items():
+            view = self.view_of(self._whole, name)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            parameter.slot = GradSlot(self._open)
+
+    @property
+    def label(self) -> str:
+        """Its name in timelines."""
+        return f"bucket {self.index}"
+
+    @property
+    def size(self) -> int:
+        """Elements, padding included."""
+        return self.layout.size
+
+    def view_of(self, flat: Tensor, name: str) -> Tensor:
+        """The part of `flat` (of the bucket's size) that belongs to a parameter, in its shape."""
+        start, numel = self.layout.offsets[name], self.layout.numels[name]
+        return flat[start : start + numel].view(self.parameters[name].info.shape)
+
+    def runs(self, key: Callable[[Parameter], K]) -> list[tuple[int, int, K]]:
+        """This rank's slice as (start, stop, key): the longest runs of pieces with the same key, by rows of 64.
+
+        Alignment padding belongs to the piece before it; slices without a parameter are left out.
+        """
+        found: list[tuple[int, int, K]] = []
+        for piece in self.pieces:
+            value = key(self.parameters[piece.name])
+            start, stop = piece.at, round_up(piece.at + piece.stop - piece.start, ALIGN)
+            if found and found[-1][1:] == (start, value):
+                start = found.pop()[0]
+            found.append((start, stop, value))
+        return found
+
+    @property
+    def whole(self) -> Tensor:
+        """[size]; see the class."""
+        assert self._whole is not None
+        return self._whole
+
+    def shard_params(self) -> None:
+        """Keep only this rank's slice of the parameters from now on."""
+        self.param_shard = self._own(self.whole).clone()
+        self.drop_whole()
+
+    def make_whole(self) -> None:
+        """Allocate `whole` with this rank's slice in it, for the others to be gathered; parameters are views of it."""
+        self._whole = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        self._own(self._whole).copy_(self.param_shard)
+        for name, parameter in self.parameters.items():
+            parameter.data = self.view_of(self._whole, name)
+
+    def drop_whole(self) -> None:
+        """Free `whole`; parameters are empty."""
+        self._whole = None
+        for parameter in self.parameters.values():
+            parameter.data = torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def keep_grads(self, keep: bool) -> None:
+        """Hold the whole fp32 gradient from now on, or only this rank's slice. Between steps only."""
+        if keep:
+            self.grads = torch.zeros(self.size, dtype=torch.float32, device=self.device)
+            self.grad_shard = self._own(self.grads)
+            self._bind(self.grads)
+        else:
+            self.grads = None
+            for parameter in self.parameters.values():
+                assert parameter.slot is not None
+                parameter.slot.main_grad = None
+            self.grad_shard = torch.zeros(self.size // self._shards, dtype=torch.float32, device=self.device)
+
+    def clear(self) -> None:
+        """Forget the gradient; the next writer overwrites."""
+        self._shard_is_fresh = True
+        for parameter in self.parameters.values():
+            assert parameter.slot is not None
+            parameter.slot.fresh = True
+
+    def fill_missing(self) -> list[str]:
+        """Make the gradient zero where none was written; the parameters' names."""
+        without = []
+        for name, parameter in self.parameters.items():
+            assert parameter.slot is not None
+            if parameter.slot.fresh:
+                parameter.slot.main_grad.zero_()
+                without.append(name)
+        return without
+
+    def detach(self) -> Tensor:
+        """Give up the block of gradient memory, and forget what was written; the next writer takes a new block."""
+        self.grads = None
+        for parameter in self.parameters.values():
+            assert parameter.slot is not None
+            parameter.slot.main_grad = None
+            parameter.slot.fresh = True
+        block, self._block = self._block, None
+        assert block is not None
+        return block
+
+    def accumulate(self, block: Tensor) -> None:
+        """Add this rank's slice of a detached and reduced gradient to `grad_shard`."""
+        own = self._own(block[: self.size])
+        if self._shard_is_fresh:
+            self.grad_shard.copy_(own)
+        else:
+            self.grad_shard.add_(own)
+        self._shard_is_fresh = False
+
+    def _open(self) -> None:
+        """Take gradient memory for this backward pass."""
+        self._block = self._take()
+        self.grads = self._block[: self.size]
+        end = 0
+        for name, start in self.layout.offsets.items():
+            self.grads[end:start].zero_()  # padding: the memory was another bucket's
+            end = start + self.layout.numels[name]
+        self.grads[end:].zero_()
+        self._bind(self.grads)
+
+    def _bind(self, grads: Tensor) -> None:
+        for name, parameter in self.parameters.items():
+            assert parameter.slot is not None
+            parameter.slot.main_grad = self.view_of(grads, name)
+
+    def _own(self, flat: Tensor) -> Tensor:
+        return flat.view(self._shards, -1)[self._rank]

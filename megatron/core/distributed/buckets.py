@@ -1,0 +1,74 @@
+"""How parameters are laid out in buckets and shared between ranks: pure arithmetic.
+
+[Note: layout of buckets]
+Parameters lie in the expected order of their gradients in backward: the reverse of registration. A bucket is a run of
+whole parameters of at least `bucket_size` elements. It is padded to a multiple of 64 x shards and cut into equal slices;
+slice r belongs to shard r, so that reduce-scatter and all-gather of a bucket are in place and of full size, for any number
+of shards. Every parameter starts on a multiple of 64 elements, too: cuBLAS and vector units want aligned memory, and a
+norm taken over rows of 64 does not depend on the cut. Padding is always zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ALIGN = 64
+_FEW = 8
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where each parameter starts in a bucket, how long it is, and the bucket's padded size. In elements."""
+
+    offsets: dict[str, int]
+    numels: dict[str, int]
+    size: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start .. stop of a flattened parameter, which lie at `at` .. in a rank's slice of the bucket."""
+
+    name: str
+    start: int
+    stop: int
+    at: int
+
+
+def plan_buckets(numels: Mapping[str, int], bucket_size: int, shards: int) -> list[BucketLayout]:
+    """Buckets for parameters in buffer order. See the note on layout."""
+    layouts: list[BucketLayout] = []
+    offsets: dict[str, int] = {}
+    end = 0
+    names = list(numels)
+    for name in names:
+        offsets[name] = end
+        end = round_up(end + numels[name], ALIGN)
+        if end >= bucket_size or name == names[-1]:
+            held = {other: numels[other] for other in offsets}
+            layouts.append(BucketLayout(offsets, held, round_up(end, ALIGN * shards)))
+            offsets, end = {}, 0
+    return layouts
+
+
+def owned_pieces(layout: BucketLayout, rank: int, shards: int) -> list[Piece]:
+    """What lies in slice `rank` of the bucket, in order."""
+    size = layout.size // shards
+    first, last = rank * size, (rank + 1) * size
+    pieces = []
+    for name, offset in layout.offsets.items():
+        start, stop = max(first, offset), min(last, offset + layout.numels[name])
+        if start < stop:
+            pieces.append(Piece(name, start - offset, stop - offset, start - first))
+    return pieces
+
+
+def default_bucket_size(numel: int, shards: int) -> int:
+    """Large enough for the wire (40M, and 1M a rank), but a model of any size has some buckets to overlap."""
+    return min(max(40_000_000, 1_000_000 * shards), -(-numel // _FEW))
+
+
+def round_up(n: int, step: int) -> int:
+    """The least multiple of `step` that is not below n."""
+    return -(-n // step) * step

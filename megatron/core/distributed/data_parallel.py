@@ -1,0 +1,283 @@
+"""Data parallelism of one model: gradients go in as backward writes them, current parameters come out where they are read.
+
+[Note: a step]
+    begin_step                                  gradients are forgotten
+    a microbatch: begin_backward, backward, end_backward
+                                                with overlap a bucket leaves when its last gradient is written
+    finish_reduction                            every bucket's `grad_shard` holds the sum over all replicas
+    the optimizer: a bucket's `param_shard` is written, then `publish`, bucket by bucket in forward order
+    end_step                                    without overlap: all parameters are gathered now
+With overlap the next forward waits for a bucket where it first reads one of its parameters: see param_gate.py, and
+param_window.py for parameters that are sharded themselves. Whatever reads parameters another way (saving) calls `settle`
+first.
+
+[Note: order]
+Buckets are reduced in one fixed order, the expected order of backward, whatever order gradients come in: a bucket that is
+complete waits until those before it are, and one that never gets all its gradients leaves at the end of backward, with
+zeros for those. So ranks can never wait for different buckets.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.data_parallel import AUTO, LAST, DataParallelSettings
+from megatron.core.comm.bucket_comm import BucketComm
+from megatron.core.comm.collectives import Handle, all_reduce, barrier
+from megatron.core.device import headroom, synchronize
+from megatron.core.dist_checkpointing.boxes import flat_boxes
+from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.buckets import Piece, default_bucket_size, plan_buckets
+from megatron.core.distributed.param_gate import ParamGate
+from megatron.core.distributed.param_window import ParamWindow
+from megatron.core.distributed.reduce_mode import Measured, choose_mode
+from megatron.core.groups import Groups
+from megatron.core.log import get_logger
+from megatron.core.parameter import Parameter, local_parameters
+from megatron.core.timeline import Timeline
+
+log = get_logger(__name__)
+
+# Gradient memories in use at once when none is kept: one that backward writes, the others on the wire.
+_BLOCKS = 4
+# Steps before --grad-reduce-mode auto decides: memory reaches its peak, and the first backward is slower than others.
+_FIRST_STEPS = 2
+_PROBES = 3
+
+
+class DataParallel:
+    """Owns the memory of a model's trainable parameters and gradients, in buckets, and moves it between replicas."""
+
+    def __init__(self, model: nn.Module, groups: Groups, settings: DataParallelSettings, device: torch.device) -> None:
+        """Sharding is over `groups.shard`: create_groups must have been told the settings' `optimizer_instances`."""
+        self.settings = settings
+        self._groups, self.device = groups, device
+        self.timeline = Timeline(device)
+        reduce_in = torch.bfloat16 if settings.reduce_in_bf16 else torch.float32
+        self._comm = BucketComm(groups.shard, groups.gather, groups.replicas, device, reduce_in, self.timeline)
+        parameters = {n: p for n, p in reversed(local_parameters(model).items()) if p.requires_grad}
+        self.buckets = self._make_buckets(parameters, settings.bucket_size)
+        self._largest = max(bucket.size for bucket in self.buckets)
+        self._reducing = False
+        self._next = 0  # the bucket that is reduced next
+        self._reductions: deque[tuple[Tensor | None, Handle]] = deque()  # with the memory that is free afterwards
+        self._free_blocks: list[Tensor] = []
+        self._blocks_in_use = 0
+        self._without: set[str] = set()
+        self.shards_params = settings.shards == "optim_grads_params" and self._comm.shards > 1
+        self._params: ParamGate | ParamWindow = (
+            ParamWindow(model, self.buckets, self._comm)
+            if self.shards_params
+            else ParamGate(model, self.buckets, self._comm, overlap=settings.overlap_gather)
+        )
+        # Where nothing is shared there is no shard to keep instead.
+        self._undecided = settings.mode == AUTO and self._comm.shards > 1
+        self.keeps_grads = settings.mode == LAST or self._comm.shards == 1
+        self._steps, self._backward_seconds, self._waited_seconds = 0, 0.0, 0.0
+        for bucket in self.buckets:
+            bucket.keep_grads(self.keeps_grads)
+            for parameter in bucket.parameters.values():
+                # Called when all of backward's contributions to the parameter are in, also when the layer wrote them to
+                # the slot itself.
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+
+    def begin_step(self, microbatches: int) -> None:
+        """Before the first of the step's microbatches.
+
+        Communication: none, but once when --grad-reduce-mode auto decides: a reduction of a bucket and a small all-reduce.
+        """
+        if self._undecided and self._steps == _FIRST_STEPS:
+            self._decide(microbatches)
+        self._steps += 1
+        self._without.clear()
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Before a microbatch's backward; `last` of the step."""
+        self._reducing = not self.keeps_grads or (last and self.settings.overlap_reduce)
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+        if self._undecided:
+            synchronize(self.device)
+            self._backward_seconds, self._waited_seconds = -time.perf_counter(), 0.0
+
+    def end_backward(self, *, last: bool) -> None:
+        """After it: what has to leave now leaves. Communication: see `finish_reduction`."""
+        if self._undecided:
+            synchronize(self.device)
+            self._backward_seconds += time.perf_counter() - self._waited_seconds
+        if last or not self.keeps_grads:
+            for bucket in self.buckets[self._next :]:
+                self._reduce(bucket)
+        self._params.end_backward()
+        self._reducing, self._next = False, 0
+
+    def finish_reduction(self) -> None:
+        """Wait until every bucket's `grad_shard` holds the sum over all replicas.
+
+        Communication: all reductions were started before: one a bucket and, unless gradients are kept, a microbatch. Then
+        one all-reduce over tp of this rank's slices of the gradients that are partial over tp.
+        """
+        while self._reductions:
+            self._retire()
+        self._sum_over_tp()
+        self._params.settle()
+
+    def without_gradient(self) -> list[str]:
+        """Parameters that got no gradient in some backward of this step, in name order."""
+        return sorted(self._without)
+
+    def gradient_bytes(self) -> int:
+        """Memory that gradients take: whole buckets or slices of them, and blocks that are in use or were."""
+        kept = {bucket.grad_shard.untyped_storage() for bucket in self.buckets}
+        blocks = len(self._free_blocks) + self._blocks_in_use
+        return sum(storage.nbytes() for storage in kept) + 4 * blocks * self._largest
+
+    def gradients(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+        """What this rank owns of the reduced gradient: (parameter, offset in the global tensor, its elements there)."""
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                parameter = bucket.parameters[piece.name]
+                flat, done = bucket.grad_shard[piece.at :], 0
+                for box in flat_boxes(parameter.info.shape, piece.start, piece.stop):
+                    offset = tuple(a + b for a, b in zip(parameter.info.offset, box.offset, strict=True))
+                    yield piece.name, offset, flat[done : done + box.numel].view(box.shape)
+                    done += box.numel
+
+    def weights(self) -> Iterator[tuple[Piece, Tensor]]:
+        """This rank's slices of the parameters: (which part of which parameter, its elements)."""
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                yield piece, bucket.param_shard[piece.at : piece.at + piece.stop - piece.start]
+
+    def publish(self, bucket: Bucket) -> None:
+        """The bucket's `param_shard` has been updated, here and on all ranks: with overlap it starts to be gathered."""
+        self._params.publish(bucket)
+
+    def end_step(self) -> None:
+        """All buckets have been updated. Without overlap: gather the parameters, an all-gather a bucket, and wait."""
+        self._params.end_step()
+
+    def settle(self) -> None:
+        """Return when nothing is in flight and every parameter, or its shard with sharded parameters, is current."""
+        self._params.settle()
+
+    def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
+        assert isinstance(parameter, Parameter) and parameter.slot is not None
+        if parameter.grad is not None:  # autograd accumulated it: norm weights, biases
+            parameter.slot.add(parameter.grad)
+            parameter.grad = None
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._params.gradients_complete(bucket)
+        if self._reducing:
+            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+                self._reduce(self.buckets[self._next])
+                self._next += 1
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._without.update(bucket.fill_missing())
+        assert bucket.grads is not None
+        if self.keeps_grads:
+            self._reductions.append((None, self._comm.reduce(bucket.grads, bucket.label)))
+        else:
+            block = bucket.detach()
+            handle = self._comm.reduce(block[: bucket.size], bucket.label, functools.partial(bucket.accumulate, block))
+            self._reductions.append((block, handle))
+
+    def _retire(self) -> None:
+        """Wait for the oldest reduction."""
+        block, handle = self._reductions.popleft()
+        handle.wait()
+        if block is not None:
+            self._free_blocks.append(block)
+            self._blocks_in_use -= 1
+
+    def _take_block(self) -> Tensor:
+        """Memory for the gradients of one backward pass over any bucket."""
+        while self._reductions and (self._blocks_in_use >= _BLOCKS or self._reductions[0][1].is_completed()):
+            started = time.perf_counter()
+            self._retire()
+            self._waited_seconds += time.perf_counter() - started
+        self._blocks_in_use += 1
+        if self._free_blocks:
+            return self._free_blocks.pop()
+        return torch.empty(self._largest, dtype=torch.float32, device=self.device)
+
+    def _decide(self, microbatches: int) -> None:
+        """Choose when gradients are reduced; the same on all ranks."""
+        mode, why = choose_mode(microbatches, self._measure())
+        self._undecided = False
+        log.info("--grad-reduce-mode auto: %s (%s)", mode, why)
+        if self.keeps_grads != (mode == LAST):
+            self.keeps_grads = mode == LAST
+            self._free_blocks.clear()
+            for bucket in self.buckets:
+                bucket.keep_grads(self.keeps_grads)
+
+    def _measure(self) -> Measured:
+        """Communication: the largest bucket is reduced three times, then two small all-reduces over the world."""
+        largest = max(self.buckets, key=lambda bucket: bucket.size)
+        grads = torch.zeros(largest.size, dtype=torch.float32, device=self.device)
+        seconds = []
+        for _ in range(_PROBES):
+            synchronize(self.device)
+            barrier(self._groups.dp_cp)
+            started = time.perf_counter()
+            self._comm.reduce(grads, "probe").wait()
+            synchronize(self.device)
+            seconds.append(time.perf_counter() - started)
+        size = sum(bucket.size for bucket in self.buckets)
+        reduce_seconds = sorted(seconds)[_PROBES // 2] * size / largest.size
+        saved = size - size // self._comm.shards - min(size, _BLOCKS * largest.size)
+        slowest = torch.tensor([reduce_seconds, self._backward_seconds], dtype=torch.float64, device=self.device)
+        least = torch.tensor([float(headroom(self.device))], dtype=torch.float64, device=self.device)
+        reduce_seconds, backward_seconds = all_reduce(slowest, self._groups.world, "max").tolist()
+        (free,) = all_reduce(least, self._groups.world, "min").tolist()
+        return Measured(4 * size, max(0, 4 * saved), reduce_seconds, backward_seconds, int(free))
+
+    def _sum_over_tp(self) -> None:
+        partial = [
+            bucket.grad_shard[start:stop]
+            for bucket in self.buckets
+            for start, stop, summed in bucket.runs(_is_partial)
+            if summed
+        ]
+        if partial:
+            together = all_reduce(torch.cat(partial), self._groups.tp)
+            for piece, total in zip(partial, together.split([len(piece) for piece in partial]), strict=True):
+                piece.copy_(total)
+
+    def _make_buckets(self, parameters: dict[str, Parameter], bucket_size: int | None) -> list[Bucket]:
+        """Buckets of one dtype each, in the order in which backward completes them."""
+        shards, rank = self._groups.shard.size, self._groups.shard.rank
+        size = bucket_size or default_bucket_size(sum(p.numel() for p in parameters.values()), shards)
+        layouts = []
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
+            numels = {name: p.numel() for name, p in parameters.items() if p.dtype == dtype}
+            layouts += plan_buckets(numels, size, shards)
+        position = {name: number for number, name in enumerate(parameters)}
+        layouts.sort(key=lambda layout: max(position[name] for name in layout.offsets))
+        return [
+            Bucket(
+                index,
+                {name: parameters[name] for name in layout.offsets},
+                layout,
+                rank=rank,
+                shards=shards,
+                take=self._take_block,
+            )
+            for index, layout in enumerate(layouts)
+        ]
+
+
+def _is_partial(parameter: Parameter) -> bool:
+    return parameter.info.sum_over_tp

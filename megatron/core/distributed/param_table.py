@@ -1,0 +1,34 @@
+"""Lets somebody know whenever a module's parameter is read.
+
+By use, not by module: reading `module.weight` goes through the module's table of parameters, so the table is where a wait
+or a gather belongs. A tied weight is noticed at its first reader, a weight that another module's forward borrows is noticed
+there, and `named_parameters`, with which set-up and checkpoints find parameters without reading values, is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def watch_reads(model: nn.Module, before_read: Callable[[nn.Parameter], None]) -> None:
+    """From now on `before_read(parameter)` is called whenever an attribute of a module of `model` yields a parameter."""
+    for module in model.modules():
+        if module._parameters:
+            module._parameters = _Table(module._parameters, before_read)
+
+
+class _Table(dict[str, Any]):
+    """A module's parameters by name."""
+
+    def __init__(self, parameters: dict[str, Any], before_read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(parameters)
+        self._before_read = before_read
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._before_read(parameter)
+        return parameter

@@ -1,0 +1,40 @@
+"""Whether gradients are reduced once a step or after every microbatch: what each costs, and which to take.
+
+Once a step: traffic R, the time of one reduction, of which the last backward (time B) hides up to B; the whole fp32 gradient
+is kept. After every microbatch: g microbatches bring g x R, and each backward hides up to B of it; only a shard is kept, and
+backward waits where the wire is slower than it, for lack of memory to put gradients in. So the first is never slower, and
+the choice is a matter of memory. Megatron-LLaMA always reduces every microbatch and loses where g is large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.data_parallel import EVERY, LAST
+
+_MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The slowest rank's times and the smallest rank's room. Bytes and seconds."""
+
+    gradient_bytes: int  # of the whole fp32 gradient
+    extra_bytes: int  # what keeping it takes beyond what reducing every microbatch takes
+    reduce_seconds: float  # R, all buckets with nothing beside them
+    backward_seconds: float  # B, without waiting for communication
+    headroom_bytes: int
+
+
+def choose_mode(microbatches: int, measured: Measured) -> tuple[str, str]:
+    """(mode, the numbers behind it) for steps of so many microbatches."""
+    exposed = max(0.0, measured.reduce_seconds - measured.backward_seconds)
+    rate = measured.gradient_bytes / max(measured.reduce_seconds, 1e-9) / 1e6
+    numbers = (
+        f"{microbatches} microbatch{'' if microbatches == 1 else 'es'}; reducing "
+        f"{measured.gradient_bytes / _MIB:.0f} MiB takes {measured.reduce_seconds:.3f} s ({rate:.0f} MB/s), a backward "
+        f"{measured.backward_seconds:.3f} s: exposed {exposed:.3f} s a step once a step, {microbatches * exposed:.3f} s "
+        f"after every microbatch; keeping the gradient takes {measured.extra_bytes / _MIB:.0f} MiB more, of "
+        f"{measured.headroom_bytes / _MIB:.0f} MiB free"
+    )
+    return (LAST if measured.extra_bytes <= measured.headroom_bytes else EVERY), numbers

@@ -1,0 +1,134 @@
+"""What a rank does when, by row: compute, each kind of communication, the update. Drawn by Perfetto or chrome://tracing.
+
+On the CPU a span is two readings of the host's clock. On CUDA it is two events on the stream that is current where the span
+begins and ends, so it shows when the device did the work, not when it was queued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROWS = ("compute", "step", "reduce-scatter", "all-reduce", "all-gather")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A finished span: seconds since the timeline began."""
+
+    row: str
+    name: str
+    start: float
+    stop: float
+
+
+class Span:
+    """Work that has begun. `end` marks its end; more than one thread may use spans of their own at once."""
+
+    def __init__(self, timeline: Timeline, row: str, name: str) -> None:
+        self._timeline, self._row, self._name = timeline, row, name
+        self._start = timeline.now()
+
+    def end(self) -> None:
+        """The work is done, or all of it is queued on the current stream."""
+        self._timeline.keep(self._row, self._name, self._start, self._timeline.now())
+
+
+class Timeline:
+    """Collects spans between `start` and `stop`; costs next to nothing outside of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._recording = False
+        self._origin: Any = None
+        self._spans: list[tuple[str, str, Any, Any]] = []
+
+    def start(self) -> None:
+        """Begin to record. All ranks call it at the same moment: times of different ranks are compared."""
+        self._spans = []
+        self._origin = self.now()
+        self._recording = True
+
+    def stop(self) -> list[Interval]:
+        """End recording; what was recorded, by start. Spans that have not ended are left out. Synchronises the device."""
+        self._recording = False
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        intervals = [
+            Interval(row, name, self._since(start), self._since(stop)) for row, name, start, stop in self._spans
+        ]
+        return sorted(intervals, key=lambda interval: interval.start)
+
+    def begin(self, row: str, name: str) -> Span | None:
+        """A span of `row`, or None when nothing is recorded."""
+        return Span(self, row, name) if self._recording else None
+
+    @contextlib.contextmanager
+    def span(self, row: str, name: str) -> Iterator[None]:
+        """The body is one span."""
+        span = self.begin(row, name)
+        yield
+        if span is not None:
+            span.end()
+
+    def now(self) -> Any:
+        """A point in time, of the device or the host."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def keep(self, row: str, name: str, start: Any, stop: Any) -> None:
+        """Add a finished span, unless recording has stopped meanwhile."""
+        if self._recording:
+            self._spans.append((row, name, start, stop))
+
+    def _since(self, point: Any) -> float:
+        if self._device.type == "cuda":
+            return float(self._origin.elapsed_time(point)) / 1e3
+        return float(point - self._origin)
+
+
+def in_sequence(intervals: Sequence[Interval]) -> list[Interval]:
+    """Intervals of one row without overlap: a transfer queued behind another begins where that one ends."""
+    cut: list[Interval] = []
+    end = 0.0
+    for interval in sorted(intervals, key=lambda interval: interval.stop):
+        cut.append(Interval(interval.row, interval.name, min(max(interval.start, end), interval.stop), interval.stop))
+        end = interval.stop
+    return cut
+
+
+def write_chrome_trace(path: Path, ranks: Sequence[Sequence[Interval]]) -> None:
+    """One process a rank, one thread a row, in the trace-event format's JSON. Raises OSError."""
+    events: list[dict[str, Any]] = []
+    for rank, intervals in enumerate(ranks):
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        for number, row in enumerate(ROWS):
+            of_row = [interval for interval in intervals if interval.row == row]
+            if not of_row:
+                continue
+            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": row}})
+            shown = of_row if row == "compute" else in_sequence(of_row)
+            events += [
+                {
+                    "name": interval.name,
+                    "cat": row,
+                    "ph": "X",
+                    "ts": round(interval.start * 1e6, 1),
+                    "dur": round((interval.stop - interval.start) * 1e6, 1),
+                    "pid": rank,
+                    "tid": number,
+                }
+                for interval in shown
+            ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -1,0 +1,1 @@
+"""Unit tests of what benchmarks compute from what they measure."""
