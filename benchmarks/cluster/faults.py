@@ -21,7 +21,7 @@ from megatron.training.log_line import parse_line
 
 START_SECONDS = 120.0
 GRACE_SECONDS = 15.0  # after the timeout: to find out who is missing, to say so, to end
-NAMED = re.compile(r"error on rank \d+: .*\w+ number \d+ on group \w+ \(ranks [^)]*\) failed after .*rank \d+ ")
+NAMED = re.compile(r"error on rank \d+: .*\w+ number \d+ on group \w+ \(ranks [^)]*\) failed after .*\brank \d+\b")
 
 
 def main() -> int:
@@ -34,8 +34,11 @@ def main() -> int:
     parser.add_argument("--delay-ms", type=float, default=20.0, help="one way, for bad-link")
     parser.add_argument("--loss", type=float, default=0.01, help="fraction of packets, for bad-link")
     parser.add_argument("--iterations", type=int, default=12, help="for bad-link")
-    parser.add_argument("--flags", nargs="+", default=[""], help="sets of flags to compare, each one quoted argument")
+    parser.add_argument(
+        "--flags", action="append", help="flags of a run, quoted: --flags='--a --b'; once a run to compare"
+    )
     args = parser.parse_args()
+    args.flags = args.flags or [""]
     if unknown := set(args.faults) - {"link-down", "bad-link"}:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; give link-down, bad-link or both")
     held = True

@@ -8,7 +8,7 @@ A host is a network namespace with one interface, eth0. The other end of that ve
 Two token buckets shape it: on eth0 (what the host sends) and on the port (what it receives). So both directions carry
 the full rate at once, and several senders to one host share that host's rate, as behind a switch without contention
 inside. The MTU is 9000, as clusters have it: headers cost 0.7 % of the rate. Inside the machine TCP hands over packets
-of up to 64 KB that are never cut ("super-packets"), which keeps the processor's part small; the buckets count them with
+of up to 160 KB that are never cut ("super-packets"), which keeps the processor's part small; the buckets count them with
 the headers their pieces would have, the interface's byte counters do not (0.1 %).
 
 A bucket's queue is bounded in bytes, and the receive window of every connection as well: what one sender may have in
@@ -33,11 +33,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from benchmarks.cluster.super_packets import set_largest
+
 RELAY = Path(__file__).with_name("relay.py")
+SUPER_PACKETS = Path(__file__).with_name("super_packets.py")
 PREFIX = "mpc"  # of every name this file gives: mpc<pid of the owner>...
 MTU = 9000
 BURST_SECONDS = 0.004  # of the rate that a bucket may save up: a late timer then costs nothing
-LEAST_BURST = 128 * 1024  # bytes: two super-packets, else the kernel cuts them
+SUPER_PACKET = 160 * 1024  # bytes
+LEAST_BURST = 2 * SUPER_PACKET  # else the kernel cuts them
 QUEUE_SECONDS = 0.1  # what a bucket's queue may hold before it drops
 WINDOW_SECONDS = 0.03  # what one connection may have in flight at the link's rate
 CONGESTION = "reno"
@@ -146,6 +150,9 @@ class Cluster:
             run("ip", "link", "add", port, "mtu", str(MTU), *pair)
             run("ip", "link", "set", port, "master", self._name, "up")
             run("ip", "-n", space, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            largest = [sys.executable, str(SUPER_PACKETS), "eth0", str(SUPER_PACKET)]
+            run("ip", "netns", "exec", space, *largest)
+            set_largest(port, SUPER_PACKET)
             for device in ("lo", "eth0"):
                 run("ip", "-n", space, "link", "set", device, "up")
         self.set_rate(self.rate)
@@ -196,7 +203,7 @@ def bucket(rate: float) -> list[str]:
     """Arguments of tc for a link of `rate` Mbit/s."""
     bytes_a_second = rate * 1e6 / 8
     burst = max(LEAST_BURST, int(bytes_a_second * BURST_SECONDS))
-    limit = max(8 * LEAST_BURST, int(bytes_a_second * QUEUE_SECONDS))
+    limit = max(4 * LEAST_BURST, int(bytes_a_second * QUEUE_SECONDS))
     return ["tbf", "rate", f"{rate:g}mbit", "burst", str(burst), "limit", str(limit)]
 
 

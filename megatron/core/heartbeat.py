@@ -233,9 +233,9 @@ class Heartbeat:
             self._pause(3 * self.interval)
             after = self._beats_of(others)
         if before is None or after is None:
-            waited_for = _join([str(rank) for rank in others], ", ")
+            waited_for = _join([f"rank {rank}" for rank in others], ", ")
             return (
-                f"{head}: waiting for ranks {waited_for}, and the job's store does not answer either: its host is gone, or "
+                f"{head}: waiting for {waited_for}, and the job's store does not answer either: its host is gone, or "
                 f"this one is cut off; {cause}"
             )
         failed = [f"rank {rank} ended: {beat.error}" for rank, beat in after.items() if beat and beat.error]

@@ -1,13 +1,16 @@
 """Devices, threads and memory figures on a machine without a GPU; CUDA's answers are given by stand-ins."""
 
+import resource
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from megatron.core.device import (
     PEAK_BF16_TFLOPS,
     choose_device,
+    headroom,
     memory_report,
     peak_tflops,
     set_cpu_threads,
@@ -134,3 +137,31 @@ class TestPeak:
 
 def test_synchronize_on_cpu_does_nothing():
     synchronize(CPU)
+
+
+class TestHeadroom:
+    def test_is_a_share_of_the_free_memory(self, monkeypatch):
+        monkeypatch.setattr("megatron.core.device._control_group_memory", lambda: (None, 0))
+        monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert headroom(CPU) == 225
+
+    @pytest.mark.parametrize(("limit", "used", "left"), [(700, 100, 540), (700, 900, 0)])
+    def test_a_control_groups_limit_counts(self, limit, used, left, monkeypatch):
+        monkeypatch.setattr("megatron.core.device._control_group_memory", lambda: (limit, used))
+        monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        assert headroom(CPU) == left
+
+    def test_ulimit_counts(self, monkeypatch):
+        free = headroom(CPU)
+        held = psutil.Process().memory_info().vms
+        monkeypatch.setattr(
+            "resource.getrlimit", lambda kind: (held + 10**8, -1) if kind == resource.RLIMIT_AS else (-1, -1)
+        )
+        assert 0 < headroom(CPU) <= 0.9 * 10**8 < free
+
+    def test_cuda_leaves_what_the_peak_left(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 300)
+        assert headroom(torch.device("cuda", 0)) == 650

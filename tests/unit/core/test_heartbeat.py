@@ -221,7 +221,7 @@ class TestExplain:
             raise ConnectionError("closed")
 
         text = Heartbeat(0, read=read, interval=0.01).explain("all_reduce", "dp", [0, 1], 1.0, "reset")
-        assert "failed after 1.0 s: waiting for ranks 1, and the job's store does not answer either" in text
+        assert "failed after 1.0 s: waiting for rank 1, and the job's store does not answer either" in text
         assert text.endswith("; reset")
 
     def test_a_store_that_is_silent(self):
@@ -231,7 +231,7 @@ class TestExplain:
         text = Heartbeat(0, read=lambda rank: silent.wait(30), interval=0.01).explain("reduce", "dp", [0, 1], 1.0, "x")
         assert time.monotonic() - started < 5
         silent.set()
-        assert "waiting for ranks 1, and the job's store does not answer either" in text
+        assert "waiting for rank 1, and the job's store does not answer either" in text
 
     def test_alone_it_gives_the_cause(self):
         text = Heartbeat(0).explain("all_reduce", "dp", [0], 1.0, "x")

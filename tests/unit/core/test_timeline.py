@@ -1,0 +1,78 @@
+"""Spans, their order within a row, and the trace file."""
+
+import json
+import time
+
+import torch
+
+from megatron.core.timeline import Interval, Timeline, in_sequence, write_chrome_trace
+
+CPU = torch.device("cpu")
+
+
+class TestRecording:
+    def test_nothing_is_kept_outside(self):
+        timeline = Timeline(CPU)
+        assert timeline.begin("compute", "early") is None
+        with timeline.span("compute", "early"):
+            pass
+        timeline.start()
+        assert timeline.stop() == []
+
+    def test_spans_by_start_with_their_lengths(self):
+        timeline = Timeline(CPU)
+        timeline.start()
+        outer = timeline.begin("all-gather", "bucket 1")
+        with timeline.span("compute", "forward 0"):
+            time.sleep(0.02)
+        outer.end()
+        first, second = timeline.stop()
+        assert (first.row, first.name) == ("all-gather", "bucket 1")
+        assert (second.row, second.name) == ("compute", "forward 0")
+        assert 0 <= first.start <= second.start < second.stop <= first.stop < 5
+        assert second.stop - second.start >= 0.02
+
+    def test_what_ends_late_or_never_is_left_out(self):
+        timeline = Timeline(CPU)
+        timeline.start()
+        late, never = timeline.begin("step", "late"), timeline.begin("step", "never")
+        assert timeline.stop() == []
+        late.end()
+        assert timeline.stop() == [] and never is not None
+
+    def test_a_second_recording_begins_anew(self):
+        timeline = Timeline(CPU)
+        for name in ("one", "two"):
+            timeline.start()
+            with timeline.span("step", name):
+                pass
+            assert [interval.name for interval in timeline.stop()] == [name]
+
+
+def test_transfers_in_flight_together_are_shown_one_after_the_other():
+    flying = [Interval("all-gather", "b", 0.1, 0.5), Interval("all-gather", "a", 0.0, 0.2)]
+    flying.append(Interval("all-gather", "c", 0.7, 0.8))
+    shown = in_sequence(flying)
+    assert [(interval.name, interval.start, interval.stop) for interval in shown] == [
+        ("a", 0.0, 0.2),
+        ("b", 0.2, 0.5),
+        ("c", 0.7, 0.8),
+    ]
+
+
+def test_trace(tmp_path):
+    ranks = [
+        [Interval("compute", "forward 0", 0.0, 1.0), Interval("all-gather", "bucket 0", 0.5, 2.0)],
+        [Interval("compute", "forward 0", 0.25, 1.0)],
+    ]
+    path = tmp_path / "new" / "trace.json"
+    write_chrome_trace(path, ranks)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    shown = [(e["pid"], names[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert shown == [
+        (0, "compute", "forward 0", 0.0, 1e6),
+        (0, "all-gather", "bucket 0", 5e5, 1.5e6),
+        (1, "compute", "forward 0", 2.5e5, 7.5e5),
+    ]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
