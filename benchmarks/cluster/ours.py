@@ -19,7 +19,7 @@ from megatron.training.batch import Batch
 from megatron.training.step import TrainStep
 from megatron.training.timers import Timers
 
-BUCKET = 500_000  # elements
+BUCKET = 1_000_000  # elements
 CPU = torch.device("cpu")
 TIMEOUT_SECONDS = 600.0
 

@@ -76,10 +76,10 @@ class DDP(System):
 
 
 class DDPSmallBuckets(DDP):
-    """DDP with buckets of 2 MB: communication starts earlier in the backward."""
+    """DDP with buckets of 4 MB: communication starts earlier in the backward."""
 
-    title = "torch DDP, 2 MB buckets"
-    bucket_mb = 2.0
+    title = "torch DDP, 4 MB buckets"
+    bucket_mb = 4.0
 
 
 class DDPZero(DDP):
