@@ -4,6 +4,8 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
+SERVE = ["fastapi>=0.110", "uvicorn>=0.30"]
+
 setup(
     name="megatron-patched",
     version="0.1.0",
@@ -20,6 +22,7 @@ setup(
         "tokenizers>=0.20",
         "sentencepiece>=0.2",
         "tiktoken>=0.7",
+        "jinja2>=3.1",
         "tensorboard>=2.16",
         "rich>=13",
         "matplotlib>=3.8",
@@ -27,6 +30,8 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb>=0.17"],
-        "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.10"],
+        "serve": SERVE,
+        "eval": ["lm-eval>=0.4.8"],
+        "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.10", "openai>=1.60", *SERVE],
     },
 )

@@ -49,7 +49,13 @@ NEIGHBOURS = {("megatron.core.parameter", "megatron.core.groups")}
 TORCH_FREE = ("megatron.planner",)  # beside layer 0
 DISTRIBUTED = ("megatron.core.groups", "megatron.core.comm", "megatron.core.dist_checkpointing")
 # Packages that setup.py does not install: where each may be imported. The kernels' back ends may import any.
-OPTIONAL = {"wandb": ("megatron.training.writers",)}
+OPTIONAL = {
+    "wandb": ("megatron.training.writers",),
+    "fastapi": ("megatron.core.inference.server",),
+    "starlette": ("megatron.core.inference.server",),  # under fastapi, as pydantic is
+    "pydantic": ("megatron.core.inference.protocol",),
+    "lm_eval": ("megatron.core.inference.harness",),
+}
 BACKENDS = "megatron.kernels.backends"
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import typing
 from collections.abc import Sequence
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.flag import flag_of, spelling
 from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import FlagParser
+from megatron.training.arguments import FlagParser, add_config
 
 LOGGER = get_logger(__name__)
 
@@ -38,16 +36,7 @@ def build_parser() -> FlagParser:
     add("--keep-sequential-samples", action="store_true", help="keep the input's order whatever --partitions is")
     add("--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines (default 1000)")
     add("--vocab-size", type=int, metavar="N", help="vocabulary of NullTokenizer; limits that of TikTokenizer")
-    hints = typing.get_type_hints(TokenizerConfig)
-    for spec in dataclasses.fields(TokenizerConfig):
-        found = flag_of(spec)
-        assert found is not None
-        names = (spelling(spec), *found.aliases)
-        if hints[spec.name] is bool:
-            add(*names, dest=spec.name, action="store_true", help=found.help)
-        else:
-            kind = int if hints[spec.name] is int else str
-            add(*names, dest=spec.name, type=kind, default=spec.default, choices=found.choices, help=found.help)
+    add_config(parser, TokenizerConfig)
     return parser
 
 

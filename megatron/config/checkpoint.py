@@ -17,6 +17,21 @@ class CheckpointConfig:
     )
     save_retain: int | None = flag(None, "keep only this many newest checkpoints")
     load: str | None = flag(None, "folder to continue from; a fresh run when it holds no checkpoint", metavar="DIR")
+    pretrained_checkpoint: str | None = flag(
+        None,
+        "folder of a checkpoint whose weights to start from, as with --finetune, while --load (without it: --save) "
+        "holds no checkpoint of this run",
+        metavar="DIR",
+    )
+    load_hf: str | None = flag(
+        None,
+        "start from the weights of this Hugging Face model; its config.json gives the model's shape, its tokenizer is "
+        "used unless another is given. A checkpoint in --load goes before it, so that a run can be started again",
+        metavar="DIR",
+    )
+    save_hf: str | None = flag(
+        None, "write every checkpoint to DIR/iter_0000100 in Hugging Face format, too", metavar="DIR"
+    )
     ckpt_step: int | None = flag(None, "load this iteration instead of the newest")
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load holds no checkpoint, instead of starting fresh")
     finetune: bool = flag(

@@ -34,6 +34,12 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "positions start again at 0 after each end-of-document token")
     reset_attention_mask: bool = flag(False, "attention does not cross an end-of-document token")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens in the input")
+    sft: bool = flag(
+        False,
+        "train on instruction data: samples of whole conversations, loss on the tokens their dataset marks "
+        "(finetune.py sets it)",
+    )
+    sft_packing: bool = flag(True, "one conversation a sample, filled up to --seq-length, instead of as many as fit")
 
 
 @dataclass(frozen=True, kw_only=True)

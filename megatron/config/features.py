@@ -47,6 +47,7 @@ def features(run: RunConfig, facts: Facts) -> list[Feature]:
         _gradient_mode(run, facts),
         _parameter_gather(run, facts),
         _attention(run, facts),
+        _attention_window(run),
         _products(run, facts),
         _gradient_fusion(run, facts),
         _main_gradients(run, facts),
@@ -126,6 +127,17 @@ def _parameter_gather(run: RunConfig, facts: Facts) -> Feature:
 def _attention(run: RunConfig, facts: Facts) -> Feature:
     kernel, _, why = facts.attention_choice.partition(" (")
     return Feature("attention kernel", run.model.attention_backend, kernel, why.removesuffix(")"))
+
+
+def _attention_window(run: RunConfig) -> Feature:
+    name, windows, longest = "attention window", run.model.windows, run.data.seq_length
+    limited = [window for window in windows if window is not None]
+    if not limited:
+        return Feature(name, "off", "off", "")
+    asked = f"{limited[0]} tokens, {len(limited)} of {len(windows)} layers"
+    if longest is not None and longest <= limited[0]:
+        return Feature(name, asked, "off", f"a sample of {longest} tokens fits in it")
+    return Feature(name, asked, asked, "")
 
 
 def _products(run: RunConfig, facts: Facts) -> Feature:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
+from megatron.config.window import attention_windows, keys_in_window
 
 # How the model is run, not what it is: with --use-checkpoint-args these stay the run's own, all others are the
 # checkpoint's.
@@ -71,6 +72,18 @@ class ModelConfig:
     add_bias_linear: bool = flag(True, "no biases in linear layers", name="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "bias on the query/key/value projection only; for --disable-bias-linear models")
     qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotation")
+    window_size: str | None = flag(
+        None,
+        "sliding-window attention: a query sees its own key and LEFT keys before it; RIGHT must be 0. Hugging Face's "
+        "sliding_window W is W-1,0 here",
+        metavar="LEFT,RIGHT",
+    )
+    window_attn_skip_freq: str | None = flag(
+        None,
+        "layers that have full attention beside --window-size: a number N for every N-th layer, or a list with one "
+        "number a layer, 1 for the window and 0 for full attention, such as [1,1,0,1] or ([1]*5+[0])*4",
+        metavar="PATTERN",
+    )
     untie_embeddings_and_output_weights: bool = flag(False, "give the output head a weight of its own")
     attention_dropout: float = flag(0.1, "dropout on attention probabilities")
     hidden_dropout: float = flag(0.1, "dropout on the output of attention and MLP, before the residual is added")
@@ -141,6 +154,17 @@ class ModelConfig:
         if self.position_embedding_type not in ("rope", "yarn"):
             return 0
         return int(self.head_dim * self.rotary_percent) // 2 * 2
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a query of a layer with a sliding window sees, its own included; None without --window-size."""
+        return keys_in_window(self.window_size)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """`window` of each layer; None where the layer has full attention."""
+        assert self.num_layers
+        return attention_windows(self.window_size, self.window_attn_skip_freq, self.num_layers)
 
     @property
     def qkv_bias(self) -> bool:

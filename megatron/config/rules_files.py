@@ -78,6 +78,29 @@ def tokenizer_has_its_files(run: RunConfig, world_size: int) -> str | None:
     return f"--tokenizer-type {kind} is read from {' and '.join(missing)}; give it" if missing else None
 
 
+def conversations_are_read(run: RunConfig, world_size: int) -> str | None:
+    """Instruction data comes from files, and says itself what is trained on."""
+    if not run.data.sft:
+        return None
+    if run.data.mock_data:
+        return "--mock-data makes up documents, not conversations; give --data-path with a dataset of preprocess_sft.py"
+    if run.data.eod_mask_loss:
+        return "--eod-mask-loss is about documents, and a dataset of conversations marks what has loss; remove it"
+    return None
+
+
+def pretrained_is_only_the_start(run: RunConfig, world_size: int) -> str | None:
+    """--pretrained-checkpoint begins a run, once; --finetune begins it anew each time, and --load-hf elsewhere."""
+    c = run.checkpoint
+    if c.pretrained_checkpoint is not None and c.load_hf is not None:
+        return "--pretrained-checkpoint and --load-hf both give the first weights; give one of them"
+    if c.pretrained_checkpoint is not None and c.finetune:
+        return (
+            "--finetune would start anew from the progress that --pretrained-checkpoint goes on with; remove --finetune"
+        )
+    return None
+
+
 def saves_have_an_interval(run: RunConfig, world_size: int) -> str | None:
     """Without an interval nothing would be saved before the end."""
     c = run.checkpoint
@@ -102,6 +125,8 @@ RULES = (
     data_paths_are_not_empty,
     split_is_three_shares,
     tokenizer_has_its_files,
+    conversations_are_read,
+    pretrained_is_only_the_start,
     saves_have_an_interval,
     one_schedule_wins,
 )

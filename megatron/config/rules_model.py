@@ -11,6 +11,7 @@ import dataclasses
 from megatron.config.layout import mesh_of
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.run import RunConfig, flag_name
+from megatron.config.window import attention_windows
 from megatron.core.errors import ConfigError
 
 
@@ -20,16 +21,25 @@ def shape_is_pending(run: RunConfig) -> bool:
 
 
 def one_source_of_shape(run: RunConfig, world_size: int) -> str | None:
-    """The shape comes from the checkpoint or from flags: one of the two would be ignored."""
-    if not run.checkpoint.use_checkpoint_args:
-        return None
-    shape = [f.name for f in dataclasses.fields(ModelConfig) if f.name not in RUNTIME_FIELDS]
-    given = [flag_name(name) for name in shape if name in run.given]
-    if given:
-        return (
-            f"{', '.join(given)} has no effect: --use-checkpoint-args takes the model's shape from the checkpoint; "
-            "remove one of the two"
-        )
+    """The shape comes from the checkpoint, from a Hugging Face model or from flags: one of them would be ignored."""
+    sources = {
+        "--use-checkpoint-args": ("the checkpoint", run.checkpoint.use_checkpoint_args),
+        "--load-hf": ("its config.json", run.checkpoint.load_hf is not None),
+    }
+    if run.checkpoint.load_hf is not None and run.checkpoint.pretrained_checkpoint is not None:
+        return "--load-hf and --pretrained-checkpoint both give the weights to start from; remove one of them"
+    used = [flag for flag, (_, is_given) in sources.items() if is_given]
+    if len(used) > 1:
+        return f"{' and '.join(used)} both give the model's shape; remove one of them"
+    # How far the vocabulary is padded is not the model's; a larger tp may need another number.
+    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS}
+    for flag in used:
+        padding = {"make_vocab_size_divisible_by"} if flag == "--load-hf" else set()
+        if given := [flag_name(name) for name in sorted(shape - padding) if name in run.given]:
+            return (
+                f"{', '.join(given)} has no effect: {flag} takes the model's shape from {sources[flag][0]}; "
+                "remove one of the two"
+            )
     return None
 
 
@@ -171,6 +181,17 @@ def sequence_fits_positions(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def windows_fit_layers(run: RunConfig, world_size: int) -> str | None:
+    """A sliding window looks back only, and a list of the layers that have it names each layer."""
+    m = run.model
+    assert m.num_layers
+    try:
+        attention_windows(m.window_size, m.window_attn_skip_freq, m.num_layers)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def rotary_rotates(run: RunConfig, world_size: int) -> str | None:
     """Channels are rotated in pairs: at least two of a head."""
     m = run.model
@@ -241,6 +262,7 @@ SHAPE_RULES = (
     tp_divides_layers,
     sequence_parallel_divides_sequence,
     sequence_fits_positions,
+    windows_fit_layers,
     one_rotary_scaling,
     rotary_rotates,
     rotary_bands_are_ordered,

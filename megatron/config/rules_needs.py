@@ -68,6 +68,11 @@ def _validates(run: RunConfig) -> bool:
     return run.data.train_data_path is None or run.data.valid_data_path is not None
 
 
+def _goes_on(run: RunConfig) -> bool:
+    """Whether the run may find progress of its own."""
+    return run.checkpoint.load is not None or run.checkpoint.pretrained_checkpoint is not None
+
+
 _MODEL = (
     _need(
         "num_query_groups",
@@ -95,6 +100,18 @@ _MODEL = (
         "add --use-rope-scaling",
     ),
     _need("yarn_beta_fast yarn_beta_slow yarn_mscale", _yarn, _positions, "give --position-embedding-type yarn"),
+    _need(
+        "window_attn_skip_freq",
+        lambda run: run.model.window is not None,
+        "every layer has full attention",
+        "give --window-size",
+    ),
+    _need(
+        "window_size",
+        lambda run: run.model.window is None or any(run.model.windows),
+        lambda run: f"--window-attn-skip-freq {run.model.window_attn_skip_freq} gives every layer full attention",
+        "give another --window-attn-skip-freq",
+    ),
     _need(
         "add_qkv_bias",
         lambda run: not run.model.add_bias_linear,
@@ -186,8 +203,8 @@ _OPTIMIZER = (
     _need("lr_warmup_init", _warms_up, "there is no warm-up", "add --lr-warmup-iters, -samples or -fraction"),
     _need(
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
-        lambda run: run.checkpoint.load is not None and not run.checkpoint.finetune,
-        lambda run: "nothing is loaded" if run.checkpoint.load is None else "--finetune loads no schedule",
+        lambda run: _goes_on(run) and not run.checkpoint.finetune,
+        lambda run: "--finetune loads no schedule" if _goes_on(run) else "nothing is loaded",
         "continue a run with --load",
     ),
 )
@@ -220,6 +237,7 @@ _DATA = (
         "--mock-data reads no files",
         "give --data-path instead of --mock-data",
     ),
+    _need("sft_packing", lambda run: run.data.sft, "samples are cut from documents", "use finetune.py"),
     _need(
         "valid_data_path test_data_path",
         lambda run: run.eval.eval_iters > 0,
@@ -261,13 +279,19 @@ _LOOP = (
         "raise --eval-iters and give --valid-data-path",
     ),
     _need(
-        "save_interval save_retain save_optim save_rng log_progress",
+        "save_interval save_retain save_optim save_rng save_hf log_progress",
         lambda run: run.checkpoint.save is not None,
         "nothing is saved",
         "add --save",
     ),
     _need(
-        "ckpt_step exit_on_missing_checkpoint finetune load_optim load_rng use_checkpoint_args",
+        "load_optim load_rng use_checkpoint_args",
+        _goes_on,
+        "nothing is loaded",
+        "add --load or --pretrained-checkpoint",
+    ),
+    _need(
+        "ckpt_step exit_on_missing_checkpoint finetune",
         lambda run: run.checkpoint.load is not None,
         "nothing is loaded",
         "add --load",

@@ -7,6 +7,7 @@ one that is on by default is switched off by `--no-a-b`. Tuples take several val
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import functools
 import re
@@ -50,10 +51,10 @@ def parse(argv: Sequence[str], *, description: str) -> RunConfig:
     values = vars(namespace)
     shape = preset(values.pop("preset")) if "preset" in values else {}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    if shape and given.get("use_checkpoint_args"):
-        raise ConfigError(
-            "--preset has no effect: --use-checkpoint-args takes the shape from the checkpoint; remove one"
-        )
+    for other, origin in (("use_checkpoint_args", "the checkpoint"), ("load_hf", "its config.json")):
+        if shape and given.get(other):
+            flag = other.replace("_", "-")
+            raise ConfigError(f"--preset has no effect: --{flag} takes the shape from {origin}; remove one")
     return _configure({**shape, **given}, frozenset(given))
 
 
@@ -78,6 +79,13 @@ def build_parser(description: str) -> FlagParser:
             if holder == part:
                 group.add_argument(*spellings_of(spec), **_argument(spec, hints[spec.name]))
     return parser
+
+
+def add_config(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
+    """Add the flags of one configuration class, with its defaults, to the parser of a tool."""
+    hints = typing.get_type_hints(cls)
+    for spec in dataclasses.fields(cls):
+        parser.add_argument(*spellings_of(spec), default=spec.default, **_argument(spec, hints[spec.name]))
 
 
 def print_arguments(run: RunConfig) -> str:

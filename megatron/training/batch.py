@@ -23,6 +23,7 @@ class Batch:
     loss_mask: Tensor  # bool, False where a label does not count
     positions: Tensor  # int64; [1, s] when every sample counts from 0
     segments: Tensor | None  # int64 document number inside the sample, or None when attention crosses documents
+    by_segment: bool = False  # whether it is the segments, and not the samples, that count alike in the loss
 
 
 def make_batch(ids: Tensor, eod: int, data: DataConfig) -> Batch:
@@ -43,6 +44,17 @@ def make_batch(ids: Tensor, eod: int, data: DataConfig) -> Batch:
     return Batch(tokens, labels, loss_mask, positions, segments)
 
 
+def make_sft_batch(rows: Tensor) -> Batch:
+    """Conversations [b, 3, s], laid out as in core/datasets/sft.py -> Batch. Attention and positions are each one's own."""
+    tokens, trained, segments = (row.contiguous() for row in rows.unbind(dim=1))
+    # What comes last gets the sample's first token as its label, which like that of any conversation is not trained on.
+    labels, loss_mask = tokens.roll(-1, dims=1), trained.roll(-1, dims=1).bool()
+    index = torch.arange(tokens.shape[1], device=rows.device)
+    starts_here = segments != segments.roll(1, dims=1)
+    positions = index - torch.where(starts_here, index, 0).cummax(dim=1).values
+    return Batch(tokens, labels, loss_mask, positions, segments, by_segment=True)
+
+
 class BatchReader:
     """Microbatches of this replica, the same on all its tp ranks."""
 
@@ -56,20 +68,23 @@ class BatchReader:
         groups: Groups,
         device: torch.device,
     ) -> None:
-        """`loader` yields [b, s + 1] ids; it is needed on tp rank 0 only."""
+        """`loader` yields [b, s + 1] ids, or with data.sft [b, 3, s] rows; it is needed on tp rank 0 only."""
         assert data.seq_length
         self._loader, self._data, self._eod, self._groups, self._device = loader, data, eod, groups, device
-        self._shape = (micro_batch_size, data.seq_length + 1)
+        sample = (3, data.seq_length) if data.sft else (data.seq_length + 1,)
+        self._shape = (micro_batch_size, *sample)
 
     def read(self, num_microbatches: int) -> list[Batch]:
-        """The next microbatches. Communication: one broadcast over tp of [n, b, s + 1] ids."""
+        """The next microbatches. Communication: one broadcast over tp of all samples, int64."""
         if self._groups.tp.rank == 0:
             ids = torch.stack([self._next() for _ in range(num_microbatches)])
             ids = ids.to(self._device, non_blocking=True)
         else:
             ids = torch.empty((num_microbatches, *self._shape), dtype=torch.int64, device=self._device)
         broadcast(ids, self._groups.tp)
-        return [make_batch(sample, self._eod, self._data) for sample in ids]
+        if self._data.sft:
+            return [make_sft_batch(samples) for samples in ids]
+        return [make_batch(samples, self._eod, self._data) for samples in ids]
 
     def _next(self) -> Tensor:
         assert self._loader is not None

@@ -12,6 +12,7 @@ from megatron.core.device import memory_report, peak_tflops, synchronize
 from megatron.core.log import get_logger
 from megatron.core.timeline import write_chrome_trace
 from megatron.training.checkpoint import save_checkpoint
+from megatron.training.convert import save_hf
 from megatron.training.flops import train_flops
 from megatron.training.log_line import LogLine, LogWindow, format_evaluation, format_line
 from megatron.training.loss_curve import draw_loss_curve
@@ -180,7 +181,9 @@ class Checkpoint:
     def _save(self, trainer: Trainer) -> None:
         if trainer.run.checkpoint.save:
             with trainer.groups.heartbeat.phase("save-checkpoint"):
-                save_checkpoint(trainer)
+                path = save_checkpoint(trainer)
+                if trainer.run.checkpoint.save_hf:
+                    save_hf(trainer, path)
             self._saved_at = trainer.state.iteration
             _write_progress(trainer, f"Saved checkpoint\tIteration: {trainer.state.iteration}")
 

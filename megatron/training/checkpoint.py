@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_slice
 from megatron.core.dist_checkpointing.store import load, read_state, save
@@ -27,6 +28,7 @@ from megatron.training.trainer import Trainer
 log = get_logger(__name__)
 
 FORMAT = 1
+MODEL_PREFIX = "model/"
 
 
 def save_checkpoint(trainer: Trainer) -> Path:
@@ -50,12 +52,12 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """Continue from the checkpoint in `path`. Collective over the world; the layout may differ from the saved one."""
     run, groups = trainer.run, trainer.groups
     state = read_state(path)
-    finetune = run.checkpoint.finetune
-    check_same_model(path, _model_config(state), run.model, finetune=finetune)
-    check_same_precision(path, _model_config(state), run.model)
+    check_same_model(path, model_config_of(state), run.model, finetune=run.checkpoint.finetune)
+    check_same_precision(path, model_config_of(state), run.model)
+    finetune = run.checkpoint.finetune or state["train"] is None  # a converted model was not trained here
     with_optimizer = run.checkpoint.load_optim and not finetune and not run.train.skip_train
     with_rng = run.checkpoint.load_rng and not finetune and state["rng"] == _generators(trainer)
-    log.info("loading checkpoint from %s at iteration %d", path, state["train"]["iteration"])
+    log.info("loading checkpoint from %s%s", path, ", weights only" if finetune else "")
     if with_optimizer and not state["optimizer"]:
         raise CheckpointError(
             f"{path} holds no optimizer state (it was saved with --no-save-optim); give --no-load-optim"
@@ -89,6 +91,12 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     log.info("  successfully loaded checkpoint from %s at iteration %d", path, trainer.state.iteration)
 
 
+def converted_state(run: RunConfig) -> dict[str, Any]:
+    """The state of a checkpoint that holds weights alone, made by a conversion; loading it starts a run afresh."""
+    progress: dict[str, Any] = dict.fromkeys(("train", "schedule", "layout", "rng", "optimizer"))
+    return {"format": FORMAT, "config": run.to_dict(), **progress}
+
+
 def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path | None:
     """The checkpoint that --load and --ckpt-step name; None when there is none and none is required."""
     found = find(Path(directory), step)
@@ -104,7 +112,7 @@ def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path
 
 def saved_model_config(path: Path) -> ModelConfig:
     """The model configuration a checkpoint was saved with."""
-    return _model_config(read_state(path))
+    return model_config_of(read_state(path))
 
 
 def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, *, finetune: bool) -> None:
@@ -145,6 +153,8 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
         "add_bias_linear": model.add_bias_linear,
         "qkv bias": model.qkv_bias,
         "qk_layernorm": model.qk_layernorm,
+        "attention window": next((window for window in model.windows if window), None),
+        "windowed layers": "".join("1" if window else "0" for window in model.windows),
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
     }
 
@@ -162,7 +172,7 @@ def check_same_precision(path: Path, saved: ModelConfig, model: ModelConfig) -> 
 def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[ShardedTensor]:
     """Every weight of this rank with its place in the global model."""
     return [
-        _sharded(f"model/{name}", parameter.detach(), parameter, groups, number)
+        _sharded(MODEL_PREFIX + name, parameter.detach(), parameter, groups, number)
         for number, (name, parameter) in enumerate(parameters.items())
     ]
 
@@ -175,7 +185,7 @@ def _weights(trainer: Trainer) -> list[ShardedTensor]:
     return model_tensors(frozen, trainer.groups) + [
         sharded
         for number, (piece, tensor) in enumerate(trainer.data_parallel.weights())
-        for sharded in _flat(f"model/{piece.name}", tensor, piece, trainer, number)
+        for sharded in _flat(MODEL_PREFIX + piece.name, tensor, piece, trainer, number)
     ]
 
 
@@ -222,7 +232,8 @@ def _rng_tensors(states: dict[str, Tensor], rank: int, *, writer: bool) -> list[
     ]
 
 
-def _model_config(state: dict[str, Any]) -> ModelConfig:
+def model_config_of(state: dict[str, Any]) -> ModelConfig:
+    """The model configuration in a checkpoint's state."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     return ModelConfig(**{name: value for name, value in state["config"]["model"].items() if name in known})
 

@@ -27,6 +27,7 @@ from megatron.training.loop import Callback, fit
 from megatron.training.progress import ProgressLine, terminal_console
 from megatron.training.setup import build, open_heartbeat_files, start_process, together
 from megatron.training.signals import ExitSignals
+from megatron.training.start import take_hf_shape
 from megatron.training.trainer import Trainer
 from megatron.training.writers import Metrics, open_writers
 
@@ -43,6 +44,7 @@ def main(argv: Sequence[str], description: str) -> None:
     setup_logging(rank)
     try:
         run = parse(argv, description=description)
+        run = take_hf_shape(run)
         check(run, world_size)
         log.info(print_arguments(run))
         pretrain(run, rank, world_size, local_rank, started)

@@ -23,7 +23,7 @@ from megatron.core.parameter import local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
-from megatron.training.checkpoint import model_tensors, saved_model_config
+from megatron.training.checkpoint import model_config_of, model_tensors
 
 log = get_logger(__name__)
 
@@ -42,10 +42,14 @@ def read_saved(directory: str, step: int | None) -> Saved:
     path = find(Path(directory), step)
     if path is None:
         raise CheckpointError(f"--load {directory} holds no checkpoint; give the folder that a run saved in")
+    return Saved(path, *saved_parts(read_state(path)))
+
+
+def saved_parts(state: dict[str, Any]) -> tuple[ModelConfig, TokenizerConfig]:
+    """The model and the tokenizer in a checkpoint's state."""
     known = {field.name for field in dataclasses.fields(TokenizerConfig)}
-    saved: dict[str, Any] = read_state(path)["config"]["tokenizer"]
-    tokenizer = TokenizerConfig(**{name: value for name, value in saved.items() if name in known})
-    return Saved(path, saved_model_config(path), tokenizer)
+    saved: dict[str, Any] = state["config"]["tokenizer"]
+    return model_config_of(state), TokenizerConfig(**{k: value for k, value in saved.items() if k in known})
 
 
 def check_tp(saved: Saved, tp: int) -> None:

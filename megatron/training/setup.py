@@ -28,17 +28,21 @@ from megatron.core.errors import ConfigError, UserError
 from megatron.core.groups import Group, Groups, backend_for, connect, create_groups
 from megatron.core.log import get_logger
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hf.families import write_config
+from megatron.core.models.hf.source import HFSource
+from megatron.core.models.source import fill
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.parameter import initialize, local_parameters
+from megatron.core.parameter import Parameter, initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import Kernels, choose_kernels
 from megatron.kernels.ops.gemm import slow_half
 from megatron.training.batch import BatchReader
-from megatron.training.checkpoint import find_checkpoint, load_checkpoint, saved_model_config
+from megatron.training.checkpoint import load_checkpoint, saved_model_config
 from megatron.training.memory_report import format_footprint, weight_and_optimizer_footprint
 from megatron.training.microbatches import BatchSchedule
+from megatron.training.start import find_start
 from megatron.training.state import TrainState
 from megatron.training.step import TrainStep
 from megatron.training.timers import Timers
@@ -50,7 +54,7 @@ T = TypeVar("T")
 
 def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     """Everything a run needs, continued from --load when that holds a checkpoint. Collective over the world."""
-    checkpoint = together(groups.world, lambda: _find_checkpoint(run))
+    run, checkpoint = together(groups.world, lambda: find_start(run))
     if checkpoint and run.checkpoint.use_checkpoint_args:
         saved = together(groups.world, lambda: saved_model_config(checkpoint))
         run = dataclasses.replace(run, model=_shape_from(run.model, saved))
@@ -59,11 +63,16 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         run = _evaluation_only(run)
     tokenizer = together(groups.world, lambda: build_tokenizer(run.tokenizer, run.model.vocab_size))
     run = with_vocabulary(run, tokenizer.vocab_size)
+    if run.checkpoint.save_hf:
+        write_config(run.model)  # says now, and not at the first save, that no family can hold the model
     kernels = choose_kernels(run.model, device)
     rng = RngTracker(run.train.seed, groups, device)
     model = build_model(run, groups, device, kernels, rng)
     parameters = local_parameters(model)
-    initialize(parameters, run.train.seed)
+    if run.checkpoint.load_hf and not checkpoint:
+        _load_hf(Path(run.checkpoint.load_hf), parameters, groups)
+    else:
+        initialize(parameters, run.train.seed)
     data_parallel = DataParallel(model, groups, data_parallel_settings(run.parallel), device)
     optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=run.model.fp16)
     timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))
@@ -173,6 +182,14 @@ def build_model(run: RunConfig, groups: Groups, device: torch.device, kernels: K
     return GPTModel(Build(run.model, groups, sequence_parallel, kernels, rng, device))
 
 
+def _load_hf(folder: Path, parameters: dict[str, Parameter], groups: Groups) -> None:
+    with groups.heartbeat.phase("load-checkpoint"):
+        source = together(groups.world, lambda: HFSource(folder))
+        together(groups.world, lambda: fill(parameters, source))
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters.values()}
+    log.info("loaded %s, stored as %s, as %s", folder, str(source.dtype).removeprefix("torch."), ", ".join(dtypes))
+
+
 def build_schedule(run: RunConfig, batches: BatchSchedule) -> ParamSchedule:
     """Learning rate and weight decay, in samples with --train-samples and in iterations otherwise."""
     if run.train.train_samples:
@@ -248,14 +265,6 @@ def _reader(trainer: Trainer, dataset: SampleDataset | None, consumed: int, eod:
         groups=trainer.groups,
         device=trainer.device,
     )
-
-
-def _find_checkpoint(run: RunConfig) -> Path | None:
-    config = run.checkpoint
-    if not config.load:
-        return None
-    required = config.exit_on_missing_checkpoint or config.use_checkpoint_args
-    return find_checkpoint(config.load, config.ckpt_step, required=required)
 
 
 def _shape_from(asked: ModelConfig, saved: ModelConfig) -> ModelConfig:

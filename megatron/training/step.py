@@ -22,6 +22,8 @@ from megatron.training.timers import Timers
 # The objective of a step is  L = sum over all tokens t of the global batch of  w_t * loss_t,  with
 #     w_t = mask_t / (number of unmasked tokens in the global batch)           (--calculate-per-token-loss)
 #     w_t = mask_t / (unmasked tokens in t's sample * samples in the batch)    (default: every sample counts alike)
+# or, of instruction data, where a sample may hold several conversations and fill the rest:
+#     w_t = mask_t / (unmasked tokens in t's conversation * conversations in the batch)
 # The weights depend on the global batch alone. So the gradient is a plain sum over microbatches and over dp x cp: no
 # averaging anywhere, and the same number under every layout. fp16's loss scale multiplies w and is divided out again
 # inside the optimizer's kernel.
@@ -135,12 +137,26 @@ def weighted_loss(model: GPTModel, batch: Batch, weights: Tensor) -> Tensor:
 def token_weights(batches: Sequence[Batch], groups: Groups, per_token: bool) -> list[Tensor]:
     """w_t of the note above, [b, s] a microbatch. All dp ranks hold equally many samples.
 
-    Communication: with `per_token` one sum all-reduce of a number over dp x cp, else none.
+    Communication: with `per_token`, or conversations, one sum all-reduce of a number over dp x cp, else none.
     """
-    if not per_token:
-        samples = sum(len(batch.tokens) for batch in batches) * groups.dp.size
+    if per_token:
+        tokens = all_reduce(torch.stack([batch.loss_mask.sum() for batch in batches]).sum(), groups.dp_cp)
+        return [batch.loss_mask / tokens.clamp(min=1) for batch in batches]
+    if any(batch.by_segment for batch in batches):
+        counts = [tokens_by_segment(batch) for batch in batches]
+        conversations = all_reduce(torch.stack([count.count_nonzero() for count in counts]).sum(), groups.dp_cp)
         return [
-            batch.loss_mask / (batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1) * samples) for batch in batches
+            batch.loss_mask / (count.gather(1, batch.segments).clamp(min=1) * conversations.clamp(min=1))
+            for batch, count in zip(batches, counts, strict=True)
+            if batch.segments is not None
         ]
-    tokens = all_reduce(torch.stack([batch.loss_mask.sum() for batch in batches]).sum(), groups.dp_cp)
-    return [batch.loss_mask / tokens.clamp(min=1) for batch in batches]
+    samples = sum(len(batch.tokens) for batch in batches) * groups.dp.size
+    return [batch.loss_mask / (batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1) * samples) for batch in batches]
+
+
+def tokens_by_segment(batch: Batch) -> Tensor:
+    """Unmasked tokens of each segment, int64 [b, s + 1]: a sample of s tokens has at most s segments and its filling."""
+    assert batch.segments is not None
+    b, s = batch.segments.shape
+    counts = torch.zeros(b, s + 1, dtype=torch.int64, device=batch.segments.device)
+    return counts.scatter_add_(1, batch.segments, batch.loss_mask.long())

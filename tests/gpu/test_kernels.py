@@ -71,10 +71,26 @@ class TestFlash:
         assert said.startswith("flash (FlashAttention-")
         data = attention_inputs(s, n, g, d, dtype)
         upstream = random(s, 2, n * d, seed=9).to(CUDA)
-        found = outputs_and_gradients(lambda *x: kernel(*x, segments=None, dropout=0.0), data, upstream)
+        found = outputs_and_gradients(lambda *x: kernel(*x, segments=None, window=None, dropout=0.0), data, upstream)
         exact = outputs_and_gradients(
-            lambda *x: attention.unfused(*x, segments=None, dropout=0.0), [x.float() for x in data], upstream
+            lambda *x: attention.unfused(*x, segments=None, window=None, dropout=0.0),
+            [x.float() for x in data],
+            upstream,
         )
+        for a, b in zip(found, exact, strict=True):
+            assert off_by(a, b) < 4 * torch.finfo(dtype).eps
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    @pytest.mark.parametrize(("n", "g"), [(8, 8), (8, 2)])
+    @pytest.mark.parametrize("d", [64, 128, 20])
+    @pytest.mark.parametrize("window", [1, 50, 199, 200])
+    def test_window(self, dtype, n, g, d, window):
+        """20 channels are no multiple of 8: by the other kernel."""
+        kernel, _ = attention.choose("flash", CUDA, dtype)
+        data, upstream = attention_inputs(200, n, g, d, dtype), random(200, 2, n * d, seed=9).to(CUDA)
+        options = {"segments": None, "window": window, "dropout": 0.0}
+        found = outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream)
+        exact = outputs_and_gradients(lambda *x: attention.unfused(*x, **options), [x.float() for x in data], upstream)
         for a, b in zip(found, exact, strict=True):
             assert off_by(a, b) < 4 * torch.finfo(dtype).eps
 
@@ -89,9 +105,9 @@ class TestFlash:
         kernel, _ = attention.choose("flash", CUDA, torch.bfloat16)
         data = attention_inputs(64, 4, 2, 64, torch.bfloat16)
         one_document = torch.zeros(2, 64, dtype=torch.long, device=CUDA)
-        whole = kernel(*data, segments=None, dropout=0.0)
-        assert off_by(kernel(*data, segments=one_document, dropout=0.0), whole) < 0.02
-        last = kernel(data[0][-5:], *data[1:], segments=None, dropout=0.0)
+        whole = kernel(*data, segments=None, window=None, dropout=0.0)
+        assert off_by(kernel(*data, segments=one_document, window=None, dropout=0.0), whole) < 0.02
+        last = kernel(data[0][-5:], *data[1:], segments=None, window=None, dropout=0.0)
         assert off_by(last, whole[-5:]) < 0.02
 
     def test_dropout_follows_the_generator(self):
@@ -100,7 +116,7 @@ class TestFlash:
         results = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            results.append(kernel(*data, segments=None, dropout=0.5))
+            results.append(kernel(*data, segments=None, window=None, dropout=0.5))
         assert results[0].equal(results[1]) and not results[0].equal(results[2])
 
 
@@ -109,9 +125,9 @@ def test_masks_on_cuda(backend):
     """Segments through each kernel that takes masks."""
     data = attention_inputs(96, 4, 4, 64, torch.bfloat16)
     segments = torch.arange(96, device=CUDA).div(40, rounding_mode="floor").expand(2, 96)
-    exact = attention.unfused(*(x.float() for x in data), segments=segments, dropout=0.0)
+    exact = attention.unfused(*(x.float() for x in data), segments=segments, window=None, dropout=0.0)
     with sdpa_kernel(backend):
-        assert off_by(attention.fused(*data, segments=segments, dropout=0.0), exact) < 0.02
+        assert off_by(attention.fused(*data, segments=segments, window=None, dropout=0.0), exact) < 0.02
 
 
 KERNELS = {

@@ -91,7 +91,7 @@ def record(groups, forward, *inputs):
 def layer_calls(rank, size, fields, sequence_parallel):
     groups = pool.groups(tp=size)
     build = make_build(fields, groups, sequence_parallel=sequence_parallel)
-    layer = TransformerLayer(build)
+    layer = TransformerLayer(build, 0)
     initialize(local_parameters(layer), 1)
     x = torch.ones(S // size if sequence_parallel else S, B, H, dtype=build.dtype, requires_grad=True)
     return record(groups, layer, x, Positions(None, None))

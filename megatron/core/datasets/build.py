@@ -14,6 +14,7 @@ from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.mock import MockDataset
 from megatron.core.datasets.sample import SampleDataset, Splits
+from megatron.core.datasets.sft import Conversations, SFTDataset
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.log import get_logger
 
@@ -35,7 +36,7 @@ class Source:
 class Part:
     """The sequences [first, last) of one dataset and their weight in the split's blend."""
 
-    indexed: IndexedDataset
+    data: IndexedDataset | Conversations
     first: int
     last: int
     weight: Fraction
@@ -58,28 +59,17 @@ def build_datasets(
             for number, (_, size) in enumerate(sizes.items())
         ]
         return Splits(*mocks)
-    opened: dict[str, IndexedDataset] = {}
+    opened: dict[str, IndexedDataset | Conversations] = {}
     built: list[SampleDataset | None] = []
     for (name, source), (_, size) in zip(find_sources(config).items(), sizes.items(), strict=True):
-        parts = _open_parts(source, name, config.mmap_bin_files, opened) if source and size else []
+        parts = _open_parts(source, name, config, opened) if source and size else []
         if not size or not parts:
             built.append(None)
             continue
         blend = Blend.create([part.weight for part in parts], size)
         counts = blend.counts(size) if len(parts) > 1 else [size]
         datasets = [
-            GPTDataset(
-                part.indexed,
-                part.first,
-                part.last,
-                name=name,
-                num_samples=count,
-                seq_length=seq_length,
-                seed=seed,
-                vocab_size=vocab_size,
-                order=config.dataloader_type,
-                cache=Path(config.data_cache_path or Path(part.indexed.prefix).parent / "cache"),
-            )
+            _build_part(part, config, name, count, seq_length, seed, vocab_size)
             for part, count in zip(parts, counts, strict=True)
         ]
         built.append(BlendedDataset(datasets, blend, size) if len(parts) > 1 else datasets[0])
@@ -127,21 +117,55 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def _open_parts(source: Source, name: str, mmap: bool, opened: dict[str, IndexedDataset]) -> list[Part]:
+def _build_part(
+    part: Part, config: DataConfig, name: str, num_samples: int, seq_length: int, seed: int, vocab_size: int
+) -> SampleDataset:
+    cache = Path(config.data_cache_path or Path(part.data.prefix).parent / "cache")
+    if isinstance(part.data, Conversations):
+        return SFTDataset(
+            part.data,
+            part.first,
+            part.last,
+            name=name,
+            num_samples=num_samples,
+            seq_length=seq_length,
+            seed=seed,
+            vocab_size=vocab_size,
+            packing=config.sft_packing,
+            order=config.dataloader_type,
+            cache=cache,
+        )
+    return GPTDataset(
+        part.data,
+        part.first,
+        part.last,
+        name=name,
+        num_samples=num_samples,
+        seq_length=seq_length,
+        seed=seed,
+        vocab_size=vocab_size,
+        order=config.dataloader_type,
+        cache=cache,
+    )
+
+
+def _open_parts(
+    source: Source, name: str, config: DataConfig, opened: dict[str, IndexedDataset | Conversations]
+) -> list[Part]:
     """The datasets of a split that hold tokens for it. An empty part is an error in training and left out elsewhere."""
     prefixes, weights = parse_blend(source.words, source.flag)
     parts: list[Part] = []
     for number, prefix in enumerate(prefixes):
         if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix, mmap)
-        indexed = opened[prefix]
-        first, last = round(source.low * len(indexed)), round(source.high * len(indexed))
-        tokens = int(np.sum(indexed.sequence_lengths[first:last], dtype=np.int64))
+            opened[prefix] = (Conversations if config.sft else IndexedDataset)(prefix, config.mmap_bin_files)
+        data = opened[prefix]
+        first, last = round(source.low * len(data)), round(source.high * len(data))
+        tokens = int(np.sum(data.sequence_lengths[first:last], dtype=np.int64))
         if tokens:
-            parts.append(Part(indexed, first, last, weights[number] if weights else Fraction(tokens)))
+            parts.append(Part(data, first, last, weights[number] if weights else Fraction(tokens)))
         elif source.high > source.low:
             problem = (
-                f"the {name} split gets documents {first} to {last} of the {len(indexed)} of {prefix}, with no tokens"
+                f"the {name} split gets documents {first} to {last} of the {len(data)} of {prefix}, with no tokens"
             )
             if name == "train":
                 raise DataError(f"{problem}; use a larger dataset or another --split")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.index_cache import cached_arrays
+from megatron.core.datasets.index_cache import cached_arrays, index_inputs
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.sample import Tokens, check_number
+from megatron.core.datasets.sample import Tokens, check_ids, check_number
 from megatron.core.datasets.sample_index import Epoch, SampleIndex, build_sample_index
 from megatron.core.errors import DataError
 from megatron.core.log import get_logger
@@ -68,7 +66,15 @@ class GPTDataset:
             cache,
             f"GPTDataset-{name}",
             ("documents", "bounds", "shuffle"),
-            _index_inputs(indexed, first=first, last=last, seq_length=seq_length, epochs=epochs, seed=seed),
+            index_inputs(
+                indexed.idx_path,
+                version=INDEX_VERSION,
+                first=first,
+                last=last,
+                seq_length=seq_length,
+                epochs=epochs,
+                seed=seed,
+            ),
             lambda: vars(build_sample_index(indexed.sequence_lengths, first, last, seq_length, epochs, seed)),
         )
         self.index = SampleIndex(**arrays)
@@ -92,22 +98,5 @@ class GPTDataset:
             stop = end_offset + 1 if position == len(documents) - 1 else None
             parts.append(self.indexed.get(document, begin, None if stop is None else stop - begin))
         tokens = np.concatenate(parts).astype(np.int64)
-        # As unsigned numbers negative ids are huge, so one maximum finds both mistakes.
-        if int(tokens.view(np.uint64).max()) >= self.vocab_size:
-            bad = int(tokens[(tokens < 0) | (tokens >= self.vocab_size)][0])
-            raise DataError(
-                f"{self.indexed.prefix} holds token id {bad}, outside the vocabulary of {self.vocab_size}; "
-                "it was made with another tokenizer: give that one, or make the dataset again"
-            )
+        check_ids(tokens, self.vocab_size, self.indexed.prefix)
         return tokens
-
-
-def _index_inputs(indexed: IndexedDataset, **sizes: int) -> dict[str, Any]:
-    status = os.stat(indexed.idx_path)
-    return {
-        "version": INDEX_VERSION,
-        "path": os.path.realpath(indexed.idx_path),
-        "bytes": status.st_size,
-        "modified_ns": status.st_mtime_ns,
-        **sizes,
-    }

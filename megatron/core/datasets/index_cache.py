@@ -57,6 +57,18 @@ def cached_arrays(
     return {name: _load(entry / f"{name}.npy") for name in names}
 
 
+def index_inputs(idx_path: str, *, version: int, **sizes: int) -> dict[str, Any]:
+    """`inputs` of arrays that depend on an `.idx` file and on numbers; `version` changes with the arrays' meaning."""
+    status = os.stat(idx_path)
+    return {
+        "version": version,
+        "path": os.path.realpath(idx_path),
+        "bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        **sizes,
+    }
+
+
 def _publish(entry: Path, text: str, arrays: Arrays) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
     beside = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")

@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.errors import DataError
 
@@ -70,14 +71,20 @@ def read_blocks(path: str) -> Iterator[Block]:
         raise DataError(f"{path} is not a whole gzip file: {error}; copy it again") from error
 
 
-def parse_texts(line: bytes, keys: Sequence[str]) -> list[list[str]]:
-    """The texts under each key of one JSON object: one, or the items of a list. Raises ValueError saying what is wrong."""
+def parse_object(line: bytes) -> dict[str, Any]:
+    """One JSON object. Raises ValueError saying what is wrong."""
     try:
         record = json.loads(line.decode("utf-8"))
     except ValueError as error:
         raise ValueError(f"is not JSON in UTF-8 ({error})") from error
     if not isinstance(record, dict):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
+    return record
+
+
+def parse_texts(line: bytes, keys: Sequence[str]) -> list[list[str]]:
+    """The texts under each key of one JSON object: one, or the items of a list. Raises ValueError saying what is wrong."""
+    record = parse_object(line)
     found: list[list[str]] = []
     for key in keys:
         if key not in record:
@@ -87,13 +94,16 @@ def parse_texts(line: bytes, keys: Sequence[str]) -> list[list[str]]:
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"holds neither text nor a list of texts under '{key}'")
         if b"\\u" in line:
-            _check_surrogates(texts, key)
+            check_surrogates(texts, key)
         found.append(texts)
     return found
 
 
-def _check_surrogates(texts: Sequence[str], key: str) -> None:
-    """An escape such as \\ud83d without its second half makes a string that is no text; tokenizers fail on it."""
+def check_surrogates(texts: Sequence[str], key: str) -> None:
+    """Raise ValueError for half a character.
+
+    An escape such as \\ud83d without its second half makes a string that is no text; tokenizers fail on it.
+    """
     for text in texts:
         try:
             text.encode("utf-8")

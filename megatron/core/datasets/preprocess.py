@@ -9,7 +9,8 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,16 +61,18 @@ class EncodedBlock:
     lines: int
     packed: dict[str, Packed] = field(default_factory=dict)
     error: tuple[int, str] | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)  # added up in the summary
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of a run. Bytes are those of the JSON lines, before any compression."""
+    """Totals of a run. Bytes are those of the JSON lines, before any compression; counts are those of the blocks."""
 
     documents: int
     tokens: int
     bytes: int
     seconds: float
+    counts: Mapping[str, int]
 
 
 def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
@@ -89,11 +92,12 @@ def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
         with ExitStack() as stack:
             outputs = {
                 key: stack.enter_context(
-                    _Output(f"{options.output_prefix}_{key}_document", token_dtype(tokenizer.vocab_size), parts)
+                    Output(f"{options.output_prefix}_{key}_document", token_dtype(tokenizer.vocab_size), parts)
                 )
                 for key in dict.fromkeys(options.json_keys)
             }
-            summary = _write_blocks(_encode_blocks(paths, options, tokenizer), outputs, options.log_interval)
+            encoder = BlockEncoder(tokenizer, tuple(dict.fromkeys(options.json_keys)), options.append_eod)
+            summary = write_blocks(encode_blocks(paths, encoder, options.workers), outputs, options.log_interval)
             if not summary.documents:
                 raise DataError(f"--input {' '.join(options.input)} holds no documents; give files with JSON lines")
             for output in outputs.values():
@@ -151,10 +155,10 @@ class BlockEncoder(Dataset[EncodedBlock]):
         raise AssertionError("a batch was refused of which every text is accepted")
 
 
-class _Output:
-    """The dataset of one key, written in one piece, or dealt to parts that are joined at the end."""
+class Output:
+    """The dataset at `prefix`, written in one piece, or dealt to parts that are joined at the end."""
 
-    def __init__(self, prefix: str, dtype: np.dtype[Any], parts: int) -> None:
+    def __init__(self, prefix: str, dtype: np.dtype[Any], parts: int = 1) -> None:
         self._stack = ExitStack()
         self._prefix, self._documents = prefix, 0
         self._part_prefixes = [prefix]
@@ -189,20 +193,20 @@ class _Output:
         if len(self._writers) > 1:
             merge_datasets(self._part_prefixes, self._prefix)
 
-    def __enter__(self) -> _Output:
+    def __enter__(self) -> Output:
         return self
 
     def __exit__(self, *details: Any) -> None:
         self._stack.close()
 
 
-def _encode_blocks(paths: Sequence[str], options: PreprocessOptions, tokenizer: Tokenizer) -> Iterator[EncodedBlock]:
-    """Blocks of all files in order, encoded by the worker processes."""
+def encode_blocks(paths: Sequence[str], encoder: Dataset[EncodedBlock], workers: int) -> Iterator[EncodedBlock]:
+    """Blocks of all files in order, encoded by the worker processes. Raises DataError when one of these is killed."""
     loader: DataLoader[EncodedBlock] = DataLoader(
-        BlockEncoder(tokenizer, tuple(dict.fromkeys(options.json_keys)), options.append_eod),
+        encoder,
         sampler=itertools.chain.from_iterable(map(read_blocks, paths)),
         batch_size=None,
-        num_workers=options.workers,
+        num_workers=workers,
         prefetch_factor=BLOCKS_AHEAD,
         worker_init_fn=_start_worker,
     )
@@ -212,12 +216,13 @@ def _encode_blocks(paths: Sequence[str], options: PreprocessOptions, tokenizer: 
         if not str(error).startswith("DataLoader worker (pid"):
             raise
         raise DataError(
-            f"a worker process was killed: {error}; if memory ran out, lower --workers, now {options.workers}"
+            f"a worker process was killed: {error}; if memory ran out, lower --workers, now {workers}"
         ) from error
 
 
-def _write_blocks(blocks: Iterator[EncodedBlock], outputs: dict[str, _Output], log_interval: int) -> Summary:
-    start = time.monotonic()
+def write_blocks(blocks: Iterator[EncodedBlock], outputs: Mapping[str, Output], log_interval: int) -> Summary:
+    """Append the blocks to the outputs of their keys. Raises DataError with file and line for one with an error."""
+    start, counts = time.monotonic(), Counter[str]()
     documents = tokens = size = line = 0
     path = ""
     for encoded in blocks:
@@ -232,12 +237,13 @@ def _write_blocks(blocks: Iterator[EncodedBlock], outputs: dict[str, _Output], l
         documents += len(next(iter(encoded.packed.values())).sequences)
         size += encoded.block.stop - encoded.block.start
         line += encoded.lines
+        counts.update(encoded.counts)
         if documents // log_interval > before // log_interval:
             seconds = time.monotonic() - start
             LOGGER.info(
                 "Processed %d documents (%.1f docs/s, %.2f MB/s).", documents, documents / seconds, size / 1e6 / seconds
             )
-    return Summary(documents, tokens, size, time.monotonic() - start)
+    return Summary(documents, tokens, size, time.monotonic() - start, counts)
 
 
 def _start_worker(_: int) -> None:

@@ -8,12 +8,17 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.errors import DataError
+
 T = TypeVar("T")
 Tokens = npt.NDArray[np.int64]
 
 
 class SampleDataset(Protocol):
-    """Sample number -> token ids [seq_length + 1]. What it gives depends on its seed and the number alone."""
+    """Sample number -> token ids [seq_length + 1], or int64 [3, seq_length] of instruction data (sft.py).
+
+    What it gives depends on its seed and the number alone.
+    """
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -41,3 +46,14 @@ def check_number(dataset: Any, number: int) -> None:
     """Raise IndexError unless `dataset` has sample `number`."""
     if not 0 <= number < len(dataset):
         raise IndexError(f"sample {number} of a dataset of {len(dataset)}")
+
+
+def check_ids(tokens: Tokens, vocab_size: int, prefix: str) -> None:
+    """Raise DataError unless all ids are below `vocab_size`."""
+    # As unsigned numbers negative ids are huge, so one maximum finds both mistakes.
+    if int(tokens.view(np.uint64).max()) >= vocab_size:
+        bad = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
+        raise DataError(
+            f"{prefix} holds token id {bad}, outside the vocabulary of {vocab_size}; "
+            "it was made with another tokenizer: give that one, or make the dataset again"
+        )

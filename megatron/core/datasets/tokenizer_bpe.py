@@ -13,7 +13,10 @@ from megatron.core.errors import DataError
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer folder as Hugging Face saves it. The end of a document is its eos token."""
+    """A tokenizer folder as Hugging Face saves it. The end of a document is its eos token.
+
+    library: transformers' own tokenizer, for what only it has, such as chat templates.
+    """
 
     def __init__(self, folder: str, trust_remote_code: bool = False) -> None:
         if not os.path.isdir(folder):
@@ -25,23 +28,23 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer  # noqa: PLC0415
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            self.library: Any = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:  # whatever the folder's own code or a parser in Rust raises
             reason = str(error).strip().split("\n", 1)[0]
             raise DataError(f"--tokenizer-model {folder} cannot be loaded as a tokenizer: {reason}") from error
-        if self._tokenizer.eos_token_id is None:
+        if self.library.eos_token_id is None:
             raise DataError(
                 f"the tokenizer in {folder} has no eos token to end documents with; "
                 "set eos_token in its tokenizer_config.json"
             )
         # Ids need not be consecutive: the largest one counts too.
-        self.vocab_size = max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values()))
-        self.eod = int(self._tokenizer.eos_token_id)
-        self.bos: int | None = self._tokenizer.bos_token_id
+        self.vocab_size = max(len(self.library), 1 + max(self.library.get_vocab().values()))
+        self.eod = int(self.library.eos_token_id)
+        self.bos: int | None = self.library.bos_token_id
         # The library below, without the offsets and checks that the wrapper adds to each text.
-        self._backend: Backend | None = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
+        self._backend: Backend | None = self.library.backend_tokenizer if self.library.is_fast else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
@@ -50,12 +53,12 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text."""
         if self._backend is None:
-            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            return [self.library.encode(text, add_special_tokens=False) for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens spelled out."""
-        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        return str(self.library.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
 class GPT2BPETokenizer:

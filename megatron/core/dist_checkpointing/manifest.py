@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.dist_checkpointing.tensor_file import BLOCK_BYTES, DTYPE_CODES, DamagedError, check_size
+from megatron.core.dist_checkpointing.tensor_file import BLOCK_BYTES, DTYPE_CODES, DTYPES, DamagedError, check_size
 from megatron.core.errors import CheckpointError
 
 MANIFEST = "metadata.json"
 FORMAT = "megatron-patched"
 VERSION = 1
-_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
 _FILE_NAME = re.compile(r"__\d+_\d+\.safetensors")
 _FIRST_LINE = f'{{\n"format": "{FORMAT}",'.encode()
 _CHECKSUM_LINE = b',\n"crc32": '
@@ -162,4 +162,4 @@ def _record_from_json(entry: dict[str, Any]) -> TensorRecord:
     chunks = tuple(
         Chunk(Box(tuple(c["offset"]), tuple(c["shape"])), c["file"], tuple(c["crc32"])) for c in entry["chunks"]
     )
-    return TensorRecord(tuple(entry["shape"]), _DTYPES[entry["dtype"]], chunks)
+    return TensorRecord(tuple(entry["shape"]), DTYPES[entry["dtype"]], chunks)

@@ -137,15 +137,15 @@ class SafetensorsReader(StorageReader):
             by_file.setdefault(chunk.file, []).append((item, chunk))
         with portable():
             for name, wanted in sorted(by_file.items()):
-                with open_tensor_file(self._folder / name, self._manifest.files[name]) as file:
-                    for item, chunk in wanted:
-                        fqn = item.storage_index.fqn
-                        part = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                        dtype = self._manifest.tensors[fqn].dtype
-                        saved = file.read(chunk_key(fqn, chunk.box.offset), dtype, chunk.box.shape, chunk.crc32, part)
-                        target = planner.resolve_tensor(item)
-                        target.copy_(saved)
-                        planner.commit_tensor(item, target)
+                file = open_tensor_file(self._folder / name, self._manifest.files[name])
+                for item, chunk in wanted:
+                    fqn = item.storage_index.fqn
+                    part = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                    dtype = self._manifest.tensors[fqn].dtype
+                    saved = file.read(chunk_key(fqn, chunk.box.offset), dtype, chunk.box.shape, chunk.crc32, part)
+                    target = planner.resolve_tensor(item)
+                    target.copy_(saved)
+                    planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -193,10 +193,10 @@ def _split(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     return files
 
 
-def _fetch(planner: SavePlanner, item: WriteItem) -> Tensor:
+def _fetch(planner: SavePlanner, item: WriteItem) -> list[Tensor]:
     data = planner.resolve_data(item)
     assert isinstance(data, Tensor), f"{item.index.fqn}: not a tensor"
-    return data
+    return [data]
 
 
 def _manifest(metadata: Metadata, results: Sequence[WriteResult], state: dict[str, Any]) -> Manifest:

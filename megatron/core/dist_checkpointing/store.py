@@ -176,11 +176,11 @@ def _verify_files(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
         for chunk in record.chunks:
             chunks.setdefault(chunk.file, []).append((name, chunk))
     for file_name in names:
-        with open_tensor_file(path / file_name, manifest.files[file_name]) as file:
-            for name, chunk in chunks[file_name]:
-                whole = Box((0,) * len(chunk.box.shape), chunk.box.shape)
-                key, dtype = chunk_key(name, chunk.box.offset), manifest.tensors[name].dtype
-                file.read(key, dtype, chunk.box.shape, chunk.crc32, whole)
+        file = open_tensor_file(path / file_name, manifest.files[file_name])
+        for name, chunk in chunks[file_name]:
+            whole = Box((0,) * len(chunk.box.shape), chunk.box.shape)
+            key, dtype = chunk_key(name, chunk.box.offset), manifest.tensors[name].dtype
+            file.read(key, dtype, chunk.box.shape, chunk.crc32, whole)
 
 
 def _has_all_files(path: Path) -> bool:

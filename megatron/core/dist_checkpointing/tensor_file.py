@@ -1,33 +1,35 @@
-"""One safetensors file of chunks: written in one pass with its checksums, read lazily and checked.
+"""One safetensors file: written in one pass with its checksums, read lazily and checked.
 
 The format: 8 bytes little-endian header length, a JSON header {key: {dtype, shape, data_offsets}}, then the raw
 row-major tensors (https://huggingface.co/docs/safetensors). Files are written here rather than by the safetensors
-library so that a rank holds only one tensor in host memory at a time, checksums cost no second pass, and the file is
-synced through the descriptor that wrote it. They are read with the library.
+library so that a rank holds only one block of a tensor in host memory at a time, checksums cost no second pass, and the
+file is synced through the descriptor that wrote it. They are read here, too: the library maps a whole file as long as it
+is open, and every page that was read stays resident; here only the tensor that is being read is mapped.
 
 Checksums are crc32 of BLOCK_BYTES pieces of each tensor's bytes, so that reading a slice checks only what it touches.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.errors import CheckpointError
 
 BLOCK_BYTES = 16 * 2**20
+_METADATA = "__metadata__"
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 # Codes of the safetensors header; also the dtype names of metadata.json.
 DTYPE_CODES = {
@@ -44,6 +46,7 @@ DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class DamagedError(CheckpointError):
@@ -52,12 +55,15 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to write. `fetch` is called once, when its turn comes: it may copy from a device."""
+    """A tensor to write. `fetch` is called once, when its turn comes, and may copy from a device or read a file.
+
+    It yields the tensor's elements in row-major order, in blocks of any sizes.
+    """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    fetch: Callable[[], Tensor]
+    fetch: Callable[[], Iterable[Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -65,55 +71,88 @@ class TensorSource:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensor_file(path: Path, sources: Sequence[TensorSource]) -> dict[str, tuple[str, ...]]:
+def write_tensor_file(
+    path: Path, sources: Sequence[TensorSource], metadata: Mapping[str, str] | None = None
+) -> dict[str, tuple[str, ...]]:
     """Write and sync a safetensors file; returns key -> checksums (8 hex digits a block). Raises OSError."""
     # Widest dtype first, as the library does: every tensor then starts at a multiple of its element size.
     ordered = sorted(sources, key=lambda s: -s.dtype.itemsize)
-    checksums: dict[str, tuple[str, ...]] = {}
     with open(path, "xb") as file:
-        file.write(_header(ordered))
-        for source in ordered:
-            data = _bytes_of(source.fetch().detach().cpu().contiguous())
-            crcs = []
-            for start in range(0, len(data), BLOCK_BYTES):
-                block = data[start : start + BLOCK_BYTES]
-                crcs.append(_crc(block))
-                file.write(block)
-            checksums[source.key] = tuple(crcs)
+        file.write(_header(ordered, metadata))
+        checksums = {source.key: _write_data(file, source) for source in ordered}
         file.flush()
         os.fsync(file.fileno())
     return checksums
 
 
-class TensorFile:
-    """An open safetensors file whose tensors are views of mapped memory: only what is touched is read from disk."""
+def _write_data(file: BinaryIO, source: TensorSource) -> tuple[str, ...]:
+    """Write one tensor; the checksums of its blocks, which need not be the blocks that come in."""
+    crcs: list[str] = []
+    crc, filled, written = 0, 0, 0
+    for tensor in source.fetch():
+        assert tensor.dtype == source.dtype, f"{source.key}: {tensor.dtype} instead of {source.dtype}"
+        data = _bytes_of(tensor.detach().cpu().contiguous())
+        while len(data):
+            block, data = data[: BLOCK_BYTES - filled], data[BLOCK_BYTES - filled :]
+            crc, filled = _crc(block, crc), filled + len(block)
+            file.write(block)
+            written += len(block)
+            if filled == BLOCK_BYTES or written == source.nbytes:
+                crcs.append(_hex(crc))
+                crc, filled = 0, 0
+    assert written == source.nbytes, f"{source.key}: {written} bytes instead of {source.nbytes}"
+    return tuple(crcs)
 
-    def __init__(self, path: Path, handle: Any) -> None:
-        """`handle` is an open safetensors.safe_open, whose methods have no types."""
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: its dtype and shape, and where its first byte is in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class TensorFile:
+    """A safetensors file whose tensors are read as views of mapped memory: only what is touched comes from the disk.
+
+    `entries`: key -> Entry. `metadata`: the header's own strings.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises DamagedError when the file is missing, is no safetensors file, or has not the size its header says."""
         self._path = path
-        self._handle = handle
+        self.entries, self.metadata = _read_header(path)
         self._checked: set[tuple[str, int]] = set()
 
+    def view(self, key: str) -> Tensor:
+        """The whole tensor in memory that is mapped until the last view is gone; not to be written to."""
+        entry = self.entries[key]
+        nbytes = math.prod(entry.shape) * entry.dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        # Copy on write makes it writable for torch, which warns of memory that is not.
+        mapped = np.memmap(self._path, dtype=np.uint8, mode="c", offset=entry.start, shape=(nbytes,))
+        return torch.from_numpy(mapped).view(entry.dtype).view(entry.shape)
+
     def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: Sequence[str], part: Box) -> Tensor:
-        """Elements `part` of tensor `key`, as a view valid while the file is open.
+        """Elements `part` of tensor `key`, as a view.
 
         Raises DamagedError when the tensor is not there with `dtype` and `shape`, or when a block that `part` touches
         does not have its checksum.
         """
-        try:
-            tensor: Tensor = self._handle.get_tensor(key)
-        except SafetensorError as error:
-            raise DamagedError(f"{self._path} is damaged: tensor {key} cannot be read ({error})") from error
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        entry = self.entries.get(key)
+        if entry is None:
+            raise DamagedError(f"{self._path} is damaged: it holds no tensor {key}")
+        if entry.dtype != dtype or entry.shape != shape:
             raise DamagedError(
-                f"{self._path} is damaged: tensor {key} is {tensor.dtype} {list(tensor.shape)}, "
+                f"{self._path} is damaged: tensor {key} is {entry.dtype} {list(entry.shape)}, "
                 f"metadata.json says {dtype} {list(shape)}"
             )
+        tensor = self.view(key)
         if part.numel:
             self._check(key, tensor, crc32, part)
-        for dim, (start, length) in enumerate(zip(part.offset, part.shape)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
+        return narrow(tensor, part)
 
     def _check(self, key: str, tensor: Tensor, crc32: Sequence[str], part: Box) -> None:
         data = _bytes_of(tensor)
@@ -126,7 +165,7 @@ class TensorFile:
         for number in range(first * size // BLOCK_BYTES, ((last + 1) * size - 1) // BLOCK_BYTES + 1):
             if (key, number) in self._checked:
                 continue
-            found = _crc(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
+            found = _hex(_crc(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES], 0))
             if found != crc32[number]:
                 raise DamagedError(
                     f"{self._path} is damaged: tensor {key} has checksum {found} in its block {number}, "
@@ -135,16 +174,17 @@ class TensorFile:
             self._checked.add((key, number))
 
 
-@contextlib.contextmanager
-def open_tensor_file(path: Path, nbytes: int) -> Iterator[TensorFile]:
+def open_tensor_file(path: Path, nbytes: int) -> TensorFile:
     """Open a file written with `nbytes`. Raises DamagedError when it is missing, of another size or unreadable."""
     check_size(path, nbytes)
-    try:
-        handle = safe_open(str(path), framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise DamagedError(f"{path} is damaged: it is not a readable safetensors file ({error})") from error
-    with handle:
-        yield TensorFile(path, handle)
+    return TensorFile(path)
+
+
+def narrow(tensor: Tensor, part: Box) -> Tensor:
+    """The elements `part` of a tensor, as a view."""
+    for dim, (start, length) in enumerate(zip(part.offset, part.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 def check_size(path: Path, nbytes: int) -> None:
@@ -157,8 +197,9 @@ def check_size(path: Path, nbytes: int) -> None:
         raise DamagedError(f"{path} is damaged: it has {found} bytes, {nbytes} were written")
 
 
-def _header(sources: Sequence[TensorSource]) -> bytes:
-    entries, start = {}, 0
+def _header(sources: Sequence[TensorSource], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    start = 0
     for source in sources:
         stop = start + source.nbytes
         code = DTYPE_CODES[source.dtype]
@@ -169,10 +210,41 @@ def _header(sources: Sequence[TensorSource]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size, _MOST_HEADER_BYTES):
+                raise ValueError(f"its header would be {length} bytes of its {size}")
+            content = json.loads(file.read(length))
+        metadata = content.pop(_METADATA, {})
+        entries, end = {}, 0
+        for key, value in content.items():
+            start, stop = value["data_offsets"]
+            entry = Entry(DTYPES[value["dtype"]], tuple(value["shape"]), 8 + length + start)
+            if stop - start != math.prod(entry.shape) * entry.dtype.itemsize:
+                raise ValueError(f"tensor {key} of shape {list(entry.shape)} has {stop - start} bytes")
+            entries[key], end = entry, max(end, stop)
+        if size != 8 + length + end:
+            raise ValueError(f"it has {size} bytes and its header says {8 + length + end}")
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"unknown or missing {error}" if isinstance(error, KeyError) else str(error)
+        raise DamagedError(f"{path} is damaged or no safetensors file: {reason}") from error
+    return entries, metadata
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The row-major bytes of a contiguous CPU tensor, not copied."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _crc(block: memoryview) -> str:
-    return f"{zlib.crc32(block):08x}"
+def _crc(block: memoryview, before: int) -> int:
+    """The checksum of what has the checksum `before` and then `block`."""
+    return zlib.crc32(block, before)
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:08x}"

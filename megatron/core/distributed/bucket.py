@@ -33,10 +33,10 @@ class Bucket:
         *,
         rank: int,
         shards: int,
-        take: Callable[[], Tensor],
+        take: Callable[[int], Tensor],
     ) -> None:
-        """`rank` of `shards`: which slice is this rank's. `take()`: a block of fp32
-        memory that is large enough for any bucket."""
+        """`rank` of `shards`: which slice is this rank's. `take(n)`: a block of fp32
+        memory of at least n elements."""
         self.index, self.parameters, self.layout = index, parameters, layout
         self.pieces = owned_pieces(layout, rank, shards)
         self.missing = 0  # gradients that this backward pass has not brought yet
@@ -160,7 +160,7 @@ class Bucket:
 
     def _open(self) -> None:
         """Take gradient memory for this backward pass."""
-        self._block = self._take()
+        self._block = self._take(self.size)
         self.grads = self._block[: self.size]
         end = 0
         for name, start in self.layout.offsets.items():

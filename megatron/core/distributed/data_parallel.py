@@ -32,6 +32,7 @@ from megatron.core.comm.bucket_comm import BucketComm
 from megatron.core.comm.collectives import Handle, all_reduce, barrier
 from megatron.core.device import headroom, synchronize
 from megatron.core.dist_checkpointing.boxes import flat_boxes
+from megatron.core.distributed.block_pool import BlockPool
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buckets import Piece, default_bucket_size, plan_buckets
 from megatron.core.distributed.param_gate import ParamGate
@@ -61,14 +62,12 @@ class DataParallel:
         self.timeline = Timeline(device)
         reduce_in = torch.bfloat16 if settings.reduce_in_bf16 else torch.float32
         self._comm = BucketComm(groups.shard, groups.gather, groups.replicas, device, reduce_in, self.timeline)
+        self._blocks = BlockPool(_BLOCKS, device)
         parameters = {n: p for n, p in reversed(local_parameters(model).items()) if p.requires_grad}
         self.buckets = self._make_buckets(parameters, settings.bucket_size)
-        self._largest = max(bucket.size for bucket in self.buckets)
         self._reducing = False
         self._next = 0  # the bucket that is reduced next
         self._reductions: deque[tuple[Tensor | None, Handle]] = deque()  # with the memory that is free afterwards
-        self._free_blocks: list[Tensor] = []
-        self._blocks_in_use = 0
         self._without: set[str] = set()
         self.shards_params = settings.shards == "optim_grads_params" and self._comm.shards > 1
         self._params: ParamGate | ParamWindow = (
@@ -138,8 +137,7 @@ class DataParallel:
     def gradient_bytes(self) -> int:
         """Memory that gradients take: whole buckets or slices of them, and blocks that are in use or were."""
         kept = {bucket.grad_shard.untyped_storage() for bucket in self.buckets}
-        blocks = len(self._free_blocks) + self._blocks_in_use
-        return sum(storage.nbytes() for storage in kept) + 4 * blocks * self._largest
+        return sum(storage.nbytes() for storage in kept) + self._blocks.nbytes
 
     def gradients(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
         """What this rank owns of the reduced gradient: (parameter, offset in the global tensor, its elements there)."""
@@ -198,19 +196,15 @@ class DataParallel:
         block, handle = self._reductions.popleft()
         handle.wait()
         if block is not None:
-            self._free_blocks.append(block)
-            self._blocks_in_use -= 1
+            self._blocks.give_back(block)
 
-    def _take_block(self) -> Tensor:
-        """Memory for the gradients of one backward pass over any bucket."""
-        while self._reductions and (self._blocks_in_use >= _BLOCKS or self._reductions[0][1].is_completed()):
+    def _take_block(self, size: int) -> Tensor:
+        """Memory for the gradients of one backward pass over a bucket of this size."""
+        while self._reductions and (self._blocks.is_exhausted or self._reductions[0][1].is_completed()):
             started = time.perf_counter()
             self._retire()
             self._waited_seconds += time.perf_counter() - started
-        self._blocks_in_use += 1
-        if self._free_blocks:
-            return self._free_blocks.pop()
-        return torch.empty(self._largest, dtype=torch.float32, device=self.device)
+        return self._blocks.take(size)
 
     def _decide(self, microbatches: int) -> None:
         """Choose when gradients are reduced; the same on all ranks."""
@@ -219,7 +213,7 @@ class DataParallel:
         log.info("--grad-reduce-mode auto: %s (%s)", mode, why)
         if self.keeps_grads != (mode == LAST):
             self.keeps_grads = mode == LAST
-            self._free_blocks.clear()
+            self._blocks.clear()
             for bucket in self.buckets:
                 bucket.keep_grads(self.keeps_grads)
 
@@ -237,7 +231,8 @@ class DataParallel:
             seconds.append(time.perf_counter() - started)
         size = sum(bucket.size for bucket in self.buckets)
         reduce_seconds = sorted(seconds)[_PROBES // 2] * size / largest.size
-        saved = size - size // self._comm.shards - min(size, _BLOCKS * largest.size)
+        blocks = sum(sorted(bucket.size for bucket in self.buckets)[-_BLOCKS:])
+        saved = size - size // self._comm.shards - blocks
         slowest = torch.tensor([reduce_seconds, self._backward_seconds], dtype=torch.float64, device=self.device)
         least = torch.tensor([float(headroom(self.device))], dtype=torch.float64, device=self.device)
         reduce_seconds, backward_seconds = all_reduce(slowest, self._groups.world, "max").tolist()

@@ -17,9 +17,12 @@ from megatron.kernels.ops.rope import rotate
 
 
 class SelfAttention(nn.Module):
-    """[s or s/tp, b, h] -> the same. The fused QKV weight is [g, (q + 2) d, h]: per group its queries, key and value."""
+    """[s or s/tp, b, h] -> the same. The fused QKV weight is [g, (q + 2) d, h]: per group its queries, key and value.
 
-    def __init__(self, build: Build, init: Init, output_init: Init) -> None:
+    `window`: each position sees that many at most, the last of them itself; None: all before it.
+    """
+
+    def __init__(self, build: Build, init: Init, output_init: Init, window: int | None) -> None:
         super().__init__()
         config, tp = build.config, build.groups.tp
         assert config.hidden_size and config.num_attention_heads
@@ -56,6 +59,7 @@ class SelfAttention(nn.Module):
         )
         self._local_groups, self._per_group, self._d = groups // tp.size, per_group, d
         self._attention, self._rng, self._dropout = build.kernels.attention, build.rng, config.attention_dropout
+        self._window = window
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """With a cache, x holds only the new positions and attends to all."""
@@ -74,9 +78,9 @@ class SelfAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
         if self._dropout == 0.0 or not self.training:
-            return self._attention(q, k, v, segments=segments, dropout=0.0)
+            return self._attention(q, k, v, segments=segments, window=self._window, dropout=0.0)
         with self._rng.stream("sharded"):
-            return self._attention(q, k, v, segments=segments, dropout=self._dropout)
+            return self._attention(q, k, v, segments=segments, window=self._window, dropout=self._dropout)
 
 
 def output_scale(num_layers: int) -> float:

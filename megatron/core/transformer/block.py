@@ -16,15 +16,18 @@ from megatron.core.transformer.norm import Norm
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). [s or s/tp, b, h] -> the same."""
+    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). [s or s/tp, b, h] -> the same.
 
-    def __init__(self, build: Build) -> None:
+    `number`: the layer's place in the whole model, from 0.
+    """
+
+    def __init__(self, build: Build, number: int) -> None:
         super().__init__()
         config = build.config
         assert config.hidden_size
         init, output_init = layer_inits(config)
         self.input_layernorm = _hidden_norm(build)
-        self.self_attention = SelfAttention(build, init, output_init)
+        self.self_attention = SelfAttention(build, init, output_init, config.windows[number])
         self.pre_mlp_layernorm = _hidden_norm(build)
         self.mlp = MLP(build, init, output_init)
         self._rng, self._dropout = build.rng, config.hidden_dropout
@@ -50,7 +53,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, build: Build, first: int, last: int, *, final_norm: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(number): TransformerLayer(build) for number in range(first, last)})
+        self.layers = nn.ModuleDict({str(number): TransformerLayer(build, number) for number in range(first, last)})
         self.final_layernorm = _hidden_norm(build) if final_norm else None
 
     def forward(self, x: Tensor, positions: Positions, caches: Sequence[KeyValueCache] | None = None) -> Tensor:

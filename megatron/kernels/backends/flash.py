@@ -14,6 +14,8 @@ import torch.nn.attention as torch_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+LARGEST_HEAD = 192  # above it the gradient runs on some GPUs only
+
 
 def missing(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why FlashAttention cannot run here, or None when it can."""
@@ -38,13 +40,37 @@ def version() -> str:
 
 
 def attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The flash kernel; `otherwise` takes what it cannot do: masks (segments) and queries that continue a cache."""
+    """The flash kernel; `otherwise` takes what it cannot do: masks (segments), queries that continue a cache, and a
+    window together with dropout (FlashAttention-3 has none) or with heads of an unusual size."""
     version()
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: float) -> Tensor:
+    def flash(
+        q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+    ) -> Tensor:
         if segments is not None or q.shape[0] != k.shape[0]:
-            return otherwise(q, k, v, segments=segments, dropout=dropout)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return otherwise(q, k, v, segments=None, dropout=dropout)
+            return otherwise(q, k, v, segments=segments, window=window, dropout=dropout)
+        if window is None or window >= k.shape[0]:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return otherwise(q, k, v, segments=None, window=None, dropout=dropout)
+        if dropout > 0.0 or q.shape[-1] % 8 or q.shape[-1] > LARGEST_HEAD:
+            return otherwise(q, k, v, segments=None, window=window, dropout=dropout)
+        return windowed(q, k, v, window)
 
     return flash
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Causal attention of each query to the `window` keys that end with its own. q [s, b, n, d]; k, v [s, b, g, d].
+
+    SDPA has no argument for a window; the operator below it has one, and so has its gradient. FlashAttention-3, where
+    active, stands behind this operator too. It takes [b, s, heads, d] of any strides, and counts the keys on both sides
+    of the query's own: none on its right is what makes it causal.
+    """
+    s, b, n, d = q.shape
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    no_packing, no_dropout, causal_without_window, debug = (None, None), 0.0, False, False
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *no_packing, s, s, no_dropout, causal_without_window, debug,
+        window_size_left=window - 1, window_size_right=0,
+    )  # fmt: skip
+    return out.transpose(0, 1).reshape(s, b, n * d)

@@ -21,31 +21,39 @@ from megatron.kernels.ops.gemm import slow_half
 class AttentionKernel(Protocol):
     """q [s, b, n, d]; k, v [t, b, g, d], g dividing n. Query i sees keys up to i + t - s, and only of its own segment.
 
-    segments: [b, t] ids, equal inside a document, or None. Returns [s, b, n * d]. No communication.
+    segments: [b, t] ids, equal inside a document, or None. window: a query sees that many keys at most, the last of them
+    its own; None is no limit. Returns [s, b, n * d]. No communication.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: float) -> Tensor: ...
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+    ) -> Tensor: ...
 
 
-def unfused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: float) -> Tensor:
+def unfused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
     """The reference. Holds the full [b, n, s, t] probabilities."""
     s, b, n, d = q.shape
     t, group = k.shape[0], n // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("sbnd,tbnd->bnst", q, k) / math.sqrt(d)
-    allowed = causal_mask(s, t, segments, q.device)
+    allowed = causal_mask(s, t, segments, window, q.device)
     scores = scores.float().masked_fill(~allowed, float("-inf"))
     probabilities = F.dropout(scores.softmax(dim=-1).to(q.dtype), dropout)
     return torch.einsum("bnst,tbnd->sbnd", probabilities, v).reshape(s, b, n * d)
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: float) -> Tensor:
+def fused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
     """torch's scaled_dot_product_attention. The permuted views cost no copy: SDPA takes any strides."""
     s, b, n, d = q.shape
+    if window is not None:
+        reach = window + s - 1  # no query sees keys of a long cache that are further back
+        k, v = k[-reach:], v[-reach:]
+        segments = None if segments is None else segments[:, -reach:]
     t = k.shape[0]
-    causal = segments is None and s == t
+    plain = segments is None and (window is None or window >= t)
+    causal = plain and s == t
     # One query sees every key, so it needs no mask.
-    mask = None if causal or (s == 1 and segments is None) else causal_mask(s, t, segments, q.device)
+    mask = None if causal or (plain and s == 1) else causal_mask(s, t, segments, window, q.device)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=k.shape[1] != n
@@ -53,9 +61,11 @@ def fused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: 
     return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
 
 
-def causal_mask(s: int, t: int, segments: Tensor | None, device: torch.device) -> Tensor:
+def causal_mask(s: int, t: int, segments: Tensor | None, window: int | None, device: torch.device) -> Tensor:
     """True where query i of the last s positions may see key j of t: [s, t], or [b, 1, s, t] with segments."""
     allowed = torch.ones(s, t, dtype=torch.bool, device=device).tril(diagonal=t - s)
+    if window is not None:
+        allowed = allowed.triu(diagonal=t - s - window + 1)
     if segments is None:
         return allowed
     return (allowed & (segments[:, -s:, None] == segments[:, None, :])).unsqueeze(1)
@@ -64,8 +74,11 @@ def causal_mask(s: int, t: int, segments: Tensor | None, device: torch.device) -
 def in_fp32(kernel: AttentionKernel) -> AttentionKernel:
     """`kernel` on fp32 copies of half-precision tensors; the result is rounded once."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, dropout: float) -> Tensor:
-        return kernel(q.float(), k.float(), v.float(), segments=segments, dropout=dropout).to(q.dtype)
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+    ) -> Tensor:
+        q32, k32, v32 = q.float(), k.float(), v.float()
+        return kernel(q32, k32, v32, segments=segments, window=window, dropout=dropout).to(q.dtype)
 
     return attention
 

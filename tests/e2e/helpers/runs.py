@@ -93,9 +93,9 @@ def checkpoint(folder):
         full = torch.empty(record.shape, dtype=record.dtype)
         for chunk in record.chunks:
             whole = Box((0,) * len(chunk.box.shape), chunk.box.shape)
-            with open_tensor_file(folder / chunk.file, manifest.files[chunk.file]) as file:
-                key = chunk_key(name, chunk.box.offset)
-                place = tuple(slice(a, a + n) for a, n in zip(chunk.box.offset, chunk.box.shape))
-                full[place] = file.read(key, record.dtype, chunk.box.shape, chunk.crc32, whole)
+            file = open_tensor_file(folder / chunk.file, manifest.files[chunk.file])
+            key = chunk_key(name, chunk.box.offset)
+            place = tuple(slice(a, a + n) for a, n in zip(chunk.box.offset, chunk.box.shape))
+            full[place] = file.read(key, record.dtype, chunk.box.shape, chunk.crc32, whole)
         tensors[name] = full
     return tensors, manifest.state

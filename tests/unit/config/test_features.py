@@ -101,6 +101,16 @@ def test_attention_kernel_is_split_from_its_reason():
     assert row("attention kernel", plain, attention_backend="unfused") == ("unfused", "unfused", "")
 
 
+def test_attention_window():
+    name, window = "attention window", {"window_size": "7,0"}
+    assert row(name) == row(name, window_size="-1,0") == ("off", "off", "")
+    assert row(name, **window) == ("8 tokens, 2 of 2 layers",) * 2 + ("",)
+    some = "8 tokens, 3 of 4 layers"
+    assert row(name, **window, num_layers=4, window_attn_skip_freq="4") == (some, some, "")
+    assert row(name, **window, seq_length=8)[1:] == ("off", "a sample of 8 tokens fits in it")
+    assert row(name, **window, seq_length=9)[1:] == ("8 tokens, 2 of 2 layers", "")
+
+
 def test_gradient_accumulation_fusion():
     name = "gradient accumulation fusion"
     missing = dataclasses.replace(ALONE, fusion_missing="no such GEMM on cpu")

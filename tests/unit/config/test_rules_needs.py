@@ -21,6 +21,7 @@ TIKTOKEN = {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t"}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 SAVE = {"save": "d", "save_interval": 5}
 LOAD = {"load": "d"}
+PRETRAINED = {"pretrained_checkpoint": "d"}
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {"overlapped_distributed_optimizer": True}
 
@@ -39,6 +40,11 @@ CASES = [
     ("yarn_beta_fast", 16.0, ROPE, YARN, "is rope"),
     ("yarn_beta_slow", 2.0, LLAMA31, YARN, "is rope"),
     ("yarn_mscale", 1.0, {}, YARN, "learned_absolute"),
+    ("window_size", "7,0", {"window_attn_skip_freq": "1"}, {"window_attn_skip_freq": "2"}, "every layer full"),
+    ("window_size", "7,0", {"window_attn_skip_freq": "[0,0]"}, {}, "[0,0] gives"),
+    ("window_size", "-1,0", None, {}, ""),  # no limit asks for what happens anyway
+    ("window_attn_skip_freq", "2", {}, {"window_size": "7,0"}, "full attention"),
+    ("window_attn_skip_freq", "2", {"window_size": "-1,0"}, {"window_size": "0,0"}, "--window-size"),
     ("add_qkv_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("fp32_residual_connection", True, {}, {"bf16": True}, "--bf16"),
     ("reset_position_ids", True, {"position_embedding_type": "none"}, {}, "is none"),
@@ -84,6 +90,7 @@ CASES = [
     ("data_cache_path", "c", {}, FILES, "--mock-data"),
     ("dataloader_type", "cyclic", {}, FILES, "--mock-data"),
     ("mmap_bin_files", False, {}, SPLITS, "--mock-data"),
+    ("sft_packing", False, FILES, {**FILES, "sft": True}, "cut from documents"),
     ("valid_data_path", ("b",), {**SPLITS, "eval_iters": 0}, SPLITS, "never evaluates"),
     ("test_data_path", ("b",), {**SPLITS, "eval_iters": 0}, SPLITS, "never evaluates"),
     ("tokenizer_model", "t", {}, HF, "NullTokenizer"),
@@ -98,6 +105,7 @@ CASES = [
     ("eval_interval", 5, {"eval_iters": 0}, {}, "--eval-iters 0"),
     ("eval_interval", 5, SPLITS, {**SPLITS, "valid_data_path": ("b",)}, "no validation data"),
     ("save_interval", 5, {}, SAVE, "--save"),
+    ("save_hf", "hf", {}, SAVE, "--save"),
     ("save_retain", 2, {}, SAVE, "--save"),
     ("save_optim", False, {}, SAVE, "--save"),
     ("save_rng", False, {}, SAVE, "--save"),
@@ -108,6 +116,10 @@ CASES = [
     ("load_optim", False, {}, LOAD, "--load"),
     ("load_rng", False, {}, LOAD, "--load"),
     ("use_checkpoint_args", True, {}, LOAD, "--load"),
+    ("load_optim", False, {}, PRETRAINED, "--pretrained-checkpoint"),
+    ("load_rng", False, {}, PRETRAINED, "--pretrained-checkpoint"),
+    ("use_checkpoint_args", True, {}, PRETRAINED, "--pretrained-checkpoint"),
+    ("override_opt_param_scheduler", True, {}, PRETRAINED, "nothing is loaded"),
     ("tensorboard_log_interval", 5, {}, {"tensorboard_dir": "t"}, "--tensorboard-dir"),
     ("tensorboard_log_interval", 5, {}, {"wandb_project": "p"}, "--tensorboard-dir"),
     ("profile_step_start", 2, {}, {"profile_timeline": "t"}, "no timeline"),
@@ -131,14 +143,14 @@ ALWAYS = """
     distributed_timeout_minutes heartbeat_dir
     optimizer clip_grad weight_decay_incr_style
     lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
-    seq_length data_path train_data_path mock_data num_workers reset_attention_mask eod_mask_loss
+    seq_length data_path train_data_path mock_data num_workers reset_attention_mask eod_mask_loss sft
     tokenizer_type
     micro_batch_size global_batch_size rampup_batch_size train_iters train_samples seed calculate_per_token_loss
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
     eval_iters
     log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory_interval progress_bar timing_log_level
     tensorboard_dir wandb_project loss_curve profile_timeline
-    save load
+    save load load_hf pretrained_checkpoint
 """
 
 

@@ -162,8 +162,8 @@ def damage_manifest_digit(path):
 DAMAGES = {
     damage_truncate: r"__0_0\.safetensors is damaged: it has 100 bytes, \d+ were written",
     damage_flip_data: r"__0_0\.safetensors is damaged: tensor \S+ has checksum \w+ in its block 0",
-    damage_flip_header: r"__0_0\.safetensors is damaged: tensor bf16@0,0 cannot be read",
-    damage_header_length: r"__0_0\.safetensors is damaged: it is not a readable safetensors file",
+    damage_flip_header: r"__0_0\.safetensors is damaged: it holds no tensor bf16@0,0",
+    damage_header_length: r"__0_0\.safetensors is damaged or no safetensors file",
     damage_remove: r"__0_0\.safetensors is missing",
     damage_manifest_missing: r"metadata\.json is missing",
     damage_manifest_truncated: r"metadata\.json is damaged: it is not JSON",

@@ -1,17 +1,24 @@
 import json
+import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import megatron.core.dist_checkpointing.tensor_file as tensor_file
 from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.dist_checkpointing.tensor_file import DTYPE_CODES, DamagedError, TensorSource, open_tensor_file
+from megatron.core.dist_checkpointing.tensor_file import (
+    DTYPE_CODES,
+    DamagedError,
+    TensorFile,
+    TensorSource,
+    open_tensor_file,
+)
 from tests.unit.dist_checkpointing.pieces import same
 
 
 def write(path, tensors):
-    sources = [TensorSource(key, t.dtype, tuple(t.shape), lambda t=t: t) for key, t in tensors.items()]
+    sources = [TensorSource(key, t.dtype, tuple(t.shape), lambda t=t: [t]) for key, t in tensors.items()]
     return tensor_file.write_tensor_file(path, sources)
 
 
@@ -39,13 +46,51 @@ def test_a_slice_checks_only_the_blocks_it_touches(tmp_path, monkeypatch):
     raw = bytearray(path.read_bytes())
     raw[-32 * 8 * 4 + 10 * 32 + 5] ^= 1  # row 10
     path.write_bytes(raw)
-    with open_tensor_file(path, len(raw)) as file:
+    file = open_tensor_file(path, len(raw))
 
-        def read(offset, shape):
-            return file.read("w", torch.float32, (32, 8), crc32, Box(offset, shape))
+    def read(offset, shape):
+        return file.read("w", torch.float32, (32, 8), crc32, Box(offset, shape))
 
-        assert same(read((0, 0), (10, 8)), data[:10])
-        assert same(read((12, 3), (20, 2)), data[12:, 3:5])
-        for offset, shape in (((0, 0), (32, 8)), ((10, 7), (1, 1)), ((11, 0), (1, 8)), ((0, 0), (13, 1))):
-            with pytest.raises(DamagedError, match=r"f\.safetensors is damaged: tensor w .* in its block 5"):
-                read(offset, shape)
+    assert same(read((0, 0), (10, 8)), data[:10])
+    assert same(read((12, 3), (20, 2)), data[12:, 3:5])
+    for offset, shape in (((0, 0), (32, 8)), ((10, 7), (1, 1)), ((11, 0), (1, 8)), ((0, 0), (13, 1))):
+        with pytest.raises(DamagedError, match=r"f\.safetensors is damaged: tensor w .* in its block 5"):
+            read(offset, shape)
+
+
+def test_checksums_do_not_depend_on_the_blocks_that_come_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 64)
+    data = torch.randn(32, 8)
+    whole = write(tmp_path / "whole", {"w": data})
+    for rows in (1, 3, 5, 32):
+        source = TensorSource("w", data.dtype, tuple(data.shape), lambda rows=rows: data.split(rows))
+        assert tensor_file.write_tensor_file(tmp_path / str(rows), [source]) == whole
+        assert (tmp_path / str(rows)).read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_file_of_the_library_is_read(tmp_path):
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "none": torch.zeros(0, 2)}
+    save_file(tensors, tmp_path / "f.safetensors", metadata={"format": "pt"})
+    file = TensorFile(tmp_path / "f.safetensors")
+    assert file.entries.keys() == tensors.keys() and file.metadata == {"format": "pt"}
+    assert all(same(file.view(key), tensor) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda raw: raw[:-1], "bytes and its header says"),
+        (lambda raw: raw + b"x", "bytes and its header says"),
+        (lambda raw: b"\xff" * 8 + raw[8:], "its header would be"),
+        (lambda raw: raw[:8] + b"}" + raw[9:], "Expecting value"),
+        (lambda raw: raw.replace(b"F32", b"F39"), "unknown or missing 'F39'"),
+        (lambda raw: raw.replace(b"[3,5]", b"[3,4]"), "of shape [3, 4] has 60 bytes"),
+        (lambda raw: b"", "Expecting value"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, change, reason):
+    path = tmp_path / "f.safetensors"
+    write(path, {"w": torch.randn(3, 5)})
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DamagedError, match=rf"f\.safetensors is damaged.*{re.escape(reason)}"):
+        TensorFile(path)

@@ -114,7 +114,7 @@ def bucket_of(found, rank, shards):
     (layout,) = plan_buckets({name: p.numel() for name, p in found.items()}, 10**6, shards)
     blocks = []
 
-    def take():
+    def take(size):
         blocks.append(torch.full((layout.size + 64,), float("nan")))
         return blocks[-1]
 

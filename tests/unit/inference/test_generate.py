@@ -14,6 +14,8 @@ SHAPES = {
     "gpt2": GPT2,
     "unfused": {**LLAMA, "attention_backend": "unfused"},
     "qk-norm": {**LLAMA, "qk_layernorm": True},
+    "window": {**LLAMA, "window_size": "4,0", "window_attn_skip_freq": "2"},
+    "unfused window": {**LLAMA, "window_size": "4,0", "attention_backend": "unfused"},
     "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_scaling_original_max_position_embeddings": 16},
 }
 

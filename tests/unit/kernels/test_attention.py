@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.errors import ConfigError
 from megatron.kernels.backends import flash
@@ -12,9 +13,11 @@ from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
 KERNELS = {"unfused": attention.unfused, "fused": attention.fused}
 CPU = torch.device("cpu")
+PLAIN = {"segments": None, "window": None, "dropout": 0.0}
+SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 2, 2, 2, 2, 2]])
 
 
-def slow(q, k, v, segments=None):
+def slow(q, k, v, segments=None, window=None):
     """One query at a time, keys picked by the rule in words."""
     s, b, n, d = q.shape
     t, per_group = k.shape[0], n // k.shape[2]
@@ -23,6 +26,7 @@ def slow(q, k, v, segments=None):
         place = i + t - s
         for sample in range(b):
             seen = [j for j in range(place + 1) if segments is None or segments[sample, j] == segments[sample, place]]
+            seen = [j for j in seen if window is None or place - j < window]
             for head in range(n):
                 keys, values = (x[seen, sample, head // per_group] for x in (k, v))
                 weights = (keys @ q[i, sample, head] / math.sqrt(d)).softmax(0)
@@ -40,28 +44,42 @@ class TestAgainstTheLoop:
     @pytest.mark.parametrize(("n", "g"), [(4, 4), (4, 2), (4, 1)])
     @pytest.mark.parametrize(("s", "t"), [(6, 6), (1, 6), (3, 6), (1, 1)])
     def test_causal(self, kernel, s, t, n, g):
-        assert_same(lambda *x: kernel(*x, segments=None, dropout=0.0), slow, inputs(s, t, n, g))
+        assert_same(lambda *x: kernel(*x, **PLAIN), slow, inputs(s, t, n, g))
 
     @pytest.mark.parametrize(("s", "t"), [(7, 7), (1, 7), (3, 7)])
     def test_segments(self, kernel, s, t):
-        segments = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 2, 2, 2, 2, 2]])
         assert_same(
-            lambda *x: kernel(*x, segments=segments, dropout=0.0),
-            lambda *x: slow(*x, segments=segments),
+            lambda *x: kernel(*x, segments=SEGMENTS, window=None, dropout=0.0),
+            lambda *x: slow(*x, segments=SEGMENTS),
             inputs(s, t, 4, 2),
         )
+
+    @pytest.mark.parametrize("window", [1, 2, 4, 6, 7, 100])
+    @pytest.mark.parametrize(("s", "t"), [(7, 7), (1, 7), (3, 7), (1, 1)])
+    @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["", "segments"])
+    def test_window(self, kernel, s, t, window, segments):
+        segments = None if segments is None else segments[:, :t]
+        assert_same(
+            lambda *x: kernel(*x, segments=segments, window=window, dropout=0.0),
+            lambda *x: slow(*x, segments=segments, window=window),
+            inputs(s, t, 4, 2),
+        )
+
+    def test_a_window_of_one_is_the_value_itself(self, kernel):
+        q, k, v = inputs(5, 5, 2, 2)
+        torch.testing.assert_close(kernel(q, k, v, segments=None, window=1, dropout=0.0), v.flatten(2))
 
     def test_documents_do_not_mix(self, kernel):
         """Packed documents give what each gives alone."""
         q, k, v = inputs(9, 9, 4, 2, b=1)
-        together = kernel(q, k, v, segments=torch.tensor([[0] * 4 + [1] * 5]), dropout=0.0)
-        alone = [kernel(q[r], k[r], v[r], segments=None, dropout=0.0) for r in (slice(0, 4), slice(4, 9))]
+        together = kernel(q, k, v, segments=torch.tensor([[0] * 4 + [1] * 5]), window=None, dropout=0.0)
+        alone = [kernel(q[r], k[r], v[r], **PLAIN) for r in (slice(0, 4), slice(4, 9))]
         torch.testing.assert_close(together, torch.cat(alone))
 
     def test_half_precision(self, kernel):
         """Within the rounding of bf16 of the exact result."""
         data = inputs(8, 8, 4, 2, dtype=torch.bfloat16)
-        assert_same(lambda *x: kernel(*x, segments=None, dropout=0.0), slow, data, rtol=2e-2, atol=2e-2)
+        assert_same(lambda *x: kernel(*x, **PLAIN), slow, data, rtol=2e-2, atol=2e-2)
 
     def test_strides_of_the_layer(self, kernel):
         """Keys and values are slices of the fused projection."""
@@ -70,7 +88,7 @@ class TestAgainstTheLoop:
 
         def run(qkv):
             q = qkv[:, :, :, :per_group].reshape(s, b, -1, d)
-            return kernel(q, qkv[:, :, :, -2], qkv[:, :, :, -1], segments=None, dropout=0.0)
+            return kernel(q, qkv[:, :, :, -2], qkv[:, :, :, -1], **PLAIN)
 
         def plain(qkv):
             return slow(qkv[:, :, :, :per_group].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1])
@@ -83,26 +101,70 @@ class TestAgainstTheLoop:
         q = torch.zeros(s, 1, 1, s)  # every visible key has the same weight
         v = torch.eye(s).view(s, 1, 1, s)
         torch.manual_seed(5)
-        out = kernel(q, q, v, segments=None, dropout=0.25)
+        out = kernel(q, q, v, segments=None, window=None, dropout=0.25)
         torch.manual_seed(5)
-        assert out.equal(kernel(q, q, v, segments=None, dropout=0.25))
-        assert not out.equal(kernel(q, q, v, segments=None, dropout=0.25))
+        assert out.equal(kernel(q, q, v, segments=None, window=None, dropout=0.25))
+        assert not out.equal(kernel(q, q, v, segments=None, window=None, dropout=0.25))
         weights = out.view(s, s) * torch.arange(1, s + 1).unsqueeze(1)  # 0 or 1 / 0.75 where visible
         kept = weights[torch.ones(s, s).tril().bool()]
         assert 0.70 < kept.gt(0).float().mean() < 0.80
         torch.testing.assert_close(kept[kept > 0], torch.full_like(kept[kept > 0], 1 / 0.75))
         assert weights.triu(1).eq(0).all()
 
+    def test_dropout_in_a_window(self, kernel):
+        """Nothing outside of the window, and inside the kept share."""
+        s, window = 64, 16
+        q, v = torch.zeros(s, 1, 1, s), torch.eye(s).view(s, 1, 1, s)
+        torch.manual_seed(5)
+        weights = kernel(q, q, v, segments=None, window=window, dropout=0.25).view(s, s)[window:] * window
+        inside = torch.ones(s, s).tril().triu(1 - window).bool()[window:]
+        assert weights[~inside].eq(0).all()
+        assert 0.70 < weights[inside].gt(0).float().mean() < 0.80
+        assert weights.sum() / weights.gt(0).sum() == pytest.approx(1 / 0.75)
 
-def test_kernels_agree_on_a_longer_sequence():
+
+@pytest.mark.parametrize("window", [None, 17])
+def test_kernels_agree_on_a_longer_sequence(window):
     data = inputs(80, 80, 4, 2)
     upstream = random(80, 2, 32, seed=9)
     results = [
-        outputs_and_gradients(lambda *x: kernel(*x, segments=None, dropout=0.0), data, upstream)  # noqa: B023
+        outputs_and_gradients(lambda *x: kernel(*x, **{**PLAIN, "window": window}), data, upstream)  # noqa: B023
         for kernel in KERNELS.values()
     ]
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class TestWhatSdpaIsAsked:
+    """A mask costs memory and the fast kernels."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        calls, run = [], torch.nn.functional.scaled_dot_product_attention
+
+        def spy(q, k, v, *, attn_mask, is_causal, **options):
+            calls.append((k.shape[2], None if attn_mask is None else attn_mask.shape[-2:], is_causal))
+            return run(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", spy)
+        return calls
+
+    @pytest.mark.parametrize("window", [None, 7, 8])
+    def test_a_window_as_long_as_the_sequence_needs_no_mask(self, asked, window):
+        attention.fused(*inputs(7, 7, 4, 2), segments=None, window=window, dropout=0.0)
+        assert asked == [(7, None, True)]
+
+    def test_a_shorter_one_does(self, asked):
+        attention.fused(*inputs(7, 7, 4, 2), segments=None, window=6, dropout=0.0)
+        assert asked == [(7, (7, 7), False)]
+
+    def test_one_query_reads_its_window_of_the_cache_without_a_mask(self, asked):
+        attention.fused(*inputs(1, 7, 4, 2), segments=None, window=3, dropout=0.0)
+        assert asked == [(3, None, False)]
+
+    def test_several_queries_read_the_windows_of_all(self, asked):
+        attention.fused(*inputs(2, 7, 4, 2), segments=None, window=3, dropout=0.0)
+        assert asked == [(4, (2, 4), False)]
 
 
 @pytest.fixture
@@ -132,9 +194,13 @@ class TestChoose:
         kernel, said = attention.choose(asked, CPU, torch.bfloat16)
         assert said == f"fused (torch SDPA in fp32, this CPU has no bfloat16 products; {why})"
         data = inputs(8, 8, 4, 2, dtype=torch.bfloat16)
-        expected = attention.fused(*(x.float() for x in data), segments=None, dropout=0.0).bfloat16()
-        assert kernel(*data, segments=None, dropout=0.0).equal(expected)
-        assert_same(lambda *x: kernel(*x, segments=None, dropout=0.0), slow, data, rtol=1e-2, atol=1e-2)
+        expected = attention.fused(*(x.float() for x in data), **PLAIN).bfloat16()
+        assert kernel(*data, **PLAIN).equal(expected)
+        assert_same(lambda *x: kernel(*x, **PLAIN), slow, data, rtol=1e-2, atol=1e-2)
+        segments = torch.zeros(2, 8, dtype=torch.long)
+        windowed = attention.fused(*(x.float() for x in data), segments=segments, window=3, dropout=0.0).bfloat16()
+        assert kernel(*data, segments=segments, window=3, dropout=0.0).equal(windowed)
+        assert not windowed.equal(expected)
 
     def test_flash_on_cpu_is_an_error_with_the_reason(self):
         with pytest.raises(ConfigError, match="--attention-backend flash cannot be used: the device is cpu; use auto"):
@@ -144,15 +210,84 @@ class TestChoose:
         """The dtype is judged before the device is asked for its age, so this needs no GPU."""
         assert flash.missing(torch.device("cuda"), torch.float32) == "the dtype is float32, it needs bf16 or fp16"
 
-    def test_flash_leaves_masks_to_the_other_kernel(self):
-        """Segments and cached queries never reach the flash kernel."""
+
+class TestFlash:
+    @pytest.fixture
+    def calls(self):
+        """(kernel, what it asked the other kernel for: lengths, segments, window, dropout, "by flash or not at all")"""
         calls = []
 
-        def otherwise(q, k, v, *, segments, dropout):
-            calls.append((q.shape[0], k.shape[0], segments is None, dropout))
-            return attention.fused(q, k, v, segments=segments, dropout=dropout)
+        def otherwise(q, k, v, *, segments, window, dropout):
+            only_flash = torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+            calls.append((q.shape[0], k.shape[0], segments is not None, window, dropout, only_flash))
+            return attention.fused(q, k, v, segments=segments, window=window, dropout=dropout)
 
-        kernel = flash.attention(otherwise)
-        kernel(*inputs(6, 6, 4, 2), segments=torch.zeros(2, 6, dtype=torch.long), dropout=0.0)
-        kernel(*inputs(2, 6, 4, 2), segments=None, dropout=0.0)
-        assert calls == [(6, 6, False, 0.0), (2, 6, True, 0.0)]
+        return flash.attention(otherwise), calls
+
+    def test_what_it_cannot_do_is_left_to_the_other_kernel(self, calls):
+        """Segments, queries that continue a cache, and windows with dropout or odd heads."""
+        kernel, asked = calls
+        kernel(*inputs(6, 6, 4, 2), segments=torch.zeros(2, 6, dtype=torch.long), window=4, dropout=0.0)
+        kernel(*inputs(2, 6, 4, 2), segments=None, window=4, dropout=0.0)
+        kernel(*inputs(6, 6, 4, 2), segments=None, window=4, dropout=0.1)
+        kernel(*inputs(6, 6, 4, 2, d=12), segments=None, window=4, dropout=0.0)
+        kernel(*inputs(6, 6, 4, 2, d=200), segments=None, window=4, dropout=0.0)
+        assert asked == [
+            (6, 6, True, 4, 0.0, False),
+            (2, 6, False, 4, 0.0, False),
+            (6, 6, False, 4, 0.1, False),
+            (6, 6, False, 4, 0.0, False),
+            (6, 6, False, 4, 0.0, False),
+        ]
+
+    def test_a_window_as_long_as_the_sequence_is_none(self, calls):
+        kernel, asked = calls
+        for window in (None, 6, 7):
+            kernel(*inputs(6, 6, 4, 4), segments=None, window=window, dropout=0.0)
+        assert asked == [(6, 6, False, None, 0.0, True)] * 3
+
+    @pytest.mark.parametrize("window", [1, 2, 5])
+    def test_window(self, calls, window):
+        """With the operator that only GPUs have stood in for, as its documentation describes it."""
+        kernel, asked = calls
+        data = inputs(6, 6, 4, 2, b=3)
+        with torch.no_grad(), FlashOperator():
+            out = kernel(*data, segments=None, window=window, dropout=0.0)
+        assert asked == []
+        torch.testing.assert_close(out, slow(*data, window=window))
+
+    def test_the_gradient_knows_the_window(self):
+        """Shapes only: what autograd asks of the operator's backward."""
+        data = [x.to("meta", torch.bfloat16).requires_grad_() for x in inputs(6, 6, 4, 2, b=3)]
+        with FlashOperator() as operator:
+            out = flash.windowed(*data, 4)
+            gradients = torch.autograd.grad(out, data, torch.empty_like(out))
+        assert out.shape == (6, 3, 32) and [g.shape for g in gradients] == [x.shape for x in data]
+        assert operator.windows_of_backward == [(3, 0)]
+
+
+class FlashOperator(TorchDispatchMode):
+    """torch's FlashAttention on [b, s, heads, d] tensors of the CPU; of its backward, which windows it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.windows_of_backward = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operator is torch.ops.aten._flash_attention_backward.default:
+            self.windows_of_backward.append((kwargs["window_size_left"], kwargs["window_size_right"]))
+        if operator is torch.ops.aten._flash_attention_forward.default and args[0].device.type == "cpu":
+            return self.forward(*args, **kwargs)
+        return operator(*args, **kwargs)
+
+    @staticmethod
+    def forward(q, k, v, ends_q, ends_k, s, t, dropout, causal, debug, *, window_size_left, window_size_right):
+        assert (ends_q, ends_k, s, t) == (None, None, q.shape[1], k.shape[1])
+        assert (dropout, causal, debug) == (0.0, False, False)
+        place = torch.arange(t) - torch.arange(s).unsqueeze(1)  # of a key beside its query
+        hidden = (place < -window_size_left) | (place > window_size_right)
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("bnst,btnd->bsnd", weights, v), *[torch.empty(0)] * 4

@@ -1,10 +1,13 @@
 """The whole decoder against transformers' models with the same weights: logits, loss and every gradient."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
@@ -33,6 +36,7 @@ LLAMA3 = {
     "rope_scaling_original_max_position_embeddings": 32,
     "rotary_base": 500000.0,
 }
+WINDOW, SKIP = {"window_size": "4,0"}, {"window_attn_skip_freq": "2"}
 ROPE3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -56,6 +60,19 @@ FAMILIES = {
         LlamaConfig(**THEIRS, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
     ),
     "qwen2": ({"add_qkv_bias": True}, Qwen2ForCausalLM, Qwen2Config(**THEIRS, tie_word_embeddings=False)),
+    # Their sliding_window counts the query's own key, LEFT of --window-size does not.
+    "mistral with a window": (
+        {"window_size": "4,0"},
+        MistralForCausalLM,
+        MistralConfig(**THEIRS, tie_word_embeddings=False, sliding_window=5),
+    ),
+    "qwen2 with a window in its last layer": (
+        {"add_qkv_bias": True, "window_size": "4,0", "window_attn_skip_freq": "[0]+[1]"},
+        Qwen2ForCausalLM,
+        Qwen2Config(
+            **THEIRS, tie_word_embeddings=False, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        ),
+    ),
     "qwen3": ({"qk_layernorm": True}, Qwen3ForCausalLM, Qwen3Config(**THEIRS, tie_word_embeddings=True)),
 }
 FAMILIES["qwen3"][0]["untie_embeddings_and_output_weights"] = False
@@ -140,6 +157,17 @@ def test_fp32_logits_loss_and_gradients(family):
             assert gradient[VOCAB:].eq(0).all(), f"{name}: padding rows have no gradient"
             found[name] = gradient[:VOCAB]
     assert_gradients(found, in_our_names({n: p.grad for n, p in theirs.named_parameters()}))
+
+
+@torch.no_grad()
+def test_a_window_changes_the_model():
+    """The same weights with every window agree up to its length, and differ after it."""
+    tokens, positions = make_ids(1, 12)[:, :-1], torch.arange(12).unsqueeze(0)
+    full, windowed, half = (both("llama untied", **more)[0] for more in ({}, WINDOW, {**WINDOW, **SKIP}))
+    logits = [model(tokens, positions) for model in (full, windowed, half)]
+    for a, b in itertools.combinations(logits, 2):
+        torch.testing.assert_close(a[:5], b[:5])
+        assert ((a[5:] - b[5:]).abs().amax(dim=(1, 2)) > 1e-3).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

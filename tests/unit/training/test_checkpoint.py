@@ -21,6 +21,13 @@ def test_the_same_size_given_and_derived_is_the_same_model():
     differ(kv_channels=MODEL.head_dim, ffn_hidden_size=MODEL.ffn_dim)
 
 
+def test_the_same_windows_written_in_two_ways_are_the_same_model():
+    there = dataclasses.replace(MODEL, window_size="7,0", window_attn_skip_freq="2")
+    here = dataclasses.replace(MODEL, window_size="(7,0)", window_attn_skip_freq="[1,0]")
+    check_same_model(PATH, there, here, finetune=False)
+    differ(window_size="-1,0", window_attn_skip_freq="[0]*2")
+
+
 def test_what_runs_on_the_model_is_not_the_model():
     differ(attention_dropout=0.3, attention_backend="unfused", init_method_std=0.5)
 
@@ -32,6 +39,8 @@ def test_what_runs_on_the_model_is_not_the_model():
         ({"kv_channels": 8}, f"kv_channels is {MODEL.head_dim} there and 8 here"),
         ({"vocab_size": 501}, "vocab_size is 500 there and 501 here"),
         ({"add_bias_linear": False}, "qkv bias is True there and False here"),
+        ({"window_size": "7,0"}, "attention window is None there and 8 here"),
+        ({"window_size": "7,0", "window_attn_skip_freq": "2"}, "windowed layers is 00 there and 10 here"),
     ],
 )
 def test_another_model_is_refused_by_name(changes, named):

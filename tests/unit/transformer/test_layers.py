@@ -24,8 +24,10 @@ def built(cls, fields, *args, spread=0.3, **options):
     build = make_build(fields, pool.groups())
     if cls is Norm:
         layer = Norm(32, build.config, tp=build.groups.tp, sum_over_tp=False, dtype=build.dtype, device=build.device)
-    elif cls in (SelfAttention, MLP):
-        layer = cls(build, *layer_inits(build.config))
+    elif cls is MLP:
+        layer = MLP(build, *layer_inits(build.config))
+    elif cls is SelfAttention:
+        layer = SelfAttention(build, *layer_inits(build.config), build.config.window)
     else:
         layer = cls(build, *args, **options)
     initialize(local_parameters(layer), 3)
@@ -155,6 +157,22 @@ class TestAttention:
         alone = [layer(x[r], NOWHERE) for r in (slice(0, 3), slice(3, 6))]
         torch.testing.assert_close(out, torch.cat(alone))
 
+    def test_window(self):
+        """Position 4 is seen from 4, 5 and 6, and no further; so it is with a cache, and in the unfused kernel."""
+        fields = {**LLAMA, "window_size": "2,0"}
+        layer, x = built(SelfAttention, fields), hidden(s=9)
+        out = layer(x, positions(fields, 0, 9))
+        changed = x.clone()
+        changed[4] += 1.0
+        differs = layer(changed, positions(fields, 0, 9)).ne(out).flatten(1).any(dim=1)
+        assert differs.tolist() == [False] * 4 + [True] * 3 + [False] * 2
+        cache, parts = Cache(), []
+        for start, end in ((0, 5), (5, 8), (8, 9)):
+            parts.append(layer(x[start:end], positions(fields, start, end), cache))
+        torch.testing.assert_close(torch.cat(parts), out)
+        reference = built(SelfAttention, {**fields, "attention_backend": "unfused"})
+        torch.testing.assert_close(reference(x, positions(fields, 0, 9)), out)
+
     def test_dropout_in_training_only(self):
         layer, x = built(SelfAttention, {**GPT, "attention_dropout": 0.5}), hidden()
         before = torch.get_rng_state()
@@ -167,17 +185,17 @@ class TestAttention:
 
 class TestBlock:
     def test_layer_is_two_residuals(self):
-        layer, x = built(TransformerLayer, LLAMA), hidden()
+        layer, x = built(TransformerLayer, LLAMA, 0), hidden()
         where = positions(LLAMA, 0, 6)
         middle = x + layer.self_attention(layer.input_layernorm(x), where)
         expected = middle + layer.mlp(layer.pre_mlp_layernorm(middle))
         assert layer(x, where).equal(expected)
 
     def test_hidden_dropout(self):
-        layer, x = built(TransformerLayer, {**GPT, "hidden_dropout": 0.5}), hidden()
+        layer, x = built(TransformerLayer, {**GPT, "hidden_dropout": 0.5}, 0), hidden()
         assert not layer(x, NOWHERE).equal(layer(x, NOWHERE))
         layer.eval()
-        assert layer(x, NOWHERE).equal(built(TransformerLayer, GPT)(x, NOWHERE))
+        assert layer(x, NOWHERE).equal(built(TransformerLayer, GPT, 0)(x, NOWHERE))
 
     def test_part_of_the_layers(self):
         """Names are those of the whole model, and so are the values."""
@@ -188,6 +206,18 @@ class TestBlock:
         for name, tensor in part.state_dict().items():
             assert tensor.equal(whole.state_dict()[name])
         x, where = hidden(), positions(LLAMA, 0, 6)
+        assert part(x, where).equal(whole.layers["1"](x, where))
+
+    def test_a_layer_has_the_window_of_its_number(self):
+        """In a part of the model too: layer 1 is the one with full attention."""
+        fields = {**LLAMA, "window_size": "2,0", "window_attn_skip_freq": "2"}
+        x, where = hidden(), positions(fields, 0, 6)
+        without, whole, part = (
+            built(TransformerBlock, f, first, 2, final_norm=False, spread=0.0)
+            for f, first in ((LLAMA, 0), (fields, 0), (fields, 1))
+        )
+        assert not whole.layers["0"](x, where).equal(without.layers["0"](x, where))
+        assert whole.layers["1"](x, where).equal(without.layers["1"](x, where))
         assert part(x, where).equal(whole.layers["1"](x, where))
 
     def test_a_cache_a_layer(self):
@@ -225,7 +255,7 @@ class TestBlock:
         assert output_scale(8) == 0.25
 
     def test_who_starts_smaller(self):
-        layer = built(TransformerLayer, LLAMA, spread=0.0)
+        layer = built(TransformerLayer, LLAMA, 0, spread=0.0)
         spreads = {name: float(p.detach().std()) for name, p in layer.named_parameters() if p.dim() > 1}
         assert spreads.pop("self_attention.linear_proj.weight") == pytest.approx(0.05, rel=0.1)
         assert spreads.pop("mlp.linear_fc2.weight") == pytest.approx(0.05, rel=0.1)

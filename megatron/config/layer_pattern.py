@@ -1,0 +1,59 @@
+"""A choice for each layer as Megatron-LM's flags write it: "every N-th layer", or a list of 0 and 1.
+
+A list may be written with + and *, as in ([1]*5+[0])*4. It is read, never run: nothing but these two is understood.
+"""
+
+from __future__ import annotations
+
+import ast
+
+_WANTED = "is neither a whole number N nor a list of 0 and 1 such as [1,1,0] or ([1]*2+[0])*4"
+
+
+def layer_pattern(text: str, num_layers: int) -> int | tuple[int, ...]:
+    """N, or one 0 or 1 a layer. Raises ValueError with what is wrong; the flag and `text` belong before it."""
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
+    except (SyntaxError, RecursionError, MemoryError):  # the parser's own limits on what is nested too deeply
+        raise ValueError(_WANTED) from None
+    if isinstance(found, int):
+        if found < 1:
+            raise ValueError("must be 1 or more")
+        return found
+    if len(found) != num_layers:
+        raise ValueError(_wrong_length(len(found), num_layers))
+    if not set(found) <= {0, 1}:
+        raise ValueError(_WANTED)
+    return tuple(found)
+
+
+def _value(node: ast.expr, longest: int) -> int | list[int]:
+    match node:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            return number
+        case ast.List(elts=elements):
+            numbers = [_value(element, longest) for element in elements]
+            if all(isinstance(number, int) for number in numbers):
+                return [number for number in numbers if isinstance(number, int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _value(left, longest), _value(right, longest)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            first, second = _value(left, longest), _value(right, longest)
+            if isinstance(first, int) and isinstance(second, list):
+                first, second = second, first
+            if isinstance(first, list) and isinstance(second, int):
+                return _repeated(first, second, longest)
+    raise ValueError(_WANTED)
+
+
+def _repeated(part: list[int], times: int, longest: int) -> list[int]:
+    """Checked before it is made: [1]*1000000000 is a slip of the finger, not a reason to run out of memory."""
+    if len(part) * times > longest:
+        raise ValueError(_wrong_length(len(part) * times, longest))
+    return part * times
+
+
+def _wrong_length(found: int, num_layers: int) -> str:
+    return f"is for {found} layers, but --num-layers is {num_layers}; give one 0 or 1 a layer"

@@ -1,0 +1,200 @@
+"""Instruction data: samples made of whole conversations, of which some tokens are trained on.
+
+A dataset is two `.bin/.idx` pairs: PREFIX with the tokens, int32, and PREFIX_mask with a byte for each of them, 1 where
+the model learns to write it. Sequence i of both is conversation i. `tools/preprocess_sft.py` writes them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.core.datasets.index_cache import cached_arrays, index_inputs
+from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.packing import best_fit_decreasing
+from megatron.core.datasets.sample import Tokens, check_ids, check_number
+from megatron.core.errors import DataError
+from megatron.core.log import get_logger
+
+LOGGER = get_logger(__name__)
+TOKEN_DTYPE, MASK_DTYPE = np.dtype("<i4"), np.dtype("u1")
+# Part of every cache entry's name: raise it when the arrays' meaning changes.
+INDEX_VERSION = 1
+
+
+def mask_prefix(prefix: str | Path) -> str:
+    """Where the mask of the dataset at `prefix` is."""
+    return f"{prefix}_mask"
+
+
+class Conversations:
+    """The two pairs of an instruction dataset. Raises DataError when one is missing or does not fit the other."""
+
+    def __init__(self, prefix: str, mmap: bool = True) -> None:
+        self.prefix = prefix
+        self.tokens = IndexedDataset(prefix, mmap)
+        if not os.path.isfile(f"{mask_prefix(prefix)}.idx"):
+            raise DataError(
+                f"{mask_prefix(prefix)}.idx does not exist, so {prefix} is no instruction dataset; make one with "
+                "tools/preprocess_sft.py"
+            )
+        self.mask = IndexedDataset(mask_prefix(prefix), mmap)
+        self.sequence_lengths = self.tokens.sequence_lengths
+        for part, dtype in ((self.tokens, TOKEN_DTYPE), (self.mask, MASK_DTYPE)):
+            if part.dtype != dtype:
+                raise DataError(
+                    f"{part.prefix} holds {part.dtype} values where an instruction dataset has {dtype}; "
+                    "make it again with tools/preprocess_sft.py"
+                )
+        if not np.array_equal(self.sequence_lengths, self.mask.sequence_lengths):
+            raise DataError(
+                f"{self.mask.prefix} is not the mask of {prefix}: the conversations have other lengths "
+                f"({len(self.mask)} there, {len(self)} here); make both again with tools/preprocess_sft.py"
+            )
+
+    def __len__(self) -> int:
+        """Number of conversations."""
+        return len(self.tokens)
+
+
+class SFTDataset:
+    """Sample number -> int64 [3, seq_length], from the conversations [first, last) of a dataset.
+
+    Row 0: token ids, 0 where the sample is filled up. Row 1: 1 where a token is to be predicted from those before it.
+    Row 2: number of the conversation in the sample; the filling has a number of its own.
+
+    An epoch reads every conversation once. packing: as many in a sample as best-fit-decreasing puts there; else one.
+    Conversations longer than `seq_length` are left out, which is logged. `order`, `num_samples` (None: one epoch) and
+    `cache` are as for GPTDataset, and so is the rule that sample n depends on (seed, n) alone.
+    """
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        first: int,
+        last: int,
+        *,
+        name: str,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        packing: bool,
+        order: str = "single",
+        cache: Path | None = None,
+    ) -> None:
+        if not 0 <= first < last <= len(conversations):
+            raise DataError(
+                f"conversations {first} to {last} of {conversations.prefix}, which has {len(conversations)}"
+            )
+        self.conversations, self.name, self.seq_length, self.vocab_size = conversations, name, seq_length, vocab_size
+        numbers, lengths = _that_fit(conversations, first, last, name, seq_length)
+        source, where = conversations.tokens.idx_path, {"first": first, "last": last, "seq_length": seq_length}
+        packed = cached_arrays(
+            cache,
+            f"SFTDataset-{name}-packing",
+            ("members", "starts"),
+            index_inputs(source, version=INDEX_VERSION, packing=packing, **where),
+            lambda: pack(lengths, seq_length, packing),
+        )
+        self.members, self.starts = packed["members"], packed["starts"]
+        samples = self.epoch_samples = len(self.starts) - 1
+        self.num_samples = samples if num_samples is None else num_samples
+        epochs = 1 if order == "cyclic" else max(1, -(-self.num_samples // samples))
+        drawn = cached_arrays(
+            cache,
+            f"SFTDataset-{name}-order",
+            ("order", "shuffle"),
+            index_inputs(source, version=INDEX_VERSION, samples=samples, epochs=epochs, seed=seed, **where),
+            lambda: draw_epochs(numbers, lengths, samples, epochs, seed),
+        )
+        self.order, self.shuffle = drawn["order"], drawn["shuffle"]
+        tokens = int(lengths.sum())
+        self.efficiency = tokens / (samples * seq_length)
+        LOGGER.info(
+            "%s: an epoch of %s is %d conversations with %d tokens in %d samples of %d; packing efficiency %.2f %%",
+            *(name, conversations.prefix, len(numbers), tokens, samples, seq_length, 100 * self.efficiency),
+        )
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self.num_samples
+
+    def __getitem__(self, number: int) -> Tokens:
+        """One sample, [3, seq_length]."""
+        check_number(self, number)
+        cycle, place = divmod(number, self.epoch_samples)
+        epoch = cycle % len(self.order)
+        sample = int(self.shuffle[epoch, place])
+        start, stop = self.starts[sample : sample + 2].tolist()
+        found = self.order[epoch, self.members[start:stop]].tolist()
+        rows = np.zeros((3, self.seq_length), np.int64)
+        at = 0
+        for count, conversation in enumerate(found):
+            tokens = self.conversations.tokens.get(conversation)
+            end = at + len(tokens)
+            rows[0, at:end] = tokens
+            rows[1, at + 1 : end] = self.conversations.mask.get(conversation)[1:] != 0
+            rows[2, at:end] = count
+            at = end
+        rows[2, at:] = len(found)
+        check_ids(rows[0], self.vocab_size, self.conversations.prefix)
+        return rows
+
+
+def _that_fit(
+    conversations: Conversations, first: int, last: int, name: str, seq_length: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Numbers and lengths of the conversations [first, last) that have tokens and fit in a sample."""
+    lengths = np.asarray(conversations.sequence_lengths[first:last], np.int64)
+    fit = np.flatnonzero((lengths > 0) & (lengths <= seq_length))
+    if not len(fit):
+        raise DataError(
+            f"none of the {last - first} conversations of {conversations.prefix} for {name} fits in --seq-length "
+            f"{seq_length}: the shortest has {lengths.min()} tokens; raise it, or make the dataset with --truncate"
+        )
+    if longer := int((lengths > seq_length).sum()):
+        LOGGER.info(
+            "%s: %d of %d conversations of %s are longer than --seq-length %d and are left out",
+            *(name, longer, last - first, conversations.prefix, seq_length),
+        )
+    return first + fit, lengths[fit]
+
+
+def pack(lengths: npt.NDArray[np.int64], seq_length: int, packing: bool) -> dict[str, npt.NDArray[Any]]:
+    """How conversations of these lengths share samples, whichever of one length stands where.
+
+    members [n]: places in falling order of length, sample by sample; starts [samples + 1]: sample j has those of
+    [starts[j], starts[j + 1]).
+    """
+    bins = best_fit_decreasing(-np.sort(-lengths), seq_length) if packing else np.arange(len(lengths))
+    starts = np.concatenate([[0], np.cumsum(np.bincount(bins))])
+    return {"members": np.argsort(bins, kind="stable").astype(_index_type(len(bins))), "starts": starts}
+
+
+def draw_epochs(
+    numbers: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], samples: int, epochs: int, seed: int
+) -> dict[str, npt.NDArray[Any]]:
+    """What is in which place in each epoch, every epoch drawn from (seed, its number) alone.
+
+    order [epochs, n]: conversation numbers in falling order of length, those of one length shuffled: so conversations
+    meet others in every epoch, and the number of samples stays. shuffle [epochs, samples]: the sample that is read i-th.
+    """
+    kind = _index_type(int(numbers.max()))
+    order, shuffle = np.empty((epochs, len(numbers)), kind), np.empty((epochs, samples), kind)
+    for epoch in range(epochs):
+        # numpy promises never to change RandomState's streams, so the order outlives an upgrade in mid-run.
+        random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+        drawn = random.permutation(len(numbers))
+        order[epoch] = numbers[drawn[np.argsort(-lengths[drawn], kind="stable")]]
+        shuffle[epoch] = random.permutation(samples)
+    return {"order": order, "shuffle": shuffle}
+
+
+def _index_type(largest: int) -> type[np.signedinteger[Any]]:
+    """int32 where it is enough: half the memory and disk."""
+    return np.int64 if largest >= 2**31 else np.int32

@@ -1,0 +1,149 @@
+"""JSON lines of instruction data -> tokens and their mask, by the machinery of preprocess.py."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from megatron.core.datasets.indexed import pack_tokens
+from megatron.core.datasets.jsonl import Block, find_inputs
+from megatron.core.datasets.preprocess import EncodedBlock, Output, Packed, encode_blocks, write_blocks
+from megatron.core.datasets.sft import MASK_DTYPE, TOKEN_DTYPE, mask_prefix
+from megatron.core.datasets.sft_records import parse_conversation
+from megatron.core.datasets.sft_template import ChatTemplate
+from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
+from megatron.core.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions:
+    """The fields are the flags of tools/preprocess_sft.py. seq_length None keeps every conversation whole."""
+
+    input: tuple[str, ...]
+    output_prefix: str
+    workers: int
+    seq_length: int | None = None
+    truncate: bool = False
+    chat_template: str | None = None
+    log_interval: int = 1000
+
+
+@dataclass(frozen=True)
+class SFTSummary:
+    """Totals. dropped: longer than --seq-length (with --truncate: with nothing left to train on)."""
+
+    conversations: int
+    tokens: int
+    trained: int  # tokens with loss
+    dropped: int
+    truncated: int
+    bytes: int
+    seconds: float
+
+
+def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
+    """Write `{output_prefix}.bin/.idx` and `{output_prefix}_mask.bin/.idx`, all or nothing; conversation i is sequence i.
+
+    Raises DataError with the file and line for a conversation that cannot be used, and ConfigError for impossible options.
+    """
+    template = _open_template(options, tokenizer)
+    paths = find_inputs(options.input)
+    prefix = options.output_prefix
+    try:
+        with ExitStack() as stack:
+            outputs = {
+                "mask": stack.enter_context(Output(mask_prefix(prefix), MASK_DTYPE)),
+                "tokens": stack.enter_context(Output(prefix, TOKEN_DTYPE)),
+            }
+            encoder = ConversationEncoder(template, options.seq_length, options.truncate)
+            written = write_blocks(encode_blocks(paths, encoder, options.workers), outputs, options.log_interval)
+            counts = written.counts
+            if not written.documents:
+                dropped = counts.get("dropped", 0)
+                why = f"none of its {dropped} fits in --seq-length {options.seq_length}" if dropped else "it is empty"
+                raise DataError(f"--input {' '.join(options.input)} holds no conversation to train on: {why}")
+            # A reader sees the old pairs, none, or the new ones: without its index a dataset does not exist.
+            Path(f"{prefix}.idx").unlink(missing_ok=True)
+            for output in outputs.values():
+                output.finalize()
+    except OSError as error:
+        raise DataError(f"preprocessing into {prefix} failed: {error}") from error
+    return SFTSummary(
+        conversations=written.documents,
+        tokens=counts["tokens"],
+        trained=counts["trained"],
+        dropped=counts["dropped"],
+        truncated=counts["truncated"],
+        bytes=written.bytes,
+        seconds=written.seconds,
+    )
+
+
+class ConversationEncoder(Dataset[EncodedBlock]):
+    """Block -> packed conversations. It lives in worker processes and so holds all that they need."""
+
+    def __init__(self, template: ChatTemplate, seq_length: int | None, truncate: bool) -> None:
+        self.template, self.seq_length, self.truncate = template, seq_length, truncate
+
+    def __getitem__(self, block: Block) -> EncodedBlock:
+        lines = block.lines()
+        kept: list[tuple[list[int], list[bool]]] = []
+        counts = dict.fromkeys(("tokens", "trained", "dropped", "truncated"), 0)
+        for number, line in enumerate(lines):
+            if not line.strip():
+                continue
+            try:
+                tokens, trained = self.template.encode(parse_conversation(line))
+            except ValueError as error:
+                return EncodedBlock(block, len(lines), error=(number, str(error)))
+            if self.seq_length is not None and len(tokens) > self.seq_length:
+                if not (self.truncate and any(trained[1 : self.seq_length])):
+                    counts["dropped"] += 1
+                    continue
+                counts["truncated"] += 1
+                tokens, trained = tokens[: self.seq_length], trained[: self.seq_length]
+            kept.append((tokens, trained))
+            counts["tokens"] += len(tokens)
+            counts["trained"] += sum(trained[1:])
+        return EncodedBlock(block, len(lines), self._pack(kept), counts=counts)
+
+    @staticmethod
+    def _pack(kept: list[tuple[list[int], list[bool]]]) -> dict[str, Packed]:
+        lengths = np.fromiter((len(tokens) for tokens, _ in kept), np.int32, len(kept))
+        size, ones = int(lengths.sum(dtype=np.int64)), np.ones(len(kept), np.int64)
+        tokens = np.fromiter(itertools.chain.from_iterable(tokens for tokens, _ in kept), np.int64, size)
+        mask = np.fromiter(itertools.chain.from_iterable(trained for _, trained in kept), MASK_DTYPE, size)
+        return {
+            "tokens": Packed(pack_tokens(tokens, TOKEN_DTYPE), lengths, ones),
+            "mask": Packed(mask, lengths, ones),
+        }
+
+
+def _open_template(options: SFTOptions, tokenizer: Tokenizer) -> ChatTemplate:
+    """The chat template, after checking the options. Raises ConfigError."""
+    for flag, value, least in (
+        ("workers", options.workers, 1),
+        ("log-interval", options.log_interval, 1),
+        ("seq-length", 2 if options.seq_length is None else options.seq_length, 2),
+    ):
+        if value < least:
+            raise ConfigError(f"--{flag} is {value}; give at least {least}")
+    if options.truncate and options.seq_length is None:
+        raise ConfigError("--truncate has no effect without a length; give --seq-length")
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise ConfigError(
+            "chat templates belong to Hugging Face tokenizers; give --tokenizer-type HuggingFaceTokenizer"
+        )
+    source = None
+    if options.chat_template is not None:
+        try:
+            source = Path(options.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat-template {options.chat_template} cannot be read as text: {error}") from error
+    return ChatTemplate(tokenizer, source)

@@ -1,0 +1,159 @@
+"""Checkpoints from one process: any rectangle of their global tensors, and new ones streamed block by block."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.boxes import Box, intersect
+from megatron.core.dist_checkpointing.folders import begin, publish
+from megatron.core.dist_checkpointing.manifest import (
+    Chunk,
+    Manifest,
+    TensorRecord,
+    check_sizes,
+    chunk_key,
+    read_manifest,
+    write_manifest,
+)
+from megatron.core.dist_checkpointing.tensor_file import (
+    TensorFile,
+    TensorSource,
+    narrow,
+    open_tensor_file,
+    write_tensor_file,
+)
+
+FILE_BYTES = 2**30  # a file holds about this much
+BLOCK_BYTES = 2**25  # and is written in blocks of at most this much
+WRITERS = 2  # files written at once: one is synced while another is filled
+
+
+class WholeReader:
+    """Reads any rectangle of a checkpoint's tensors. Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for a checkpoint that is damaged or of another format."""
+        self._path, self.manifest = path, read_manifest(path)
+        check_sizes(path, self.manifest)
+        self._files: dict[str, TensorFile] = {}
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """Elements `box` of global tensor `name`, in new memory. Raises DamagedError for a wrong checksum."""
+        record = self.manifest.tensors[name]
+        out = torch.empty(box.shape, dtype=dtype)
+        for chunk in record.chunks:
+            if common := intersect(chunk.box, box):
+                part, here = (_relative(common, base) for base in (chunk.box, box))
+                key = chunk_key(name, chunk.box.offset)
+                saved = self._file(chunk.file).read(key, record.dtype, chunk.box.shape, chunk.crc32, part)
+                narrow(out, here).copy_(saved)
+        return out
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = open_tensor_file(self._path / name, self.manifest.files[name])
+        return self._files[name]
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A tensor to write: `read(box)` gives a rectangle of it, when its turn comes and from any thread."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[Box], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its data."""
+        return Box((0,) * len(self.shape), self.shape).numel * self.dtype.itemsize
+
+    def source(self, key: str, on_bytes: Callable[[int], None]) -> TensorSource:
+        """The tensor for a file, block by block; `on_bytes` hears of each."""
+
+        def blocks() -> Iterator[Tensor]:
+            for box in cut(self.shape, max(1, BLOCK_BYTES // self.dtype.itemsize)):
+                block = self.read(box)
+                yield block
+                on_bytes(block.nbytes)
+
+        return TensorSource(key, self.dtype, self.shape, blocks)
+
+
+def write_whole(
+    root: Path,
+    iteration: int,
+    tensors: Sequence[WholeTensor],
+    state: dict[str, Any],
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> Path:
+    """Write a checkpoint `root`/iter_... of `tensors` and `state` (any JSON). Raises OSError, leaving nothing behind.
+
+    Memory: two blocks, whatever the sizes of tensors.
+    """
+    temporary = begin(root, iteration)
+    try:
+        files = fill_files(tensors, FILE_BYTES)
+        names = [f"__0_{number}.safetensors" for number in range(len(files))]
+
+        def write(name: str, held: Sequence[WholeTensor]) -> dict[str, tuple[str, ...]]:
+            keys = {tensor.name: chunk_key(tensor.name, (0,) * len(tensor.shape)) for tensor in held}
+            sources = [tensor.source(keys[tensor.name], on_bytes) for tensor in held]
+            crcs = write_tensor_file(temporary / name, sources)
+            return {tensor: crcs[key] for tensor, key in keys.items()}
+
+        records = {}
+        with ThreadPoolExecutor(WRITERS) as pool:
+            for name, held, crcs in zip(names, files, pool.map(write, names, files), strict=True):
+                for tensor in held:
+                    box = Box((0,) * len(tensor.shape), tensor.shape)
+                    chunk = Chunk(box, name, crcs[tensor.name])
+                    records[tensor.name] = TensorRecord(tensor.shape, tensor.dtype, (chunk,))
+        sizes = {name: (temporary / name).stat().st_size for name in names}
+        write_manifest(temporary, Manifest(records, sizes, state, torch.__version__))
+        return publish(root, iteration, temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def fill_files(tensors: Sequence[WholeTensor], most: int) -> list[list[WholeTensor]]:
+    """Cut a list of tensors, in order, into files of at most `most` bytes; a larger tensor has a file of its own."""
+    files: list[list[WholeTensor]] = []
+    filled = 0
+    for tensor in tensors:
+        if not files or filled + tensor.nbytes > most:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += tensor.nbytes
+    return files
+
+
+def cut(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Rectangles of at most `most` elements that follow one another in the row-major order of a tensor of `shape`."""
+    if not shape:
+        yield Box((), ())
+        return
+    row = Box(shape[1:], shape[1:]).numel
+    if row > most:
+        for first in range(shape[0]):
+            for box in cut(shape[1:], most):
+                yield Box((first, *box.offset), (1, *box.shape))
+        return
+    rows = max(1, most // max(1, row))
+    for first in range(0, shape[0], rows):
+        yield Box((first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:]))
+
+
+def _relative(box: Box, base: Box) -> Box:
+    return Box(tuple(a - b for a, b in zip(box.offset, base.offset, strict=True)), box.shape)

@@ -1,0 +1,240 @@
+"""Continuous batching: requests wait in a queue, join the running batch when a row is free, and leave when they end.
+
+One thread owns the engine and the model and is in `run`; any thread may `submit` and `cancel`. Answers are handed to a
+callback of the request, on the engine's thread, as they come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.errors import MegatronError
+from megatron.core.inference.sampling import Draws, Sampling, choose
+from megatron.core.inference.slots import SlotDecoder
+from megatron.core.inference.text import TextStream
+from megatron.core.log import get_logger
+
+IDLE_SECONDS = 0.5  # between two signs of life to the other ranks while no request is there
+PROMPT_TOKENS = 4096  # of new prompts that are read between two steps of those that run, and one prompt at least
+log = get_logger(__name__)
+
+
+class QueueFull(MegatronError):
+    """More requests wait than may."""
+
+
+class EngineStopped(MegatronError):
+    """The engine takes no more requests: it was stopped, or has failed."""
+
+
+@dataclass(frozen=True)
+class ChosenToken:
+    """A new token, its log-probability (natural, before temperature and cuts) and those of the likeliest."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a request has grown by. The last one has a reason: "stop", "length" or "error"; `error` then says more.
+
+    count: new tokens so far, with the one that ended it. tokens: the new ones since the last piece, where asked for.
+    """
+
+    text: str
+    count: int
+    tokens: tuple[ChosenToken, ...] = ()
+    reason: str | None = None
+    error: str = ""
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """A prompt to continue, and where its pieces go. top_logprobs: None, or how many of the likeliest to report."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    on_piece: Callable[[Piece], None]
+    stop_strings: Sequence[str] = ()
+    top_logprobs: int | None = None
+    cancelled: bool = field(default=False, init=False)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: its row is free from the next step on. Any thread; harmless after its end."""
+        self.cancelled = True
+
+
+class _Row:
+    """A request that runs."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, stop_ids: Collection[int]) -> None:
+        self.request = request
+        self.draws = None if request.sampling.greedy else Draws([request.seed])
+        self.ended = False
+        self._stream = TextStream(tokenizer, request.prompt, stop_ids, request.stop_strings)
+
+    @property
+    def last(self) -> int:
+        return self._stream.ids[-1]
+
+    def push(self, token: int, chosen: tuple[ChosenToken, ...]) -> None:
+        """Add the next token and hand out what has become final."""
+        stream = self._stream
+        self.ended = stream.push(token) or len(stream.ids) == self.request.max_new_tokens
+        if self.ended:
+            stream.close()
+        text = stream.take()
+        if text or chosen or self.ended:
+            reason = stream.reason if self.ended else None
+            self.request.on_piece(Piece(text, len(stream.ids), chosen, reason))
+
+    def fail(self, error: str) -> None:
+        self.ended = True
+        self.request.on_piece(Piece("", len(self._stream.ids), (), "error", error))
+
+
+class Engine:
+    """Requests in, pieces out. Greedy answers, and drawn ones of a seed, are those of `generate` for the same prompt."""
+
+    def __init__(
+        self, decoder: SlotDecoder, tokenizer: Tokenizer, *, max_waiting: int, stop_ids: Collection[int] = ()
+    ) -> None:
+        """`stop_ids`: tokens that end a sequence beside the tokenizer's eod."""
+        self.failure: Exception | None = None  # what ended `run`, if an error did
+        self.max_waiting, self.max_tokens = max_waiting, decoder.capacity
+        self._decoder, self._tokenizer = decoder, tokenizer
+        self._stop_ids = frozenset({tokenizer.eod, *stop_ids})
+        self._rows: list[_Row] = []  # as in the decoder
+        self._waiting: deque[Request] = deque()
+        self._changed = threading.Condition()  # held to touch _waiting and _stopping
+        self._stopping = False
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue all of them, or none. Raises QueueFull and EngineStopped. Any thread."""
+        for request in requests:
+            total = len(request.prompt) + request.max_new_tokens
+            assert request.prompt and request.max_new_tokens > 0 and total <= self.max_tokens, f"{total} tokens"
+        with self._changed:
+            if self._stopping:
+                raise EngineStopped("the server is shutting down")
+            if len(self._waiting) + len(requests) > self.max_waiting:
+                raise QueueFull(f"{len(self._waiting)} requests are waiting; try again later")
+            self._waiting.extend(requests)
+            self._changed.notify()
+
+    def load(self) -> tuple[int, int]:
+        """(requests that run, requests that wait). Any thread."""
+        return len(self._rows), len(self._waiting)
+
+    def stop(self) -> None:
+        """Make `run` return after its current step; what has not ended then fails. Any thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Serve until `stop`, or until an error, which `failure` then holds. Every request gets its last piece."""
+        try:
+            while self._wait():
+                if not self.step():
+                    self._decoder.idle()
+            self._decoder.close()
+        except Exception as error:  # a lost rank, a full device: whatever it is, no request may wait for ever
+            self.failure = error
+        why = f"the engine failed: {self.failure}" if self.failure else "the server is shutting down"
+        with self._changed:
+            self._stopping = True
+            left, self._waiting = list(self._waiting), deque()
+        for row in self._rows:
+            row.fail(why)
+        for request in left:
+            request.on_piece(Piece("", 0, (), "error", why))
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Let requests leave and join, then one token for each that runs. False when there is nothing to do."""
+        for row in self._rows:
+            row.ended = row.ended or row.request.cancelled
+        self._remove_ended()
+        joined, running = self._join(), bool(self._rows)
+        if running:
+            self._push(self._rows, self._decoder.step([row.last for row in self._rows]))
+            self._remove_ended()
+        return joined or running
+
+    def _wait(self) -> bool:
+        """Return when there is something to do or the others want a sign of life; False to end."""
+        with self._changed:
+            if not (self._stopping or self._rows or self._waiting):
+                self._changed.wait(IDLE_SECONDS)
+            return not self._stopping
+
+    def _join(self) -> bool:
+        read = 0
+        while len(self._rows) < self._decoder.slots and read < PROMPT_TOKENS:
+            request = self._next_waiting()
+            if request is None:
+                break
+            row = _Row(request, self._tokenizer, self._stop_ids)
+            self._rows.append(row)
+            self._push([row], self._decoder.read(request.prompt))
+            self._remove_ended()
+            read += len(request.prompt)
+        return read > 0
+
+    def _next_waiting(self) -> Request | None:
+        with self._changed:
+            self._waiting = deque(request for request in self._waiting if not request.cancelled)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _push(self, rows: Sequence[_Row], logits: Tensor) -> None:
+        """Choose the next token of each row from logits [rows, padded vocab]."""
+        logits = logits[:, : self._tokenizer.vocab_size]
+        finite = logits.isfinite().all(dim=-1).tolist()
+        if not all(finite):
+            for row, fine in zip(rows, finite, strict=True):
+                if not fine:
+                    row.fail("the model's logits are not finite: its weights are damaged, or they overflow")
+            rows = [row for row in rows if not row.ended]
+            logits = logits[torch.tensor(finite, device=logits.device)]
+        for number, (row, token) in enumerate(zip(rows, _choose(rows, logits), strict=True)):
+            count = row.request.top_logprobs
+            row.push(token, () if count is None else (_report(logits[number], token, count),))
+
+    def _remove_ended(self) -> None:
+        for number in reversed(range(len(self._rows))):
+            if self._rows[number].ended:
+                self._decoder.remove(number)
+                self._rows[number] = self._rows[-1]
+                self._rows.pop()
+
+
+def _choose(rows: Sequence[_Row], logits: Tensor) -> list[int]:
+    """The next token of each row. Rows that are sampled alike are chosen together."""
+    alike: dict[Sampling, list[int]] = {}
+    for number, row in enumerate(rows):
+        alike.setdefault(row.request.sampling, []).append(number)
+    ids = [0] * len(rows)
+    for sampling, numbers in alike.items():
+        drawn = [draws.next() for number in numbers if (draws := rows[number].draws) is not None]
+        chosen = choose(logits[numbers], sampling, torch.cat(drawn).to(logits.device) if drawn else None)
+        for number, token in zip(numbers, chosen.tolist(), strict=True):
+            ids[number] = token
+    return ids
+
+
+def _report(logits: Tensor, token: int, count: int) -> ChosenToken:
+    logprobs = logits.float().log_softmax(dim=-1)
+    values, ids = logprobs.topk(min(count, len(logprobs)))
+    return ChosenToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

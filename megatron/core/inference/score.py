@@ -1,0 +1,167 @@
+"""Log-likelihoods of given tokens, and with them the perplexity of texts.
+
+[Note: sliding windows]
+A document longer than the context is read in windows of `context` tokens that begin `stride` tokens apart. The first
+window scores all its tokens, each later one its last `stride`, so every token is scored once and, but for the first
+window's, after at least context - stride others. The document's first token is scored after the tokenizer's bos, or its
+eod where it has no bos. Totals are sums over tokens, not means over windows or documents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import all_gather
+from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.errors import CheckpointError, DataError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.context import Build
+
+_ROWS = 1024  # positions whose logits over the whole vocabulary are held in fp32 at a time
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens of which the last `scored` are predicted from all before them; the very last one is never read."""
+
+    ids: Sequence[int]
+    scored: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Summed natural log-probability of a window's scored tokens, and whether each was the likeliest."""
+
+    logprob: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """Totals over texts. `nats`: minus the summed log-probability of all tokens; `bytes`: of the texts in UTF-8."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    nats: float
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Of a token; infinite where it is too large for a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Does not depend on the tokenizer, so models with different ones can be compared."""
+        return self.nats / math.log(2) / self.bytes
+
+
+def score_texts(
+    model: GPTModel,
+    build: Build,
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    *,
+    context: int,
+    stride: int,
+    batch_tokens: int,
+) -> TextScore:
+    """Score documents (see the note above), which may come from a stream. Empty ones are left out.
+
+    Collective over tp, where every rank gives the same texts. Raises DataError when there is no text, CheckpointError
+    for logits that are not finite.
+    """
+    assert 0 < stride <= context, f"stride {stride} for a context of {context}"
+    first = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    documents = tokens = size = 0
+    nats = 0.0
+    held: list[Window] = []
+
+    def flush() -> float:
+        return -math.fsum(found.logprob for found in score(model, build, held, batch_tokens))
+
+    for text in texts:
+        ids = tokenizer.encode(text)
+        if not ids:
+            continue
+        documents, tokens, size = documents + 1, tokens + len(ids), size + len(text.encode())
+        for window in sliding_windows([first, *ids], context, stride):
+            held.append(window)
+            if len(held) * context >= 16 * batch_tokens:  # enough to sort by length, and not a whole file
+                nats += flush()
+                held.clear()
+    if held:
+        nats += flush()
+    if not documents:
+        raise DataError("there is no text to score")
+    return TextScore(documents, tokens, size, nats)
+
+
+def sliding_windows(ids: Sequence[int], context: int, stride: int) -> Iterator[Window]:
+    """Windows that score each of ids[1:] once (see the note above)."""
+    done = 1
+    while done < len(ids):
+        end = min(len(ids), done + (context if done == 1 else stride))
+        yield Window(ids[max(0, end - context - 1) : end], end - done)
+        done = end
+
+
+@torch.inference_mode()
+def score(model: GPTModel, build: Build, windows: Sequence[Window], batch_tokens: int) -> list[Score]:
+    """A score for each window, in order; windows of like length are read together, `batch_tokens` positions at a time.
+
+    Shorter windows are padded on the right, behind everything that is scored: nothing sees padding, and no mask is
+    needed. Communication: the model's, and all-gathers over tp of the scored positions' logits.
+    """
+    scores: list[Score | None] = [None] * len(windows)
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
+    while order:
+        longest = len(windows[order[0]].ids) - 1
+        size = max(1, batch_tokens // longest)
+        batch, order = order[:size], order[size:]
+        for number, found in zip(batch, _score_batch(model, build, [windows[i] for i in batch]), strict=True):
+            scores[number] = found
+    return [found for found in scores if found is not None]
+
+
+def _score_batch(model: GPTModel, build: Build, windows: Sequence[Window]) -> list[Score]:
+    device, longest = build.device, max(len(window.ids) for window in windows) - 1
+    padded = [[*window.ids[:-1], *[0] * (longest + 1 - len(window.ids))] for window in windows]
+    positions = torch.arange(longest, device=device).unsqueeze(0)
+    logits: Tensor = model(torch.tensor(padded, device=device), positions)  # [s, b, padded vocab / tp]
+    columns = [len(window.ids) - 1 - window.scored + i for window in windows for i in range(window.scored)]
+    rows = [row for row, window in enumerate(windows) for _ in range(window.scored)]
+    targets = torch.tensor([i for window in windows for i in window.ids[-window.scored :]], device=device)
+    chosen = logits[torch.tensor(columns, device=device), torch.tensor(rows, device=device)]  # [n, padded vocab / tp]
+    parts = [
+        _compare(some, wanted, build) for some, wanted in zip(chosen.split(_ROWS), targets.split(_ROWS), strict=True)
+    ]
+    logprobs, likeliest = (torch.cat(part).tolist() for part in zip(*parts, strict=True))
+    scores, start = [], 0
+    for window in windows:
+        stop = start + window.scored
+        scores.append(Score(math.fsum(logprobs[start:stop]), all(likeliest[start:stop])))
+        start = stop
+    return scores
+
+
+def _compare(logits: Tensor, targets: Tensor, build: Build) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of the targets, whether each is the likeliest), both [n], from logits [n, padded vocab / tp]."""
+    full = all_gather(logits.t(), build.groups.tp).t()[:, : build.config.vocab_size].float()
+    logprobs = full.log_softmax(dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    if not logprobs.isfinite().all():
+        raise CheckpointError(
+            "the model's logits are not finite: its weights are damaged or have diverged, or overflow in "
+            f"{build.config.dtype_name}; try an earlier checkpoint with --ckpt-step"
+        )
+    return logprobs, full.argmax(dim=-1) == targets

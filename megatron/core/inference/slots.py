@@ -1,0 +1,187 @@
+"""A batch that sequences join and leave between steps: the cache, and the model's steps over it.
+
+[Note: rows and columns]
+A sequence has a row while it runs; rows are kept without gaps. All rows end in the same column, so a step writes one
+column, and the distance between two columns of a row is that of their positions, which sliding windows count on. What
+lies before a row's first column is a segment of its own in the attention mask. When a prompt is longer than the columns
+in use, or the last column of the cache is reached, all rows are moved: rarely, and by whole columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import all_gather, broadcast
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.context import Build
+
+_READ, _STEP, _REMOVE, _IDLE, _CLOSE = range(5)  # what tp rank 0 tells the others
+
+
+@dataclass
+class _Place:
+    """What the next forward writes and sees; one object shared by the caches of all layers."""
+
+    rows: slice
+    new: slice  # columns that are written
+    seen: slice  # columns that are attended to, the new ones among them
+
+
+class SlotCache:
+    """One layer's keys and values, each [capacity, rows, groups/tp, d]: a `KeyValueCache`."""
+
+    def __init__(self, capacity: int, rows: int, build: Build, place: _Place) -> None:
+        heads = build.config.num_kv_heads // build.groups.tp.size
+        # Zeros, not empty: a masked column still meets a weight of zero, and zero times a NaN is a NaN.
+        self._keys = torch.zeros(capacity, rows, heads, build.config.head_dim, dtype=build.dtype, device=build.device)
+        self._values = torch.zeros_like(self._keys)
+        self._place = place
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v [new columns, rows, groups/tp, d] where the next forward's place is; return what it sees."""
+        place = self._place
+        self._keys[place.new, place.rows] = k
+        self._values[place.new, place.rows] = v
+        return self._keys[place.seen, place.rows], self._values[place.seen, place.rows]
+
+    def move_columns(self, rows: int, used: slice, by: int) -> None:
+        """Move the used columns of the first `rows` rows, to the left where `by` is negative."""
+        for tensor in (self._keys, self._values):
+            tensor[used.start + by : used.stop + by, :rows] = tensor[used, :rows].clone()
+
+    def move_row(self, source: int, target: int, used: slice) -> None:
+        """Copy a row's used columns over those of another, and clear it: nothing of it, a NaN say, is ever seen."""
+        for tensor in (self._keys, self._values):
+            if source != target:
+                tensor[used, target] = tensor[used, source]
+            tensor[used, source] = 0
+
+
+class SlotDecoder:
+    """Up to `slots` sequences that a model reads from left to right, each at its own position.
+
+    Only tp rank 0 calls `read`, `step`, `remove`, `idle` and `close`; all others are in `follow` meanwhile, and do what
+    they are told. Communication of each call: one or two broadcasts over tp of a few numbers; in `read` and `step` also
+    the model's own, and one all-gather of [vocab / tp, rows].
+    """
+
+    def __init__(self, model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
+        """`model`: in evaluation mode. `capacity`: longest sequence, prompt and continuation together."""
+        assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
+        assert build.config.num_layers
+        self.slots, self.capacity = slots, capacity
+        self._place = _Place(slice(0), slice(0), slice(0))
+        self._caches = [SlotCache(capacity, slots, build, self._place) for _ in range(build.config.num_layers)]
+        self._lengths: list[int] = []  # of each row
+        self._end = 0  # one past the last column in use
+        self._model, self._tp, self._device = model, build.groups.tp, build.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache on this rank."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    def read(self, prompt: Sequence[int]) -> Tensor:
+        """Read a prompt into a new last row. Logits behind it [1, padded vocab]."""
+        self._tell(_READ, prompt)
+        return self._read(prompt)
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Read one more token in every row. Logits behind them [rows, padded vocab]."""
+        self._tell(_STEP, tokens)
+        return self._step(tokens)
+
+    def remove(self, row: int) -> None:
+        """Give a row up. The last row takes its place."""
+        self._tell(_REMOVE, [row])
+        self._remove(row)
+
+    def idle(self) -> None:
+        """Nothing to do: shows all ranks that the others are there. Raises CommError when one is not."""
+        self._tell(_IDLE)
+
+    def close(self) -> None:
+        """The end: `follow` returns on all other ranks."""
+        self._tell(_CLOSE)
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """On every tp rank but the first: take part in what that one does, until it closes."""
+        header = torch.empty(2, dtype=torch.int64, device=self._device)
+        while True:
+            action, count = broadcast(header, self._tp).tolist()
+            numbers: list[int] = []
+            if count:
+                numbers = broadcast(torch.empty(count, dtype=torch.int64, device=self._device), self._tp).tolist()
+            if action == _READ:
+                self._read(numbers)
+            elif action == _STEP:
+                self._step(numbers)
+            elif action == _REMOVE:
+                self._remove(numbers[0])
+            elif action == _CLOSE:
+                return
+
+    def _tell(self, action: int, numbers: Sequence[int] = ()) -> None:
+        if self._tp.size > 1:
+            broadcast(torch.tensor([action, len(numbers)], device=self._device), self._tp)
+            if numbers:
+                broadcast(torch.tensor(list(numbers), device=self._device), self._tp)
+
+    def _read(self, prompt: Sequence[int]) -> Tensor:
+        row, length = len(self._lengths), len(prompt)
+        assert row < self.slots and 0 < length <= self.capacity, f"row {row} of {self.slots}, {length} tokens"
+        if length > self._end:
+            self._move_columns(length - self._end)
+        self._lengths.append(length)
+        columns = slice(self._end - length, self._end)
+        self._place.rows, self._place.new, self._place.seen = slice(row, row + 1), columns, columns
+        positions = torch.arange(length, device=self._device).unsqueeze(0)
+        return self._forward(torch.tensor([list(prompt)], device=self._device), positions, None)
+
+    def _step(self, tokens: Sequence[int]) -> Tensor:
+        rows = len(self._lengths)
+        assert len(tokens) == rows > 0, f"{len(tokens)} tokens for {rows} rows"
+        if self._end == self.capacity:
+            self._move_columns(max(self._lengths) - self._end)
+        assert self._end < self.capacity, f"a row has reached the cache's {self.capacity} columns"
+        positions = torch.tensor(self._lengths, device=self._device).unsqueeze(1)  # [rows, 1]
+        first = self._end - max(self._lengths)
+        segments = None
+        if min(self._lengths) < max(self._lengths):
+            columns = torch.arange(first, self._end + 1, device=self._device)
+            segments = (columns >= self._end - positions).long()  # [rows, columns that are seen]
+        self._place.rows, self._place.new = slice(0, rows), slice(self._end, self._end + 1)
+        self._place.seen = slice(first, self._end + 1)
+        self._end += 1
+        self._lengths = [length + 1 for length in self._lengths]
+        return self._forward(torch.tensor(tokens, device=self._device).unsqueeze(1), positions, segments)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
+        logits = self._model(tokens, positions, segments=segments, caches=self._caches)
+        return all_gather(logits[-1].t(), self._tp).t()
+
+    def _remove(self, row: int) -> None:
+        last = len(self._lengths) - 1
+        for cache in self._caches:
+            cache.move_row(last, row, self._used())
+        self._lengths[row] = self._lengths[last]
+        self._lengths.pop()
+
+    def _move_columns(self, by: int) -> None:
+        if self._lengths:
+            for cache in self._caches:
+                cache.move_columns(len(self._lengths), self._used(), by)
+        self._end += by
+
+    def _used(self) -> slice:
+        return slice(self._end - max(self._lengths), self._end)

@@ -1,0 +1,1 @@
+"""Models in Hugging Face format: config.json, names of tensors, folders of safetensors files."""

@@ -1,0 +1,80 @@
+"""A config.json read field by field, so that none is overlooked: what nobody asked for stops the conversion."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from megatron.core.errors import CheckpointError
+
+T = TypeVar("T")
+_MISSING: Any = object()
+
+# Fields without influence on what a decoder computes: bookkeeping, token ids, and defaults of generation that older
+# versions of transformers wrote into every config.json.
+_NAMES = """
+    architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path _commit_hash name_or_path
+    attn_implementation _attn_implementation _attn_implementation_autoset use_cache pretraining_tp tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix task_specific_params
+    model_max_length return_dict output_hidden_states output_attentions output_scores return_dict_in_generate torchscript
+    use_bfloat16 tf_legacy_loss pruned_heads problem_type finetuning_task id2label label2id is_encoder_decoder is_decoder
+    add_cross_attention cross_attention_hidden_size tie_encoder_decoder chunk_size_feed_forward max_length min_length
+    do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty
+"""
+HARMLESS = frozenset(_NAMES.split())
+
+
+class JsonFields:
+    """The fields of a JSON object. Each `take` is remembered; `finish` names those that were not taken."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        """`where` begins every message: the file's path."""
+        self._values, self._where = values, where
+        self._taken: set[str] = set()
+
+    def take(self, name: str, kind: type[T] | tuple[type[T], ...], default: Any = _MISSING) -> T:
+        """The field's value, of type `kind`; `default` when it is absent or null. Raises CheckpointError."""
+        self._taken.add(name)
+        value = self._values.get(name)
+        if value is None:
+            if default is _MISSING:
+                raise self.error(f"{name} is missing; it is no complete config.json")
+            return default
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        # A bool is an int in Python and no number here.
+        if not isinstance(value, kinds) or (isinstance(value, bool) and int in kinds):
+            names = " or ".join(k.__name__ for k in kinds)
+            raise self.error(f"{name} is {value!r}, not a value of type {names}")
+        return value
+
+    def has(self, name: str) -> bool:
+        """Whether the file names the field, be it with a null."""
+        self._taken.add(name)
+        return name in self._values
+
+    def number(self, name: str, default: Any = _MISSING) -> float:
+        """A field that may be written as an integer or with a decimal point."""
+        return float(self.take(name, (int, float), default))
+
+    def only(self, name: str, supported: Any, default: Any = _MISSING) -> None:
+        """Raise CheckpointError unless the field has the one value that is supported here."""
+        value = self.take(name, object, supported if default is _MISSING else default)
+        if value != supported:
+            raise self.error(f"{name} is {value!r}; only {supported!r} is supported")
+
+    def finish(self, harmless: frozenset[str] = HARMLESS) -> None:
+        """Raise CheckpointError naming fields that hold something and were not taken: they may change the model."""
+        left = {name: value for name, value in self._values.items() if value is not None}
+        unknown = sorted(set(left) - self._taken - harmless)
+        if unknown:
+            listed = ", ".join(f"{name} = {left[name]!r}" for name in unknown)
+            raise self.error(
+                f"unknown {'field' if len(unknown) == 1 else 'fields'} {listed}; if the model does not depend on it, "
+                "remove it from the file"
+            )
+
+    def error(self, problem: str) -> CheckpointError:
+        """An error that names the file."""
+        return CheckpointError(f"{self._where}: {problem}")

@@ -1,0 +1,120 @@
+"""Write a model as a folder in Hugging Face format, streamed: config.json, shards of safetensors with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.storage import sync_folder
+from megatron.core.dist_checkpointing.tensor_file import narrow, write_tensor_file
+from megatron.core.dist_checkpointing.whole import WRITERS, WholeTensor, fill_files
+from megatron.core.errors import CheckpointError
+from megatron.core.models.hf.families import CONFIG_FILE, write_config
+from megatron.core.models.hf.folder import INDEX_FILE, SINGLE_FILE
+from megatron.core.models.hf.names import table
+from megatron.core.models.mapping import Table
+from megatron.core.models.source import Source
+
+
+class HFExport:
+    """A folder that is being written: `begin`, `write` for all shards (on any ranks and threads), then `finish`.
+
+    Everything is written to a folder beside `path`, which is renamed at the end: `path` is there whole, or not at all.
+    config: what config.json will hold.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        path: Path,
+        dtype: torch.dtype,
+        *,
+        like: Path | None,
+        replace: bool,
+        shard_bytes: int,
+    ) -> None:
+        """`like`: see write_config. `replace`: `path` may hold an older export. Raises ConfigError when no supported
+        family can hold the model."""
+        self.path, self._source, self._dtype, self._replace = path, source, dtype, replace
+        self._temporary = path.parent / f".{path.name}.tmp"
+        family, self.config = write_config(source.model, like)
+        self.config.pop("dtype", None)  # the newer name of the same field
+        self.config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        self.table: Table = table(family, source.model)
+        tensors = [WholeTensor(name, dtype, shape, self._reader(name)) for name, shape in self.table.theirs.items()]
+        self._shards = fill_files(tensors, shard_bytes)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+
+    @property
+    def shards(self) -> range:
+        """Numbers of the shards."""
+        return range(len(self._shards))
+
+    def begin(self) -> None:
+        """Make the folder to write in. Raises CheckpointError when `path` has something in it already; OSError."""
+        if not self._replace and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise CheckpointError(f"{self.path} is there already and not empty; give another folder")
+        if self._temporary.exists():  # of a run that was killed
+            shutil.rmtree(self._temporary)
+        self._temporary.mkdir(parents=True)
+
+    def write(self, numbers: Sequence[int], on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Write and sync these shards, two at a time. Memory: a block for each. Raises OSError."""
+
+        def shard(number: int) -> None:
+            sources = [tensor.source(tensor.name, on_bytes) for tensor in self._shards[number]]
+            # transformers wants to be told that the tensors are torch's.
+            write_tensor_file(self._temporary / self._name(number), sources, {"format": "pt"})
+
+        with ThreadPoolExecutor(WRITERS) as pool:
+            list(pool.map(shard, numbers))
+
+    def finish(self, files: Sequence[Path]) -> None:
+        """When all shards are written: config.json, copies of `files`, the index; then rename."""
+        _write_json(self._temporary / CONFIG_FILE, self.config)
+        if len(self._shards) > 1:
+            places = {tensor.name: self._name(number) for number, held in enumerate(self._shards) for tensor in held}
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(places.items()))}
+            _write_json(self._temporary / INDEX_FILE, index)
+        for file in files:
+            shutil.copyfile(file, self._temporary / file.name)
+        sync_folder(self._temporary)
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        self._temporary.rename(self.path)
+        sync_folder(self.path.parent)
+
+    def abandon(self) -> None:
+        """Delete what was written."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _name(self, number: int) -> str:
+        count = len(self._shards)
+        return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+    def _reader(self, name: str) -> Callable[[Box], Tensor]:
+        def read(box: Box) -> Tensor:
+            out = torch.empty(box.shape, dtype=self._dtype)
+            for common, own, own_box in self.table.of_theirs(name, box):
+                here = Box(tuple(a - b for a, b in zip(common.offset, box.offset, strict=True)), common.shape)
+                narrow(out, here).copy_(self._source.read(own, own_box, self._dtype).view(common.shape))
+            return out
+
+        return read
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with open(path, "x", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())

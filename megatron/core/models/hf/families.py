@@ -1,0 +1,253 @@
+"""The families that are converted: how each writes its config.json, and the names of its tensors.
+
+A family is a reader and a writer of config.json and a list of mappings (names.py). All are Llama-shaped decoders:
+RMSNorm, rotary positions, a gated SiLU MLP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.model import RUNTIME_FIELDS, ModelConfig
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.rotary import read_rotary, write_rotary
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Family:
+    """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
+
+    packed_qkv: queries, keys and values are one tensor, `W_pack`.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[JsonFields, dict[str, Any]], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]] | None
+    packed_qkv: bool = False
+
+
+def read_config(folder: Path) -> tuple[Family, ModelConfig]:
+    """The family and the model that `folder`/config.json describes. Local. Raises CheckpointError.
+
+    Precision, kernels and dropout of hidden states are not in the file: they have their defaults, dropout is 0.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is not there; give a folder in Hugging Face format: config.json and *.safetensors"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    kind = values.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise CheckpointError(f"{path}: model_type {kind!r} is not supported; {', '.join(FAMILIES)} are")
+    return family, parse_config(family, values, str(path))
+
+
+def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelConfig:
+    """The model that the content of a config.json describes. Raises CheckpointError naming fields that are not known."""
+    fields = JsonFields(values, where)
+    common = _read_common(fields, where)
+    found = {**common, **family.read(fields, common)}
+    fields.finish()
+    return ModelConfig(**found)
+
+
+def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, dict[str, Any]]:
+    """The family that can hold a model, and its config.json but for token ids. Raises ConfigError when none can.
+
+    like: a folder whose config.json is taken instead if it describes this very model: it knows more, such as token ids.
+    """
+    if like is not None and (like / CONFIG_FILE).is_file():
+        family, described = read_config(like)
+        if family.write is not None and _maths(described) == _maths(model):
+            return family, json.loads((like / CONFIG_FILE).read_bytes())
+    family = _family_of(model)
+    assert family.write is not None
+    values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
+    values |= _write_common(model) | family.write(model)
+    there, here = _maths(parse_config(family, values, family.model_type)), _maths(model)
+    different = [name for name in here if here[name] != there[name]]
+    if different:
+        listed = ", ".join(f"{name} {here[name]}" for name in different)
+        raise ConfigError(
+            f"no supported Hugging Face family has {listed} (nearest: {family.model_type}); the model cannot be written "
+            "in that format"
+        )
+    return family, values
+
+
+def _read_common(fields: JsonFields, where: str) -> dict[str, Any]:
+    heads = fields.take("num_attention_heads", int)
+    groups = fields.take("num_key_value_heads", int, heads)
+    context = fields.take("max_position_embeddings", int)
+    fields.only("hidden_act", "silu")
+    return {
+        "num_layers": fields.take("num_hidden_layers", int),
+        "hidden_size": fields.take("hidden_size", int),
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else None,
+        "kv_channels": fields.take("head_dim", int, None),
+        "ffn_hidden_size": fields.take("intermediate_size", int),
+        "vocab_size": fields.take("vocab_size", int),
+        "max_position_embeddings": context,
+        "norm_epsilon": fields.number("rms_norm_eps", 1e-6),
+        "init_method_std": fields.number("initializer_range", 0.02),
+        "attention_dropout": fields.number("attention_dropout", 0.0),
+        "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", bool, False),
+        "hidden_dropout": 0.0,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        **read_rotary(fields, where, default_theta=10000.0, context=context),
+    }
+
+
+def _write_common(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.norm_epsilon,
+        "initializer_range": model.init_method_std,
+        "attention_dropout": model.attention_dropout,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "hidden_act": "silu",
+        "use_cache": True,
+        **write_rotary(model),
+    }
+
+
+def _read_llama(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    attention, mlp = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
+    if attention != mlp:
+        raise fields.error(
+            f"attention_bias is {attention} and mlp_bias {mlp}; biases in all linear layers or in none are supported"
+        )
+    return {"add_bias_linear": attention}
+
+
+def _write_llama(model: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+
+
+def _read_mistral(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    # Only a null says that there is none: a file without the field has the window of the first Mistral.
+    window = fields.take("sliding_window", int, None if fields.has("sliding_window") else 4096)
+    return {} if window is None else {"window_size": f"{window - 1},0"}
+
+
+def _write_mistral(model: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": model.window}
+
+
+def _read_qwen2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    return {"add_qkv_bias": True, **_read_layer_windows(fields, common["num_layers"])}
+
+
+def _read_qwen3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    fields.only("attention_bias", False)
+    head_dim = common["kv_channels"] or 128
+    return {"qk_layernorm": True, "kv_channels": head_dim, **_read_layer_windows(fields, common["num_layers"])}
+
+
+def _read_layer_windows(fields: JsonFields, layers: int) -> dict[str, Any]:
+    """Qwen's fields for layers with and without a sliding window."""
+    used = fields.take("use_sliding_window", bool, False)
+    window, first = fields.take("sliding_window", int, 4096), fields.take("max_window_layers", int, 28)
+    default = ["sliding_attention" if used and layer >= first else "full_attention" for layer in range(layers)]
+    kinds: list[Any] = fields.take("layer_types", list, default)
+    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise fields.error(f"layer_types {kinds} is not one of sliding_attention, full_attention for {layers} layers")
+    slides = [int(kind == "sliding_attention") for kind in kinds]
+    if not used and any(slides):
+        raise fields.error("layer_types has sliding_attention and use_sliding_window is false")
+    if not any(slides):
+        return {}
+    return {"window_size": f"{window - 1},0", "window_attn_skip_freq": None if all(slides) else str(slides)}
+
+
+def _write_layer_windows(model: ModelConfig) -> dict[str, Any]:
+    windows = model.windows
+    if not any(windows):
+        return {"use_sliding_window": False, "sliding_window": None}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": model.window,
+        "max_window_layers": 0,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }
+
+
+def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    if fields.has("z_loss_weight"):
+        raise fields.error("z_loss_weight marks a Baichuan 2, whose head is normalised; only Baichuan-7B is supported")
+    return {}
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", _read_llama, _write_llama),
+        Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral),
+        Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_layer_windows),
+        Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_layer_windows),
+        # Written as the Llama that it is.
+        Family("baichuan", "BaiChuanForCausalLM", _read_baichuan, None, packed_qkv=True),
+    )
+}
+
+
+def _family_of(model: ModelConfig) -> Family:
+    if model.qk_layernorm:
+        return FAMILIES["qwen3"]
+    if model.add_qkv_bias and not model.add_bias_linear:
+        return FAMILIES["qwen2"]
+    return FAMILIES["llama" if model.window is None else "mistral"]
+
+
+def _maths(model: ModelConfig) -> dict[str, Any]:
+    """What decides the model's outputs; sizes as derived, however they were given."""
+    without = {*RUNTIME_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init", "make_vocab_size_divisible_by"}
+    found = {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in without and _has_a_part(model, field.name)
+    }
+    derived = {
+        "group_query_attention": True,
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn_dim,
+        "window_size": model.window,
+        "window_attn_skip_freq": model.windows,
+        "add_qkv_bias": model.qkv_bias,
+    }
+    return {**found, **derived}
+
+
+def _has_a_part(model: ModelConfig, field: str) -> bool:
+    """False for numbers of a rotary scaling that is off, and for YaRN's, which config.json holds all of."""
+    if field.startswith("yarn_"):
+        return False
+    return model.use_rope_scaling or not field.startswith("rope_scaling_")

@@ -1,0 +1,110 @@
+"""A folder of safetensors files in Hugging Face's layout: one model.safetensors, or shards with an index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.tensor_file import Entry, TensorFile, narrow
+from megatron.core.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_OLD_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class HFFolder:
+    """The tensors of a folder by name, read when asked for. Only headers are read when it is opened.
+
+    `entries`: name -> its dtype and shape.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for a folder, an index or a shard that is missing or damaged, naming it."""
+        self.path = path
+        index = path / INDEX_FILE
+        self._files = {name: TensorFile(path / name) for name in _shards(path)}
+        self._place = {key: name for name, file in self._files.items() for key in file.entries}
+        if index.is_file():
+            for key, name in _read_index(index).items():
+                if self._place.get(key) != name:
+                    raise CheckpointError(f"{path / name} holds no tensor {key}, which {index} says is there")
+        self.entries: dict[str, Entry] = {
+            key: entry for file in self._files.values() for key, entry in file.entries.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files."""
+        return sum((self.path / name).stat().st_size for name in self._files)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Elements `box` of a tensor, a view of mapped memory."""
+        return narrow(self._files[self._place[name]].view(name), box)
+
+    def check(self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None) -> None:
+        """Raise CheckpointError unless the folder holds exactly the `expected` tensors in these shapes.
+
+        Two leftovers of older models are let pass: rotary frequencies, which follow from config.json, and a
+        `tied_head` that equals the embedding.
+        """
+        for name, shape in expected.items():
+            entry = self.entries.get(name)
+            if entry is None:
+                raise CheckpointError(f"{self.path} holds no tensor {name}, which its config.json calls for")
+            if entry.shape != shape:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} is {list(entry.shape)}, its config.json calls for {list(shape)}"
+                )
+        extra = [name for name in self.entries if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+        if tied_head in extra:
+            self._check_tied(tied_head)
+            extra.remove(tied_head)
+        if extra:
+            raise CheckpointError(
+                f"{self.path} holds {len(extra)} tensors that its config.json does not call for, {sorted(extra)[0]} among "
+                "them; it is another model than the file says"
+            )
+
+    def dtype(self) -> torch.dtype:
+        """The dtype of most elements."""
+        sizes: dict[torch.dtype, int] = {}
+        for entry in self.entries.values():
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + Box((0,) * len(entry.shape), entry.shape).numel
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def _check_tied(self, head: str) -> None:
+        embedding = "model.embed_tokens.weight"
+        both = [self._files[self._place[name]].view(name) for name in (head, embedding)]
+        if both[0].dtype != both[1].dtype or not torch.equal(*both):
+            raise CheckpointError(
+                f"{self.path}: config.json ties the head to the embedding, but {head} differs from {embedding}"
+            )
+
+
+def _shards(path: Path) -> list[str]:
+    index = path / INDEX_FILE
+    if index.is_file():
+        return sorted(set(_read_index(index).values()))
+    if (path / SINGLE_FILE).is_file():
+        return [SINGLE_FILE]
+    old = next((name for name in _OLD_FILES if (path / name).exists()), None)
+    if old:
+        raise CheckpointError(
+            f"{path} holds {old}, which could run code when it is read; save the model again with safetensors"
+        )
+    raise CheckpointError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a Hugging Face model's folder")
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        names = json.loads(index.read_bytes())["weight_map"]
+        if not all(isinstance(name, str) and Path(name).name == name for name in names.values()):
+            raise ValueError("a file name is not one")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {type(error).__name__} {error}") from error
+    return dict(names)

@@ -1,0 +1,85 @@
+"""Which elements of which tensor of another format are which elements of ours: one table for reading and writing.
+
+[Note: parts]
+Both sides are cut into rectangles that hold the same elements in the same row-major order. A rectangle of ours may have
+more dimensions, of size 1, in front: our fused weights have a dim for the key/value group, for gate and up, for the
+expert. So any rectangle of one side (a rank's shard, a block of rows) is found in the other by moving its offset, and
+reading it is slicing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron.core.dist_checkpointing.boxes import Box, first_hole, first_overlap, intersect
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements `their_box` of their tensor, which are elements `own_box` of ours."""
+
+    own: str
+    own_box: Box
+    theirs: str
+    their_box: Box
+
+    def to_theirs(self, box: Box) -> Box:
+        """Where elements of `own_box` are in their tensor."""
+        front = len(box.shape) - len(self.their_box.shape)
+        moved = zip(box.offset[front:], self.own_box.offset[front:], self.their_box.offset, strict=True)
+        return Box(tuple(at - ours + theirs for at, ours, theirs in moved), box.shape[front:])
+
+    def to_own(self, box: Box) -> Box:
+        """Where elements of `their_box` are in our tensor."""
+        front = len(self.own_box.shape) - len(box.shape)
+        moved = zip(box.offset, self.their_box.offset, self.own_box.offset[front:], strict=True)
+        offset = tuple(at - theirs + ours for at, theirs, ours in moved)
+        return Box((*self.own_box.offset[:front], *offset), (*(1 for _ in range(front)), *box.shape))
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """One of our parameters: its global shape, and the parts it is made of.
+
+    What no part holds is the padding of the vocabulary: zero. What several parts hold is several times in the other
+    format, as replicated parameters of its ranks are.
+    """
+
+    own: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+class Table:
+    """All mappings of a model. `own`: name -> our global shape; `theirs`: name -> their shape."""
+
+    def __init__(self, mappings: Sequence[Mapping]) -> None:
+        """Asserts that the parts hold every element of their tensors exactly once."""
+        self.own = {mapping.own: mapping.shape for mapping in mappings}
+        self._by_own = {mapping.own: mapping.parts for mapping in mappings}
+        self._by_theirs: dict[str, list[Part]] = {}
+        for mapping in mappings:
+            for part in mapping.parts:
+                self._by_theirs.setdefault(part.theirs, []).append(part)
+        self.theirs = {name: _extent(part.their_box for part in parts) for name, parts in self._by_theirs.items()}
+        for name, shape in self.theirs.items():
+            boxes = [part.their_box for part in self._by_theirs[name]]
+            assert first_overlap(boxes) is None, f"{name} is read twice"
+            assert sum(box.numel for box in boxes) == math.prod(shape), f"{name}: {first_hole(shape, boxes)} is left"
+
+    def of_own(self, name: str, box: Box) -> list[tuple[Box, str, Box]]:
+        """Elements `box` of our tensor: (which of them, their tensor, which of its elements)."""
+        found = [(part, intersect(part.own_box, box)) for part in self._by_own[name]]
+        return [(common, part.theirs, part.to_theirs(common)) for part, common in found if common]
+
+    def of_theirs(self, name: str, box: Box) -> list[tuple[Box, str, Box]]:
+        """Elements `box` of their tensor: (which of them, our tensor, which of its elements)."""
+        found = [(part, intersect(part.their_box, box)) for part in self._by_theirs[name]]
+        return [(common, part.own, part.to_own(common)) for part, common in found if common]
+
+
+def _extent(boxes: Iterable[Box]) -> tuple[int, ...]:
+    ends = [tuple(box.end(dim) for dim in range(len(box.shape))) for box in boxes]
+    return tuple(max(column) for column in zip(*ends, strict=True))

@@ -1,0 +1,174 @@
+"""The tensors of Megatron-LM's classic checkpoints, and the elements of ours that they are.
+
+A rank's file holds its own shards under the names of its own stage: layers are numbered from 0 in each chunk of a stage.
+Fused weights have our order, but flattened: QKV is [groups/tp * (q + 2) d, h], gate and up are [2 * f/tp, h].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.model import ModelConfig
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.models.mapping import Mapping, Part, Table
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint is cut. layers: their number in each chunk, in the order of the model.
+
+    Chunk c of the model is chunk c // pp of stage c % pp (one chunk a stage without an interleaved schedule).
+    fused_norms: a norm before a linear layer is stored with it, as Transformer Engine's layers do.
+    """
+
+    tp: int
+    pp: int
+    layers: tuple[int, ...]
+    fused_norms: bool
+
+    @property
+    def chunks(self) -> int:
+        """Chunks a stage."""
+        return len(self.layers) // self.pp
+
+    def folder(self, tp_rank: int, stage: int) -> str:
+        """The rank's folder."""
+        return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
+
+    def key(self, tp_rank: int, chunk: int, name: str) -> str:
+        """A tensor's place as one string: folder/model key/name."""
+        number = str(chunk // self.pp) if self.chunks > 1 else ""
+        return f"{self.folder(tp_rank, chunk % self.pp)}/model{number}/{name}"
+
+
+def table(model: ModelConfig, layout: Layout) -> Table:
+    """All tensors; of the vocabulary's, the rows that are not padding."""
+    assert model.hidden_size and model.vocab_size and model.num_layers
+    h, last = model.hidden_size, len(layout.layers) - 1
+    namer = _Namer(layout)
+    found = [namer.vocabulary(0, "embedding.word_embeddings.weight", model, layout)]
+    if model.position_embedding_type == "learned_absolute":
+        assert model.max_position_embeddings
+        name = "embedding.position_embeddings.weight"
+        found.append(namer.replicated(0, name, name, (model.max_position_embeddings, h)))
+    number = 0
+    for chunk, count in enumerate(layout.layers):
+        for local in range(count):
+            found += _layer(namer, chunk, f"decoder.layers.{number}.", f"decoder.layers.{local}.", model, layout)
+            number += 1
+    assert number == model.num_layers, f"{number} layers in the chunks, {model.num_layers} in the model"
+    found += [
+        namer.replicated(last, f"decoder.final_layernorm.{kind}", f"decoder.final_layernorm.{kind}", (h,))
+        for kind in _norm_kinds(model)
+    ]
+    if model.untie_embeddings_and_output_weights:
+        found.append(namer.vocabulary(last, "output_layer.weight", model, layout))
+    return Table(found)
+
+
+class _Namer:
+    """Makes the mappings of one layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def replicated(self, chunk: int, own: str, theirs: str, shape: Shape) -> Mapping:
+        whole = Box((0,) * len(shape), shape)
+        ranks = range(self._layout.tp)
+        return Mapping(
+            own, shape, tuple(Part(own, whole, self._layout.key(rank, chunk, theirs), whole) for rank in ranks)
+        )
+
+    def sharded(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
+        """Cut along `dim`, with the same number of dims on both sides."""
+        parts = []
+        for rank, piece in enumerate(self._pieces(shape, dim)):
+            inside = Box((0,) * len(shape), piece.shape)
+            parts.append(Part(own, piece, self._layout.key(rank, chunk, theirs), inside))
+        return Mapping(own, shape, tuple(parts))
+
+    def flattened(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
+        """Ours [n, rows, ...] cut along `dim`; theirs [n' * rows', ...]: a rank's first two dims as one."""
+        parts = []
+        for rank, piece in enumerate(self._pieces(shape, dim)):
+            rows, rest = piece.shape[1], piece.shape[2:]
+            zeros = tuple(0 for _ in rest)
+            for number in range(piece.shape[0]):
+                own_box = Box((piece.offset[0] + number, *piece.offset[1:]), (1, rows, *rest))
+                their_box = Box((number * rows, *zeros), (rows, *rest))
+                parts.append(Part(own, own_box, self._layout.key(rank, chunk, theirs), their_box))
+        return Mapping(own, shape, tuple(parts))
+
+    def vocabulary(self, chunk: int, name: str, model: ModelConfig, layout: Layout) -> Mapping:
+        assert model.hidden_size and model.vocab_size
+        columns, rows = model.hidden_size, padded_rows(model, layout) // layout.tp
+        parts = []
+        for rank in range(layout.tp):
+            first = rank * rows
+            used = max(0, min(rows, model.vocab_size - first))  # 0: a shard of padding, which is in the file, too
+            own_box, inside = Box((first, 0), (used, columns)), Box((0, 0), (used, columns))
+            parts.append(Part(name, own_box, layout.key(rank, chunk, name), inside))
+        return Mapping(name, (model.padded_vocab_size, columns), tuple(parts))
+
+    def _pieces(self, shape: Shape, dim: int) -> list[Box]:
+        length = shape[dim] // self._layout.tp
+        return [
+            Box(
+                tuple(rank * length if d == dim else 0 for d in range(len(shape))),
+                tuple(length if d == dim else n for d, n in enumerate(shape)),
+            )
+            for rank in range(self._layout.tp)
+        ]
+
+
+def padded_rows(model: ModelConfig, layout: Layout) -> int:
+    """Rows of the vocabulary with Megatron-LM's padding, which depends on tp."""
+    assert model.vocab_size
+    multiple = model.make_vocab_size_divisible_by * layout.tp
+    return -(-model.vocab_size // multiple) * multiple
+
+
+def _norm_kinds(model: ModelConfig) -> tuple[str, ...]:
+    return ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
+
+
+def _layer(namer: _Namer, chunk: int, own: str, theirs: str, model: ModelConfig, layout: Layout) -> list[Mapping]:
+    assert model.hidden_size and model.num_attention_heads
+    h, d, f, groups = model.hidden_size, model.head_dim, model.ffn_dim, model.num_kv_heads
+    group_rows = (model.num_attention_heads // groups + 2) * d
+    qkv, proj = "self_attention.linear_qkv.", "self_attention.linear_proj."
+    fc1, fc2 = "mlp.linear_fc1.", "mlp.linear_fc2."
+
+    def replicated(name: str, shape: Shape, their_name: str | None = None) -> Mapping:
+        return namer.replicated(chunk, own + name, theirs + (their_name or name), shape)
+
+    def gate_up(kind: str, columns: Shape) -> Mapping:
+        name = fc1 + kind
+        if model.swiglu:
+            return namer.flattened(chunk, own + name, theirs + name, (2, f, *columns), 1)
+        return namer.sharded(chunk, own + name, theirs + name, (f, *columns), 0)
+
+    found = []
+    for norm, linear in (("input_layernorm", qkv), ("pre_mlp_layernorm", fc1)):
+        for kind in _norm_kinds(model):
+            name = f"{norm}.{kind}"
+            found.append(replicated(name, (h,), f"{linear}layer_norm_{kind}" if layout.fused_norms else name))
+    if model.qk_layernorm:
+        found += [
+            replicated(f"self_attention.{x}_layernorm.{kind}", (d,)) for x in ("q", "k") for kind in _norm_kinds(model)
+        ]
+    weight = f"{qkv}weight"
+    found += [
+        namer.flattened(chunk, own + weight, theirs + weight, (groups, group_rows, h), 0),
+        namer.sharded(chunk, f"{own}{proj}weight", f"{theirs}{proj}weight", (h, model.num_attention_heads * d), 1),
+        gate_up("weight", (h,)),
+        namer.sharded(chunk, f"{own}{fc2}weight", f"{theirs}{fc2}weight", (h, f), 1),
+    ]
+    if model.qkv_bias:
+        bias = f"{qkv}bias"
+        found.append(namer.flattened(chunk, own + bias, theirs + bias, (groups, group_rows), 0))
+    if model.add_bias_linear:
+        found += [replicated(f"{proj}bias", (h,)), gate_up("bias", ()), replicated(f"{fc2}bias", (h,))]
+    return found

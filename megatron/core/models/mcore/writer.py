@@ -1,0 +1,119 @@
+"""Writes Megatron-LM's classic checkpoints, which it loads with --ckpt-format torch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.storage import sync_folder
+from megatron.core.dist_checkpointing.tensor_file import narrow
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.models.mapping import Table
+from megatron.core.models.mcore.names import Layout, padded_rows, table
+from megatron.core.models.mcore.source import FILE, TRACKER
+from megatron.core.models.source import Source
+
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+
+
+def write_mcore(
+    source: Source,
+    root: Path,
+    *,
+    tp: int,
+    pp: int,
+    fused_norms: bool,
+    dtype: torch.dtype,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> Path:
+    """Write `root`/release for tp x pp ranks, and the tracker. Memory: one rank's weights.
+
+    Raises CheckpointError when there is one already, ConfigError for a layout that cannot be, and OSError, leaving nothing.
+    """
+    model = source.model
+    assert model.num_layers
+    if model.num_layers % pp:
+        raise ConfigError(f"--target-pipeline-parallel-size {pp} does not divide the model's {model.num_layers} layers")
+    layout = Layout(tp, pp, (model.num_layers // pp,) * pp, fused_norms)
+    names = table(model, layout)
+    final, temporary = root / "release", root / ".release.tmp"
+    if final.exists():
+        raise CheckpointError(f"{final} is there already; give another folder")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    arguments = _arguments(model, layout, dtype)
+    try:
+        for stage in range(pp):
+            for rank in range(tp):
+                folder = layout.folder(rank, stage)
+                held: dict[str, Tensor] = {}
+                for key, shape in names.theirs.items():
+                    place, _, name = key.split("/", 2)
+                    if place == folder:
+                        held[name] = _tensor(source, names, key, _full_shape(name, shape, model, layout), dtype)
+                        on_bytes(held[name].nbytes)
+                _save(temporary / folder, arguments, held)
+        sync_folder(temporary)
+        temporary.rename(final)
+        (root / TRACKER).write_text("release", encoding="ascii")
+        sync_folder(root)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def _tensor(source: Source, names: Table, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    out = torch.zeros(shape, dtype=dtype)
+    extent = names.theirs[key]
+    for common, own, own_box in names.of_theirs(key, Box((0,) * len(extent), extent)):
+        narrow(out, common).copy_(source.read(own, own_box, dtype).view(common.shape))
+    return out
+
+
+def _full_shape(name: str, shape: tuple[int, ...], model: ModelConfig, layout: Layout) -> tuple[int, ...]:
+    """With the padding of the vocabulary."""
+    return (padded_rows(model, layout) // layout.tp, *shape[1:]) if name.endswith(_VOCABULARY) else shape
+
+
+def _save(folder: Path, arguments: argparse.Namespace, tensors: dict[str, Tensor]) -> None:
+    folder.mkdir()
+    content = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "model": tensors}
+    with open(folder / FILE, "xb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _arguments(model: ModelConfig, layout: Layout, dtype: torch.dtype) -> argparse.Namespace:
+    """What Megatron-LM's --use-checkpoint-args reads."""
+    fields = dataclasses.asdict(model)
+    window = tuple(int(word) for word in model.window_size.strip("()").split(",")) if model.window_size else None
+    fields |= {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "padded_vocab_size": padded_rows(model, layout),
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn_dim,
+        "seq_length": model.max_position_embeddings,
+        "max_position_embeddings": model.max_position_embeddings,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "window_size": window,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "iteration": 0,
+    }
+    return argparse.Namespace(**fields)

@@ -1,0 +1,34 @@
+"""Where the weights of a model come from: named as ours, in any rectangle of their global shape."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.parameter import Parameter
+
+
+class Source(Protocol):
+    """A model's weights, read piece by piece.
+
+    shapes: our parameters' names and global shapes. dtype: the one that most of the weights are stored in.
+    """
+
+    model: ModelConfig
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """Elements `box` of our global tensor `name`, rounded once to `dtype`, in memory that is the caller's."""
+        ...
+
+
+@torch.no_grad()
+def fill(parameters: dict[str, Parameter], source: Source) -> None:
+    """Load a rank's parameters: each reads its own piece. Local."""
+    for name, parameter in parameters.items():
+        parameter.copy_(source.read(name, Box(parameter.info.offset, tuple(parameter.info.shape)), parameter.dtype))

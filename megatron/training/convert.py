@@ -1,0 +1,191 @@
+"""Models from one format to another: our checkpoints and Hugging Face folders, streamed and exact.
+
+Nothing is held but blocks of tensors; what is written is there whole or not at all, so a conversion that was killed is
+simply run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+from megatron.core.datasets.tokenizer import build_tokenizer
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.whole import WholeReader, WholeTensor, write_whole
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.log import get_logger
+from megatron.core.models.hf.export import HFExport
+from megatron.core.models.hf.families import CONFIG_FILE
+from megatron.core.models.hf.side_files import side_files
+from megatron.core.models.source import Source
+from megatron.training.checkpoint import MODEL_PREFIX, converted_state
+from megatron.training.restore import saved_parts
+from megatron.training.setup import together
+from megatron.training.trainer import Trainer
+
+log = get_logger(__name__)
+TOKENIZER_FOLDER = "tokenizer"
+SHARD_BYTES = 4 * 10**9  # of a Hugging Face folder
+OnBytes = Callable[[int], None]
+
+
+class CheckpointSource:
+    """The weights of a checkpoint of ours: a Source. Checksums are verified as blocks are read."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError."""
+        self.path, self._reader = path, WholeReader(path)
+        self.model, self.tokenizer = saved_parts(self._reader.manifest.state)
+        records = self._reader.manifest.tensors
+        self.shapes = {
+            name.removeprefix(MODEL_PREFIX): record.shape
+            for name, record in records.items()
+            if name.startswith(MODEL_PREFIX)
+        }
+        self.dtype: torch.dtype = getattr(torch, self.model.dtype_name)
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """See Source."""
+        return self._reader.read(MODEL_PREFIX + name, box, dtype)
+
+
+def to_checkpoint(
+    source: Source,
+    root: Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: TokenizerConfig,
+    on_bytes: OnBytes = lambda nbytes: None,
+) -> Path:
+    """Write `root`/iter_0000000, weights only, and return it.
+
+    A tokenizer in a Hugging Face folder is copied to `root`/tokenizer. Raises CheckpointError for a root that holds
+    checkpoints already, and OSError, leaving nothing.
+    """
+    if any(root.glob("iter_*")):
+        raise CheckpointError(f"{root} holds checkpoints already; give another folder")
+    model = dataclasses.replace(source.model, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+    root.mkdir(parents=True, exist_ok=True)
+    tokenizer = _copy_tokenizer(tokenizer, root / TOKENIZER_FOLDER)
+    tensors = [
+        WholeTensor(MODEL_PREFIX + name, dtype, shape, functools.partial(source.read, name, dtype=dtype))
+        for name, shape in source.shapes.items()
+    ]
+    return write_whole(root, 0, tensors, converted_state(RunConfig(model=model, tokenizer=tokenizer)), on_bytes)
+
+
+def to_hf(
+    source: Source,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: TokenizerConfig,
+    on_bytes: OnBytes = lambda nbytes: None,
+) -> None:
+    """Write `folder` in Hugging Face format, with the tokenizer's files where there are any.
+
+    Raises ConfigError when no supported family can hold the model, CheckpointError, and OSError, leaving nothing.
+    """
+    export = hf_export(source, folder, dtype, tokenizer)
+    export.begin()
+    try:
+        export.write(export.shards, on_bytes)
+        export.finish(side_files(tokenizer))
+    except BaseException:
+        export.abandon()
+        raise
+
+
+def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
+    """Write a checkpoint that was just saved as `--save-hf`/its name, in Hugging Face format, and return that folder.
+
+    Ranks share the shards; each reads what it needs from the checkpoint. An older folder of that name is replaced.
+    Collective over the world: barriers only. Raises CheckpointError on all ranks when one of them cannot write.
+    """
+    run, world = trainer.run, trainer.groups.world
+    assert run.checkpoint.save_hf
+    folder = Path(run.checkpoint.save_hf) / checkpoint.name
+    source = together(world, lambda: CheckpointSource(checkpoint))
+    export = hf_export(source, folder, source.dtype, run.tokenizer, replace=True)
+    together(world, lambda: _writing(folder, export.begin if world.rank == 0 else None))
+    together(world, lambda: _writing(folder, lambda: export.write(export.shards[world.rank :: world.size])))
+    finish = functools.partial(export.finish, side_files(run.tokenizer))
+    together(world, lambda: _writing(folder, finish if world.rank == 0 else None))
+    log.info("  successfully saved %s in Hugging Face format", folder)
+    return folder
+
+
+def _writing(folder: Path, work: Callable[[], None] | None) -> None:
+    try:
+        if work is not None:
+            work()
+    except OSError as error:
+        raise CheckpointError(f"could not save {folder} (--save-hf): {error.strerror}") from error
+
+
+def hf_export(
+    source: Source, folder: Path, dtype: torch.dtype, tokenizer: TokenizerConfig, *, replace: bool = False
+) -> HFExport:
+    """The export of a source, once its tensors are found to be those that its configuration calls for.
+
+    A config.json beside the tokenizer is kept if it is this model's: the model came from there.
+    """
+    like = Path(tokenizer.tokenizer_model) if tokenizer.tokenizer_model else None
+    export = HFExport(source, folder, dtype, like=like, replace=replace, shard_bytes=SHARD_BYTES)
+    if "eos_token_id" not in export.config:
+        export.config |= token_ids(tokenizer, source.model)
+    for name in sorted({*export.table.own, *source.shapes}):
+        there, expected = source.shapes.get(name), export.table.own.get(name)
+        if there != expected:
+            raise CheckpointError(
+                f"the model has parameter {name} as {_shape(there)} and its configuration calls for {_shape(expected)}"
+            )
+    return export
+
+
+def token_ids(tokenizer: TokenizerConfig, model: ModelConfig) -> dict[str, Any]:
+    """bos_token_id and eos_token_id of config.json; null without a tokenizer, or its own defaults would hold."""
+    if tokenizer.tokenizer_type is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    built = build_tokenizer(tokenizer, model.vocab_size)
+    return {"bos_token_id": built.bos, "eos_token_id": built.eod}
+
+
+def parse_dtype(bf16: bool, fp16: bool, fp32: bool, stored: torch.dtype) -> torch.dtype:
+    """The dtype that flags ask for; without one the dtype that the weights are stored in. Raises ConfigError."""
+    asked = {"--bf16": bf16, "--fp16": fp16, "--fp32": fp32}
+    given = [name for name, is_given in asked.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are given together; give one of them")
+    if not given:
+        if stored not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ConfigError(f"the weights are stored as {stored}; give --bf16, --fp16 or --fp32")
+        return stored
+    return {"--bf16": torch.bfloat16, "--fp16": torch.float16, "--fp32": torch.float32}[given[0]]
+
+
+def _copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    files = side_files(tokenizer)
+    if not files:
+        return tokenizer
+    assert tokenizer.tokenizer_model
+    if (config := Path(tokenizer.tokenizer_model) / CONFIG_FILE).is_file():
+        files.append(config)  # some tokenizers need it, and it knows more than we do when the model goes back
+    folder.mkdir(exist_ok=True)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    return dataclasses.replace(tokenizer, tokenizer_model=str(folder))
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "nothing" if shape is None else str(list(shape))

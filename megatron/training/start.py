@@ -1,0 +1,93 @@
+"""What a run begins from: its own progress, the weights of another run, or a Hugging Face model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron.config.model import RUNTIME_FIELDS
+from megatron.config.run import RunConfig
+from megatron.core.dist_checkpointing.folders import find
+from megatron.core.dist_checkpointing.store import read_state
+from megatron.core.errors import CheckpointError
+from megatron.core.log import get_logger
+from megatron.core.models.hf.families import read_config
+from megatron.core.models.hf.side_files import tokenizer_of
+from megatron.training.checkpoint import find_checkpoint
+
+log = get_logger(__name__)
+
+
+def take_hf_shape(run: RunConfig) -> RunConfig:
+    """The run with what --load-hf's folder says: the model's shape, and its tokenizer unless another one is given.
+
+    Local: reads config.json. Raises CheckpointError.
+    """
+    if run.checkpoint.load_hf is None:
+        return run
+    folder = Path(run.checkpoint.load_hf)
+    _, found = read_config(folder)
+    # Dropout is in the file, and yet each run's own.
+    kept = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | run.given
+    own = {f.name: getattr(run.model, f.name) for f in dataclasses.fields(found) if f.name in kept}
+    run = dataclasses.replace(run, model=dataclasses.replace(found, **own))
+    tokenizer = tokenizer_of(folder)
+    if run.tokenizer.tokenizer_type is not None or tokenizer.tokenizer_type is None:
+        return run
+    own_tokenizer = dataclasses.replace(
+        run.tokenizer, tokenizer_type=tokenizer.tokenizer_type, tokenizer_model=tokenizer.tokenizer_model
+    )
+    return dataclasses.replace(run, tokenizer=own_tokenizer)
+
+
+def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:
+    """(the run, the checkpoint to load). Local. Raises CheckpointError.
+
+    --load names what to go on from. Two runs begin with the weights of another one and later go on with their own
+    progress, by the same command; --finetune is set in what is returned while there is none:
+    --pretrained-checkpoint, which looks for progress in --load, or else in --save; and fine-tuning on instructions
+    (--sft) when --load holds a checkpoint of pre-training, which looks for it in --save.
+    """
+    config = run.checkpoint
+    if config.pretrained_checkpoint is not None:
+        own = _progress(run, config.load or config.save, config.ckpt_step if config.load else None)
+        return (run, own) if own else _weights_only(run, _pretrained(config.pretrained_checkpoint))
+    if config.load is None:
+        return run, None
+    required = config.exit_on_missing_checkpoint or config.use_checkpoint_args
+    found = find_checkpoint(config.load, config.ckpt_step, required=required)
+    if found is None or not run.data.sft or config.finetune or _is_of_sft(found):
+        return run, found
+    own = _progress(run, config.save, None)
+    return (run, own) if own else _weights_only(run, found)
+
+
+def _progress(run: RunConfig, folder: str | None, step: int | None) -> Path | None:
+    """The checkpoint in `folder`, which is where this run saves: not one of pre-training when it fine-tunes."""
+    found = find(Path(folder), step) if folder is not None else None
+    if found is not None and run.data.sft and not _is_of_sft(found):
+        raise CheckpointError(
+            f"{found} is a checkpoint of pre-training where this run looks for its own; give --save (and --load, if it "
+            "is given beside --pretrained-checkpoint) a folder of its own"
+        )
+    if found is not None:
+        log.info("going on from this run's own checkpoint %s", found)
+    return found
+
+
+def _pretrained(folder: str) -> Path:
+    found = find(Path(folder), None)
+    if found is None:
+        raise CheckpointError(
+            f"--pretrained-checkpoint {folder} holds no checkpoint; give a folder that a run saved in"
+        )
+    return found
+
+
+def _weights_only(run: RunConfig, found: Path) -> tuple[RunConfig, Path]:
+    log.info("starting at iteration 0 with the weights of %s", found)
+    return dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, finetune=True)), found
+
+
+def _is_of_sft(path: Path) -> bool:
+    return bool(read_state(path)["config"].get("data", {}).get("sft", False))

@@ -1,0 +1,124 @@
+"""What command-line tools that run a saved model share: flags, the way from a checkpoint to a model, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig
+from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, UserError
+from megatron.core.groups import launch_environment
+from megatron.core.log import setup_logging
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.context import Build
+from megatron.training.arguments import FlagParser
+from megatron.training.restore import Saved, check_tp, read_saved, restore_model, restore_tokenizer
+from megatron.training.setup import start_process
+
+
+def add_model_flags(parser: FlagParser) -> None:
+    """Which checkpoint, which tokenizer, where to run."""
+    add = parser.add_argument
+    add("--load", required=True, metavar="DIR", help="folder that a run saved its checkpoints in")
+    add("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
+    add("--tensor-model-parallel-size", type=int, metavar="N", help="default: the number of processes started")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
+    # Left out of the namespace when not given: then the checkpoint's hold.
+    for name, help in (
+        ("--tokenizer-type", "kind of tokenizer (default: the checkpoint's, as for the next three)"),
+        ("--tokenizer-model", "the tokenizer's folder or file"),
+        ("--vocab-file", "vocab.json of GPT2BPETokenizer"),
+        ("--merge-file", "merges.txt of GPT2BPETokenizer"),
+    ):
+        add(name, default=argparse.SUPPRESS, metavar="TEXT", help=help)
+    add("--trust-remote-code", action="store_true", help="let a Hugging Face tokenizer run code from its own folder")
+
+
+def read_model(args: argparse.Namespace) -> tuple[Saved, Tokenizer]:
+    """The saved model's description and its tokenizer, before any process meets another. Local. Raises UserErrors."""
+    world_size = launch_environment()[1]
+    tp = world_size if args.tensor_model_parallel_size is None else args.tensor_model_parallel_size
+    if tp != world_size:
+        raise ConfigError(
+            f"{world_size} processes for --tensor-model-parallel-size {tp}; start {tp} with "
+            f"torchrun --nproc-per-node {tp}, or leave the flag out"
+        )
+    saved = read_saved(args.load, args.ckpt_step)
+    check_tp(saved, tp)
+    names = {field.name for field in dataclasses.fields(TokenizerConfig)}
+    changes = {name: value for name, value in vars(args).items() if name in names}
+    return saved, restore_tokenizer(saved, **changes)
+
+
+def open_model(saved: Saved, device: str, timeout_minutes: float) -> tuple[GPTModel, Build]:
+    """The model, its layers shared by all processes. Collective over the world. Raises CheckpointError.
+
+    timeout_minutes: for how long a process waits for one that is frozen.
+    """
+    rank, world_size, local_rank = launch_environment()
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=world_size, device=device, distributed_timeout_minutes=timeout_minutes
+    )
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    groups, chosen = start_process(RunConfig(parallel=parallel), rank, world_size, local_rank, local_world_size)
+    return restore_model(saved, groups, chosen)
+
+
+def context_length(saved: Saved, asked: int | None, flag: str, default_limit: int | None = None) -> int:
+    """Longest sequence: what was asked for, or the model's own limit, but no more than `default_limit`.
+
+    Raises ConfigError for one that the model does not reach.
+    """
+    limit = saved.model.max_position_embeddings
+    if asked is not None and asked < 1:
+        raise ConfigError(f"{flag} {asked} must be at least 1")
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigError(
+            f"{flag} {asked} is above the model's --max-position-embeddings {limit}; give {limit} or less"
+        )
+    if asked is not None:
+        return asked
+    known = [size for size in (limit, default_limit) if size is not None]
+    if not known:
+        raise ConfigError(f"the model of {saved.path} has no --max-position-embeddings; give {flag}")
+    return min(known)
+
+
+def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], None], argv: Sequence[str]) -> int:
+    """An exit code: 0, or 2 after one line on stderr for a mistake of the user's; 1 for a lost rank, 130 for Ctrl-C.
+
+    Log lines go to stderr; stdout is for the tool's results.
+    """
+    rank = launch_environment()[0]
+    with contextlib.redirect_stdout(sys.stderr):
+        setup_logging(rank)
+    try:
+        work(parser.parse_args(argv))
+    except UserError as error:
+        if rank == 0 or not error.on_all_ranks:
+            print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    except CommError as error:
+        print(f"error on rank {rank}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def end(code: int) -> NoReturn:
+    """Leave at once after an error: tearing down process groups would wait for ranks that may never answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if launch_environment()[0] > 0:
+        time.sleep(5)  # the launcher kills all ranks when the first one ends: that should be the one that says why
+    os._exit(code)

@@ -1,0 +1,220 @@
+import threading
+
+import pytest
+import torch
+
+from megatron.core.datasets.tokenizer import NullTokenizer
+from megatron.core.inference.engine import Engine, EngineStopped, QueueFull, Request
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.slots import SlotDecoder
+from tests import pool
+from tests.unit.inference.small import GREEDY, LLAMA, PROMPTS, one_by_one, small_model
+
+SAMPLING = Sampling(temperature=1.3, top_k=40, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def built():
+    return small_model(pool.groups(), **LLAMA)
+
+
+def make_engine(built, slots=3, max_waiting=100, **options):
+    return Engine(SlotDecoder(*built, slots=slots, capacity=64), NullTokenizer(99), max_waiting=max_waiting, **options)
+
+
+class Asked:
+    """A request and what came of it."""
+
+    def __init__(self, prompt, new=12, sampling=GREEDY, seed=0, **options):
+        self.pieces = []
+        self.request = Request(
+            prompt=prompt,
+            max_new_tokens=new,
+            sampling=sampling,
+            seed=seed,
+            on_piece=self.pieces.append,
+            **options,
+        )
+
+    @property
+    def text(self):
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def ids(self):
+        return [int(word) for word in self.text.split()]
+
+    @property
+    def reason(self):
+        return self.pieces[-1].reason if self.pieces else None
+
+
+def serve(engine, *asked):
+    engine.submit([one.request for one in asked])
+    while engine.step():
+        pass
+    assert engine.load() == (0, 0)
+    return asked
+
+
+def many_prompts(count):
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 40, (count,), generator=draw).tolist()
+    return [torch.randint(0, 98, (length,), generator=draw).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
+@pytest.mark.parametrize("slots", [1, 5])
+def test_answers_are_those_of_generation_offline_whatever_else_runs(built, sampling, slots):
+    """They wait, join and leave at different times: every prompt asks for another number of tokens."""
+    prompts = many_prompts(11)
+    asked = [Asked(p, 1 + 2 * (n % 6), sampling, seed=n) for n, p in enumerate(prompts)]
+    serve(make_engine(built, slots), *asked)
+    offline = one_by_one(*built, prompts, 11, sampling, seeds=list(range(11)))
+    assert [one.ids for one in asked] == [ids[: 1 + 2 * (n % 6)] for n, ids in enumerate(offline)]
+    assert {one.reason for one in asked} == {"length"}
+
+
+def test_greedy_and_drawn_requests_run_together(built):
+    kinds = [GREEDY, SAMPLING, Sampling(), GREEDY]
+    asked = [Asked(p, 12, kind, seed=5) for p, kind in zip(PROMPTS, kinds, strict=True)]
+    serve(make_engine(built, 4), *asked)
+    for one, prompt, kind in zip(asked, PROMPTS, kinds, strict=True):
+        assert one.ids == one_by_one(*built, [prompt], 12, kind, [5])[0]
+
+
+def test_requests_that_arrive_while_others_run_join_them(built):
+    engine, first, second = make_engine(built), Asked(PROMPTS[0], 30), Asked(PROMPTS[2], 3)
+    engine.submit([first.request])
+    for _ in range(4):
+        engine.step()
+    assert engine.load() == (1, 0) and first.reason is None
+    engine.submit([second.request])
+    engine.step()
+    assert engine.load() == (2, 0)
+    while second.reason is None:
+        engine.step()
+    assert first.reason is None, "the shorter one leaves first"
+    while engine.step():
+        pass
+    assert [first.ids, second.ids] == [
+        one_by_one(*built, PROMPTS[:1], 30)[0],
+        one_by_one(*built, PROMPTS[2:3], 3)[0],
+    ]
+
+
+def test_what_ends_an_answer_is_told(built):
+    free = one_by_one(*built, PROMPTS)
+    tokenizer_end = free[1][2]
+    engine = make_engine(built, stop_ids=[tokenizer_end])
+    stop = f" {free[0][3]} {free[0][4]}"
+    by_text, by_id = serve(engine, Asked(PROMPTS[0], stop_strings=[stop]), Asked(PROMPTS[1]))
+    assert (by_text.ids, by_text.reason, by_text.pieces[-1].count) == (free[0][:3], "stop", 5)
+    end = free[1].index(tokenizer_end)
+    assert (by_id.ids, by_id.reason, by_id.pieces[-1].count) == (free[1][:end], "stop", end + 1)
+
+
+def test_text_comes_as_it_is_made(built):
+    (asked,) = serve(make_engine(built), Asked(PROMPTS[0]))
+    assert len(asked.pieces) == 12 and [piece.count for piece in asked.pieces] == list(range(1, 13))
+
+
+def test_log_probabilities_are_those_of_a_full_forward(built):
+    model, _ = built
+    asked, other = serve(make_engine(built), Asked(PROMPTS[0], 6, SAMPLING, 1, top_logprobs=3), Asked(PROMPTS[2]))
+    tokens = [token for piece in asked.pieces for token in piece.tokens]
+    assert [token.id for token in tokens] == asked.ids and not any(piece.tokens for piece in other.pieces)
+    for place, token in enumerate(tokens):
+        ids = PROMPTS[0] + asked.ids[:place]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0))[-1, 0, :99]
+        logprobs = logits.log_softmax(-1)
+        assert token.logprob == pytest.approx(float(logprobs[token.id]), abs=1e-5)
+        best = logprobs.topk(3)
+        assert [i for i, _ in token.top] == best.indices.tolist()
+        assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+class TestLeaving:
+    def test_a_cancelled_request_frees_its_row(self, built):
+        engine, gone, waits = make_engine(built, slots=1), Asked(PROMPTS[0], 40), Asked(PROMPTS[1], 4)
+        engine.submit([gone.request, waits.request])
+        engine.step()
+        assert engine.load() == (1, 1)
+        gone.request.cancel()
+        while engine.step():
+            pass
+        assert gone.reason is None and len(gone.ids) < 5
+        assert waits.ids == one_by_one(*built, PROMPTS[1:2], 4)[0]
+
+    def test_one_that_waits_is_never_read(self, built):
+        engine, runs, gone = make_engine(built, slots=1), Asked(PROMPTS[0], 4), Asked(PROMPTS[1], 4)
+        engine.submit([runs.request, gone.request])
+        gone.request.cancel()
+        while engine.step():
+            pass
+        assert runs.reason == "length" and gone.pieces == []
+
+    def test_the_queue_takes_all_of_a_call_or_nothing(self, built):
+        engine = make_engine(built, slots=1, max_waiting=3)
+        engine.submit([Asked(p).request for p in PROMPTS[:2]])
+        with pytest.raises(QueueFull, match="2 requests are waiting"):
+            engine.submit([Asked(p).request for p in PROMPTS[:2]])
+        assert engine.load() == (0, 2)
+        engine.submit([Asked(PROMPTS[0]).request])
+
+
+class TestThread:
+    """`run` on a thread of its own."""
+
+    def run(self, engine):
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        return thread
+
+    def test_requests_are_served_until_it_stops(self, built):
+        engine, done = make_engine(built), threading.Event()
+        asked = Asked(PROMPTS[0])
+        keep = asked.request.on_piece
+        asked.request.on_piece = lambda piece: (keep(piece), done.set() if piece.reason else None)
+        thread = self.run(engine)
+        engine.submit([asked.request])
+        assert done.wait(20)
+        engine.stop()
+        thread.join(20)
+        assert not thread.is_alive() and engine.failure is None
+        assert asked.ids == one_by_one(*built, PROMPTS[:1])[0]
+        with pytest.raises(EngineStopped):
+            engine.submit([asked.request])
+
+    def test_what_has_not_ended_then_is_told(self, built):
+        engine = make_engine(built, slots=1)
+        runs, waits = Asked(PROMPTS[0], 40), Asked(PROMPTS[1])
+        engine.submit([runs.request, waits.request])
+        engine.step()
+        engine.stop()
+        engine.run()
+        for asked in (runs, waits):
+            assert asked.reason == "error" and asked.pieces[-1].error == "the server is shutting down"
+
+    def test_a_failure_reaches_every_request(self, built, monkeypatch):
+        engine = make_engine(built, slots=1)
+        asked = [Asked(p) for p in PROMPTS]
+        engine.submit([one.request for one in asked])
+        engine.step()
+        error = RuntimeError("the device is gone")
+        monkeypatch.setattr(SlotDecoder, "step", lambda self, tokens: (_ for _ in ()).throw(error))
+        engine.run()
+        assert engine.failure is error
+        assert [one.pieces[-1].error for one in asked] == ["the engine failed: the device is gone"] * 4
+        with pytest.raises(EngineStopped):
+            engine.submit([asked[0].request])
+
+
+def test_logits_that_are_not_finite_end_their_own_request_only():
+    model, build = small_model(pool.groups(), **LLAMA)
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[7] = float("nan")
+    bad, good = serve(make_engine((model, build)), Asked([3, 7]), Asked(PROMPTS[0]))
+    assert bad.reason == "error" and "not finite" in bad.pieces[-1].error
+    assert good.ids == one_by_one(model, build, PROMPTS[:1])[0]

@@ -1,0 +1,95 @@
+import random
+
+import pytest
+import torch
+
+from megatron.core.inference.slots import SlotCache, SlotDecoder
+from tests import pool
+from tests.unit.inference.small import GPT2, LLAMA, small_model
+
+SHAPES = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "unfused": {**LLAMA, "attention_backend": "unfused"},
+    "window": {**LLAMA, "window_size": "4,0", "window_attn_skip_freq": "2"},
+    "unfused window": {**LLAMA, "window_size": "4,0", "attention_backend": "unfused"},
+}
+
+
+@torch.no_grad()
+def alone(model, ids):
+    """Logits behind a sequence that is read at once, by itself."""
+    return model(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0))[-1, 0]
+
+
+def assert_logits(found, model, sequences):
+    assert len(found) == len(sequences)
+    for row, ids in zip(found, sequences, strict=True):
+        torch.testing.assert_close(row, alone(model, ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monkeypatch):
+    """Every step's logits of every row, while sequences of random lengths come and go and the columns are moved."""
+    model, build = small_model(pool.groups(), **SHAPES[shape])
+    moves = []
+    move = SlotCache.move_columns
+    monkeypatch.setattr(SlotCache, "move_columns", lambda self, *a: (moves.append(a[-1]), move(self, *a)))
+    decoder, draw = SlotDecoder(model, build, slots=3, capacity=20), random.Random(5)
+    rows, ends, started = [], [], 0
+    lengths = [1, 17, *(draw.choice([1, 2, 5, 9, 17]) for _ in range(7))]
+    with torch.inference_mode():
+        while started < 9 or rows:
+            if started < 9 and len(rows) < 3 and draw.random() < 0.6:
+                prompt = [draw.randrange(99) for _ in range(lengths[started])]
+                rows.append(prompt)
+                ends.append(draw.randint(len(prompt) + 1, 20))
+                assert_logits(decoder.read(prompt), model, [prompt])
+                started += 1
+            if rows:
+                tokens = [draw.randrange(99) for _ in rows]
+                rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
+                assert_logits(decoder.step(tokens), model, rows)
+            for number in reversed(range(len(rows))):
+                if len(rows[number]) >= ends[number]:
+                    decoder.remove(number)
+                    rows[number], ends[number] = rows[-1], ends[-1]
+                    rows.pop()
+                    ends.pop()
+    assert min(moves) < 0 < max(moves), "the cache's end was reached, and a prompt was longer than the columns in use"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_numbers_of_a_broken_sequence_do_not_reach_others(place):
+    """Neither its neighbour, which may have to move into its row, nor whoever gets a row after it."""
+    model, build = small_model(pool.groups(), **LLAMA)
+    bad, good, later = [3, 7, 3], [1, 2, 3, 4, 5, 6], [8, 9]
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[7] = float("nan")
+    decoder = SlotDecoder(model, build, slots=2, capacity=24)
+    with torch.inference_mode():
+        for prompt in (bad, good) if place == 0 else (good, bad):
+            assert decoder.read(prompt).isnan().any() == (prompt is bad)
+        neighbour = 1 - place
+        assert_logits(decoder.step([5, 5])[neighbour : neighbour + 1], model, [[*good, 5]])
+        decoder.remove(place)
+        decoder.read(later)
+        assert_logits(decoder.step([5, 6]), model, [[*good, 5, 5], [*later, 6]])
+
+
+def test_a_cache_of_the_longest_sequence_can_be_filled():
+    model, build = small_model(pool.groups(), **LLAMA)
+    decoder = SlotDecoder(model, build, slots=2, capacity=8)
+    with torch.inference_mode():
+        decoder.read([1, 2])
+        decoder.read([5] * 6)
+        decoder.step([3, 5])
+        assert_logits(decoder.step([4, 6]), model, [[1, 2, 3, 4], [5] * 7 + [6]])
+        decoder.remove(1)
+        assert_logits(decoder.step([7]), model, [[1, 2, 3, 4, 7]])
+
+
+def test_its_size_is_that_of_two_tensors_a_layer():
+    decoder = SlotDecoder(*small_model(pool.groups(), **LLAMA), slots=3, capacity=24)
+    layers, groups, head, four_bytes = 2, 2, 8, 4
+    assert decoder.nbytes == 2 * layers * 24 * 3 * groups * head * four_bytes

@@ -1,0 +1,100 @@
+"""Hugging Face models in our decoder: the same logits and gradients, from the files that transformers writes."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hf.source import HFSource
+from megatron.core.models.source import fill
+from megatron.core.parameter import local_parameters
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Build
+from megatron.kernels.choose import choose_kernels
+from tests import pool
+from tests.unit.models.builds import CPU, assert_gradients, losses, make_ids
+from tests.unit.models.hf_models import MODELS, save_hf_model
+
+LENGTH = 40  # longer than any window
+
+
+def load(folder, **changes):
+    """Our model with the folder's weights, and its source."""
+    source, groups = HFSource(folder), pool.groups()
+    config = dataclasses.replace(source.model, attention_dropout=0.0, **changes)
+    model = GPTModel(Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU))
+    parameters = local_parameters(model)
+    assert source.shapes == {name: p.info.global_shape for name, p in parameters.items()}
+    fill(parameters, source)
+    return model, source
+
+
+def in_our_names(source, tensors):
+    """Their named tensors as ours, by the table: the way back of what `fill` does."""
+    found = {}
+    for name, shape in source.shapes.items():
+        whole = torch.zeros(shape)
+        for box, theirs, their_box in source.table.of_own(name, Box((0,) * len(shape), shape)):
+            place, there = (tuple(slice(a, a + n) for a, n in zip(b.offset, b.shape)) for b in (box, their_box))
+            whole[place] = tensors[theirs][there].view(box.shape)
+        found[name] = whole
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fp32_logits_and_gradients(tmp_path, name):
+    theirs = save_hf_model(name, tmp_path)
+    ours, source = load(tmp_path)
+    ids = make_ids(2, LENGTH)
+    tokens, labels, vocab = ids[:, :-1], ids[:, 1:], theirs.config.vocab_size
+    with torch.no_grad():
+        logits = ours(tokens, torch.arange(LENGTH).unsqueeze(0))[..., :vocab].transpose(0, 1)
+    expected = theirs(tokens).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    losses(ours, ids).mean().backward()
+    F.cross_entropy(expected.transpose(1, 2), labels).backward()
+    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    assert_gradients({key: p.grad for key, p in ours.named_parameters()}, in_our_names(source, gradients))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "qwen3"])
+def test_bf16_takes_the_same_first_choices(tmp_path, name):
+    save_hf_model(name, tmp_path, torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    ours, source = load(tmp_path, bf16=True, attention_backend="unfused")
+    assert source.dtype == torch.bfloat16
+    tokens = make_ids(40, LENGTH)[:, :-1]
+    with torch.no_grad():
+        logits = ours(tokens, torch.arange(LENGTH).unsqueeze(0))[..., : theirs.config.vocab_size].transpose(0, 1)
+        expected = theirs(tokens).logits
+    assert logits.eq(expected).float().mean() > 0.8
+    # Random models have many positions whose two likeliest tokens are neighbours in bf16: one rounding swaps them.
+    ours_first, theirs_first = (x.argmax(-1, keepdim=True) for x in (logits, expected))
+    lost = (expected.gather(-1, theirs_first) - expected.gather(-1, ours_first)).float()
+    assert (lost > 0).float().mean() <= 5e-3
+    assert (lost <= 2 * torch.finfo(torch.bfloat16).eps * expected.gather(-1, theirs_first).abs()).all()
+
+
+def load_part(rank, size, folder):
+    """Name -> (offset, this rank's piece) at tp = size."""
+    groups = pool.groups(tp=size)
+    source = HFSource(folder)
+    config = source.model
+    build = Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU)
+    parameters = local_parameters(GPTModel(build))
+    fill(parameters, source)
+    return {name: (p.info.offset, p.detach().numpy()) for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2 tied", "qwen3", "llama with biases"])
+def test_a_rank_reads_its_own_slices(tmp_path, name):
+    save_hf_model(name, tmp_path)
+    whole = {key: p.detach() for key, p in load(tmp_path)[0].named_parameters()}
+    for rank in pool.run(2, load_part, tmp_path):
+        for key, (offset, piece) in rank.items():
+            place = tuple(slice(a, a + n) for a, n in zip(offset, piece.shape))
+            assert torch.equal(whole[key][place], torch.from_numpy(piece)), key

@@ -1,0 +1,57 @@
+"""Greedy continuations by our decoder and by transformers' generate: the same tokens."""
+
+import pytest
+import torch
+
+from megatron.core.inference.generate import generate
+from megatron.core.inference.sampling import Sampling
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hf.source import HFSource
+from megatron.core.models.source import fill
+from megatron.core.parameter import local_parameters
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Build
+from megatron.kernels.choose import choose_kernels
+from tests import pool
+from tests.unit.models.builds import CPU
+from tests.unit.models.hf_models import save_hf_model
+
+PROMPTS = [[5, 17, 3, 42, 8], [9, 1, 77]]
+NEW = 55  # with the longest prompt, what the models have room for
+NAMES = ["llama", "llama 3.2", "mistral", "qwen2 with windows", "qwen3"]
+
+
+def continue_greedily(folder, groups):
+    """The new tokens of each prompt."""
+    source = HFSource(folder)
+    config = source.model
+    build = Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU)
+    model = GPTModel(build).eval().requires_grad_(False)
+    fill(local_parameters(model), source)
+    steps = generate(
+        model,
+        build,
+        PROMPTS,
+        max_new_tokens=NEW,
+        vocab_size=config.vocab_size,
+        sampling=Sampling(temperature=0.0),
+        seeds=[0] * len(PROMPTS),
+        stop=lambda index, token: False,
+    )
+    return [list(column) for column in zip(*steps, strict=True)]
+
+
+def on_a_rank(rank, size, folder):
+    return continue_greedily(folder, pool.groups(tp=size))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
+    theirs = save_hf_model(name, tmp_path)
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = theirs.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected.append(out[0, len(prompt) :].tolist())
+    assert continue_greedily(tmp_path, pool.groups()) == expected
+    assert pool.run(2, on_a_rank, tmp_path) == [expected] * 2

@@ -1,0 +1,225 @@
+"""Megatron-LM's classic checkpoints: read whatever the layout, written so that they can go back, and never run."""
+
+import argparse
+import enum
+import os
+import pickle
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.models.mcore.source import FILE, TRACKER, MCoreSource
+from megatron.core.models.mcore.writer import write_mcore
+from megatron.core.parameter import local_parameters
+from tests import pool
+from tests.unit.models.builds import GPT, LLAMA, make_model
+
+QWEN = {**LLAMA, "add_qkv_bias": True, "num_layers": 4, "untie_embeddings_and_output_weights": False}
+MODELS = {"llama": {**LLAMA, "num_layers": 4}, "qwen": QWEN, "gpt": {**GPT, "num_layers": 4}}
+
+
+class Opaque(enum.Enum):
+    """Something among the arguments that is not known where they are read."""
+
+    ONE = 1
+
+
+class FromModel:
+    """A source of a model in memory."""
+
+    def __init__(self, fields):
+        self.model = ModelConfig(**fields)
+        model = make_model(fields, pool.groups(), spread=0.1)
+        self.tensors = {name: p.detach() for name, p in local_parameters(model).items()}
+        self.shapes = {name: tuple(t.shape) for name, t in self.tensors.items()}
+        self.dtype = torch.float32
+        for name, tensor in self.tensors.items():
+            if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                tensor[self.model.vocab_size :] = 0
+
+    def read(self, name, box, dtype):
+        place = tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape))
+        return self.tensors[name][place].to(dtype)
+
+
+def as_megatron_cuts_it(source, tp, stages, fused):
+    """(tp rank, stage) -> {model key: {name: tensor}}, cut by plain slicing. stages: layers of each chunk of each."""
+    model, found = source.model, {}
+    padded = -(-model.vocab_size // (16 * tp)) * 16 * tp
+    last = (len(stages) - 1, len(stages[0]) - 1)
+    homes = {"embedding": (0, 0), "decoder.final": last, "output": last}
+    for rank in range(tp):
+        first = 0
+        for chunk in range(len(stages[0])):
+            for stage, counts in enumerate(stages):
+                held = {}
+                layers = range(first, first + counts[chunk])
+                first += counts[chunk]
+                for name, tensor in source.tensors.items():
+                    local = name
+                    if ".layers." in name:
+                        number = int(name.split(".")[2])
+                        if number not in layers:
+                            continue
+                        local = name.replace(f".{number}.", f".{number - layers[0]}.", 1)
+                        if fused:
+                            local = local.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+                            local = local.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+                    elif (stage, chunk) != next(home for part, home in homes.items() if name.startswith(part)):
+                        continue
+                    if "linear_qkv" in name:
+                        held[local] = tensor.chunk(tp)[rank].flatten(0, 1)
+                    elif "linear_fc1" in name and model.swiglu:
+                        held[local] = tensor.chunk(tp, dim=1)[rank].flatten(0, 1)
+                    elif "linear_fc1" in name:
+                        held[local] = tensor.chunk(tp)[rank]
+                    elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+                        held[local] = tensor.chunk(tp, dim=1)[rank]
+                    elif name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                        whole = torch.zeros(padded, tensor.shape[1])
+                        whole[: model.vocab_size] = tensor[: model.vocab_size]
+                        held[local] = whole.chunk(tp)[rank]
+                    else:
+                        held[local] = tensor
+                key = f"model{chunk}" if len(stages[0]) > 1 else "model"
+                found.setdefault((rank, stage), {})[key] = {k: t.clone() for k, t in held.items()}
+    return found
+
+
+def write_as_megatron(root, source, tp, stages, *, fused=True, **more):
+    folder = root / "iter_0000007"
+    names = {k: v for k, v in vars(source.model).items() if k != "vocab_size"}
+    arguments = {**names, "padded_vocab_size": 112, "attention_backend": Opaque.ONE, "vocab_size": 99, **more}
+    for (rank, stage), content in as_megatron_cuts_it(source, tp, stages, fused).items():
+        place = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if len(stages) > 1 else ""))
+        place.mkdir(parents=True)
+        for held in content.values():
+            held["decoder.layers.0.self_attention._extra_state"] = None
+        extra = {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 7, "odd": Opaque.ONE}
+        torch.save({**content, **extra}, place / FILE)
+    (root / TRACKER).write_text("7")
+
+
+def assert_same(source, other):
+    assert other.shapes == source.shapes
+    for name, shape in source.shapes.items():
+        whole = Box((0,) * len(shape), shape)
+        assert torch.equal(other.read(name, whole, torch.float32), source.tensors[name]), name
+        part = Box(tuple(n // 2 for n in shape), tuple(n - n // 2 for n in shape))
+        assert torch.equal(other.read(name, part, torch.float32), source.read(name, part, torch.float32)), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("tp", "stages"),
+    [(1, [[4]]), (2, [[4]]), (4, [[4]]), (1, [[2], [2]]), (2, [[1], [3]]), (2, [[1, 1], [1, 1]])],
+    ids=["1", "tp 2", "tp 4", "pp 2", "tp 2 pp 2 uneven", "tp 2 pp 2 interleaved"],
+)
+def test_every_layout_is_read(tmp_path, name, tp, stages):
+    source = FromModel(MODELS[name])
+    write_as_megatron(tmp_path, source, tp, stages, fused=name != "gpt")
+    found = MCoreSource(tmp_path, None, None)
+    assert found.model.num_kv_heads == source.model.num_kv_heads and found.model.vocab_size == 99
+    assert_same(source, found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 2)])
+def test_what_is_written_is_what_megatron_writes(tmp_path, name, tp, pp):
+    source = FromModel(MODELS[name])
+    path = write_mcore(source, tmp_path, tp=tp, pp=pp, fused_norms=True, dtype=torch.float32)
+    assert path.name == "release" and (tmp_path / TRACKER).read_text() == "release"
+    expected = as_megatron_cuts_it(source, tp, [[4 // pp]] * pp, True)
+    for (rank, stage), content in expected.items():
+        file = path / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")) / FILE
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            found = torch.load(file, weights_only=True)
+        assert found["checkpoint_version"] == 3.0 and found["args"].tensor_model_parallel_size == tp
+        assert found["model"].keys() == content["model"].keys()
+        for key, tensor in content["model"].items():
+            assert torch.equal(found["model"][key], tensor), key
+    assert_same(source, MCoreSource(tmp_path, None, None))
+
+
+def explode(path):
+    """What a pickle should not be able to make happen."""
+    os.mkdir(path)
+    return path
+
+
+class Bomb:
+    """A pickle of this calls `function` when it is opened."""
+
+    def __init__(self, function, path):
+        self.call = function, (str(path),)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("function", [explode, os.mkdir])
+def test_a_pickle_that_would_run_something_runs_nothing(tmp_path, function):
+    source, evidence = FromModel(MODELS["llama"]), tmp_path / "evidence"
+    pickle.loads(pickle.dumps(Bomb(function, evidence)))
+    assert evidence.exists()
+    evidence.rmdir()
+    write_as_megatron(tmp_path, source, 1, [[4]], bomb=Bomb(function, evidence))
+    if function is explode:  # a name that means nothing here is taken for a class without effect
+        assert_same(source, MCoreSource(tmp_path, None, None))
+    else:  # torch knows this one, and refuses the file
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            MCoreSource(tmp_path, None, None)
+    assert not evidence.exists()
+
+
+def cut_file(root):
+    path = root / "iter_0000007/mp_rank_00_000" / FILE
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def change(root, key, value):
+    path = root / "iter_0000007/mp_rank_00_000" / FILE
+    content = torch.load(path, weights_only=False)
+    content["model"].pop(key, None)
+    if value is not None:
+        content["model"][key] = value
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda root: (root / TRACKER).unlink(), "latest_checkpointed_iteration.txt cannot be read"),
+        (lambda root: (root / TRACKER).write_text("8"), "iter_0000008 is not there"),
+        (cut_file, "model_optim_rng.pt cannot be read"),
+        (lambda root: (root / "iter_0000007/mp_rank_01_000" / FILE).unlink(), "cannot be read"),
+        (lambda root: (root / "iter_0000007/mp_rank_01_001").rename(root / "x"), "tp 2 x pp 2 need 4"),
+        (lambda root: change(root, "decoder.layers.1.mlp.linear_fc2.weight", None), "holds no tensor decoder.layers.1"),
+        (lambda root: change(root, "decoder.layers.1.mlp.router.weight", torch.ones(2)), "unknown tensor .*router"),
+        (lambda root: change(root, "embedding.word_embeddings.weight", torch.ones(3, 32)), r"is \[3, 32\]"),
+    ],
+)
+def test_damage_is_named(tmp_path, damage, problem):
+    write_as_megatron(tmp_path, FromModel(MODELS["llama"]), 2, [[2], [2]])
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=problem) as caught:
+        MCoreSource(tmp_path, None, None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argument", [{"num_experts": 8}, {"multi_latent_attention": True}, {"rotary_interleaved": True}]
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, argument):
+    write_as_megatron(tmp_path, FromModel(MODELS["llama"]), 1, [[4]], **argument)
+    with pytest.raises(CheckpointError, match=f"argument {next(iter(argument))} is"):
+        MCoreSource(tmp_path, None, None)
+
+
+def test_stages_must_divide_the_layers(tmp_path):
+    with pytest.raises(ConfigError, match="--target-pipeline-parallel-size 3 does not divide the model's 4 layers"):
+        write_mcore(FromModel(MODELS["llama"]), tmp_path, tp=1, pp=3, fused_norms=True, dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []

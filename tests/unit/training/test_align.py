@@ -1,0 +1,96 @@
+"""The comparison with transformers: its sites, its attribution of errors, its exit code."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.config.data import TokenizerConfig
+from megatron.core.models.hf.source import HFSource
+from megatron.training import align
+from megatron.training.convert import CheckpointSource, to_checkpoint
+from tests import pool
+from tests.unit.models.builds import CPU
+from tests.unit.models.hf_models import save_hf_model
+from tools.checkpoint import align as tool
+
+TOKENS = torch.randint(0, 99, (2, 24), generator=torch.Generator().manual_seed(0))
+FAMILIES = ["llama", "llama with biases", "mistral", "qwen2 with windows", "qwen2 tied"]
+
+
+def pair_of(folder, dtype, ours=None):
+    return align.Pair(folder, dtype, pool.groups(), CPU, ours=ours)
+
+
+def test_ulps_are_counted_at_the_size_of_a_number():
+    one = torch.tensor([1.0, 2.0, 1e-9])
+    near = torch.tensor([1.0 + 2**-23, 2.0 + 2**-21, 1.1e-9])
+    found = align.compare(0, "x", near, one)
+    assert found.max_ulps == pytest.approx(2.0) and found.differing == 1.0
+    assert align.compare(0, "x", one, one) == align.Difference(0, "x", 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_site_of_every_layer_agrees_in_fp32(tmp_path, name):
+    save_hf_model(name, tmp_path)
+    rows = align.differences(*pair_of(tmp_path, torch.float32).record(TOKENS))
+    assert len(rows) == 3 * len(align.SITES) + 2
+    assert max(row.mean_ulps for row in rows) < 16
+    assert rows[0].site == "norm" and rows[-1].site == "logits"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_all_operations_as_theirs_bf16_is_the_same_bits(tmp_path, name):
+    """So the ablation leaves nothing unexplained."""
+    save_hf_model(name, tmp_path, torch.bfloat16)
+    pair = pair_of(tmp_path, torch.bfloat16)
+    _, theirs = pair.record(TOKENS)
+    rows = dict(align.ablation(pair, TOKENS, theirs[-1, "logits"]))
+    assert rows["all as theirs"].differing <= rows["as it is"].differing
+    assert rows["all as theirs"].differing < (0.9 if name == "llama with biases" else 0.01)
+
+
+def test_gradients(tmp_path):
+    save_hf_model("qwen2", tmp_path)
+    pair = pair_of(tmp_path, torch.float32)
+    found = dict(pair.gradients(TOKENS))
+    assert found.keys() == pair.parameters.keys()
+    assert max(found.values()) <= 1e-5
+
+
+def test_an_error_is_found_where_it_is(tmp_path):
+    """A norm weight that was lost in conversion shows at that norm first, and nowhere before it."""
+    save_hf_model("llama", tmp_path)
+    source = HFSource(tmp_path)
+    read = source.read
+
+    def without_one_norm(name, box, dtype):
+        found = read(name, box, dtype)
+        return torch.ones_like(found) if name == "decoder.layers.1.pre_mlp_layernorm.weight" else found
+
+    source.read = without_one_norm
+    rows = align.differences(*pair_of(tmp_path, torch.float32, ours=source).record(TOKENS))
+    first = next(row for row in rows if row.mean_ulps > 100)
+    assert (first.layer, first.site) == (1, "mlp norm")
+
+
+def test_the_tool_says_it_with_its_exit_code(tmp_path, capsys):
+    save_hf_model("qwen2", tmp_path / "hf")
+    words = ["--hf", str(tmp_path / "hf"), "--length", "24", "--output", str(tmp_path / "align.png")]
+    assert tool.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "aligned" in printed and "RMSNorm as theirs" in printed
+    assert (tmp_path / "align.png").stat().st_size > 10_000
+    assert tool.main([*words, "--threshold", "-1"]) == 1
+    assert "differ by more than the threshold: logits" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_ours_is_compared(tmp_path, capsys):
+    save_hf_model("llama", tmp_path / "hf")
+    source = HFSource(tmp_path / "hf")
+    path = to_checkpoint(source, tmp_path / "ours", dtype=torch.float32, tokenizer=TokenizerConfig())
+    assert dataclasses.replace(CheckpointSource(path).model) == source.model
+    words = ["--hf", str(tmp_path / "hf"), "--load", str(tmp_path / "ours"), "--length", "24"]
+    assert tool.main(words) == 0
+    assert tool.main([*words, "--length", "1"]) == 2
+    assert "--length 1" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""Compare a Hugging Face model with ours: sites, logits, gradients, and which operation a difference comes from.
+
+python tools/checkpoint/align.py --hf models/Llama-3.2-1B
+python tools/checkpoint/align.py --hf models/Llama-3.2-1B --load checkpoints/llama --dtype bfloat16
+
+Exit code 0 when logits differ by at most --threshold ulps on average and gradients by --gradient-threshold, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig
+from megatron.core.errors import USER_ERROR_EXIT_CODE, ConfigError, UserError
+from megatron.core.groups import disconnect
+from megatron.core.log import setup_logging
+from megatron.training.align import SITES, Difference, Pair, ablation, differences
+from megatron.training.arguments import FlagParser
+from megatron.training.convert import CheckpointSource
+from megatron.training.restore import read_saved
+from megatron.training.setup import start_process
+
+HEADER = f"{'layer':>6s}  {'site':11s} {'max ulps':>10s} {'mean ulps':>11s} {'differing':>10s}"
+
+
+def build_parser() -> FlagParser:
+    """The tool's flags."""
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--hf", required=True, metavar="DIR", help="the model in Hugging Face format")
+    add("--load", metavar="DIR", help="compare with the newest checkpoint here (default: the same folder, converted)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="precision of both models")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
+    add("--batch", type=int, default=2, metavar="N", help="sequences")
+    add("--length", type=int, default=128, metavar="N", help="tokens of each, drawn at random")
+    add("--seed", type=int, default=0, metavar="N", help="of the tokens")
+    add("--all-layers", action="store_true", help="a row for every layer; without it the worst layer of each site")
+    add(
+        "--threshold",
+        type=float,
+        metavar="X",
+        help="most ulps that logits may differ on average (default 100 in float32, where a sum's order shows, else 4)",
+    )
+    add("--gradient-threshold", type=float, metavar="X", help="most that gradients may differ, relative to the largest "
+        "of a parameter (default 1e-5 in float32, 0.05 in others)")  # fmt: skip
+    add("--output", metavar="PNG", help="draw the mean error of each site over the layers")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """See the module."""
+    setup_logging(0)
+    try:
+        return run(build_parser().parse_args(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare and print; the exit code."""
+    if args.batch < 1 or args.length < 2:
+        raise ConfigError(f"--batch {args.batch} must be at least 1 and --length {args.length} at least 2")
+    ours = CheckpointSource(read_saved(args.load, None).path) if args.load else None
+    parallel = ParallelConfig(device=args.device)
+    groups, device = start_process(RunConfig(parallel=parallel), 0, 1, 0, 1)
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    pair = Pair(Path(args.hf), dtype, groups, device, ours=ours)
+    longest = pair.config.max_position_embeddings
+    if longest and args.length > longest:
+        raise ConfigError(f"--length {args.length} is above the model's {longest} positions")
+    assert pair.config.vocab_size
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = torch.randint(0, pair.config.vocab_size, (args.batch, args.length), generator=generator).to(device)
+
+    recorded, expected = pair.record(tokens)
+    found = differences(recorded, expected)
+    print(HEADER)
+    for row in found if args.all_layers else worst(found):
+        print(line(row))
+    print("\nlogits with one operation computed as transformers computes it")
+    for name, row in ablation(pair, tokens, expected[-1, "logits"]):
+        print(f"{name:20s} {row.max_ulps:10.1f} {row.mean_ulps:11.4f} {row.differing:10.2%}")
+    gradients = list(pair.gradients(tokens))
+    name, worst_gradient = max(gradients, key=lambda item: item[1])
+    print(f"\ngradients: largest relative difference {worst_gradient:.2e} ({name}) of {len(gradients)} parameters")
+    if args.output:
+        draw(found, Path(args.output))
+        print(f"picture: {args.output}")
+    disconnect(groups.heartbeat)
+    wide = dtype == torch.float32
+    limit = args.gradient_threshold if args.gradient_threshold is not None else 1e-5 if wide else 0.05
+    most_ulps = args.threshold if args.threshold is not None else 100.0 if wide else 4.0
+    logits = found[-1].mean_ulps
+    failed = [
+        text
+        for text, value, most in (("logits, mean ulps", logits, most_ulps), ("gradients", worst_gradient, limit))
+        if not value <= most
+    ]
+    print(f"differ by more than the threshold: {'; '.join(failed)}" if failed else "aligned")
+    return 1 if failed else 0
+
+
+def worst(found: Sequence[Difference]) -> list[Difference]:
+    """The layer with the largest mean of each site, in the order of computation."""
+    sites = dict.fromkeys(row.site for row in found)
+    return [max((row for row in found if row.site == site), key=lambda row: row.mean_ulps) for site in sites]
+
+
+def line(row: Difference) -> str:
+    """A row of the table."""
+    layer = "" if row.layer < 0 else str(row.layer)
+    return f"{layer:>6s}  {row.site:11s} {row.max_ulps:10.1f} {row.mean_ulps:11.4f} {row.differing:10.2%}"
+
+
+def draw(found: Sequence[Difference], path: Path) -> None:
+    """Mean ulps of each site over the layers."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    colors = matplotlib.colormaps["tab20"]
+    for number, site in enumerate(SITES):
+        rows = [row for row in found if row.site == site]
+        axes.plot([row.layer for row in rows], [row.mean_ulps for row in rows], ".-", color=colors(number), label=site)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("mean error, ulps")
+    axes.set_title("ours against transformers")
+    axes.legend(ncols=2, fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""Convert a model between Hugging Face folders, our checkpoints and Megatron-LM's. See docs/conversion.md.
+
+python tools/checkpoint/convert.py --loader hf --saver megatron --load-dir Llama-3.2-1B --save-dir checkpoints/llama
+python tools/checkpoint/convert.py --loader megatron --saver hf --load-dir checkpoints/run --save-dir out/hf
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron.config.data import TokenizerConfig
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.errors import USER_ERROR_EXIT_CODE, CheckpointError, ConfigError, UserError
+from megatron.core.log import get_logger, setup_logging
+from megatron.core.models.hf.side_files import tokenizer_of
+from megatron.core.models.hf.source import HFSource
+from megatron.core.models.mcore.source import MCoreSource
+from megatron.core.models.mcore.writer import write_mcore
+from megatron.core.models.source import Source
+from megatron.training.arguments import FlagParser
+from megatron.training.convert import (
+    CheckpointSource,
+    OnBytes,
+    parse_dtype,
+    to_checkpoint,
+    to_hf,
+)
+from megatron.training.restore import Saved, check_tp, read_saved
+
+log = get_logger(__name__)
+
+
+def build_parser() -> FlagParser:
+    """Megatron-LM's names where it has them."""
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--model-type", default="GPT", choices=("GPT",), help="all models here are GPT decoders")
+    formats = ("hf", "megatron", "mcore")
+    add("--loader", required=True, choices=formats, help="format of --load-dir; mcore is Megatron-LM's classic layout")
+    add("--saver", required=True, choices=formats, help="format of --save-dir")
+    add("--load-dir", required=True, metavar="DIR", help="a Hugging Face model, or a folder that a run saved in")
+    add("--save-dir", required=True, metavar="DIR", help="must not hold anything yet")
+    add("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
+    add("--bf16", action="store_true", help="write bf16 (default: as the weights are stored)")
+    add("--fp16", action="store_true", help="write fp16")
+    add("--fp32", action="store_true", help="write fp32")
+    add(
+        "--target-tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="tensor-parallel ranks of --saver mcore (default 1); for others the check that the model can be cut N times: "
+        "our checkpoints load under every layout",
+    )
+    add("--target-pipeline-parallel-size", type=int, metavar="N", help="stages of --saver mcore (default 1)")
+    add(
+        "--saver-transformer-impl",
+        choices=("transformer_engine", "local"),
+        help="names of the norms of --saver mcore (default transformer_engine)",
+    )
+    add(
+        "--true-vocab-size",
+        type=int,
+        metavar="N",
+        help="of --loader mcore, when the checkpoint only has the padded one",
+    )
+    add("--tokenizer-type", metavar="TYPE", help="as in training (default: the tokenizer found with the model)")
+    add("--tokenizer-model", metavar="PATH", help="the tokenizer's folder or file")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, or 2 after one line on stderr for a mistake of the user's; nothing half-written is left."""
+    setup_logging(0)
+    try:
+        run(build_parser().parse_args(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    except OSError as error:
+        print(f"error: {error.filename or 'the disk'}: {error.strerror}; nothing was written", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Open, check, convert, say what was done."""
+    check_flags(args)
+    source, tokenizer = open_source(args)
+    tokenizer = with_flags(tokenizer, args)
+    dtype = parse_dtype(args.bf16, args.fp16, args.fp32, source.dtype)
+    if args.target_tensor_parallel_size:
+        check_tp(Saved(Path(args.load_dir), source.model, tokenizer), args.target_tensor_parallel_size)
+    nbytes = sum(Box(shape, shape).numel for shape in source.shapes.values()) * dtype.itemsize
+    started, target = time.perf_counter(), Path(args.save_dir)
+    with progress(nbytes) as on_bytes:
+        if args.saver == "mcore":
+            target = write_mcore(
+                source,
+                target,
+                tp=args.target_tensor_parallel_size or 1,
+                pp=args.target_pipeline_parallel_size or 1,
+                fused_norms=args.saver_transformer_impl != "local",
+                dtype=dtype,
+                on_bytes=on_bytes,
+            )
+        elif args.saver == "hf":
+            to_hf(source, target, dtype=dtype, tokenizer=tokenizer, on_bytes=on_bytes)
+        else:
+            target = to_checkpoint(source, target, dtype=dtype, tokenizer=tokenizer, on_bytes=on_bytes)
+    seconds = time.perf_counter() - started
+    log.info("wrote %s: %d tensors, %.2f GB in %.1f s", target, len(source.shapes), nbytes / 1e9, seconds)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a flag that the chosen formats do not read."""
+    read_by = {
+        "ckpt_step": ("--loader", args.loader, ("megatron", "mcore")),
+        "true_vocab_size": ("--loader", args.loader, ("mcore",)),
+        "target_pipeline_parallel_size": ("--saver", args.saver, ("mcore",)),
+        "saver_transformer_impl": ("--saver", args.saver, ("mcore",)),
+    }
+    for name, (flag, chosen, readers) in read_by.items():
+        value = getattr(args, name)
+        if value is not None and chosen not in readers:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} has no effect with {flag} {chosen}; remove it")
+
+
+def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig]:
+    """The weights and the tokenizer that belongs to them."""
+    folder = Path(args.load_dir)
+    if not folder.is_dir():
+        raise CheckpointError(f"--load-dir {folder} is no folder")
+    if args.loader == "hf":
+        return HFSource(folder), tokenizer_of(folder)
+    if args.loader == "mcore":
+        return MCoreSource(folder, args.ckpt_step, args.true_vocab_size), TokenizerConfig()
+    saved = read_saved(args.load_dir, args.ckpt_step)
+    return CheckpointSource(saved.path), saved.tokenizer
+
+
+def with_flags(tokenizer: TokenizerConfig, args: argparse.Namespace) -> TokenizerConfig:
+    """The tokenizer that the flags name instead; a folder without --tokenizer-type is one of Hugging Face's."""
+    if args.tokenizer_type is None and args.tokenizer_model is None:
+        return tokenizer
+    if args.tokenizer_model is not None and not Path(args.tokenizer_model).exists():
+        raise ConfigError(f"--tokenizer-model {args.tokenizer_model} is not there")
+    kind = args.tokenizer_type or "HuggingFaceTokenizer"
+    return dataclasses.replace(tokenizer, tokenizer_type=kind, tokenizer_model=args.tokenizer_model)
+
+
+@contextmanager
+def progress(nbytes: int) -> Iterator[OnBytes]:
+    """A bar in GB on a terminal's stderr; elsewhere nothing."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=nbytes)
+        yield lambda done: bar.advance(task, done)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,185 @@
+"""Perplexity of a checkpoint on text, and its scores on tasks of lm-evaluation-harness. See docs/evaluation.md.
+
+python tools/evaluate.py --load DIR --text book.txt
+python tools/evaluate.py --load DIR --jsonl held_out/*.jsonl --json-key text
+torchrun --nproc-per-node 2 tools/evaluate.py --load DIR --tasks mine --include-path tasks/
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from megatron.core.comm.collectives import barrier
+from megatron.core.datasets.jsonl import parse_texts, read_blocks
+from megatron.core.errors import ConfigError, DataError
+from megatron.core.groups import disconnect, launch_environment
+from megatron.core.inference.score import TextScore, score_texts
+from megatron.training.arguments import FlagParser
+from megatron.training.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
+
+
+def build_parser() -> FlagParser:
+    """The tool's own flags."""
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("--text", nargs="+", default=[], metavar="FILE", help="text files, each of them one document")
+    add("--jsonl", nargs="+", default=[], metavar="FILE", help=".jsonl or .jsonl.gz files, a document a line")
+    add("--json-key", default="text", metavar="NAME", help="where a line holds its text (default text)")
+    add("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
+    add("--include-path", metavar="DIR", help="folder with tasks of your own (YAML)")
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
+    add("--limit", type=int, metavar="N", help="questions of each task (default: all)")
+    add("--context-length", type=int, metavar="N", help="longest input (default: the model's limit)")
+    add("--stride", type=int, metavar="N", help="tokens between windows over a document (default: half the context)")
+    add("--batch-tokens", type=int, default=16384, metavar="N", help="positions read together (default 16384)")
+    add("--add-bos", action="store_true", help="begin the tasks' prompts with the tokenizer's bos")
+    add("--output", metavar="FILE", help="write the results as JSON, too")
+    return parser
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Texts, then tasks. Collective over the world; the first rank prints."""
+    if not (args.text or args.jsonl or args.tasks):
+        raise ConfigError("there is nothing to evaluate on; give --text, --jsonl or --tasks")
+    for flag, given in (("--include-path", args.include_path), ("--num-fewshot", args.num_fewshot)):
+        if given is not None and not args.tasks:
+            raise ConfigError(f"{flag} has no effect without --tasks; remove it")
+    if args.stride is not None and not (args.text or args.jsonl):
+        raise ConfigError("--stride has no effect without --text or --jsonl; remove it")
+    if args.batch_tokens < 1:
+        raise ConfigError(f"--batch-tokens {args.batch_tokens} must be at least 1")
+    harness = import_harness() if args.tasks else None
+    for flag, paths in (("--text", args.text), ("--jsonl", args.jsonl)):
+        for path in paths:
+            if not os.path.isfile(path):
+                raise DataError(f"{flag} {path} is not a file")
+    files = [(path, read_text(path)) for path in args.text]
+    files += [(path, read_lines(path, args.json_key)) for path in args.jsonl]
+    saved, tokenizer = read_model(args)
+    if args.add_bos and tokenizer.bos is None:
+        raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
+    context = context_length(saved, args.context_length, "--context-length")
+    stride = (context + 1) // 2 if args.stride is None else args.stride
+    if not 0 < stride <= context:
+        raise ConfigError(f"--stride {stride} must be at least 1 and at most the context of {context} tokens")
+
+    model, build = open_model(saved, args.device, timeout_minutes=30.0)
+    results: dict[str, Any] = {}
+    speaks = launch_environment()[0] == 0
+    with build.groups.heartbeat.phase("evaluate"):
+        found: dict[str, TextScore] = {}
+        for path, texts in files:
+            found[path] = score_texts(
+                model, build, tokenizer, texts, context=context, stride=stride, batch_tokens=args.batch_tokens
+            )
+        if found and speaks:
+            print_scores(found, context, stride)
+            results["texts"] = {path: as_json(score) for path, score in found.items()}
+        if harness is not None:
+            lm = harness.CheckpointLM(
+                model, build, tokenizer, context=context, batch_tokens=args.batch_tokens, add_bos=args.add_bos
+            )
+            tasks = harness.run_tasks(lm, args.tasks.split(","), args.include_path, args.num_fewshot, args.limit)
+            if speaks:
+                print(harness.format_table(tasks))
+                results["tasks"] = tasks["results"]
+    if args.output and speaks:
+        write_json(args.output, results)
+    barrier(build.groups.world)
+    disconnect(build.groups.heartbeat)
+
+
+def import_harness() -> ModuleType:
+    """The module over lm_eval, an extra: imported only when it is asked for. Raises ConfigError."""
+    try:
+        return importlib.import_module("megatron.core.inference.harness")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--tasks needs {error.name}; pip install 'megatron-patched[eval]'") from error
+
+
+def read_text(path: str) -> Iterator[str]:
+    """The file as one document. Raises DataError."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            yield file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--text {path} cannot be read: {error}; give a UTF-8 text file") from error
+
+
+def read_lines(path: str, key: str) -> Iterator[str]:
+    """A document a line, or several where the key holds a list. Raises DataError."""
+    number = 0
+    for block in read_blocks(path):
+        for line in block.lines():
+            number += 1
+            if not line.strip():
+                continue
+            try:
+                (texts,) = parse_texts(line, [key])
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: {error}") from error
+            yield from texts
+
+
+def print_scores(found: dict[str, TextScore], context: int, stride: int) -> None:
+    """A row a file, and one for all of them."""
+    table = Table(title=f"context {context}, stride {stride}", box=SIMPLE)
+    table.add_column("file")
+    for name in ("documents", "tokens", "bytes", "nats/token", "perplexity", "bits/byte"):
+        table.add_column(name, justify="right")
+    rows = list(found.items())
+    if len(rows) > 1:
+        rows.append(("all", total(list(found.values()))))
+    for name, score in rows:
+        counts = (f"{count:,}" for count in (score.documents, score.tokens, score.bytes))
+        table.add_row(name, *counts, f"{score.loss:.4f}", f"{score.perplexity:.3f}", f"{score.bits_per_byte:.4f}")
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def total(scores: Sequence[TextScore]) -> TextScore:
+    """Sums over tokens and bytes, not means over files."""
+    return TextScore(
+        sum(score.documents for score in scores),
+        sum(score.tokens for score in scores),
+        sum(score.bytes for score in scores),
+        sum(score.nats for score in scores),
+    )
+
+
+def as_json(score: TextScore) -> dict[str, float]:
+    """Counts and rates."""
+    return {
+        "documents": score.documents,
+        "tokens": score.tokens,
+        "bytes": score.bytes,
+        "nats_per_token": score.loss,
+        "perplexity": score.perplexity,
+        "bits_per_byte": score.bits_per_byte,
+    }
+
+
+def write_json(path: str, results: dict[str, Any]) -> None:
+    """Raises ConfigError."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=2, default=str)
+            file.write("\n")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}; give another file") from error
+
+
+if __name__ == "__main__":
+    if code := run_tool(build_parser(), evaluate, sys.argv[1:]):
+        end(code)

@@ -1,0 +1,156 @@
+"""Serve a checkpoint over OpenAI's HTTP API. See docs/serving.md.
+
+python tools/run_text_generation_server.py --load DIR
+torchrun --nproc-per-node 2 tools/run_text_generation_server.py --load DIR --host 0.0.0.0 --port 8000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+try:
+    import uvicorn
+    from fastapi import FastAPI
+
+    from megatron.core.inference.server import Settings, build_app
+except ModuleNotFoundError as missing:
+    print(f"error: the server needs {missing.name}; pip install 'megatron-patched[serve]'", file=sys.stderr)
+    sys.exit(2)
+
+from megatron.core.comm.collectives import barrier
+from megatron.core.errors import ConfigError
+from megatron.core.groups import disconnect, launch_environment
+from megatron.core.inference.chat import open_template
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.slots import SlotDecoder
+from megatron.core.log import get_logger
+from megatron.training.arguments import FlagParser
+from megatron.training.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
+
+KEY_VARIABLE = "MEGATRON_API_KEY"
+DEFAULT_CONTEXT = 8192  # where the model takes more: the cache is allocated for every row
+GRACE_SECONDS = 10  # for answers that are under way when the server is told to end
+log = get_logger(__name__)
+
+
+def build_parser() -> FlagParser:
+    """The tool's own flags."""
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", metavar="NAME", help="address to listen on (default 127.0.0.1: this machine)")
+    add("--port", type=int, default=5000, metavar="N", help="default 5000; 0 takes a free one and prints it")
+    add(
+        "--api-key",
+        metavar="TEXT",
+        help=f"clients must send it; better given in {KEY_VARIABLE}, which ps does not show",
+    )
+    add("--served-model-name", metavar="NAME", help="as clients call it (default: the name of the --load folder)")
+    add("--max-batch-size", type=int, default=16, metavar="N", help="requests that run at the same time (default 16)")
+    add("--max-queue", type=int, default=256, metavar="N", help="requests that may wait; more get 503 (default 256)")
+    add(
+        "--max-sequence-length",
+        type=int,
+        metavar="N",
+        help=f"longest prompt and answer together (default: the model's limit, at most {DEFAULT_CONTEXT})",
+    )
+    add("--chat-template", metavar="FILE", help="Jinja template in the place of the tokenizer's own")
+    add("--add-bos", action="store_true", help="begin prompts of /v1/completions with the tokenizer's bos")
+    add("--stop-id", action="append", default=[], type=int, metavar="N", help="token that ends an answer, like eod")
+    return parser
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Check everything that needs no other process, load, serve until SIGTERM or Ctrl-C. Collective over the world."""
+    for flag, value in (("--max-batch-size", args.max_batch_size), ("--max-queue", args.max_queue)):
+        if value < 1:
+            raise ConfigError(f"{flag} {value} must be at least 1")
+    key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
+    if key == "":
+        raise ConfigError("the API key is empty, which keeps nobody out; give one, or none at all")
+    saved, tokenizer = read_model(args)
+    if args.add_bos and tokenizer.bos is None:
+        raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
+    context = context_length(saved, args.max_sequence_length, "--max-sequence-length", DEFAULT_CONTEXT)
+    template = open_template(tokenizer, args.chat_template)
+    first = launch_environment()[0] == 0
+    listener = open_listener(args.host, args.port) if first else None
+    if first and key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning("whoever reaches %s can use this server: no API key is set", args.host)
+
+    model, build = open_model(saved, args.device, timeout_minutes=2.0)
+    decoder = SlotDecoder(model, build, slots=args.max_batch_size, capacity=context)
+    log.info("cache: %d requests of %d tokens, %.2f GB on each rank", decoder.slots, context, decoder.nbytes / 1e9)
+    with build.groups.heartbeat.phase("serve"):
+        if listener is None:
+            follow(decoder)
+        else:
+            engine = Engine(decoder, tokenizer, max_waiting=args.max_queue, stop_ids=args.stop_id)
+            name = args.served_model_name or Path(args.load).resolve().name
+            settings = Settings(model=name, api_key=key, add_bos=args.add_bos, chat_template=template)
+            lead(engine, build_app(engine, tokenizer, settings), listener, name)
+    barrier(build.groups.world)
+    disconnect(build.groups.heartbeat)
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A socket that nobody can connect to yet. Raises ConfigError, before the model is loaded."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on --host {host} --port {port}: {error}; give others") from error
+    return listener
+
+
+def lead(engine: Engine, app: FastAPI, listener: socket.socket, name: str) -> None:
+    """Serve until a signal, or until the engine fails; then raise what it failed with.
+
+    The event loop has the main thread, where signals arrive, and the engine one of its own.
+    """
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_SECONDS
+    )
+    server = uvicorn.Server(config)
+
+    def compute() -> None:
+        try:
+            engine.run()
+        finally:
+            server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn handles both while it runs, and afterwards sends them once more to whoever handled them before.
+        signal.signal(number, lambda *_: None)
+    thread = threading.Thread(target=compute, name="engine")
+    thread.start()
+    listener.listen(config.backlog)
+    host, port = listener.getsockname()[:2]
+    log.info("serving %s at http://%s:%d/v1", name, f"[{host}]" if ":" in host else host, port)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        engine.stop()
+        thread.join()
+    if engine.failure is not None:
+        raise engine.failure
+
+
+def follow(decoder: SlotDecoder) -> None:
+    """Compute with the first rank until it ends. Signals are sent to all ranks: that one decides when to stop."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    decoder.follow()
+
+
+if __name__ == "__main__":
+    if code := run_tool(build_parser(), serve, sys.argv[1:]):
+        end(code)
