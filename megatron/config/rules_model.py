@@ -26,8 +26,6 @@ def one_source_of_shape(run: RunConfig, world_size: int) -> str | None:
         "--use-checkpoint-args": ("the checkpoint", run.checkpoint.use_checkpoint_args),
         "--load-hf": ("its config.json", run.checkpoint.load_hf is not None),
     }
-    if run.checkpoint.load_hf is not None and run.checkpoint.pretrained_checkpoint is not None:
-        return "--load-hf and --pretrained-checkpoint both give the weights to start from; remove one of them"
     used = [flag for flag, (_, is_given) in sources.items() if is_given]
     if len(used) > 1:
         return f"{' and '.join(used)} both give the model's shape; remove one of them"

@@ -88,6 +88,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
     heads = LARGEST_TP * per_group
     hidden = heads * HEAD_DIM
     ratio = model.ffn_dim / model.hidden_size if model.hidden_size else 4.0
+    windows = model.windows if model.num_layers else ()
     small: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": hidden,
@@ -98,6 +99,9 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         "vocab_size": VOCAB_SIZE,  # not a multiple of anything: the padding takes part
         "make_vocab_size_divisible_by": 8,
         "max_position_embeddings": SEQ_LENGTH,
+        # One layer with the window and one without, where the model has both; shorter than the samples.
+        "window_size": None if model.window is None else f"{min(model.window, SEQ_LENGTH // 2) - 1},0",
+        "window_attn_skip_freq": "[1,0]" if any(windows) and not all(windows) else None,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bf16": False,

@@ -56,6 +56,7 @@ def test_parse_split_errors(text):
 
 
 def test_splits_that_are_not_asked_for_or_have_no_data(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING, logger="megatron")
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     path = tagged(tmp_path, "a", 0, 10)
     built = build(data_path=(path,), split="1,0,0")
