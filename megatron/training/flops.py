@@ -6,7 +6,8 @@ f MLP width, V padded vocabulary, s sequence length:
     L x [ h (n + 2k) d        query, key, value projection
         + n d h               attention output projection
         + m h f               MLP: m = 3 matrices when gated (SwiGLU), else 2
-        + 2 n d s / 2 ]       scores and weighted values: causal, so a token meets s / 2 others on average
+        + 2 n d t ]           scores and weighted values: causal, so a token meets t = s / 2 others on average,
+                              and t = W - W^2 / 2s in a layer with a sliding window of W < s
     + h V                     output head
 
 A multiply-add is 2 FLOPs and the backward pass costs twice the forward pass (one product for the input's gradient,
@@ -31,7 +32,14 @@ def train_flops(model: ModelConfig, seq_length: int, samples: int) -> float:
     key_value = model.num_kv_heads * model.head_dim
     projections = model.hidden_size * (attention + 2 * key_value) + attention * model.hidden_size
     mlp = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_dim
-    scores_and_values = attention * seq_length  # two products of s/2 tokens each
+    others = sum(others_met(window, seq_length) for window in model.windows)
     head = model.hidden_size * model.padded_vocab_size
-    per_token = model.num_layers * (projections + mlp + scores_and_values) + head
+    per_token = model.num_layers * (projections + mlp) + 2 * attention * others + head
     return float(BACKWARD_AND_FORWARD * FLOPS_PER_MULTIPLY_ADD * per_token * seq_length * samples)
+
+
+def others_met(window: int | None, seq_length: int) -> float:
+    """Tokens that a token attends to, on average over a sample."""
+    if window is None or window >= seq_length:
+        return seq_length / 2
+    return window - window**2 / (2 * seq_length)

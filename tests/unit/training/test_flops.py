@@ -35,3 +35,13 @@ def test_a_small_ungated_model_by_hand():
     # Multiply-adds a token: QKV 8*18, out 6*8, MLP 2*8*20, scores and values 2*6*(5/2); head 8*128 (padded from 100).
     per_token = 2 * (144 + 48 + 320 + 30) + 1024
     assert train_flops(model, seq_length=5, samples=3) == 6 * per_token * 5 * 3
+
+
+def test_a_window_leaves_out_what_is_not_seen():
+    llama = preset("llama3-8b")
+    full, half = (train_flops(ModelConfig(**llama, **more), 8192, 1) for more in ({}, {"window_size": "4095,0"}))
+    # The first half meets 2048 others on average and the second 4096: 3072 instead of 4096.
+    assert full - half == pytest.approx(6 * 32 * 2 * 4096 * (4096 - 3072) * 8192, rel=1e-9)
+    alternating = train_flops(ModelConfig(**llama, window_size="4095,0", window_attn_skip_freq="2"), 8192, 1)
+    assert alternating == pytest.approx((full + half) / 2)
+    assert train_flops(ModelConfig(**llama, window_size="8191,0"), 8192, 1) == full
