@@ -17,9 +17,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         x32 = x.float()
-        # The norm reads x once and writes one number a row; x.square().mean() would write a tensor of x's size.
-        square_mean = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-        rstd = square_mean.add_(epsilon).rsqrt_()
+        # As Hugging Face sums: vector_norm would write no tensor of squares, but its last bit may differ.
+        rstd = x32.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         normalized = (x32 * rstd).to(weight.dtype)
         return normalized.mul_(weight)

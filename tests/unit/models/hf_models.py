@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 SHAPE = {
     "vocab_size": 99,
     "hidden_size": 64,
-    "intermediate_size": 88,
+    "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
