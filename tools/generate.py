@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, TextIO
+from typing import TextIO
 
-from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, DataError, UserError
-from megatron.core.groups import Groups, disconnect, launch_environment
+from megatron.core.errors import ConfigError, DataError, UserError
+from megatron.core.groups import Groups, disconnect
 from megatron.core.inference.generate import check_lengths
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import Completion, complete
-from megatron.core.log import get_logger, setup_logging
+from megatron.core.log import get_logger
 from megatron.training.arguments import FlagParser
-from megatron.training.restore import check_tp, read_saved, restore_model, restore_tokenizer
-from megatron.training.setup import start_process
+from megatron.training.tool import add_model_flags, end, open_model, read_model, run_tool
 
 DEFAULT_SEED, DEFAULT_NEW_TOKENS = 1234, 128
 Continue = Callable[..., list[Completion]]  # `complete` with the model, tokenizer, sampling and stops filled in
@@ -41,9 +36,8 @@ log = get_logger(__name__)
 def build_parser() -> FlagParser:
     """The tool's own flags; those of the tokenizer are named as in training."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add_model_flags(parser)
     add = parser.add_argument
-    add("--load", required=True, metavar="DIR", help="folder that a run saved its checkpoints in")
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompts-file", metavar="FILE", help="one prompt a line; blank lines are left out")
     add(
@@ -62,60 +56,23 @@ def build_parser() -> FlagParser:
     )
     add("--add-bos", action="store_true", help="begin prompts with the tokenizer's bos, as many published models need")
     add("--batch-size", type=int, default=8, metavar="N", help="prompts continued at the same time (default 8)")
-    add("--tensor-model-parallel-size", type=int, metavar="N", help="default: the number of processes started")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
-    # Left out of the namespace when not given: then the checkpoint's hold.
-    for name, help in (
-        ("--tokenizer-type", "kind of tokenizer (default: the checkpoint's, as for the next three)"),
-        ("--tokenizer-model", "the tokenizer's folder or file"),
-        ("--vocab-file", "vocab.json of GPT2BPETokenizer"),
-        ("--merge-file", "merges.txt of GPT2BPETokenizer"),
-    ):
-        add(name, default=argparse.SUPPRESS, metavar="TEXT", help=help)
-    add("--trust-remote-code", action="store_true", help="let a Hugging Face tokenizer run code from its own folder")
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
-    """0, or 2 after one line on stderr for a mistake of the user's; 1 for a lost rank, 130 for Ctrl-C."""
-    rank, world_size, local_rank = launch_environment()
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the text alone
-        setup_logging(rank)
-    try:
-        args = build_parser().parse_args(argv)
-        run(args, rank, world_size, local_rank)
-    except UserError as error:
-        if rank == 0 or not error.on_all_ranks:
-            print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
-    except CommError as error:
-        print(f"error on rank {rank}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-def run(args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
+def run(args: argparse.Namespace) -> None:
     """Check everything that needs no other process, load, continue the prompts. Collective over the world."""
     prompts = read_prompts(args.prompt, args.prompts_file)
-    tp = world_size if args.tensor_model_parallel_size is None else args.tensor_model_parallel_size
-    check_values(args, tp, world_size)
+    check_values(args)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     if sampling.greedy and args.seed is not None:
         raise ConfigError("--seed has no effect at --temperature 0 (greedy); remove it")
-    saved = read_saved(args.load, args.ckpt_step)
-    check_tp(saved, tp)
-    names = {field.name for field in dataclasses.fields(TokenizerConfig)}
-    tokenizer = restore_tokenizer(saved, **{name: value for name, value in vars(args).items() if name in names})
+    saved, tokenizer = read_model(args)
     encoded = [encode(prompt, tokenizer, args.add_bos) for prompt in prompts]
     new = new_tokens(args.max_new_tokens, encoded, saved.model)
 
     minutes = 10.0 if prompts else 24 * 60.0  # the other ranks wait while somebody types
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, device=args.device, distributed_timeout_minutes=minutes)
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    groups, device = start_process(RunConfig(parallel=parallel), rank, world_size, local_rank, local_world_size)
-    model, build = restore_model(saved, groups, device)
+    model, build = open_model(saved, args.device, minutes)
+    groups = build.groups
     continue_prompts = functools.partial(
         complete,
         model,
@@ -126,7 +83,7 @@ def run(args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -
         stop_strings=args.stop,
     )
     seed = DEFAULT_SEED if args.seed is None else args.seed
-    with groups.heartbeat.phase("generate"), output(rank) as out:
+    with groups.heartbeat.phase("generate"), output(groups.rank) as out:
         if len(prompts) > 1:
             write_lines(out, continue_prompts, prompts, encoded, new, seed, args.batch_size)
         elif prompts:
@@ -143,17 +100,12 @@ def run(args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -
     disconnect(groups.heartbeat)
 
 
-def check_values(args: argparse.Namespace, tp: int, world_size: int) -> None:
-    """Raise ConfigError for a value that cannot work, or a number of processes other than share the model."""
+def check_values(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a value that cannot work."""
     if args.batch_size < 1:
         raise ConfigError(f"--batch-size {args.batch_size} must be at least 1")
     if "" in args.stop:
         raise ConfigError("--stop '' would end every continuation before it begins; give some text")
-    if tp != world_size:
-        raise ConfigError(
-            f"{world_size} processes for --tensor-model-parallel-size {tp}; start {tp} with "
-            f"torchrun --nproc-per-node {tp}, or leave the flag out"
-        )
 
 
 def read_prompts(given: list[str], file: str | None) -> list[str]:
@@ -259,13 +211,9 @@ def report(tokens: int, seconds: float) -> None:
     log.info("%d tokens in %.2f s: %.1f tokens/s", tokens, seconds, tokens / seconds)
 
 
-def end(code: int) -> NoReturn:
-    """Leave at once after an error: tearing down process groups would wait for ranks that may never answer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if launch_environment()[0] > 0:
-        time.sleep(5)  # the launcher kills all ranks when the first one ends: that should be the one that says why
-    os._exit(code)
+def main(argv: Sequence[str]) -> int:
+    """The exit code, see run_tool."""
+    return run_tool(build_parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def draw(found: Sequence[Difference], path: Path) -> None:
     axes.set_xlabel("layer")
     axes.set_ylabel("mean error, ulps")
     axes.set_title("ours against transformers")
-    axes.legend(ncols=2, fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
