@@ -26,6 +26,10 @@ class Box:
         """First index after the rectangle along `dim`."""
         return self.offset[dim] + self.shape[dim]
 
+    def within(self, base: Box) -> Box:
+        """The same elements, with offsets counted from where `base` begins."""
+        return Box(tuple(a - b for a, b in zip(self.offset, base.offset, strict=True)), self.shape)
+
     def __str__(self) -> str:
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.shape)) + "]"
 

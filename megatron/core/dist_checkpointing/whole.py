@@ -51,7 +51,7 @@ class WholeReader:
         out = torch.empty(box.shape, dtype=dtype)
         for chunk in record.chunks:
             if common := intersect(chunk.box, box):
-                part, here = (_relative(common, base) for base in (chunk.box, box))
+                part, here = common.within(chunk.box), common.within(box)
                 key = chunk_key(name, chunk.box.offset)
                 saved = self._file(chunk.file).read(key, record.dtype, chunk.box.shape, chunk.crc32, part)
                 narrow(out, here).copy_(saved)
@@ -153,7 +153,3 @@ def cut(shape: tuple[int, ...], most: int) -> Iterator[Box]:
     rows = max(1, most // max(1, row))
     for first in range(0, shape[0], rows):
         yield Box((first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:]))
-
-
-def _relative(box: Box, base: Box) -> Box:
-    return Box(tuple(a - b for a, b in zip(box.offset, base.offset, strict=True)), box.shape)

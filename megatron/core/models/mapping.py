@@ -10,10 +10,14 @@ reading it is slicing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from megatron.core.dist_checkpointing.boxes import Box, first_hole, first_overlap, intersect
+from megatron.core.dist_checkpointing.tensor_file import narrow
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,16 @@ class Table:
         """Elements `box` of their tensor: (which of them, our tensor, which of its elements)."""
         found = [(part, intersect(part.their_box, box)) for part in self._by_theirs[name]]
         return [(common, part.own, part.to_own(common)) for part, common in found if common]
+
+
+def gather(
+    pieces: Iterable[tuple[Box, str, Box]], box: Box, dtype: torch.dtype, read: Callable[[str, Box], Tensor]
+) -> Tensor:
+    """Elements `box` of a tensor from the pieces that `of_own` or `of_theirs` names; zero where there is none."""
+    out = torch.zeros(box.shape, dtype=dtype)
+    for common, name, there in pieces:
+        narrow(out, common.within(box)).copy_(read(name, there).view(common.shape))
+    return out
 
 
 def _extent(boxes: Iterable[Box]) -> tuple[int, ...]:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.storage import sync_folder
-from megatron.core.dist_checkpointing.tensor_file import narrow, write_tensor_file
+from megatron.core.dist_checkpointing.tensor_file import write_tensor_file
 from megatron.core.dist_checkpointing.whole import WRITERS, WholeTensor, fill_files
 from megatron.core.errors import CheckpointError
 from megatron.core.models.hf.families import CONFIG_FILE, write_config
 from megatron.core.models.hf.folder import INDEX_FILE, SINGLE_FILE
 from megatron.core.models.hf.names import table
-from megatron.core.models.mapping import Table
+from megatron.core.models.mapping import Table, gather
 from megatron.core.models.source import Source
 
 
@@ -103,11 +103,8 @@ class HFExport:
 
     def _reader(self, name: str) -> Callable[[Box], Tensor]:
         def read(box: Box) -> Tensor:
-            out = torch.empty(box.shape, dtype=self._dtype)
-            for common, own, own_box in self.table.of_theirs(name, box):
-                here = Box(tuple(a - b for a, b in zip(common.offset, box.offset, strict=True)), common.shape)
-                narrow(out, here).copy_(self._source.read(own, own_box, self._dtype).view(common.shape))
-            return out
+            pieces = self.table.of_theirs(name, box)
+            return gather(pieces, box, self._dtype, lambda own, part: self._source.read(own, part, self._dtype))
 
         return read
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.names import table
+from megatron.core.models.mapping import gather
 
 
 class HFSource:
@@ -30,8 +30,4 @@ class HFSource:
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """See Source. Rows of the vocabulary's padding are zero."""
-        out = torch.zeros(box.shape, dtype=dtype)
-        for common, theirs, their_box in self.table.of_own(name, box):
-            here = Box(tuple(a - b for a, b in zip(common.offset, box.offset, strict=True)), common.shape)
-            narrow(out, here).copy_(self.folder.read(theirs, their_box).view(common.shape))
-        return out
+        return gather(self.table.of_own(name, box), box, dtype, self.folder.read)

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.models.mapping import Mapping, Part, Table
 
 Shape = tuple[int, ...]
+VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # names of tensors that are padded, at their end
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.errors import CheckpointError
-from megatron.core.models.mcore.names import Layout, table
+from megatron.core.models.mapping import gather
+from megatron.core.models.mcore.names import VOCABULARY, Layout, table
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -82,11 +83,7 @@ class MCoreSource:
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """See core/models/source.py. Rows of the vocabulary's padding are zero."""
-        out = torch.zeros(box.shape, dtype=dtype)
-        for common, theirs, their_box in self.table.of_own(name, box):
-            here = Box(tuple(a - b for a, b in zip(common.offset, box.offset, strict=True)), common.shape)
-            narrow(out, here).copy_(narrow(self._tensor(theirs), their_box).view(common.shape))
-        return out
+        return gather(self.table.of_own(name, box), box, dtype, lambda key, part: narrow(self._tensor(key), part))
 
     def _tensor(self, key: str) -> Tensor:
         folder, part, name = key.split("/", 2)
@@ -99,8 +96,7 @@ class MCoreSource:
         """Every tensor is there in the right shape, and there is no other one."""
         for key, shape in self.table.theirs.items():
             found = tuple(self._tensor(key).shape)
-            padded = len(found) == 2 and found[0] >= shape[0] and found[1:] == shape[1:] and "word_emb" in key
-            padded = padded or (len(found) == 2 and key.endswith("output_layer.weight") and found[0] >= shape[0])
+            padded = key.endswith(VOCABULARY) and found[1:] == shape[1:] and found[0] >= shape[0]
             if found != shape and not padded:
                 raise CheckpointError(f"{self.path}: {key} is {list(found)}, its arguments call for {list(shape)}")
         known = set(self.table.theirs)

@@ -15,14 +15,11 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.storage import sync_folder
-from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.errors import CheckpointError, ConfigError
-from megatron.core.models.mapping import Table
-from megatron.core.models.mcore.names import Layout, padded_rows, table
+from megatron.core.models.mapping import Table, gather
+from megatron.core.models.mcore.names import VOCABULARY, Layout, padded_rows, table
 from megatron.core.models.mcore.source import FILE, TRACKER
 from megatron.core.models.source import Source
-
-_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 
 
 def write_mcore(
@@ -74,16 +71,13 @@ def write_mcore(
 
 
 def _tensor(source: Source, names: Table, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    out = torch.zeros(shape, dtype=dtype)
-    extent = names.theirs[key]
-    for common, own, own_box in names.of_theirs(key, Box((0,) * len(extent), extent)):
-        narrow(out, common).copy_(source.read(own, own_box, dtype).view(common.shape))
-    return out
+    whole = Box((0,) * len(shape), shape)
+    return gather(names.of_theirs(key, whole), whole, dtype, lambda own, box: source.read(own, box, dtype))
 
 
 def _full_shape(name: str, shape: tuple[int, ...], model: ModelConfig, layout: Layout) -> tuple[int, ...]:
     """With the padding of the vocabulary."""
-    return (padded_rows(model, layout) // layout.tp, *shape[1:]) if name.endswith(_VOCABULARY) else shape
+    return (padded_rows(model, layout) // layout.tp, *shape[1:]) if name.endswith(VOCABULARY) else shape
 
 
 def _save(folder: Path, arguments: argparse.Namespace, tensors: dict[str, Tensor]) -> None:
