@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
+from megatron.config.lora import LORA_TARGETS, lora_projections
 from megatron.config.window import attention_windows, keys_in_window
 
-# How the model is run, not what it is: with --use-checkpoint-args these stay the run's own, all others are the
-# checkpoint's.
+# How the model is run and what is added to it, not what it is: with --use-checkpoint-args these stay the run's own, all
+# others are the checkpoint's.
 RUNTIME_FIELDS = (
     "attention_dropout",
     "hidden_dropout",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
     "fp16",
     "bf16",
     "fp32_residual_connection",
@@ -94,6 +99,14 @@ class ModelConfig:
         "initialise attention-output and MLP-output weights like all others, not divided by sqrt(2 x layers)",
         name="--disable-output-scale-init",
     )
+    lora_rank: int | None = flag(
+        None, "train low-rank adapters (LoRA) of this rank beside the linear layers, and nothing else"
+    )
+    lora_alpha: float = flag(16.0, "adapters' outputs are multiplied by this / rank")
+    lora_dropout: float = flag(0.0, "dropout on adapters' inputs")
+    lora_target_modules: tuple[str, ...] = flag(
+        ("all-linear",), "projections that get an adapter", choices=LORA_TARGETS, nargs="+", metavar="NAME"
+    )
     vocab_size: int | None = flag(None, "vocabulary size before padding; default the tokenizer's")
     make_vocab_size_divisible_by: int = flag(
         128,
@@ -165,6 +178,11 @@ class ModelConfig:
         """`window` of each layer; None where the layer has full attention."""
         assert self.num_layers
         return attention_windows(self.window_size, self.window_attn_skip_freq, self.num_layers)
+
+    @property
+    def lora_projections(self) -> tuple[str, ...]:
+        """Projections with an adapter; none without --lora-rank."""
+        return lora_projections(self.lora_target_modules, gated=self.swiglu) if self.lora_rank else ()
 
     @property
     def qkv_bias(self) -> bool:

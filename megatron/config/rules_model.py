@@ -190,6 +190,21 @@ def windows_fit_layers(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def adapters_have_a_place(run: RunConfig, world_size: int) -> str | None:
+    """LoRA adapts projections that the model has, of a model that comes from somewhere."""
+    c = run.checkpoint
+    try:
+        projections = run.model.lora_projections
+    except ConfigError as error:
+        return str(error)
+    if projections and not (c.load or c.pretrained_checkpoint or c.load_hf):
+        return (
+            f"--lora-rank {run.model.lora_rank} adapts a model that is trained already; give it with --load-hf, "
+            "--pretrained-checkpoint or --load"
+        )
+    return None
+
+
 def rotary_rotates(run: RunConfig, world_size: int) -> str | None:
     """Channels are rotated in pairs: at least two of a head."""
     m = run.model
@@ -261,6 +276,7 @@ SHAPE_RULES = (
     sequence_parallel_divides_sequence,
     sequence_fits_positions,
     windows_fit_layers,
+    adapters_have_a_place,
     one_rotary_scaling,
     rotary_rotates,
     rotary_bands_are_ordered,

@@ -113,6 +113,12 @@ _MODEL = (
         "give another --window-attn-skip-freq",
     ),
     _need(
+        "lora_alpha lora_dropout lora_target_modules",
+        lambda run: run.model.lora_rank is not None,
+        "there are no adapters",
+        "give --lora-rank",
+    ),
+    _need(
         "add_qkv_bias",
         lambda run: not run.model.add_bias_linear,
         "all linear layers have biases already",

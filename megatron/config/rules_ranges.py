@@ -28,13 +28,13 @@ AT_LEAST_ONE = Interval("1 or more", lambda x: x >= 1)
 
 _BY_INTERVAL: dict[Interval, str] = {
     POSITIVE: """
-        ffn_hidden_size kv_channels num_query_groups max_position_embeddings
+        ffn_hidden_size kv_channels lora_alpha num_query_groups max_position_embeddings
         rotary_seq_len_interpolation_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
         rope_scaling_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale norm_epsilon
         distributed_timeout_minutes adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins
     """,
     AT_LEAST_ONE: """
-        num_layers hidden_size num_attention_heads rope_scaling_factor vocab_size make_vocab_size_divisible_by
+        num_layers hidden_size num_attention_heads lora_rank rope_scaling_factor vocab_size make_vocab_size_divisible_by
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
         expert_tensor_parallel_size ddp_bucket_size num_distributed_optimizer_instances loss_scale_window
         hysteresis lr_decay_iters lr_decay_samples
@@ -47,7 +47,7 @@ _BY_INTERVAL: dict[Interval, str] = {
         init_method_std clip_grad weight_decay start_weight_decay end_weight_decay lr min_lr lr_warmup_iters
         lr_warmup_samples lr_warmup_init num_workers tiktoken_num_special_tokens seed manual_gc_interval eval_iters
     """,
-    BELOW_ONE: "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction",
+    BELOW_ONE: "attention_dropout hidden_dropout lora_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction",
     SHARE: "rotary_percent",
     ABOVE_ONE: "rotary_base",
 }

@@ -159,7 +159,8 @@ def _converter(kind: type, choices: Collection[Any] | None) -> Callable[[str], A
 
 def _help(spec: Field[Any], text: str) -> str:
     """The field's help and its default; fields that default to None say in words what that means."""
-    shown = "" if spec.default is None or isinstance(spec.default, bool) else f" (default: {spec.default})"
+    default = " ".join(map(str, spec.default)) if isinstance(spec.default, tuple) else spec.default
+    shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
     return (text + shown).replace("%", "%%")
 
 

@@ -22,6 +22,7 @@ from megatron.core.errors import CheckpointError
 from megatron.core.groups import Groups
 from megatron.core.log import get_logger
 from megatron.core.parameter import Parameter
+from megatron.core.transformer.lora import is_adapter
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
@@ -52,9 +53,12 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """Continue from the checkpoint in `path`. Collective over the world; the layout may differ from the saved one."""
     run, groups = trainer.run, trainer.groups
     state = read_state(path)
-    check_same_model(path, model_config_of(state), run.model, finetune=run.checkpoint.finetune)
-    check_same_precision(path, model_config_of(state), run.model)
+    saved = model_config_of(state)
     finetune = run.checkpoint.finetune or state["train"] is None  # a converted model was not trained here
+    begins_lora = finetune and saved.lora_rank is None and run.model.lora_rank is not None
+    base = dataclasses.replace(run.model, lora_rank=None) if begins_lora else run.model
+    check_same_model(path, saved, base, finetune=run.checkpoint.finetune)
+    check_same_precision(path, saved, run.model)
     with_optimizer = run.checkpoint.load_optim and not finetune and not run.train.skip_train
     with_rng = run.checkpoint.load_rng and not finetune and state["rng"] == _generators(trainer)
     log.info("loading checkpoint from %s%s", path, ", weights only" if finetune else "")
@@ -71,6 +75,8 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     if not (finetune or run.train.skip_train):
         trainer.schedule.resolve(state["schedule"])
     tensors = _weights(trainer)
+    if begins_lora:
+        tensors = [tensor for tensor in tensors if not is_adapter(tensor.name)]
     if with_optimizer:
         tensors += optimizer_tensors(trainer)
     rng = trainer.rng.state()
@@ -124,6 +130,11 @@ def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, *, fine
     if finetune:
         there["rotary_base"] = here["rotary_base"]
     differences = [f"{name} is {there[name]} there and {here[name]} here" for name in here if there[name] != here[name]]
+    if saved.lora_rank and not model.lora_rank:
+        raise CheckpointError(
+            f"{path} holds LoRA adapters (--lora-rank {saved.lora_rank}); give its LoRA flags to go on with them, or merge "
+            "them into the model with tools/checkpoint/convert.py --loader megatron --saver megatron"
+        )
     if differences:
         raise CheckpointError(
             f"{path} is a checkpoint of another model: {'; '.join(differences)}; "
@@ -156,6 +167,9 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
         "attention window": next((window for window in model.windows if window), None),
         "windowed layers": "".join("1" if window else "0" for window in model.windows),
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "lora_rank": model.lora_rank,
+        "lora_alpha": model.lora_alpha if model.lora_rank else None,
+        "lora_target_modules": " ".join(model.lora_projections),
     }
 
 
@@ -235,7 +249,9 @@ def _rng_tensors(states: dict[str, Tensor], rank: int, *, writer: bool) -> list[
 def model_config_of(state: dict[str, Any]) -> ModelConfig:
     """The model configuration in a checkpoint's state."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
-    return ModelConfig(**{name: value for name, value in state["config"]["model"].items() if name in known})
+    saved: dict[str, Any] = {name: value for name, value in state["config"]["model"].items() if name in known}
+    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}  # JSON has no tuples
+    return ModelConfig(**saved | lists)
 
 
 def _layout(groups: Groups) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,13 @@ from megatron.core.dist_checkpointing.whole import WholeReader, WholeTensor, wri
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.log import get_logger
 from megatron.core.models.hf.export import HFExport
-from megatron.core.models.hf.families import CONFIG_FILE
+from megatron.core.models.hf.families import CONFIG_FILE, write_config
+from megatron.core.models.hf.folder import SINGLE_FILE
+from megatron.core.models.hf.names import table
+from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
 from megatron.core.models.hf.side_files import side_files
 from megatron.core.models.source import Source
+from megatron.core.transformer.lora import is_adapter
 from megatron.training.checkpoint import MODEL_PREFIX, converted_state
 from megatron.training.restore import saved_parts
 from megatron.training.setup import together
@@ -40,12 +44,17 @@ OnBytes = Callable[[int], None]
 
 
 class CheckpointSource:
-    """The weights of a checkpoint of ours: a Source. Checksums are verified as blocks are read."""
+    """The weights of a checkpoint of ours: a Source. Checksums are verified as blocks are read.
+
+    base: the Hugging Face model that its training began with, if it began with one.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError."""
         self.path, self._reader = path, WholeReader(path)
-        self.model, self.tokenizer = saved_parts(self._reader.manifest.state)
+        state = self._reader.manifest.state
+        self.model, self.tokenizer = saved_parts(state)
+        self.base: str | None = state["config"]["checkpoint"].get("load_hf")
         records = self._reader.manifest.tensors
         self.shapes = {
             name.removeprefix(MODEL_PREFIX): record.shape
@@ -96,11 +105,21 @@ def to_hf(
 
     Raises ConfigError when no supported family can hold the model, CheckpointError, and OSError, leaving nothing.
     """
-    export = hf_export(source, folder, dtype, tokenizer)
+    _write_all(hf_export(source, folder, dtype, tokenizer), side_files(tokenizer), on_bytes)
+
+
+def to_peft(
+    source: CheckpointSource, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes = lambda nbytes: None
+) -> None:
+    """Write the adapters of a checkpoint as PEFT's. Raises ConfigError when it has none, else as `to_hf`."""
+    _write_all(adapter_export(source, folder, dtype), [], on_bytes)
+
+
+def _write_all(export: HFExport, files: Sequence[Path], on_bytes: OnBytes) -> None:
     export.begin()
     try:
         export.write(export.shards, on_bytes)
-        export.finish(side_files(tokenizer))
+        export.finish(files)
     except BaseException:
         export.abandon()
         raise
@@ -109,17 +128,23 @@ def to_hf(
 def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
     """Write a checkpoint that was just saved as `--save-hf`/its name, in Hugging Face format, and return that folder.
 
-    Ranks share the shards; each reads what it needs from the checkpoint. An older folder of that name is replaced.
-    Collective over the world: barriers only. Raises CheckpointError on all ranks when one of them cannot write.
+    Of a model that is adapted, the adapters alone, as PEFT's. Ranks share the shards; each reads what it needs from the
+    checkpoint. An older folder of that name is replaced. Collective over the world: barriers only. Raises
+    CheckpointError on all ranks when one of them cannot write.
     """
     run, world = trainer.run, trainer.groups.world
     assert run.checkpoint.save_hf
     folder = Path(run.checkpoint.save_hf) / checkpoint.name
     source = together(world, lambda: CheckpointSource(checkpoint))
-    export = hf_export(source, folder, source.dtype, run.tokenizer, replace=True)
+    files: list[Path] = []
+    if run.model.lora_rank:
+        export = adapter_export(source, folder, source.dtype, replace=True)
+    else:
+        export = hf_export(source, folder, source.dtype, run.tokenizer, replace=True)
+        files = side_files(run.tokenizer)
     together(world, lambda: _writing(folder, export.begin if world.rank == 0 else None))
     together(world, lambda: _writing(folder, lambda: export.write(export.shards[world.rank :: world.size])))
-    finish = functools.partial(export.finish, side_files(run.tokenizer))
+    finish = functools.partial(export.finish, files)
     together(world, lambda: _writing(folder, finish if world.rank == 0 else None))
     log.info("  successfully saved %s in Hugging Face format", folder)
     return folder
@@ -138,19 +163,54 @@ def hf_export(
 ) -> HFExport:
     """The export of a source, once its tensors are found to be those that its configuration calls for.
 
-    A config.json beside the tokenizer is kept if it is this model's: the model came from there.
+    A config.json beside the tokenizer is kept if it is this model's: the model came from there. Raises ConfigError when
+    no supported family can hold the model.
     """
     like = Path(tokenizer.tokenizer_model) if tokenizer.tokenizer_model else None
-    export = HFExport(source, folder, dtype, like=like, replace=replace, shard_bytes=SHARD_BYTES)
-    if "eos_token_id" not in export.config:
-        export.config |= token_ids(tokenizer, source.model)
-    for name in sorted({*export.table.own, *source.shapes}):
-        there, expected = source.shapes.get(name), export.table.own.get(name)
-        if there != expected:
+    family, config = write_config(source.model, like)
+    config.pop("dtype", None)  # the newer name of the same field
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if "eos_token_id" not in config:
+        config |= token_ids(tokenizer, source.model)
+    layout = table(family, source.model)
+    _check_shapes(layout.own, source.shapes)
+    return HFExport(
+        source,
+        folder,
+        dtype,
+        layout,
+        config=(CONFIG_FILE, config),
+        single_file=SINGLE_FILE,
+        replace=replace,
+        shard_bytes=SHARD_BYTES,
+    )
+
+
+def adapter_export(source: CheckpointSource, folder: Path, dtype: torch.dtype, *, replace: bool = False) -> HFExport:
+    """The export of a model's adapters alone, as PEFT keeps them. Raises ConfigError when it has none."""
+    if source.model.lora_rank is None:
+        raise ConfigError(f"{source.path} has no LoRA adapters; give --saver hf for the model itself")
+    layout = adapter_table(source.model)
+    _check_shapes(layout.own, {name: shape for name, shape in source.shapes.items() if is_adapter(name)})
+    return HFExport(
+        source,
+        folder,
+        dtype,
+        layout,
+        config=(ADAPTER_CONFIG, adapter_config(source.model, source.base)),
+        single_file=ADAPTER_FILE,
+        replace=replace,
+        shard_bytes=2**63,  # PEFT reads one file
+    )
+
+
+def _check_shapes(expected: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> None:
+    for name in sorted({*expected, *there}):
+        if there.get(name) != expected.get(name):
             raise CheckpointError(
-                f"the model has parameter {name} as {_shape(there)} and its configuration calls for {_shape(expected)}"
+                f"the model has parameter {name} as {_shape(there.get(name))} and its configuration calls for "
+                f"{_shape(expected.get(name))}"
             )
-    return export
 
 
 def token_ids(tokenizer: TokenizerConfig, model: ModelConfig) -> dict[str, Any]:

@@ -9,10 +9,12 @@ f MLP width, V padded vocabulary, s sequence length:
         + 2 n d t ]           scores and weighted values: causal, so a token meets t = s / 2 others on average,
                               and t = W - W^2 / 2s in a layer with a sliding window of W < s
     + h V                     output head
+    + r (in + out)            a LoRA adapter of rank r beside a projection
 
 A multiply-add is 2 FLOPs and the backward pass costs twice the forward pass (one product for the input's gradient,
 one for the weight's), so training costs 3 x 2 times that. V is the padded vocabulary, as in Megatron-LM; here the
-padding does not depend on the layout, so neither do the figures. Attention that stops at document borders is counted
+padding does not depend on the layout, so neither do the figures. Frozen weights (LoRA) have no gradient, so they cost
+twice and not three times the forward pass. Attention that stops at document borders is counted
 as if it did not. Not counted: the embedding lookup, norms, activations, softmax, the optimizer, and what
 recomputation repeats.
 """
@@ -20,8 +22,10 @@ recomputation repeats.
 from __future__ import annotations
 
 from megatron.config.model import ModelConfig
+from megatron.core.transformer.lora import adapted_linears
 
-BACKWARD_AND_FORWARD = 3  # in units of the forward pass
+# Training in units of the forward pass.
+TRAINED, FROZEN = 3, 2
 FLOPS_PER_MULTIPLY_ADD = 2
 
 
@@ -34,8 +38,20 @@ def train_flops(model: ModelConfig, seq_length: int, samples: int) -> float:
     mlp = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_dim
     others = sum(others_met(window, seq_length) for window in model.windows)
     head = model.hidden_size * model.padded_vocab_size
-    per_token = model.num_layers * (projections + mlp) + 2 * attention * others + head
-    return float(BACKWARD_AND_FORWARD * FLOPS_PER_MULTIPLY_ADD * per_token * seq_length * samples)
+    weights = model.num_layers * (projections + mlp) + head
+    trained = 2 * attention * others + model.num_layers * _adapters(model)
+    per_token = (FROZEN if model.lora_rank else TRAINED) * weights + TRAINED * trained
+    return float(FLOPS_PER_MULTIPLY_ADD * per_token * seq_length * samples)
+
+
+def _adapters(model: ModelConfig) -> int:
+    """Multiply-adds a token of the adapters of a layer, which are their parameters."""
+    return sum(
+        (model.lora_rank or 0) * (adapted.inputs + piece.outputs.numel)
+        for adapted in adapted_linears(model)
+        for piece in adapted.pieces
+        if piece.projection in model.lora_projections
+    )
 
 
 def others_met(window: int | None, seq_length: int) -> float:

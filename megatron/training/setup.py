@@ -36,6 +36,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter, initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
+from megatron.core.transformer.lora import freeze_all_but_adapters, is_adapter
 from megatron.kernels.choose import Kernels, choose_kernels
 from megatron.kernels.ops.gemm import slow_half
 from megatron.training.batch import BatchReader
@@ -54,11 +55,12 @@ T = TypeVar("T")
 
 def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     """Everything a run needs, continued from --load when that holds a checkpoint. Collective over the world."""
+    asked = run.checkpoint
     run, checkpoint = together(groups.world, lambda: find_start(run))
     if checkpoint and run.checkpoint.use_checkpoint_args:
         saved = together(groups.world, lambda: saved_model_config(checkpoint))
         run = dataclasses.replace(run, model=_shape_from(run.model, saved))
-        check(run, groups.world.size)
+        check(dataclasses.replace(run, checkpoint=asked), groups.world.size)
     if run.train.skip_train:
         run = _evaluation_only(run)
     tokenizer = together(groups.world, lambda: build_tokenizer(run.tokenizer, run.model.vocab_size))
@@ -69,10 +71,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     rng = RngTracker(run.train.seed, groups, device)
     model = build_model(run, groups, device, kernels, rng)
     parameters = local_parameters(model)
-    if run.checkpoint.load_hf and not checkpoint:
-        _load_hf(Path(run.checkpoint.load_hf), parameters, groups)
-    else:
-        initialize(parameters, run.train.seed)
+    initial_weights(run, parameters, groups, has_checkpoint=checkpoint is not None)
     data_parallel = DataParallel(model, groups, data_parallel_settings(run.parallel), device)
     optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=run.model.fp16)
     timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))
@@ -177,9 +176,31 @@ def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int) -> RunConfig:
 
 
 def build_model(run: RunConfig, groups: Groups, device: torch.device, kernels: Kernels, rng: RngTracker) -> GPTModel:
-    """The decoder of this rank, uninitialised."""
+    """The decoder of this rank, uninitialised. With LoRA all but the adapters is frozen."""
     sequence_parallel = run.parallel.sequence_parallel and groups.tp.size > 1
-    return GPTModel(Build(run.model, groups, sequence_parallel, kernels, rng, device))
+    model = GPTModel(Build(run.model, groups, sequence_parallel, kernels, rng, device))
+    if run.model.lora_rank:
+        freeze_all_but_adapters(local_parameters(model))
+    return model
+
+
+def initial_weights(run: RunConfig, parameters: dict[str, Parameter], groups: Groups, *, has_checkpoint: bool) -> None:
+    """Weights that depend on the seed, or those of --load-hf; a checkpoint is loaded over them later.
+
+    Raises ConfigError for adapters of a model that nobody trained.
+    """
+    if has_checkpoint:
+        return initialize({n: p for n, p in parameters.items() if p.requires_grad}, run.train.seed)
+    if run.checkpoint.load_hf:
+        _load_hf(Path(run.checkpoint.load_hf), {n: p for n, p in parameters.items() if not is_adapter(n)}, groups)
+        return initialize({n: p for n, p in parameters.items() if is_adapter(n)}, run.train.seed)
+    if run.model.lora_rank:
+        raise ConfigError(
+            f"--lora-rank {run.model.lora_rank} adapts a model that is trained already, and "
+            f"{f'--load {run.checkpoint.load} holds none' if run.checkpoint.load else 'none is given'}; give "
+            "--load-hf, --pretrained-checkpoint or --load a trained model"
+        )
+    initialize(parameters, run.train.seed)
 
 
 def _load_hf(folder: Path, parameters: dict[str, Parameter], groups: Groups) -> None:
@@ -297,5 +318,13 @@ def _announce(trainer: Trainer, kernels: Kernels) -> None:
     log.info("%s", format_table(features(run, facts)))
     log.info("number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)
     sharding = trainer.data_parallel.settings.shards
-    footprint = weight_and_optimizer_footprint(count, run.model.dtype_name, run.optimizer, groups.shard.size, sharding)
+    frozen = sum(math.prod(p.info.shape) for p in trainer.parameters.values() if not p.requires_grad)
+    if frozen:
+        share = 100 * (count - frozen) / count
+        log.info(
+            "training %d of them, %.2f %%: adapters of %s", count - frozen, share, " ".join(run.model.lora_projections)
+        )
+    footprint = weight_and_optimizer_footprint(
+        count - frozen, run.model.dtype_name, run.optimizer, groups.shard.size, sharding, frozen=frozen
+    )
     log.info(format_footprint(footprint))

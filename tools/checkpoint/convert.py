@@ -2,12 +2,14 @@
 
 python tools/checkpoint/convert.py --loader hf --saver megatron --load-dir Llama-3.2-1B --save-dir checkpoints/llama
 python tools/checkpoint/convert.py --loader megatron --saver hf --load-dir checkpoints/run --save-dir out/hf
+python tools/checkpoint/convert.py --loader megatron --saver peft --load-dir checkpoints/lora --save-dir out/adapter
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,22 +20,17 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron.config.data import TokenizerConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.errors import USER_ERROR_EXIT_CODE, CheckpointError, ConfigError, UserError
 from megatron.core.log import get_logger, setup_logging
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.core.models.mcore.writer import write_mcore
+from megatron.core.models.merge import MergedSource
 from megatron.core.models.source import Source
+from megatron.core.transformer.lora import is_adapter
 from megatron.training.arguments import FlagParser
-from megatron.training.convert import (
-    CheckpointSource,
-    OnBytes,
-    parse_dtype,
-    to_checkpoint,
-    to_hf,
-)
+from megatron.training.convert import CheckpointSource, OnBytes, parse_dtype, to_checkpoint, to_hf, to_peft
 from megatron.training.restore import Saved, check_tp, read_saved
 
 log = get_logger(__name__)
@@ -46,7 +43,12 @@ def build_parser() -> FlagParser:
     add("--model-type", default="GPT", choices=("GPT",), help="all models here are GPT decoders")
     formats = ("hf", "megatron", "mcore")
     add("--loader", required=True, choices=formats, help="format of --load-dir; mcore is Megatron-LM's classic layout")
-    add("--saver", required=True, choices=formats, help="format of --save-dir")
+    add(
+        "--saver",
+        required=True,
+        choices=(*formats, "peft"),
+        help="format of --save-dir; peft writes the LoRA adapters alone, all others a model with adapters merged",
+    )
     add("--load-dir", required=True, metavar="DIR", help="a Hugging Face model, or a folder that a run saved in")
     add("--save-dir", required=True, metavar="DIR", help="must not hold anything yet")
     add("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
@@ -101,10 +103,13 @@ def run(args: argparse.Namespace) -> None:
     dtype = parse_dtype(args.bf16, args.fp16, args.fp32, source.dtype)
     if args.target_tensor_parallel_size:
         check_tp(Saved(Path(args.load_dir), source.model, tokenizer), args.target_tensor_parallel_size)
-    nbytes = sum(Box(shape, shape).numel for shape in source.shapes.values()) * dtype.itemsize
+    shapes = [shape for name, shape in source.shapes.items() if args.saver != "peft" or is_adapter(name)]
+    nbytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     started, target = time.perf_counter(), Path(args.save_dir)
     with progress(nbytes) as on_bytes:
-        if args.saver == "mcore":
+        if isinstance(source, CheckpointSource) and args.saver == "peft":
+            to_peft(source, target, dtype=dtype, on_bytes=on_bytes)
+        elif args.saver == "mcore":
             target = write_mcore(
                 source,
                 target,
@@ -119,11 +124,13 @@ def run(args: argparse.Namespace) -> None:
         else:
             target = to_checkpoint(source, target, dtype=dtype, tokenizer=tokenizer, on_bytes=on_bytes)
     seconds = time.perf_counter() - started
-    log.info("wrote %s: %d tensors, %.2f GB in %.1f s", target, len(source.shapes), nbytes / 1e9, seconds)
+    log.info("wrote %s: %d tensors, %.2f GB in %.1f s", target, len(shapes), nbytes / 1e9, seconds)
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a flag that the chosen formats do not read."""
+    """Raise ConfigError for a flag that the chosen formats do not read, and for formats that do not go together."""
+    if args.saver == "peft" and args.loader != "megatron":
+        raise ConfigError(f"--saver peft writes the adapters of our checkpoints, not of --loader {args.loader}")
     read_by = {
         "ckpt_step": ("--loader", args.loader, ("megatron", "mcore")),
         "true_vocab_size": ("--loader", args.loader, ("mcore",)),
@@ -146,7 +153,11 @@ def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig]:
     if args.loader == "mcore":
         return MCoreSource(folder, args.ckpt_step, args.true_vocab_size), TokenizerConfig()
     saved = read_saved(args.load_dir, args.ckpt_step)
-    return CheckpointSource(saved.path), saved.tokenizer
+    source = CheckpointSource(saved.path)
+    if source.model.lora_rank and args.saver != "peft":
+        log.info("merging the LoRA adapters into the model")
+        return MergedSource(source), saved.tokenizer
+    return source, saved.tokenizer
 
 
 def with_flags(tokenizer: TokenizerConfig, args: argparse.Namespace) -> TokenizerConfig:

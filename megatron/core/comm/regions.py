@@ -36,6 +36,28 @@ class _PartialToSequenceShard(torch.autograd.Function):
         return all_gather(grad, ctx.group), None
 
 
+class _ToShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        return all_gather(x, group) if sequence_parallel and group.size > 1 else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.sequence_parallel:
+            return reduce_scatter(grad, ctx.group), None, None
+        return all_reduce(grad.clone() if ctx.group.size > 1 else grad, ctx.group), None, None
+
+
+def to_shards(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    """[s/tp, ...] with sequence parallelism, else [s, ...] replicated -> [s, ...], for layers that are cut over tp.
+
+    Forward: all-gather, or nothing. Backward: reduce-scatter, or all-reduce (the gradient is partial).
+    """
+    result: Tensor = _ToShards.apply(x, group, sequence_parallel)
+    return result
+
+
 def sum_partial(x: Tensor, group: Group) -> Tensor:
     """Forward: all-reduce. Backward: nothing (the gradient is replicated)."""
     result: Tensor = _PartialToReplicated.apply(x, group)

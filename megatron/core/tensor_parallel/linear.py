@@ -5,6 +5,9 @@ in/out features of the global layer. With sequence parallelism the leading dim o
 
 Weights may have more than two dims (QKV per KV group, gate/up pairs) so that their global form is a plain concatenation
 along one dim for any tp; the GEMM sees them flattened to [out/tp, in].
+
+A frozen weight (requires_grad False) keeps no input for its gradient. `lora`, where it is set, is a module of the same
+input and output whose output is added (core/transformer/lora.py).
 """
 
 from __future__ import annotations
@@ -65,12 +68,13 @@ class ColumnParallelLinear(nn.Module):
             if bias
             else None
         )
+        self.lora: nn.Module | None = None
         self._tp, self._sequence_parallel, self._weight_grad = tp, sequence_parallel, weight_grad
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        result: Tensor = _Column.apply(x, self.weight, self.bias, self._tp, self._sequence_parallel, self._weight_grad)
-        return result
+        out: Tensor = _Column.apply(x, self.weight, self.bias, self._tp, self._sequence_parallel, self._weight_grad)
+        return out if self.lora is None else out + self.lora(x)
 
 
 class RowParallelLinear(nn.Module):
@@ -107,10 +111,15 @@ class RowParallelLinear(nn.Module):
             if bias
             else None
         )
+        self.lora: nn.Module | None = None
         self._tp, self._sequence_parallel, self._weight_grad = tp, sequence_parallel, weight_grad
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
+        out = self._base(x)
+        return out if self.lora is None else out + self.lora(x)
+
+    def _base(self, x: Tensor) -> Tensor:
         if self._tp.size == 1:
             # Nothing to sum: the bias goes into the GEMM and is rounded with it, as in any linear layer.
             whole: Tensor = _Column.apply(x, self.weight, self.bias, self._tp, False, self._weight_grad)
@@ -130,7 +139,7 @@ class _Column(torch.autograd.Function):
         sequence_parallel: bool,
         weight_grad: WeightGrad,
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         # Parameters live as long as the model: kept as they are, with the slot their gradient goes to.
         ctx.weight, ctx.bias, ctx.tp, ctx.weight_grad = weight, bias, tp, weight_grad
         ctx.sequence_parallel = sequence_parallel and tp.size > 1
@@ -142,7 +151,7 @@ class _Column(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         tp: Group = ctx.tp
         gather: Handle | None = None
-        if ctx.sequence_parallel:
+        if ctx.sequence_parallel and ctx.needs_input_grad[1]:
             x, gather = all_gather_async(x, tp)
         grad_x, reduce = None, None
         if ctx.needs_input_grad[0]:
@@ -165,7 +174,7 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Parameter, tp: Group, sequence_parallel: bool, weight_grad: WeightGrad
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.tp, ctx.weight_grad = weight, tp, weight_grad
         ctx.sequence_parallel = sequence_parallel and tp.size > 1
         out = linear(x, weight)

@@ -11,6 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.parameter import Init
 from megatron.core.transformer.attention import SelfAttention, output_scale
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
+from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 
@@ -30,6 +31,8 @@ class TransformerLayer(nn.Module):
         self.self_attention = SelfAttention(build, init, output_init, config.windows[number])
         self.pre_mlp_layernorm = _hidden_norm(build)
         self.mlp = MLP(build, init, output_init)
+        if config.lora_rank:
+            add_adapters(self, build)
         self._rng, self._dropout = build.rng, config.hidden_dropout
         self._stream = "sharded" if build.sequence_parallel else "replicated"
 

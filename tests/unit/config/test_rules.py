@@ -358,6 +358,14 @@ CASES = [
         1,
         ["--eod-mask-loss"],
     ),
+    (rules_model.adapters_have_a_place, {"lora_rank": 4}, {"lora_rank": 4, "load_hf": "a"}, 1, ["--load-hf"]),
+    (
+        rules_model.adapters_have_a_place,
+        {"lora_rank": 4, "load": "a", "lora_target_modules": ("gate_proj",)},
+        {"lora_rank": 4, "load": "a", "lora_target_modules": ("gate_proj",), "swiglu": True},
+        1,
+        ["gate_proj", "--swiglu"],
+    ),
     (
         rules_files.pretrained_is_only_the_start,
         {"load": "a", "pretrained_checkpoint": "b", "finetune": True},

@@ -21,6 +21,7 @@ TIKTOKEN = {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t"}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 SAVE = {"save": "d", "save_interval": 5}
 LOAD = {"load": "d"}
+LORA = {**LOAD, "lora_rank": 4}
 PRETRAINED = {"pretrained_checkpoint": "d"}
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {"overlapped_distributed_optimizer": True}
@@ -45,6 +46,9 @@ CASES = [
     ("window_size", "-1,0", None, {}, ""),  # no limit asks for what happens anyway
     ("window_attn_skip_freq", "2", {}, {"window_size": "7,0"}, "full attention"),
     ("window_attn_skip_freq", "2", {"window_size": "-1,0"}, {"window_size": "0,0"}, "--window-size"),
+    ("lora_alpha", 8.0, {}, LORA, "--lora-rank"),
+    ("lora_dropout", 0.1, {}, LORA, "--lora-rank"),
+    ("lora_target_modules", ("q_proj",), {}, LORA, "--lora-rank"),
     ("add_qkv_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("fp32_residual_connection", True, {}, {"bf16": True}, "--bf16"),
     ("reset_position_ids", True, {"position_embedding_type": "none"}, {}, "is none"),
@@ -131,7 +135,7 @@ CASES = [
 
 # Fields that change every run, or that ask for a state (an axis of size 1, a kernel) the start-up table reports on.
 ALWAYS = """
-    num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
+    num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention lora_rank
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
     openai_gelu add_bias_linear qk_layernorm untie_embeddings_and_output_weights attention_dropout hidden_dropout
     init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by fp16 bf16

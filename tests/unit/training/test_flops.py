@@ -45,3 +45,11 @@ def test_a_window_leaves_out_what_is_not_seen():
     alternating = train_flops(ModelConfig(**llama, window_size="4095,0", window_attn_skip_freq="2"), 8192, 1)
     assert alternating == pytest.approx((full + half) / 2)
     assert train_flops(ModelConfig(**llama, window_size="8191,0"), 8192, 1) == full
+
+
+def test_adapters_are_trained_and_frozen_weights_are_passed_through_twice():
+    small = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 20, "vocab_size": 128}
+    adapted = {**small, "lora_rank": 3, "lora_target_modules": ("q_proj", "down_proj")}
+    # A token: QKV 8*24, out 64, MLP 2*8*20; scores and values 2*8*(5/2); head 8*128; adapters 3*(8 + 8) and 3*(20 + 8).
+    frozen, trained = 2 * (192 + 64 + 320) + 1024, 2 * (40 + 48 + 84)
+    assert train_flops(ModelConfig(**adapted), seq_length=5, samples=3) == 2 * (2 * frozen + 3 * trained) * 5 * 3

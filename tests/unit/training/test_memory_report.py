@@ -62,6 +62,12 @@ def test_footprint_by_what_is_sharded(dtype, sharding, bytes_per_parameter):
     assert footprint.total == pytest.approx(1000 * bytes_per_parameter)
 
 
+def test_frozen_parameters_cost_their_weights_alone():
+    trained = weight_and_optimizer_footprint(100, "bfloat16", OptimizerConfig(), 4, "optim_grads_params")
+    both = weight_and_optimizer_footprint(100, "bfloat16", OptimizerConfig(), 4, "optim_grads_params", frozen=1000)
+    assert both.total == trained.total + 2 * 1000
+
+
 def test_footprint_line():
     footprint = weight_and_optimizer_footprint(MIB, "bfloat16", OptimizerConfig(), 2)
     assert format_footprint(footprint) == (

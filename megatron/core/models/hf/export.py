@@ -1,4 +1,4 @@
-"""Write a model as a folder in Hugging Face format, streamed: config.json, shards of safetensors with an index."""
+"""Write a folder in Hugging Face format, streamed: a JSON file, shards of safetensors with an index."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.dist_checkpointing.tensor_file import write_tensor_file
 from megatron.core.dist_checkpointing.whole import WRITERS, WholeTensor, fill_files
 from megatron.core.errors import CheckpointError
-from megatron.core.models.hf.families import CONFIG_FILE, write_config
-from megatron.core.models.hf.folder import INDEX_FILE, SINGLE_FILE
-from megatron.core.models.hf.names import table
+from megatron.core.models.hf.folder import INDEX_FILE
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.source import Source
 
@@ -29,7 +27,6 @@ class HFExport:
     """A folder that is being written: `begin`, `write` for all shards (on any ranks and threads), then `finish`.
 
     Everything is written to a folder beside `path`, which is renamed at the end: `path` is there whole, or not at all.
-    config: what config.json will hold.
     """
 
     def __init__(
@@ -37,20 +34,19 @@ class HFExport:
         source: Source,
         path: Path,
         dtype: torch.dtype,
+        table: Table,
         *,
-        like: Path | None,
+        config: tuple[str, dict[str, Any]],
+        single_file: str,
         replace: bool,
         shard_bytes: int,
     ) -> None:
-        """`like`: see write_config. `replace`: `path` may hold an older export. Raises ConfigError when no supported
-        family can hold the model."""
-        self.path, self._source, self._dtype, self._replace = path, source, dtype, replace
+        """`table`: what is written. `config`: name and content of the JSON file beside the weights. `single_file`: the
+        weights' file when there is one. `replace`: `path` may hold an older export."""
+        self.path, self._source, self._dtype, self._table, self._replace = path, source, dtype, table, replace
+        self._config, self._single_file = config, single_file
         self._temporary = path.parent / f".{path.name}.tmp"
-        family, self.config = write_config(source.model, like)
-        self.config.pop("dtype", None)  # the newer name of the same field
-        self.config["torch_dtype"] = str(dtype).removeprefix("torch.")
-        self.table: Table = table(family, source.model)
-        tensors = [WholeTensor(name, dtype, shape, self._reader(name)) for name, shape in self.table.theirs.items()]
+        tensors = [WholeTensor(name, dtype, shape, self._reader(name)) for name, shape in table.theirs.items()]
         self._shards = fill_files(tensors, shard_bytes)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
 
@@ -79,8 +75,9 @@ class HFExport:
             list(pool.map(shard, numbers))
 
     def finish(self, files: Sequence[Path]) -> None:
-        """When all shards are written: config.json, copies of `files`, the index; then rename."""
-        _write_json(self._temporary / CONFIG_FILE, self.config)
+        """When all shards are written: the JSON file, copies of `files`, the index; then rename."""
+        name, content = self._config
+        _write_json(self._temporary / name, content)
         if len(self._shards) > 1:
             places = {tensor.name: self._name(number) for number, held in enumerate(self._shards) for tensor in held}
             index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(places.items()))}
@@ -99,11 +96,11 @@ class HFExport:
 
     def _name(self, number: int) -> str:
         count = len(self._shards)
-        return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        return self._single_file if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
     def _reader(self, name: str) -> Callable[[Box], Tensor]:
         def read(box: Box) -> Tensor:
-            pieces = self.table.of_theirs(name, box)
+            pieces = self._table.of_theirs(name, box)
             return gather(pieces, box, self._dtype, lambda own, part: self._source.read(own, part, self._dtype))
 
         return read
