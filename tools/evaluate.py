@@ -1,6 +1,7 @@
-"""Perplexity of a checkpoint on text, and its scores on tasks of lm-evaluation-harness. See docs/evaluation.md.
+"""Perplexity of a saved model on text, and its scores on tasks of lm-evaluation-harness. See docs/evaluation.md.
 
 python tools/evaluate.py --load DIR --text book.txt
+python tools/evaluate.py --load-hf models/Llama-3.2-1B --text book.txt
 python tools/evaluate.py --load DIR --jsonl held_out/*.jsonl --json-key text
 torchrun --nproc-per-node 2 tools/evaluate.py --load DIR --tasks mine --include-path tasks/
 """

@@ -1,6 +1,7 @@
-"""Continue prompts with the model of a checkpoint. See docs/generation.md.
+"""Continue prompts with the model of a checkpoint, or of a Hugging Face folder. See docs/generation.md.
 
 python tools/generate.py --load DIR --prompt "def f("
+python tools/generate.py --load-hf models/Llama-3.2-1B --prompt "def f("
 torchrun --nproc-per-node 2 tools/generate.py --load DIR --prompts-file prompts.txt
 """
 
@@ -26,6 +27,7 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import Completion, complete
 from megatron.core.log import get_logger
 from megatron.training.arguments import FlagParser
+from megatron.training.restore import stop_ids
 from megatron.training.tool import add_model_flags, end, open_model, read_model, run_tool
 
 DEFAULT_SEED, DEFAULT_NEW_TOKENS = 1234, 128
@@ -69,6 +71,7 @@ def run(args: argparse.Namespace) -> None:
     saved, tokenizer = read_model(args)
     encoded = [encode(prompt, tokenizer, args.add_bos) for prompt in prompts]
     new = new_tokens(args.max_new_tokens, encoded, saved.model)
+    ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
 
     minutes = 10.0 if prompts else 24 * 60.0  # the other ranks wait while somebody types
     model, build = open_model(saved, args.device, minutes)
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
         build,
         tokenizer,
         sampling=sampling,
-        stop_ids=args.stop_id,
+        stop_ids=ends,
         stop_strings=args.stop,
     )
     seed = DEFAULT_SEED if args.seed is None else args.seed

@@ -1,6 +1,7 @@
-"""Serve a checkpoint over OpenAI's HTTP API. See docs/serving.md.
+"""Serve a checkpoint, or a Hugging Face folder, over OpenAI's HTTP API. See docs/serving.md.
 
 python tools/run_text_generation_server.py --load DIR
+python tools/run_text_generation_server.py --load-hf models/Llama-3.2-1B-Instruct
 torchrun --nproc-per-node 2 tools/run_text_generation_server.py --load DIR --host 0.0.0.0 --port 8000
 """
 
@@ -12,7 +13,6 @@ import signal
 import socket
 import sys
 import threading
-from pathlib import Path
 
 try:
     import uvicorn
@@ -31,6 +31,7 @@ from megatron.core.inference.engine import Engine
 from megatron.core.inference.slots import SlotDecoder
 from megatron.core.log import get_logger
 from megatron.training.arguments import FlagParser
+from megatron.training.restore import stop_ids
 from megatron.training.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
@@ -51,7 +52,7 @@ def build_parser() -> FlagParser:
         metavar="TEXT",
         help=f"clients must send it; better given in {KEY_VARIABLE}, which ps does not show",
     )
-    add("--served-model-name", metavar="NAME", help="as clients call it (default: the name of the --load folder)")
+    add("--served-model-name", metavar="NAME", help="as clients call it (default: the name of the model's folder)")
     add("--max-batch-size", type=int, default=16, metavar="N", help="requests that run at the same time (default 16)")
     add("--max-queue", type=int, default=256, metavar="N", help="requests that may wait; more get 503 (default 256)")
     add(
@@ -79,6 +80,7 @@ def serve(args: argparse.Namespace) -> None:
         raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
     context = context_length(saved, args.max_sequence_length, "--max-sequence-length", DEFAULT_CONTEXT)
     template = open_template(tokenizer, args.chat_template)
+    ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
     first = launch_environment()[0] == 0
     listener = open_listener(args.host, args.port) if first else None
     if first and key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
@@ -91,8 +93,8 @@ def serve(args: argparse.Namespace) -> None:
         if listener is None:
             follow(decoder)
         else:
-            engine = Engine(decoder, tokenizer, max_waiting=args.max_queue, stop_ids=args.stop_id)
-            name = args.served_model_name or Path(args.load).resolve().name
+            engine = Engine(decoder, tokenizer, max_waiting=args.max_queue, stop_ids=ends)
+            name = args.served_model_name or saved.name
             settings = Settings(model=name, api_key=key, add_bos=args.add_bos, chat_template=template)
             lead(engine, build_app(engine, tokenizer, settings), listener, name)
     barrier(build.groups.world)

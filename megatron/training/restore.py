@@ -1,8 +1,12 @@
-"""A model from a checkpoint alone, for tools that run it and do not train it: its shape and tokenizer are those saved."""
+"""A model from a checkpoint or a Hugging Face folder alone, for tools that run it and do not train it.
+
+Its shape and its tokenizer are those saved. Which of the two it came from ends here: what is built is the same.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,34 +19,67 @@ from megatron.config.model import ModelConfig
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.store import load, read_state
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.errors import CheckpointError, ConfigError, DataError
 from megatron.core.groups import Groups
 from megatron.core.log import get_logger
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parameter import local_parameters
+from megatron.core.models.hf.families import CONFIG_FILE
+from megatron.core.models.hf.side_files import tokenizer_of
+from megatron.core.models.hf.source import HFSource
+from megatron.core.models.source import fill
+from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.training.checkpoint import model_config_of, model_tensors
+from megatron.training.setup import together
 
+GENERATION_FILE = "generation_config.json"
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says about its model, read before anything is built."""
+    """What is known of a saved model before anything is built.
+
+    path: a checkpoint of ours, or a folder in Hugging Face format; `hf` is then its weights. model: in the precision
+    that it is stored in. dtype: the one to run it in; None for the stored one.
+    """
 
     path: Path
     model: ModelConfig
     tokenizer: TokenizerConfig
+    hf: HFSource | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the folder that the user gave."""
+        return (self.path.parent if self.hf is None else self.path).resolve().name
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of the weights; of most of them, where a Hugging Face folder mixes several."""
+        return getattr(torch, self.model.dtype_name) if self.hf is None else self.hf.dtype
 
 
 def read_saved(directory: str, step: int | None) -> Saved:
     """The newest checkpoint in `directory`, or that of iteration `step`. Local. Raises CheckpointError."""
     path = find(Path(directory), step)
     if path is None:
-        raise CheckpointError(f"--load {directory} holds no checkpoint; give the folder that a run saved in")
+        is_hf = (Path(directory) / CONFIG_FILE).is_file()
+        fix = "--load-hf takes its Hugging Face model" if is_hf else "give the folder that a run saved in"
+        raise CheckpointError(f"--load {directory} holds no checkpoint; {fix}")
     return Saved(path, *saved_parts(read_state(path)))
+
+
+def read_hf(directory: str) -> Saved:
+    """A folder in Hugging Face format: config.json, the tokenizer if there is one, and the headers of its weights.
+
+    Local. Raises CheckpointError for what is missing, damaged or not supported.
+    """
+    source = HFSource(Path(directory))
+    return Saved(source.path, _in_dtype(source.model, source.dtype), tokenizer_of(source.path), hf=source)
 
 
 def saved_parts(state: dict[str, Any]) -> tuple[ModelConfig, TokenizerConfig]:
@@ -82,17 +119,54 @@ def restore_tokenizer(saved: Saved, **changes: Any) -> Tokenizer:
     return tokenizer
 
 
+def stop_ids(tokenizer: TokenizerConfig) -> list[int]:
+    """Tokens that end an answer beside the tokenizer's eod: eos_token_id of the generation_config.json in its folder.
+
+    Models that were trained to chat often have several. Local. Raises DataError for a file that cannot be read.
+    """
+    path = Path(tokenizer.tokenizer_model or "") / GENERATION_FILE
+    if tokenizer.tokenizer_model is None or not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_bytes()).get("eos_token_id")
+        return [int(token) for token in (found if isinstance(found, list) else [] if found is None else [found])]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; its eos_token_id is a number or a list of them") from error
+
+
 def restore_model(saved: Saved, groups: Groups, device: torch.device) -> tuple[GPTModel, Build]:
     """The saved weights under the layout of `groups`, for evaluation: no dropout, no gradients, no sequence parallelism.
 
-    Precision is that of the checkpoint; attention takes the fastest kernel of this machine. Collective over the world:
-    small objects only. Raises CheckpointError.
+    Weights are rounded once to the precision that `saved` asks for; attention takes the fastest kernel of this machine.
+    Each rank reads its own slices. Collective over the world: small objects only. Raises CheckpointError.
     """
-    config = dataclasses.replace(saved.model, attention_backend="auto", gradient_accumulation_fusion=False)
+    model_config = _in_dtype(saved.model, saved.dtype or saved.stored)
+    config = dataclasses.replace(model_config, attention_backend="auto", gradient_accumulation_fusion=False)
     kernels, rng = choose_kernels(config, device), RngTracker(0, groups, device)
     build = Build(config, groups, False, kernels, rng, device)
     model = GPTModel(build).eval().requires_grad_(False)
+    parameters, source = local_parameters(model), saved.hf
     with groups.heartbeat.phase("load-checkpoint"):
-        load(saved.path, model_tensors(local_parameters(model), groups), group=groups.world)
+        if source is None:
+            _read_checkpoint(saved.path, parameters, groups, saved.stored)
+        else:
+            together(groups.world, lambda: fill(parameters, source))
     log.info("loaded %s: %s on %s, tp %d", saved.path, config.dtype_name, device, groups.tp.size)
     return model, build
+
+
+def _read_checkpoint(path: Path, parameters: dict[str, Parameter], groups: Groups, stored: torch.dtype) -> None:
+    """A checkpoint is read in the dtype that it was saved in; for another one it goes through host memory."""
+    pieces = model_tensors(parameters, groups)
+    if all(piece.data.dtype == stored for piece in pieces):
+        load(path, pieces, group=groups.world)
+        return
+    read = [dataclasses.replace(piece, data=torch.empty(piece.data.shape, dtype=stored)) for piece in pieces]
+    load(path, read, group=groups.world)
+    for piece, found in zip(pieces, read, strict=True):
+        piece.data.copy_(found.data)
+
+
+def _in_dtype(model: ModelConfig, dtype: torch.dtype) -> ModelConfig:
+    """The model in bf16 or fp16, and in fp32 for any other dtype."""
+    return dataclasses.replace(model, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)

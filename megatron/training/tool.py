@@ -21,20 +21,25 @@ from megatron.core.log import setup_logging
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 from megatron.training.arguments import FlagParser
-from megatron.training.restore import Saved, check_tp, read_saved, restore_model, restore_tokenizer
+from megatron.training.convert import parse_dtype
+from megatron.training.restore import Saved, check_tp, read_hf, read_saved, restore_model, restore_tokenizer
 from megatron.training.setup import start_process
 
 
 def add_model_flags(parser: FlagParser) -> None:
-    """Which checkpoint, which tokenizer, where to run."""
+    """Which model, which tokenizer, where and in what precision to run."""
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--load", metavar="DIR", help="folder that a run saved its checkpoints in")
+    either.add_argument("--load-hf", metavar="DIR", help="or a model in Hugging Face format, which needs no conversion")
     add = parser.add_argument
-    add("--load", required=True, metavar="DIR", help="folder that a run saved its checkpoints in")
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
+    add("--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the newest)")
+    for name in ("bf16", "fp16", "fp32"):
+        add(f"--{name}", action="store_true", help=f"run in {name} (default: as the weights are stored)")
     add("--tensor-model-parallel-size", type=int, metavar="N", help="default: the number of processes started")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
-    # Left out of the namespace when not given: then the checkpoint's hold.
+    # Left out of the namespace when not given: then the model's own hold.
     for name, help in (
-        ("--tokenizer-type", "kind of tokenizer (default: the checkpoint's, as for the next three)"),
+        ("--tokenizer-type", "kind of tokenizer (default: the model's own, as for the next three)"),
         ("--tokenizer-model", "the tokenizer's folder or file"),
         ("--vocab-file", "vocab.json of GPT2BPETokenizer"),
         ("--merge-file", "merges.txt of GPT2BPETokenizer"),
@@ -44,7 +49,10 @@ def add_model_flags(parser: FlagParser) -> None:
 
 
 def read_model(args: argparse.Namespace) -> tuple[Saved, Tokenizer]:
-    """The saved model's description and its tokenizer, before any process meets another. Local. Raises UserErrors."""
+    """The saved model's description, with the flags' tokenizer and precision, and the tokenizer built.
+
+    Local: done before any process meets another. Raises UserErrors.
+    """
     world_size = launch_environment()[1]
     tp = world_size if args.tensor_model_parallel_size is None else args.tensor_model_parallel_size
     if tp != world_size:
@@ -52,11 +60,21 @@ def read_model(args: argparse.Namespace) -> tuple[Saved, Tokenizer]:
             f"{world_size} processes for --tensor-model-parallel-size {tp}; start {tp} with "
             f"torchrun --nproc-per-node {tp}, or leave the flag out"
         )
-    saved = read_saved(args.load, args.ckpt_step)
-    check_tp(saved, tp)
+    saved = _find_model(args)
+    dtype = parse_dtype(args.bf16, args.fp16, args.fp32, saved.stored)
     names = {field.name for field in dataclasses.fields(TokenizerConfig)}
     changes = {name: value for name, value in vars(args).items() if name in names}
-    return saved, restore_tokenizer(saved, **changes)
+    saved = dataclasses.replace(saved, dtype=dtype, tokenizer=dataclasses.replace(saved.tokenizer, **changes))
+    check_tp(saved, tp)
+    return saved, restore_tokenizer(saved, trust_remote_code=args.trust_remote_code)
+
+
+def _find_model(args: argparse.Namespace) -> Saved:
+    if args.load_hf is None:
+        return read_saved(args.load, args.ckpt_step)
+    if args.ckpt_step is not None:
+        raise ConfigError(f"--ckpt-step {args.ckpt_step} has no effect with --load-hf; remove it")
+    return read_hf(args.load_hf)
 
 
 def open_model(saved: Saved, device: str, timeout_minutes: float) -> tuple[GPTModel, Build]:
