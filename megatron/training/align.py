@@ -1,4 +1,4 @@
-"""Compare a Hugging Face model with ours number by number: every site of every layer, logits and gradients.
+"""Compare a Hugging Face model with ours number by number: every site of every layer, logits, first choices, gradients.
 
 Errors are counted in units in the last place (ulps) of the precision that is compared, so that 1 is one rounding. An
 ablation then runs our model with one operation at a time computed as transformers computes it: what makes the error fall
@@ -49,6 +49,7 @@ SITES = (
     "swiglu",
     "down",
 )
+TIE = 2  # ulps
 Record = dict[tuple[int, str], Tensor]  # (layer, site) -> [b, s, channels]; layer -1: after the last one
 
 
@@ -69,10 +70,38 @@ def compare(layer: int, site: str, ours: Tensor, theirs: Tensor) -> Difference:
     Without that floor an element that cancels to nearly zero would count as millions of ulps off.
     """
     a, b = ours.double(), theirs.double()
-    size = torch.maximum(a.abs(), b.abs()).clamp(min=float(b.abs().mean()) + torch.finfo(torch.float64).tiny)
-    ulp = torch.finfo(theirs.dtype).eps * torch.exp2(size.log2().floor())
-    ulps = (a - b).abs() / ulp
+    ulps = _ulps(a, b, theirs.dtype, floor=float(b.abs().mean()))
     return Difference(layer, site, float(ulps.max()), float(ulps.mean()), float((a != b).double().mean()))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Positions at which the likeliest tokens of two models were compared, and what was found.
+
+    ties: of the positions at which they differ, those whose two tokens are at most TIE ulps apart in the other model's
+    logits: one rounding of either swaps them. A model that knows little has many such positions, a trained one few.
+    """
+
+    positions: int
+    same: int
+    ties: int
+
+    def __add__(self, other: Choices) -> Choices:
+        return Choices(self.positions + other.positions, self.same + other.same, self.ties + other.ties)
+
+
+def first_choices(ours: Tensor, theirs: Tensor) -> Choices:
+    """Compare logits [..., vocabulary]."""
+    chosen, expected = (x.argmax(-1, keepdim=True) for x in (ours, theirs))
+    apart = _ulps(theirs.gather(-1, chosen).double(), theirs.gather(-1, expected).double(), theirs.dtype)
+    other = chosen != expected
+    return Choices(other.numel(), int((~other).sum()), int((other & (apart <= TIE)).sum()))
+
+
+def _ulps(a: Tensor, b: Tensor, dtype: torch.dtype, *, floor: float = 0.0) -> Tensor:
+    """Distances of fp64 numbers in ulps of `dtype`, at the size of the larger one or of `floor`."""
+    size = torch.maximum(a.abs(), b.abs()).clamp(min=floor + torch.finfo(torch.float64).tiny)
+    return (a - b).abs() / (torch.finfo(dtype).eps * torch.exp2(size.log2().floor()))
 
 
 class Pair:
@@ -113,6 +142,11 @@ class Pair:
     def logits(self, tokens: Tensor) -> Tensor:
         """Ours, [b, s, vocabulary]."""
         return _logits(self.ours, self.config, tokens)
+
+    @torch.no_grad()
+    def choices(self, tokens: Tensor) -> Choices:
+        """First choices of both models for tokens [b, s]."""
+        return first_choices(self.logits(tokens), self.theirs(tokens).logits)
 
     def gradients(self, tokens: Tensor) -> Iterator[tuple[str, float]]:
         """(our parameter, largest difference of the gradients over the largest gradient of it), for the mean loss."""

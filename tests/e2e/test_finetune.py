@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import shutil
 import sysconfig
 from pathlib import Path
@@ -14,7 +13,6 @@ from megatron.core.datasets.sft_preprocess import SFTOptions, preprocess_sft
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from tests.e2e.helpers.launch import run
 from tests.e2e.helpers.runs import checkpoint, evaluations, figures, flags, lines
-from tests.e2e.test_examples import script
 from tests.unit.datasets.chat import CHATML, messages, tokenizer_folder
 from tests.unit.datasets.helpers import write_documents
 
@@ -163,23 +161,6 @@ def test_one_conversation_a_sample(made, tmp_path):
         f"{round(0.85 * count)} conversations" in done.stdout[0]
         and f"in {round(0.85 * count)} samples" in done.stdout[0]
     )
-
-
-def test_the_example_script(made, tmp_path):
-    """On two processes, with the tokenizer itself."""
-    shape = f"--num-layers 1 --hidden-size 64 --ffn-hidden-size 128 --vocab-size {VOCAB}"
-    toy = f"--device cpu {shape} --num-workers 0 --eval-iters 0 --log-interval 1 --train-iters 2".split()
-    base = (
-        "--preset llama-tiny --mock-data --tokenizer-type NullTokenizer --seq-length 64 --micro-batch-size 1 --lr 1e-3"
-    )
-    done = run([*toy, *base.split(), "--save", tmp_path / "base", "--save-interval", 2], tmp_path / "log")
-    assert done.codes == [0], done.text
-    settings = {"PRETRAINED": tmp_path / "base", "DATA": made / "chat", "TOKENIZER": made / "tokenizer"}
-    settings |= {"SEQ_LENGTH": SEQ, "NPROC": 2, "TP": 2, "SAVE_INTERVAL": 1}
-    words = {name: str(value) for name, value in settings.items()}
-    output = script("examples/llama/finetune_llama.sh", tmp_path, *toy, **words)
-    assert re.findall(r"iteration +(\d+)/ +2 \|", output) == ["1", "2"]
-    assert "starting at iteration 0 with the weights of" in output and "packing efficiency" in output
 
 
 def refused(result, *parts):

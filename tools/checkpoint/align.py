@@ -1,7 +1,8 @@
-"""Compare a Hugging Face model with ours: sites, logits, gradients, and which operation a difference comes from.
+"""Compare a Hugging Face model with ours: sites, logits, first choices, gradients, and where a difference comes from.
 
 python tools/checkpoint/align.py --hf models/Llama-3.2-1B
-python tools/checkpoint/align.py --hf models/Llama-3.2-1B --load checkpoints/llama --dtype bfloat16
+python tools/checkpoint/align.py --hf models/Llama-3.2-1B --load checkpoints/llama --dtype bfloat16 \\
+    --data-path data/corpus_text_document --batches 20 --length 256
 
 Exit code 0 when logits differ by at most --threshold ulps on average and gradients by --gradient-threshold, else 1.
 """
@@ -9,20 +10,23 @@ Exit code 0 when logits differ by at most --threshold ulps on average and gradie
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
+from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.errors import USER_ERROR_EXIT_CODE, ConfigError, UserError
 from megatron.core.groups import disconnect
 from megatron.core.log import setup_logging
-from megatron.training.align import SITES, Difference, Pair, ablation, differences
+from megatron.training.align import SITES, TIE, Choices, Difference, Pair, ablation, differences, first_choices
 from megatron.training.arguments import FlagParser
 from megatron.training.convert import CheckpointSource
 from megatron.training.restore import read_saved
@@ -39,9 +43,17 @@ def build_parser() -> FlagParser:
     add("--load", metavar="DIR", help="compare with the newest checkpoint here (default: the same folder, converted)")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="precision of both models")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
-    add("--batch", type=int, default=2, metavar="N", help="sequences")
-    add("--length", type=int, default=128, metavar="N", help="tokens of each, drawn at random")
-    add("--seed", type=int, default=0, metavar="N", help="of the tokens")
+    add("--batch", type=int, default=2, metavar="N", help="sequences at a time")
+    add(
+        "--batches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="first choices are counted over N batches, all else over one",
+    )
+    add("--length", type=int, default=128, metavar="N", help="tokens of each")
+    add("--data-path", metavar="PREFIX", help="take the last tokens of this .bin/.idx dataset (default: random tokens)")
+    add("--seed", type=int, default=0, metavar="N", help="of random tokens")
     add("--all-layers", action="store_true", help="a row for every layer; without it the worst layer of each site")
     add(
         "--threshold",
@@ -67,8 +79,10 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; the exit code."""
-    if args.batch < 1 or args.length < 2:
-        raise ConfigError(f"--batch {args.batch} must be at least 1 and --length {args.length} at least 2")
+    if min(args.batch, args.batches) < 1 or args.length < 2:
+        raise ConfigError(
+            f"--batch {args.batch} and --batches {args.batches} must be at least 1 and --length {args.length} at least 2"
+        )
     ours = CheckpointSource(read_saved(args.load, None).path) if args.load else None
     parallel = ParallelConfig(device=args.device)
     groups, device = start_process(RunConfig(parallel=parallel), 0, 1, 0, 1)
@@ -77,15 +91,15 @@ def run(args: argparse.Namespace) -> int:
     longest = pair.config.max_position_embeddings
     if longest and args.length > longest:
         raise ConfigError(f"--length {args.length} is above the model's {longest} positions")
-    assert pair.config.vocab_size
-    generator = torch.Generator().manual_seed(args.seed)
-    tokens = torch.randint(0, pair.config.vocab_size, (args.batch, args.length), generator=generator).to(device)
+    tokens, *more = read_tokens(args, pair.config.vocab_size).to(device)
 
     recorded, expected = pair.record(tokens)
     found = differences(recorded, expected)
     print(HEADER)
     for row in found if args.all_layers else worst(found):
         print(line(row))
+    choices = first_choices(recorded[-1, "logits"], expected[-1, "logits"])
+    print(f"\n{describe(sum(map(pair.choices, more), choices))}")
     print("\nlogits with one operation computed as transformers computes it")
     for name, row in ablation(pair, tokens, expected[-1, "logits"]):
         print(f"{name:20s} {row.max_ulps:10.1f} {row.mean_ulps:11.4f} {row.differing:10.2%}")
@@ -107,6 +121,40 @@ def run(args: argparse.Namespace) -> int:
     ]
     print(f"differ by more than the threshold: {'; '.join(failed)}" if failed else "aligned")
     return 1 if failed else 0
+
+
+def read_tokens(args: argparse.Namespace, vocab_size: int | None) -> torch.Tensor:
+    """[batches, batch, length]: at random, or the last of a dataset, where splits hold out. Raises ConfigError."""
+    assert vocab_size
+    shape = (args.batches, args.batch, args.length)
+    count = math.prod(shape)
+    if args.data_path is None:
+        return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(args.seed))
+    dataset, held = IndexedDataset(args.data_path), 0
+    pieces: list[torch.Tensor] = []
+    for sequence in reversed(range(len(dataset))):
+        pieces.insert(0, torch.from_numpy(dataset.get(sequence).astype(np.int64)))
+        held += len(pieces[0])
+        if held >= count:
+            break
+    if held < count:
+        raise ConfigError(
+            f"--data-path {args.data_path} holds {held} tokens; {' x '.join(map(str, shape))} are asked for"
+        )
+    tokens = torch.cat(pieces)[-count:]
+    if int(tokens.max()) >= vocab_size:
+        raise ConfigError(
+            f"--data-path {args.data_path} holds token {int(tokens.max())} and the model knows {vocab_size}; give a "
+            "dataset of its own tokenizer"
+        )
+    return tokens.view(shape)
+
+
+def describe(found: Choices) -> str:
+    """One line."""
+    other, share = found.positions - found.same, found.same / found.positions
+    ties = f"; other: {other}, ties within {TIE} ulps among them: {found.ties}" if other else ""
+    return f"first choices: the same at {found.same} of {found.positions} positions ({share:.2%}){ties}"
 
 
 def worst(found: Sequence[Difference]) -> list[Difference]:

@@ -1,13 +1,20 @@
-"""Small random models of transformers, one of every kind that is converted, saved as folders."""
+"""Small random models of transformers, one of every kind that is converted, saved as folders.
+
+These are written as the installed transformers writes them; published.py has files as publishers wrote them.
+"""
 
 import json
 
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.utils import logging as hf_logging
+
+from tests.unit.models.published import PUBLISHED
 
 SHAPE = {
     "vocab_size": 99,
@@ -16,7 +23,7 @@ SHAPE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.1,
     "attn_implementation": "eager",
@@ -34,47 +41,93 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-# name -> (model class, configuration class, what it changes in SHAPE)
+CLASSES = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "mistral": (MistralForCausalLM, MistralConfig),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+}
+# name -> (model_type, what it changes in SHAPE)
 MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "llama without groups": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 8}),
-    "llama with one group": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
-    "llama with biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "llama with wide heads": (LlamaForCausalLM, LlamaConfig, {"head_dim": 24, "vocab_size": 128}),
-    "llama 3.1": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
-    "llama 3.2": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama, linear": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LINEAR}),
-    "llama, yarn": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": YARN}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 7}),
-    "mistral without window": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"vocab_size": 101}),
-    "qwen2 tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen2 with windows": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 20}),
-    "qwen3 tied": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8, "tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "llama without groups": ("llama", {"num_key_value_heads": 8}),
+    "llama with one group": ("llama", {"num_key_value_heads": 1}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with wide heads": ("llama", {"head_dim": 24, "vocab_size": 128}),
+    "llama 3.1": ("llama", {"rope_parameters": LLAMA3}),
+    "llama 3.2": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama, linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "mistral without window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"vocab_size": 101}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 20}),
+    "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 
 
-@torch.no_grad()
 def make_hf_model(name, dtype=torch.float32, **changes):
     """A model with weights that give it away when they are mixed up: norms and biases are no constants."""
-    cls, config, own = MODELS[name]
+    family, own = MODELS[name]
+    cls, config = CLASSES[family]
+    return random_model(cls, config(**{**SHAPE, **own, **changes})).to(dtype)
+
+
+@torch.no_grad()
+def random_model(cls, config):
+    """The same model for the same configuration, in fp32."""
     torch.manual_seed(7)
-    model = cls(config(**{**SHAPE, **own, **changes})).eval()
+    model = cls(config).eval()
     for key, parameter in model.named_parameters():
         if "norm" in key or key.endswith("bias"):
             parameter.add_(torch.randn(parameter.shape) * 0.1)
-    return model.to(dtype)
+    return model
 
 
 def save_hf_model(name, folder, dtype=torch.float32, **options):
     """Write it with transformers and return the model."""
     model = make_hf_model(name, dtype)
     model.save_pretrained(folder, **options)
+    return model
+
+
+def save_published(name, folder, dtype):
+    """(a random model of transformers, its tensors), written under the config.json of PUBLISHED.
+
+    As in SHAPE weights are larger than the file says: with 0.02 so small a model says the same of every token.
+    """
+    fields = PUBLISHED[name]
+    packed = fields["model_type"] == "baichuan"  # transformers has none: a Llama whose three projections are one tensor
+    cls, config = (LlamaForCausalLM, LlamaConfig) if packed else CLASSES[fields["model_type"]]
+    changed = {"initializer_range": 0.1, "attn_implementation": "sdpa"}
+    model = random_model(cls, config.from_dict({**fields, **changed}))
+    for parameter in model.parameters():  # and not the rotary frequencies, which from_pretrained keeps in fp32, too
+        parameter.data = parameter.to(dtype)
+    tensors = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    stored = dict(tensors)
+    for layer in range(fields["num_hidden_layers"] if packed else 0):
+        at = f"model.layers.{layer}.self_attn."
+        stored[f"{at}W_pack.weight"] = torch.cat([stored.pop(f"{at}{x}_proj.weight") for x in "qkv"])
+        stored[f"{at}rotary_emb.inv_freq"] = torch.ones(4)
+    folder.mkdir(parents=True)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**fields, "torch_dtype": str(dtype).removeprefix("torch.")}))
+    return model, tensors
+
+
+def load_quietly(folder, caplog):
+    """The model that transformers loads from a folder of ours, without a warning and with every tensor in its place."""
+    hf_logging.enable_propagation()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    finally:
+        hf_logging.disable_propagation()
+    assert not any(info.values()), info
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
     return model
 
 

@@ -33,6 +33,11 @@ def load(folder, **changes):
     return model, source
 
 
+def logits_of(model, tokens, vocab):
+    """Ours as transformers has them, [b, s, vocabulary]."""
+    return model(tokens, torch.arange(tokens.shape[1]).unsqueeze(0))[..., :vocab].transpose(0, 1)
+
+
 def in_our_names(source, tensors):
     """Their named tensors as ours, by the table: the way back of what `fill` does."""
     found = {}
@@ -52,7 +57,7 @@ def test_fp32_logits_and_gradients(tmp_path, name):
     ids = make_ids(2, LENGTH)
     tokens, labels, vocab = ids[:, :-1], ids[:, 1:], theirs.config.vocab_size
     with torch.no_grad():
-        logits = ours(tokens, torch.arange(LENGTH).unsqueeze(0))[..., :vocab].transpose(0, 1)
+        logits = logits_of(ours, tokens, vocab)
     expected = theirs(tokens).logits
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     losses(ours, ids).mean().backward()
@@ -71,7 +76,7 @@ def test_fp32_logits_are_the_same_bits(tmp_path, name):
     ours, _ = load(tmp_path)
     tokens = make_ids(3, LENGTH)[:, :-1]
     with torch.no_grad():
-        logits = ours(tokens, torch.arange(LENGTH).unsqueeze(0))[..., :vocab].transpose(0, 1)
+        logits = logits_of(ours, tokens, vocab)
         assert torch.equal(logits, theirs(tokens).logits)
 
 
@@ -83,7 +88,7 @@ def test_bf16_takes_the_same_first_choices(tmp_path, name):
     assert source.dtype == torch.bfloat16
     tokens = make_ids(40, LENGTH)[:, :-1]
     with torch.no_grad():
-        logits = ours(tokens, torch.arange(LENGTH).unsqueeze(0))[..., : theirs.config.vocab_size].transpose(0, 1)
+        logits = logits_of(ours, tokens, theirs.config.vocab_size)
         expected = theirs(tokens).logits
     assert logits.eq(expected).float().mean() > 0.8
     # Random models have many positions whose two likeliest tokens are neighbours in bf16: one rounding swaps them.

@@ -17,7 +17,7 @@ from tests.unit.models.builds import CPU
 from tests.unit.models.hf_models import save_hf_model
 
 PROMPTS = [[5, 17, 3, 42, 8], [9, 1, 77]]
-NEW = 55  # with the longest prompt, what the models have room for
+NEW = 64
 NAMES = ["llama", "llama 3.2", "mistral", "qwen2 with windows", "qwen3"]
 
 

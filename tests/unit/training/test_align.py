@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron.config.data import TokenizerConfig
+from megatron.core.datasets.indexed import IndexedDatasetWriter
+from megatron.core.errors import ConfigError
 from megatron.core.models.hf.source import HFSource
 from megatron.training import align
 from megatron.training.convert import CheckpointSource, to_checkpoint
@@ -28,6 +30,15 @@ def test_ulps_are_counted_at_the_size_of_a_number():
     found = align.compare(0, "x", near, one)
     assert found.max_ulps == pytest.approx(2.0) and found.differing == 1.0
     assert align.compare(0, "x", one, one) == align.Difference(0, "x", 0.0, 0.0, 0.0)
+
+
+def test_first_choices_tell_ties_from_disagreements():
+    """Four positions: the same, a tie of one rounding, neighbours 3 ulps apart, and another token altogether."""
+    ulp = torch.finfo(torch.bfloat16).eps
+    theirs = torch.tensor([[4.0, 1, 0], [1 + ulp, 1, 0], [1 + 3 * ulp, 1, 0], [4.0, 1, 0]], dtype=torch.bfloat16)
+    ours = torch.tensor([[3.0, 1, 0], [1, 1 + ulp, 0], [1, 1 + ulp, 0], [0, 1, 0]], dtype=torch.bfloat16)
+    assert align.first_choices(ours, theirs) == align.Choices(positions=4, same=1, ties=1)
+    assert align.first_choices(theirs, theirs) == align.Choices(positions=4, same=4, ties=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -80,9 +91,27 @@ def test_the_tool_says_it_with_its_exit_code(tmp_path, capsys):
     assert tool.main(words) == 0
     printed = capsys.readouterr().out
     assert "aligned" in printed and "RMSNorm as theirs" in printed
+    assert "first choices: the same at 48 of 48 positions (100.00%)\n" in printed
     assert (tmp_path / "align.png").stat().st_size > 10_000
     assert tool.main([*words, "--threshold", "-1"]) == 1
     assert "differ by more than the threshold: logits" in capsys.readouterr().out
+
+
+def test_the_last_tokens_of_a_dataset_are_taken(tmp_path, capsys):
+    save_hf_model("qwen2", tmp_path / "hf")
+    with IndexedDatasetWriter(tmp_path / "data", "uint16") as writer:
+        for first in (0, 50, 60, 70):
+            writer.add_document(range(first, first + 10))
+        writer.finalize()
+    words = ["--hf", str(tmp_path / "hf"), "--data-path", str(tmp_path / "data"), "--batches", "3", "--batch", "1"]
+    args = tool.build_parser().parse_args([*words, "--length", "8"])
+    assert tool.read_tokens(args, 80).tolist() == [[[*range(56, 64)]], [[*range(64, 72)]], [[*range(72, 80)]]]
+    assert tool.main([*words, "--length", "8"]) == 0
+    assert "first choices: the same at 24 of 24 positions" in capsys.readouterr().out
+    assert tool.main([*words, "--length", "14"]) == 2
+    assert "holds 40 tokens; 3 x 1 x 14 are asked for" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="holds token 79 and the model knows 79"):
+        tool.read_tokens(args, 79)
 
 
 def test_a_checkpoint_of_ours_is_compared(tmp_path, capsys):

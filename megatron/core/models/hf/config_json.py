@@ -10,7 +10,7 @@ T = TypeVar("T")
 _MISSING: Any = object()
 
 # Fields without influence on what a decoder computes: bookkeeping, token ids, and defaults of generation that older
-# versions of transformers wrote into every config.json.
+# versions of transformers wrote into every config.json, and marks of the tools that wrote them.
 _NAMES = """
     architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path _commit_hash name_or_path
     attn_implementation _attn_implementation _attn_implementation_autoset use_cache pretraining_tp tokenizer_class
@@ -21,7 +21,8 @@ _NAMES = """
     do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
     repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
-    begin_suppress_tokens exponential_decay_length_penalty
+    begin_suppress_tokens exponential_decay_length_penalty _from_model_config gradient_checkpointing is_llama_config
+    unsloth_fixed unsloth_version
 """
 HARMLESS = frozenset(_NAMES.split())
 

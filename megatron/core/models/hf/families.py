@@ -94,7 +94,9 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
 def _read_common(fields: JsonFields, where: str) -> dict[str, Any]:
     heads = fields.take("num_attention_heads", int)
     groups = fields.take("num_key_value_heads", int, heads)
-    context = fields.take("max_position_embeddings", int)
+    # The first conversions of Llama 1 have the other name only, some later ones both.
+    older = fields.has("max_sequence_length") and not fields.has("max_position_embeddings")
+    context = fields.take("max_sequence_length" if older else "max_position_embeddings", int)
     fields.only("hidden_act", "silu")
     return {
         "num_layers": fields.take("num_hidden_layers", int),
@@ -139,6 +141,7 @@ def _write_common(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_llama(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    fields.only("rope_interleaved", False)
     attention, mlp = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
     if attention != mlp:
         raise fields.error(
@@ -162,6 +165,7 @@ def _write_mistral(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_qwen2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    fields.only("use_mrope", False)
     return {"add_qkv_bias": True, **_read_layer_windows(fields, common["num_layers"])}
 
 
@@ -200,8 +204,11 @@ def _write_layer_windows(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    if fields.has("z_loss_weight"):
-        raise fields.error("z_loss_weight marks a Baichuan 2, whose head is normalised; only Baichuan-7B is supported")
+    # Its own name has a capital C, those of Baichuan-13B and Baichuan 2 have not.
+    if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
+        raise fields.error(
+            "only Baichuan-7B (BaiChuanForCausalLM) is supported: Baichuan 2 normalises its head, Baichuan-13B has ALiBi"
+        )
     return {}
 
 

@@ -1,0 +1,67 @@
+"""A Hugging Face model loaded, saved and written back by 1, 2 and 4 ranks: the same bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.rules import check
+from megatron.core.models.hf.families import read_config
+from megatron.core.models.hf.source import HFSource
+from megatron.training.checkpoint import save_checkpoint
+from megatron.training.convert import save_hf, to_checkpoint
+from megatron.training.setup import build
+from megatron.training.start import take_hf_shape
+from tests import pool
+from tests.unit.config.runs import make_run
+from tests.unit.models.builds import CPU, make_ids
+from tests.unit.models.hf_models import load_quietly, save_published
+
+DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}  # a run has its own, and says so in config.json
+# Grouped heads, biases, tied embeddings, normalised wide heads; an odd vocabulary each.
+NAMES = ["Yi 6B", "Qwen2 7B", "Qwen1.5 0.5B", "Qwen3 32B"]
+
+
+def through(rank, size, fields, root):
+    """Begin a run at tp = size as pretrain_gpt.py does, save it before its first step; the folder for transformers."""
+    layout = {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}
+    run = take_hf_shape(
+        make_run(**fields, **layout, **DROPOUT, save=f"{root}/run", save_interval=100, save_hf=f"{root}/hf")
+    )
+    check(run, size)
+    trainer = build(run, pool.groups(tp=size), CPU)
+    return save_hf(trainer, save_checkpoint(trainer))
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype
+        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_through_any_number_of_ranks(tmp_path, name, dtype, caplog):
+    """From a converted checkpoint and with --load-hf; each number of ranks also reads what the one before it saved."""
+    model, tensors = save_published(name, tmp_path / "hf", dtype)
+    source = HFSource(tmp_path / "hf")
+    to_checkpoint(source, tmp_path / "ours", dtype=dtype, tokenizer=TokenizerConfig())
+    bf16, before = {"bf16": dtype == torch.bfloat16}, str(tmp_path / "ours")
+    for size in (1, 2, 4):
+        root = tmp_path / f"tp {size}"
+        for start, fields in (
+            ("from hf", {"load_hf": str(tmp_path / "hf")}),
+            ("from ours", {"load": before, "use_checkpoint_args": True}),
+        ):
+            folders = pool.run(size, through, {**fields, **bf16}, str(root / start))
+            assert_same(load_file(folders[0] / "model.safetensors"), tensors)
+        before = str(root / "from ours/run")
+    tokens = make_ids(2, 40)[:, :-1]
+    with torch.no_grad():
+        assert torch.equal(load_quietly(folders[0], caplog)(tokens).logits, model(tokens).logits)
+    (family, described), (expected_family, expected) = read_config(folders[0]), read_config(tmp_path / "hf")
+    assert family == expected_family
+    assert described == dataclasses.replace(expected, kv_channels=expected.head_dim)
