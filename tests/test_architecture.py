@@ -23,6 +23,9 @@ LAYERS = {
     "megatron.core.pipeline_parallel.partition": 0,
     "megatron.core.pipeline_parallel.schedule": 0,
     "megatron.core.pipeline_parallel.passes": 0,
+    "megatron.core.pipeline_parallel.schedules": 0,
+    "megatron.core.pipeline_parallel.simulate": 0,
+    "megatron.core.pipeline_parallel.validate": 0,
     "megatron.core.groups": 1,
     "megatron.core.device": 1,
     "megatron.core.timeline": 1,
@@ -44,7 +47,17 @@ LAYERS = {
     "megatron.training": 7,
 }
 # Files that the rest of the bottom layer builds on, and the one other pair of neighbours.
-SHARED = {"megatron.core.errors", "megatron.core.log", "megatron.core.mesh", "megatron.core.heartbeat"}
+SHARED = {
+    "megatron.core.errors",
+    "megatron.core.log",
+    "megatron.core.mesh",
+    "megatron.core.heartbeat",
+    "megatron.core.pipeline_parallel.partition",
+    "megatron.core.pipeline_parallel.schedule",
+    "megatron.core.pipeline_parallel.passes",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.pipeline_parallel.simulate",
+}
 NEIGHBOURS = {("megatron.core.parameter", "megatron.core.groups")}
 TORCH_FREE = ("megatron.planner",)  # beside layer 0
 DISTRIBUTED = ("megatron.core.groups", "megatron.core.comm", "megatron.core.dist_checkpointing")

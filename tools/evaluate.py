@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if not 0 < stride <= context:
         raise ConfigError(f"--stride {stride} must be at least 1 and at most the context of {context} tokens")
 
-    model, build = open_model(saved, args.device, timeout_minutes=30.0)
+    model, build = open_model(saved, args, timeout_minutes=30.0)
     results: dict[str, Any] = {}
     speaks = launch_environment()[0] == 0
     with build.groups.heartbeat.phase("evaluate"):

@@ -3,6 +3,7 @@
 python tools/generate.py --load DIR --prompt "def f("
 python tools/generate.py --load-hf models/Llama-3.2-1B --prompt "def f("
 torchrun --nproc-per-node 2 tools/generate.py --load DIR --prompts-file prompts.txt
+torchrun --nproc-per-node 4 tools/generate.py --load DIR --pipeline-model-parallel-size 2 --prompt "def f("
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
 
     minutes = 10.0 if prompts else 24 * 60.0  # the other ranks wait while somebody types
-    model, build = open_model(saved, args.device, minutes)
+    model, build = open_model(saved, args, minutes)
     groups = build.groups
     continue_prompts = functools.partial(
         complete,

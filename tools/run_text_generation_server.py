@@ -86,7 +86,7 @@ def serve(args: argparse.Namespace) -> None:
     if first and key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
         log.warning("whoever reaches %s can use this server: no API key is set", args.host)
 
-    model, build = open_model(saved, args.device, timeout_minutes=2.0)
+    model, build = open_model(saved, args, timeout_minutes=2.0)
     decoder = SlotDecoder(model, build, slots=args.max_batch_size, capacity=context)
     log.info("cache: %d requests of %d tokens, %.2f GB on each rank", decoder.slots, context, decoder.nbytes / 1e9)
     with build.groups.heartbeat.phase("serve"):

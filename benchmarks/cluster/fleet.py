@@ -16,6 +16,7 @@ from benchmarks.cluster.hosts import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29500
+WORKER = "benchmarks.cluster.worker"
 
 
 class FleetError(Exception):
@@ -25,11 +26,11 @@ class FleetError(Exception):
 class Fleet:
     """Workers that have built their systems and wait for requests. A context manager; the cluster kills what is left."""
 
-    def __init__(self, cluster: Cluster, systems: Sequence[str], python: str, logs: Path) -> None:
-        """`python` runs the workers; what they print goes to files in `logs`."""
+    def __init__(self, cluster: Cluster, systems: Sequence[str], python: str, logs: Path, module: str = WORKER) -> None:
+        """`python` runs the workers, which are `module`; what they print goes to files in `logs`."""
         self.cluster = cluster
         self.titles: dict[str, str] = {}
-        self._systems, self._python, self._logs = list(systems), python, logs
+        self._systems, self._python, self._logs, self._module = list(systems), python, logs, module
         self._workers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Fleet:
@@ -39,7 +40,7 @@ class Fleet:
         command = [
             self._python,
             "-m",
-            "benchmarks.cluster.worker",
+            self._module,
             "--threads",
             str(threads),
             "--systems",

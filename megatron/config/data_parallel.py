@@ -42,6 +42,8 @@ def data_parallel_settings(parallel: ParallelConfig) -> DataParallelSettings:
     if mode is None:
         undecided = overlapped and parallel.data_parallel_sharding_strategy is None
         mode = EVERY if sharded_grads else AUTO if undecided else LAST
+    if mode == AUTO and splits_backward(parallel):
+        mode = LAST
     return DataParallelSettings(
         shards=shards,
         mode=mode,
@@ -52,3 +54,8 @@ def data_parallel_settings(parallel: ParallelConfig) -> DataParallelSettings:
         instances=parallel.num_distributed_optimizer_instances,
         bucket_size=parallel.ddp_bucket_size,
     )
+
+
+def splits_backward(parallel: ParallelConfig) -> bool:
+    """Whether the pipeline's schedule computes gradients of inputs and of weights at different times."""
+    return parallel.pipeline_model_parallel_size > 1 and (parallel.pipeline_schedule or "").startswith("zb")

@@ -25,6 +25,8 @@ class Facts:
     shards: (
         int  # ranks that share the optimizer's state, and perhaps gradients and parameters; 1 when nothing is shared
     )
+    tp_overlap: str  # how products and tensor-parallel communication are interleaved; "off" when they are not
+    tp_overlap_why: str  # why not better; empty when it is the best there is, or was not asked for
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ def features(run: RunConfig, facts: Facts) -> list[Feature]:
     return [
         _tensor_parallelism(facts),
         _sequence_parallelism(run, facts),
+        _tensor_overlap(run, facts),
+        _tensor_bulk_overlap(run, facts),
         _optimizer_sharding(run, facts),
         _gradient_reduction(run, facts),
         _gradient_mode(run, facts),
@@ -75,6 +79,35 @@ def _sequence_parallelism(run: RunConfig, facts: Facts) -> Feature:
     asked = run.parallel.sequence_parallel
     works = asked and facts.tp > 1
     return Feature("sequence parallelism", _on(asked), _on(works), "tp = 1" if asked and not works else "")
+
+
+def _tensor_overlap(run: RunConfig, facts: Facts) -> Feature:
+    """Products that need what travels."""
+    name, parallel = "tensor-parallel overlap", run.parallel
+    if not parallel.tp_comm_overlap:
+        return Feature(name, "off", "off", "")
+    # Without sequence parallelism nothing is gathered, and what is reduced stays whole.
+    gather = parallel.tp_comm_overlap_ag and parallel.sequence_parallel
+    reduction = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
+    asked = " + ".join(["all-gather"] * gather + [reduction] * parallel.tp_comm_overlap_rs)
+    if facts.tp_overlap == "off":
+        return Feature(name, asked, "off", facts.tp_overlap_why)
+    why = facts.tp_overlap_why
+    if why:
+        why += f"; no user buffers: --transformer-impl {run.model.transformer_impl}"
+    return Feature(name, asked, f"{asked}: {facts.tp_overlap}", why)
+
+
+def _tensor_bulk_overlap(run: RunConfig, facts: Facts) -> Feature:
+    """Communication beside a product that has nothing to do with it."""
+    name, parallel = "tensor-parallel bulk overlap", run.parallel
+    asked = " + ".join(["dgrad"] * parallel.tp_comm_bulk_dgrad + ["wgrad"] * parallel.tp_comm_bulk_wgrad) or "off"
+    if facts.tp == 1:
+        return Feature(name, asked, "off", "tp = 1" if asked != "off" else "")
+    if parallel.tp_comm_bulk_dgrad and not parallel.sequence_parallel:
+        in_effect = "wgrad" if parallel.tp_comm_bulk_wgrad else "off"
+        return Feature(name, asked, in_effect, "without --sequence-parallel nothing is gathered")
+    return Feature(name, asked, asked, "")
 
 
 _SHARED = {

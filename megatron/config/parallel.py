@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megatron.config.flag import flag
 
+# Here and not from the schedules' own list, which imports much more: a test compares the two.
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -13,8 +16,66 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, "processes that share each layer (tp)")
     sequence_parallel: bool = flag(False, "shard activations outside tensor-parallel layers along the sequence over tp")
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages (pp); only 1 so far")
-    context_parallel_size: int = flag(1, "processes that share each sequence (cp); only 1 so far")
+    tp_comm_overlap: bool = flag(
+        False, "cut tensor-parallel communication into pieces that travel beside the products that need them"
+    )
+    tp_comm_overlap_ag: bool = flag(True, "--tp-comm-overlap leaves all-gathers whole")
+    tp_comm_overlap_rs: bool = flag(True, "--tp-comm-overlap leaves reduce-scatters and all-reduces whole")
+    tp_comm_bulk_dgrad: bool = flag(
+        True, "in backward, gather a column-parallel layer's input before its input-gradient product, not beside it"
+    )
+    tp_comm_bulk_wgrad: bool = flag(
+        True,
+        "in backward, reduce a column-parallel layer's input gradient before its weight-gradient product, not beside it",
+    )
+    pipeline_model_parallel_size: int = flag(1, "processes that hold different layers (pp)")
+    pipeline_schedule: str | None = flag(
+        None,
+        "order of a pipeline's work: gpipe, 1f1b, interleaved (several virtual stages a rank), zb-h1 and zb-v "
+        "(zero-bubble: the backward is split; zb-v has two virtual stages a rank); default 1f1b, or interleaved with "
+        "virtual stages",
+        choices=PIPELINE_SCHEDULES,
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "cut each pipeline rank's layers into virtual stages of this many layers"
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "cut each pipeline rank's layers into this many virtual stages"
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None,
+        "microbatches that a virtual stage takes before the next stage of its rank has its turn (interleaved); default pp",
+        aliases=("--microbatch-group-size-per-vp-stage",),
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "the stages written out: E embedding, t layer, L loss, | ends a stage, (..)*n repeats, as in 'Et*3|(tttt|)*6tttL'",
+        metavar="LAYOUT",
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline rank")
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline rank")
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "the embedding takes a layer's place when layers are shared between stages"
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "head and loss take a layer's place when layers are shared between stages"
+    )
+    overlap_p2p_communication: bool = flag(
+        True, "wait for each message between pipeline stages instead of sending it beside compute"
+    )
+    context_parallel_size: int = flag(1, "processes that share each sequence (cp)")
+    cp_comm_type: tuple[str, ...] = flag(
+        ("p2p",),
+        "how attention gets at the whole sequence, for all layers or one value a layer: keys and values travel round a "
+        "ring (p2p), are gathered (all_gather), heads are exchanged for tokens (a2a), or a2a between neighbours and "
+        "rings between those (a2a+p2p)",
+        choices=("p2p", "all_gather", "allgather", "a2a", "a2a+p2p"),
+        nargs="+",
+        metavar="TYPE",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        None, "of a2a+p2p: neighbours that exchange heads, and ranks of a ring; their product is cp", nargs="+"
+    )
     expert_model_parallel_size: int = flag(1, "processes that share the experts (ep); only 1 so far")
     expert_tensor_parallel_size: int | None = flag(
         None, "processes that share each expert (etp); only 1 so far; default tp"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from megatron.config.context import attention_comm_types, copies_of_keys, inner_size
 from megatron.config.layout import mesh_of
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
+from megatron.config.pipeline import pipeline_settings
 from megatron.config.run import RunConfig, flag_name
 from megatron.config.window import attention_windows
 from megatron.core.errors import ConfigError
@@ -61,11 +63,9 @@ def shape_is_given(run: RunConfig, world_size: int) -> str | None:
 
 
 def only_supported_parallelism(run: RunConfig, world_size: int) -> str | None:
-    """The mesh has every axis; the engine so far runs tensor and data parallelism."""
+    """The mesh has every axis; these have no engine yet."""
     p = run.parallel
     sizes = {
-        "--pipeline-model-parallel-size": p.pipeline_model_parallel_size,
-        "--context-parallel-size": p.context_parallel_size,
         "--expert-model-parallel-size": p.expert_model_parallel_size,
         "--expert-tensor-parallel-size": p.expert_tensor_parallel_size or 1,
     }
@@ -159,10 +159,10 @@ def tp_divides_layers(run: RunConfig, world_size: int) -> str | None:
 
 
 def sequence_parallel_divides_sequence(run: RunConfig, world_size: int) -> str | None:
-    """Sequence parallelism cuts the sequence into tp equal parts."""
+    """Sequence parallelism cuts the sequence into tp equal parts; context parallelism pads it before."""
     seq, tp = run.data.seq_length, run.parallel.tensor_model_parallel_size
     assert seq
-    if run.parallel.sequence_parallel and seq % tp:
+    if run.parallel.sequence_parallel and run.parallel.context_parallel_size == 1 and seq % tp:
         return (
             f"--sequence-parallel needs --seq-length {seq} to be a multiple of --tensor-model-parallel-size {tp}; "
             "change one of them or remove --sequence-parallel"
@@ -243,6 +243,42 @@ def rotary_bands_are_ordered(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def layers_fill_the_pipeline(run: RunConfig, world_size: int) -> str | None:
+    """Schedule and stages fit each other and the layers."""
+    assert run.model.num_layers
+    try:
+        pipeline_settings(run.parallel, run.model.num_layers)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def heads_fit_context_parallelism(run: RunConfig, world_size: int) -> str | None:
+    """Each layer has a way to the whole sequence, and what it exchanges can be shared out."""
+    p, m = run.parallel, run.model
+    if p.context_parallel_size == 1:
+        return None
+    assert m.num_layers and m.num_attention_heads
+    try:
+        types, inner = set(attention_comm_types(p, m.num_layers)), inner_size(p)
+        heads = m.num_attention_heads // p.tensor_model_parallel_size, m.num_kv_heads // p.tensor_model_parallel_size
+        if "a2a" in types:
+            copies_of_keys(*heads, p.context_parallel_size)
+        if "a2a+p2p" in types:
+            copies_of_keys(*heads, inner)
+    except ConfigError as error:
+        return str(error)
+    if "a2a+p2p" in types and p.hierarchical_context_parallel_sizes is None:
+        return "--cp-comm-type a2a+p2p needs to know its two sizes; give --hierarchical-context-parallel-sizes"
+    if m.attention_dropout > 0 and types != {"a2a"}:
+        wrong = ", ".join(sorted(types - {"a2a"}))
+        return (
+            f"--cp-comm-type {wrong} cannot drop attention probabilities (--attention-dropout {m.attention_dropout}); give "
+            "--attention-dropout 0, or --cp-comm-type a2a"
+        )
+    return None
+
+
 def tp_divides_vocabulary(run: RunConfig, world_size: int) -> str | None:
     """Each tensor-parallel rank holds as many rows of the embedding. Skipped while the vocabulary is not known."""
     if run.model.vocab_size is None:
@@ -277,6 +313,8 @@ SHAPE_RULES = (
     sequence_fits_positions,
     windows_fit_layers,
     adapters_have_a_place,
+    layers_fill_the_pipeline,
+    heads_fit_context_parallelism,
     one_rotary_scaling,
     rotary_rotates,
     rotary_bands_are_ordered,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
+from megatron.config.pipeline import pipeline_settings
 from megatron.config.rules_files import HUGGING_FACE
 from megatron.config.run import RunConfig, flag_name
 
@@ -60,8 +61,21 @@ def _reads_files(run: RunConfig) -> bool:
     return not run.data.mock_data
 
 
+def _gathers(run: RunConfig) -> bool:
+    return run.parallel.sequence_parallel
+
+
 def _settings(run: RunConfig) -> DataParallelSettings:
     return data_parallel_settings(run.parallel)
+
+
+def _is_pipeline(run: RunConfig) -> bool:
+    return run.parallel.pipeline_model_parallel_size > 1
+
+
+def _is_interleaved(run: RunConfig) -> bool:
+    assert run.model.num_layers
+    return pipeline_settings(run.parallel, run.model.num_layers).schedule == "interleaved"
 
 
 def _validates(run: RunConfig) -> bool:
@@ -217,10 +231,65 @@ _OPTIMIZER = (
 
 _PARALLEL = (
     _need(
+        "pipeline_schedule num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+        "pipeline_model_parallel_layout overlap_p2p_communication",
+        _is_pipeline,
+        "--pipeline-model-parallel-size is 1",
+        "raise it",
+    ),
+    _need(
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+        "account_for_loss_in_pipeline_split",
+        lambda run: _is_pipeline(run) and run.parallel.pipeline_model_parallel_layout is None,
+        lambda run: (
+            "--pipeline-model-parallel-layout writes the stages out"
+            if _is_pipeline(run)
+            else "--pipeline-model-parallel-size is 1"
+        ),
+        "let the layers be shared out between pipeline ranks",
+    ),
+    _need(
+        "microbatch_group_size_per_virtual_pipeline_stage",
+        lambda run: _is_pipeline(run) and _is_interleaved(run),
+        "the schedule is not interleaved",
+        "give several virtual stages a pipeline rank",
+    ),
+    _need(
+        "tp_comm_overlap",
+        lambda run: run.parallel.tp_comm_overlap_rs or (_gathers(run) and run.parallel.tp_comm_overlap_ag),
+        "all it could overlap is turned off",
+        "remove --no-tp-comm-overlap-rs",
+    ),
+    _need(
+        "tp_comm_overlap_rs",
+        lambda run: run.parallel.tp_comm_overlap,
+        "nothing is cut into pieces",
+        "add --tp-comm-overlap",
+    ),
+    _need(
+        "tp_comm_overlap_ag",
+        lambda run: run.parallel.tp_comm_overlap and _gathers(run),
+        lambda run: "nothing is gathered" if run.parallel.tp_comm_overlap else "nothing is cut into pieces",
+        "add --tp-comm-overlap and --sequence-parallel",
+    ),
+    _need("tp_comm_bulk_dgrad", _gathers, "nothing is gathered", "add --sequence-parallel"),
+    _need(
         "overlap_param_gather num_distributed_optimizer_instances",
         lambda run: _settings(run).shards != "no_shard",
         "every rank updates all parameters",
         "add --use-distributed-optimizer",
+    ),
+    _need(
+        "cp_comm_type",
+        lambda run: run.parallel.context_parallel_size > 1,
+        "--context-parallel-size is 1",
+        "raise it",
+    ),
+    _need(
+        "hierarchical_context_parallel_sizes",
+        lambda run: run.parallel.context_parallel_size > 1 and "a2a+p2p" in run.parallel.cp_comm_type,
+        "no layer uses a2a+p2p",
+        "give --cp-comm-type a2a+p2p",
     ),
     _need(
         "grad_reduce_mode",

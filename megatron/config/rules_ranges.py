@@ -36,6 +36,8 @@ _BY_INTERVAL: dict[Interval, str] = {
     AT_LEAST_ONE: """
         num_layers hidden_size num_attention_heads lora_rank rope_scaling_factor vocab_size make_vocab_size_divisible_by
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+        microbatch_group_size_per_virtual_pipeline_stage hierarchical_context_parallel_sizes
         expert_tensor_parallel_size ddp_bucket_size num_distributed_optimizer_instances loss_scale_window
         hysteresis lr_decay_iters lr_decay_samples
         lr_wsd_decay_iters lr_wsd_decay_samples seq_length micro_batch_size global_batch_size rampup_batch_size
@@ -44,6 +46,7 @@ _BY_INTERVAL: dict[Interval, str] = {
         profile_step_end
     """,
     NOT_NEGATIVE: """
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         init_method_std clip_grad weight_decay start_weight_decay end_weight_decay lr min_lr lr_warmup_iters
         lr_warmup_samples lr_warmup_init num_workers tiktoken_num_special_tokens seed manual_gc_interval eval_iters
     """,

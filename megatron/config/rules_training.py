@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.data_parallel import EVERY, data_parallel_settings, splits_backward
 from megatron.config.layout import mesh_of
 from megatron.config.run import RunConfig
 
@@ -80,6 +81,24 @@ def sharding_is_consistent(run: RunConfig, world_size: int) -> str | None:
         return (
             f"--data-parallel-sharding-strategy {shards} keeps only a shard of the gradient, so it is reduced after every "
             f"microbatch; remove --grad-reduce-mode {mode}, or give optim"
+        )
+    return None
+
+
+def pipeline_carries_sharding(run: RunConfig, world_size: int) -> str | None:
+    """What a pipeline does with gradients and parameters leaves some of data parallelism out."""
+    p, settings = run.parallel, data_parallel_settings(run.parallel)
+    if p.pipeline_model_parallel_size == 1:
+        return None
+    if settings.shards == "optim_grads_params":
+        return (
+            "--data-parallel-sharding-strategy optim_grads_params gathers parameters for every microbatch of every stage, "
+            f"and --pipeline-model-parallel-size {p.pipeline_model_parallel_size} has many of both; give optim_grads"
+        )
+    if settings.mode == EVERY and splits_backward(p):
+        return (
+            f"--pipeline-schedule {p.pipeline_schedule} computes weight gradients apart, so they are not reduced after "
+            "every microbatch; give --grad-reduce-mode last-microbatch with the strategy optim, or --pipeline-schedule 1f1b"
         )
     return None
 
@@ -212,6 +231,7 @@ RULES = (
     rampup_reaches_batch_size,
     batches_are_whole,
     sharding_is_consistent,
+    pipeline_carries_sharding,
     instances_divide_replicas,
     lengths_are_in_one_unit,
     one_warmup,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,10 @@ class Group:
 class Groups:
     """Every group this rank is in.
 
-    tp: shards of a layer. cp: shards of a sequence. dp: replicas that see other samples. pp: stages.
+    tp: shards of a layer. cp: shards of a sequence; cp_inner, cp_outer: cp as neighbours, and as the ranks of the same
+    place among theirs. dp: replicas that see other samples. pp: stages. up, down: pp again,
+    for messages to higher and to lower ranks, which must not wait for each other. ends: the first and the last stage,
+    on both of them; alone elsewhere.
     dp_cp: reduces gradients of dense parameters. model (tp x pp): ranks that hold different parameters of one replica.
     shard, replicas: dp_cp once more, cut into instances of the sharded optimizer: `shard` are the ranks of one instance,
     which share its state, `replicas` those that hold the same shard in other instances. gather: `shard` again. These
@@ -51,8 +55,13 @@ class Groups:
     world: Group
     tp: Group
     cp: Group
+    cp_inner: Group
+    cp_outer: Group
     dp: Group
     pp: Group
+    up: Group
+    down: Group
+    ends: Group
     dp_cp: Group
     model: Group
     shard: Group
@@ -121,12 +130,18 @@ def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Cal
 
 
 def create_groups(
-    mesh: Mesh, rank: int, heartbeat: Heartbeat, timeout_seconds: float, *, optimizer_instances: int | None = 1
+    mesh: Mesh,
+    rank: int,
+    heartbeat: Heartbeat,
+    timeout_seconds: float,
+    *,
+    optimizer_instances: int | None = 1,
+    context_inner: int = 1,
 ) -> Groups:
     """Make every group of the mesh. Collective over the world: all ranks create all groups in the same order.
 
     `optimizer_instances` divides dp x cp; an instance is a run of neighbouring ranks of it. None: every rank is one, so
-    that nothing is sharded.
+    that nothing is sharded. `context_inner`: size of cp_inner.
     """
     timeout = timedelta(seconds=timeout_seconds)
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -134,6 +149,13 @@ def create_groups(
     for name, axes in _AXES.items():
         for ranks in mesh.groups(*axes):
             # Axes that vary over the same ranks (dp and dp_cp at cp 1) share one communicator: fewer buffers on NCCL.
+            if len(ranks) > 1 and ranks not in made:
+                options = _urgent(timeout) if name == "tp" else None
+                made[ranks] = dist.new_group(list(ranks), timeout=timeout, pg_options=options, group_desc=name)
+            if rank in ranks:
+                groups[name] = Group(name, ranks, ranks.index(rank), made.get(ranks), heartbeat)
+    for name, lists in mesh.context_groups(context_inner).items():
+        for ranks in lists:
             if len(ranks) > 1 and ranks not in made:
                 made[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
             if rank in ranks:
@@ -144,9 +166,24 @@ def create_groups(
             made_here = dist.new_group(list(ranks), timeout=timeout, group_desc=name) if len(ranks) > 1 else None
             if rank in ranks:
                 groups[name] = Group(name, ranks, ranks.index(rank), made_here, heartbeat)
+    for name, lists in mesh.pipeline_groups().items():
+        for ranks in lists:
+            made_here = dist.new_group(list(ranks), timeout=timeout, group_desc=name) if len(ranks) > 1 else None
+            if rank in ranks:
+                groups[name] = Group(name, ranks, ranks.index(rank), made_here, heartbeat)
     everyone = tuple(range(mesh.world_size))
     world = Group("world", everyone, rank, dist.group.WORLD if mesh.world_size > 1 else None, heartbeat)
     return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, **groups)
+
+
+def _urgent(timeout: timedelta) -> Any:
+    """Options of a group whose messages the very next product waits for: NCCL moves them on a stream of high priority, so
+    that they start beside a product that fills the device. None where another backend has no streams."""
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def disconnect(heartbeat: Heartbeat) -> None:

@@ -153,6 +153,10 @@ class Heartbeat:
         yield
         self._phase, self._since = before, time.time()
 
+    def move_to(self, name: str) -> None:
+        """Inside `phase`: the run is now in another part of it."""
+        self._phase, self._since = name, time.time()
+
     def enter(self, op: str, group: str, call: Call) -> int:
         """This rank is now inside collective `op` on `group`; the recorders get `call`. Returns its number on the group.
 

@@ -104,6 +104,24 @@ class Mesh:
         replicas = [ranks[i::size] for ranks in whole for i in range(size)]
         return {"shard": shards, "gather": shards, "replicas": replicas}
 
+    def context_groups(self, inner: int) -> dict[str, list[tuple[int, ...]]]:
+        """Rank lists of "cp_inner", runs of `inner` neighbours of cp, and "cp_outer", the ranks of one place in them.
+
+        Raises ConfigError when `inner` does not divide cp.
+        """
+        if self.cp % inner:
+            raise ConfigError(f"{inner} neighbours do not divide cp {self.cp}; give a divisor of it")
+        lines = self.groups("cp")
+        runs = [line[i : i + inner] for line in lines for i in range(0, self.cp, inner)]
+        return {"cp_inner": runs, "cp_outer": [line[i::inner] for line in lines for i in range(inner)]}
+
+    def pipeline_groups(self) -> dict[str, list[tuple[int, ...]]]:
+        """Rank lists of "up" and "down" (those of pp) and of "ends": the first and the last stage, others alone."""
+        lines = self.groups("pp")
+        ends = [(line[0], line[-1]) if len(line) > 1 else line for line in lines]
+        between = [(rank,) for line in lines for rank in line[1:-1]]
+        return {"up": lines, "down": lines, "ends": ends + between}
+
     def _size(self, axis: str) -> int:
         return int(getattr(self, axis))
 

@@ -42,7 +42,8 @@ class ParamInfo:
     """Where a parameter's local piece lies in the global tensor, and how its gradient behaves.
 
     sum_over_tp: each tp rank holds only a part of the gradient (the parameter is replicated, its input is not), so the
-    parts are summed over tp after the backward. decay: weight decay applies.
+    parts are summed over tp after the backward. decay: weight decay applies. on_both_ends: the first and the last
+    pipeline rank hold a copy each (tied embeddings), so their gradients are summed, too.
     """
 
     global_shape: tuple[int, ...]
@@ -52,6 +53,7 @@ class ParamInfo:
     init: Init
     decay: bool
     sum_over_tp: bool
+    on_both_ends: bool = False
 
     @property
     def numel(self) -> int:
@@ -65,14 +67,20 @@ class GradSlot:
     `fresh` means that nothing has been written since the gradient was cleared: the next writer overwrites, so clearing
     needs no pass over memory and the first GEMM no read. Memory that is not kept between backward passes is taken from
     `provide` (which sets `main_grad` of every parameter of the bucket) when the first of them is written.
+
+    While `put_off` holds a list, weight gradients are not computed but appended to it as jobs; `waiting` counts those of
+    this parameter that have not run.
     """
 
-    __slots__ = ("_main_grad", "_provide", "fresh")
+    __slots__ = ("_main_grad", "_provide", "fresh", "put_off", "waiting", "written")
 
     def __init__(self, provide: Callable[[], None]) -> None:
         self._main_grad: Tensor | None = None
         self._provide = provide
         self.fresh = True
+        self.put_off: list[Callable[[], None]] | None = None
+        self.waiting = 0
+        self.written: Callable[[], None] = lambda: None  # called when a job has run
 
     @property
     def main_grad(self) -> Tensor:
@@ -85,6 +93,22 @@ class GradSlot:
     @main_grad.setter
     def main_grad(self, memory: Tensor | None) -> None:
         self._main_grad = memory
+
+    def write(self, kernel: Callable[[Tensor, bool], None]) -> None:
+        """Run `kernel(main_grad, overwrite)`, which computes a gradient and writes or accumulates it; now or later."""
+        if self.put_off is None:
+            kernel(self.main_grad, self.fresh)
+            self.fresh = False
+            return
+        self.waiting += 1
+        self.put_off.append(lambda: self._run(kernel))
+
+    @torch.no_grad()
+    def _run(self, kernel: Callable[[Tensor, bool], None]) -> None:
+        kernel(self.main_grad, self.fresh)
+        self.fresh = False
+        self.waiting -= 1
+        self.written()
 
     def add(self, grad: Tensor) -> None:
         """Accumulate `grad` (the parameter's shape, any float dtype)."""

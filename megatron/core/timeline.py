@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-ROWS = ("compute", "step", "reduce-scatter", "all-reduce", "all-gather")
+ROWS = ("compute", "step", "tp", "p2p", "reduce-scatter", "all-reduce", "all-gather")
 
 
 @dataclass(frozen=True)

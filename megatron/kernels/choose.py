@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.ops import attention, weight_grad
+from megatron.kernels.ops import attention, attention_lse, weight_grad
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What layers call. `attention_choice` and `fusion_missing` are for the start-up table."""
+    """What layers call. `attention_choice`, `block_choice` and `fusion_missing` are for the start-up table."""
 
     attention: attention.AttentionKernel
+    block_attention: attention_lse.BlockKernel  # of context parallelism
     weight_grad: weight_grad.WeightGrad
     attention_choice: str
+    block_choice: str
     fusion_missing: str | None  # why gradient accumulation is not fused into the weight-gradient GEMM
 
 
@@ -24,5 +26,6 @@ def choose_kernels(config: ModelConfig, device: torch.device) -> Kernels:
     """Raises ConfigError when a kernel that was asked for cannot run here."""
     dtype = getattr(torch, config.dtype_name)
     attention_kernel, choice = attention.choose(config.attention_backend, device, dtype)
+    block_kernel, block_choice = attention_lse.choose(config.attention_backend, device, dtype)
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
-    return Kernels(attention_kernel, weight_grad_kernel, choice, missing)
+    return Kernels(attention_kernel, block_kernel, weight_grad_kernel, choice, block_choice, missing)

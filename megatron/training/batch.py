@@ -10,13 +10,14 @@ from torch import Tensor
 
 from megatron.config.data import DataConfig
 from megatron.core.comm.collectives import broadcast
+from megatron.core.context_parallel.layout import pad, take
 from megatron.core.errors import MegatronError, UserError
-from megatron.core.groups import Groups
+from megatron.core.groups import Group, Groups
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of one replica; all [b, s]."""
+    """One microbatch of one replica; all [b, s], whole sequences. See `part_of_batch` for what a cp rank runs."""
 
     tokens: Tensor  # int64
     labels: Tensor  # int64, tokens shifted by one
@@ -24,6 +25,26 @@ class Batch:
     positions: Tensor  # int64; [1, s] when every sample counts from 0
     segments: Tensor | None  # int64 document number inside the sample, or None when attention crosses documents
     by_segment: bool = False  # whether it is the segments, and not the samples, that count alike in the loss
+
+
+def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
+    """What a context-parallel rank holds, [b, s / cp], but of the segments all, [b, s]. `multiple`: see `part_of`."""
+    if cp.size == 1:
+        return batch
+    return Batch(
+        tokens=part_of(batch.tokens, cp, multiple),
+        labels=part_of(batch.labels, cp, multiple),
+        loss_mask=part_of(batch.loss_mask, cp, multiple),
+        positions=part_of(batch.positions, cp, multiple),
+        segments=None if batch.segments is None else pad(batch.segments, 1, cp.size * multiple, -1),
+        by_segment=batch.by_segment,
+    )
+
+
+def part_of(x: Tensor, cp: Group, multiple: int = 1) -> Tensor:
+    """[b, s] -> [b, s / cp], the tokens of this rank. Sequences are padded with zeros, behind their last token, to a
+    multiple of 2 x cp x `multiple`."""
+    return x if cp.size == 1 else take(pad(x, 1, cp.size * multiple), 1, cp.rank, cp.size)
 
 
 def make_batch(ids: Tensor, eod: int, data: DataConfig) -> Batch:

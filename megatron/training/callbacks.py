@@ -48,7 +48,7 @@ class Log:
         run, state = trainer.run, trainer.state
         seq_length = run.data.seq_length or 0
         self._flops = train_flops(run.model, seq_length, 1)
-        peak = peak_tflops(trainer.device, trainer.model.output_layer.weight.dtype)
+        peak = peak_tflops(trainer.device, next(trainer.model.parameters()).dtype)
         self._window = LogWindow(self._flops, trainer.groups.world.size, peak)
         self._total_iterations = trainer.total_iterations
         self._total_samples = state.consumed_samples + trainer.samples_left

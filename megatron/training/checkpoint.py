@@ -215,7 +215,7 @@ def optimizer_tensors(trainer: Trainer) -> list[ShardedTensor]:
 def _flat(name: str, data: Tensor, piece: Piece, trainer: Trainer, number: int) -> list[ShardedTensor]:
     parameter, groups = trainer.parameters[piece.name], trainer.groups
     # Instances of the optimizer hold copies and take turns.
-    writer = groups.replicas.rank == number % groups.replicas.size and _first_of_tp(parameter, groups)
+    writer = groups.replicas.rank == number % groups.replicas.size and _first_holder(parameter, groups)
     return flat_slice(
         name,
         data,
@@ -227,15 +227,17 @@ def _flat(name: str, data: Tensor, piece: Piece, trainer: Trainer, number: int) 
     )
 
 
-def _first_of_tp(parameter: Parameter, groups: Groups) -> bool:
-    """Of the tp ranks that hold a replicated parameter, the first one writes it."""
+def _first_holder(parameter: Parameter, groups: Groups) -> bool:
+    """Of the tp ranks that hold a replicated parameter, and the stages that hold a copy, the first one writes it."""
+    if parameter.info.on_both_ends and groups.pp.rank > 0:
+        return False
     return parameter.info.tp_dim is not None or groups.tp.rank == 0
 
 
 def _sharded(name: str, data: Tensor, parameter: Parameter, groups: Groups, number: int) -> ShardedTensor:
     info = parameter.info
     # Replicas over dp x cp take turns, so that all hosts' disks write; replicas over tp leave it to tp rank 0.
-    writer = groups.dp_cp.rank == number % groups.dp_cp.size and _first_of_tp(parameter, groups)
+    writer = groups.dp_cp.rank == number % groups.dp_cp.size and _first_holder(parameter, groups)
     return ShardedTensor(name, data, info.global_shape, info.offset, writer)
 
 

@@ -40,14 +40,21 @@ class Layout:
     tp: int
     dp: int
     sequence_parallel: bool = False
+    pp: int = 1
+    schedule: str | None = None
+    chunks: int | None = None  # virtual stages a pipeline rank
+    cp: int = 1
+    comm_type: str = "p2p"
 
     @property
     def world_size(self) -> int:
         """Processes."""
-        return self.tp * self.dp
+        return self.tp * self.cp * self.dp * self.pp
 
     def __str__(self) -> str:
-        return f"TP {self.tp} x DP {self.dp}" + (" + SP" if self.sequence_parallel else "")
+        pipeline = f" x PP {self.pp} {self.schedule or ''}" if self.pp > 1 else ""
+        context = f" x CP {self.cp} {self.comm_type}" if self.cp > 1 else ""
+        return f"TP {self.tp} x DP {self.dp}{pipeline}{context}" + (" + SP" if self.sequence_parallel else "")
 
 
 # The first one is what all others are compared with.
@@ -136,7 +143,15 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
 def under(run: RunConfig, layout: Layout) -> RunConfig:
     """The run cut as `layout` says."""
     parallel = dataclasses.replace(
-        run.parallel, tensor_model_parallel_size=layout.tp, sequence_parallel=layout.sequence_parallel
+        run.parallel,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_size=layout.pp,
+        pipeline_schedule=layout.schedule,
+        num_virtual_stages_per_pipeline_rank=layout.chunks,
+        context_parallel_size=layout.cp,
+        cp_comm_type=tuple(layout.comm_type.split()),
+        hierarchical_context_parallel_sizes=(2, layout.cp // 2) if "a2a+p2p" in layout.comm_type else None,
     )
     return dataclasses.replace(run, parallel=parallel)
 

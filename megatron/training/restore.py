@@ -28,6 +28,7 @@ from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import fill
 from megatron.core.parameter import Parameter, local_parameters
+from megatron.core.pipeline_parallel.partition import partition
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
@@ -103,6 +104,17 @@ def check_tp(saved: Saved, tp: int) -> None:
         )
 
 
+def check_pp(saved: Saved, pp: int) -> None:
+    """Raise ConfigError unless `pp` processes can have equally many layers of the saved model each."""
+    layers = saved.model.num_layers
+    assert layers
+    if layers % pp:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {pp} does not cut the {layers} layers of {saved.path}; "
+            f"use a divisor of {layers}"
+        )
+
+
 def restore_tokenizer(saved: Saved, **changes: Any) -> Tokenizer:
     """The saved tokenizer with fields of its configuration changed. Local. Raises ConfigError and DataError.
 
@@ -138,20 +150,24 @@ def restore_model(saved: Saved, groups: Groups, device: torch.device) -> tuple[G
     """The saved weights under the layout of `groups`, for evaluation: no dropout, no gradients, no sequence parallelism.
 
     Weights are rounded once to the precision that `saved` asks for; attention takes the fastest kernel of this machine.
-    Each rank reads its own slices. Collective over the world: small objects only. Raises CheckpointError.
+    Each rank reads its own slices of its pipeline stage's layers. Collective over the world: small objects only. Raises
+    CheckpointError, and ConfigError for layers that the pipeline ranks cannot share equally.
     """
     model_config = _in_dtype(saved.model, saved.dtype or saved.stored)
     config = dataclasses.replace(model_config, attention_backend="auto", gradient_accumulation_fusion=False)
     kernels, rng = choose_kernels(config, device), RngTracker(0, groups, device)
     build = Build(config, groups, False, kernels, rng, device)
-    model = GPTModel(build).eval().requires_grad_(False)
+    assert config.num_layers
+    stage = partition(config.num_layers, range(groups.pp.size))[groups.pp.rank]
+    model = GPTModel(build, [stage]).eval().requires_grad_(False)
     parameters, source = local_parameters(model), saved.hf
     with groups.heartbeat.phase("load-checkpoint"):
         if source is None:
             _read_checkpoint(saved.path, parameters, groups, saved.stored)
         else:
             together(groups.world, lambda: fill(parameters, source))
-    log.info("loaded %s: %s on %s, tp %d", saved.path, config.dtype_name, device, groups.tp.size)
+    sizes = f"tp {groups.tp.size}, pp {groups.pp.size}"
+    log.info("loaded %s: %s on %s, %s", saved.path, config.dtype_name, device, sizes)
     return model, build
 
 

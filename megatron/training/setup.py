@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from megatron.config.context import attention_comm_types, inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.features import Facts, features, format_table
 from megatron.config.layout import mesh_of
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.optimizer import ScheduleConfig
+from megatron.config.pipeline import pipeline_settings
 from megatron.config.rules import check, check_vocabulary
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import gather_objects
@@ -34,7 +36,10 @@ from megatron.core.models.source import fill
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter, initialize, local_parameters
+from megatron.core.pipeline_parallel.partition import Stage
+from megatron.core.tensor_parallel.overlap import PLAIN, Plain, choose_overlap
 from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.lora import freeze_all_but_adapters, is_adapter
 from megatron.kernels.choose import Kernels, choose_kernels
@@ -69,10 +74,15 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         write_config(run.model)  # says now, and not at the first save, that no family can hold the model
     kernels = choose_kernels(run.model, device)
     rng = RngTracker(run.train.seed, groups, device)
-    model = build_model(run, groups, device, kernels, rng)
+    assert run.model.num_layers
+    pipeline = pipeline_settings(run.parallel, run.model.num_layers)
+    timeline, backend = Timeline(device), _backend(run, groups, device)
+    overlap, overlap_why = choose_overlap(run.parallel, groups.tp, device, backend, timeline)
+    model = build_model(run, groups, device, kernels, rng, pipeline.stages_of(groups.pp.rank), overlap)
     parameters = local_parameters(model)
     initial_weights(run, parameters, groups, has_checkpoint=checkpoint is not None)
-    data_parallel = DataParallel(model, groups, data_parallel_settings(run.parallel), device)
+    stage_of = {name: stage for name in parameters if (stage := model.stage_of(name)) is not None}
+    data_parallel = DataParallel(model, groups, data_parallel_settings(run.parallel), device, stage_of, timeline)
     optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=run.model.fp16)
     timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))
     batches = BatchSchedule(run.train, groups.mesh.dp)
@@ -98,14 +108,16 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
             timers,
             per_token=run.train.calculate_per_token_loss,
             count_zeros=run.logging.log_num_zeros_in_grad,
+            pipeline=pipeline,
         ),
+        pipeline=pipeline,
     )
     if checkpoint:
         with groups.heartbeat.phase("load-checkpoint"):
             load_checkpoint(trainer, checkpoint)
     with groups.heartbeat.phase("build-datasets"):
         trainer.readers = build_readers(trainer, tokenizer.eod)
-    _announce(trainer, kernels)
+    _announce(trainer, kernels, overlap.name, overlap_why)
     return trainer
 
 
@@ -126,8 +138,8 @@ def start_process(
     heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
     heartbeat.start(on_stall=log.error)
     instances = data_parallel_settings(run.parallel).optimizer_instances
-    mesh = mesh_of(run.parallel, world_size)
-    return create_groups(mesh, rank, heartbeat, timeout, optimizer_instances=instances), device
+    mesh, inner = mesh_of(run.parallel, world_size), inner_size(run.parallel)
+    return create_groups(mesh, rank, heartbeat, timeout, optimizer_instances=instances, context_inner=inner), device
 
 
 def open_heartbeat_files(run: RunConfig, groups: Groups) -> None:
@@ -175,10 +187,20 @@ def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int) -> RunConfig:
     return dataclasses.replace(run, model=model)
 
 
-def build_model(run: RunConfig, groups: Groups, device: torch.device, kernels: Kernels, rng: RngTracker) -> GPTModel:
-    """The decoder of this rank, uninitialised. With LoRA all but the adapters is frozen."""
+def build_model(
+    run: RunConfig,
+    groups: Groups,
+    device: torch.device,
+    kernels: Kernels,
+    rng: RngTracker,
+    stages: Sequence[Stage] | None = None,
+    overlap: Plain = PLAIN,
+) -> GPTModel:
+    """This rank's stages of the decoder, uninitialised; default all of it. With LoRA all but the adapters is frozen."""
     sequence_parallel = run.parallel.sequence_parallel and groups.tp.size > 1
-    model = GPTModel(Build(run.model, groups, sequence_parallel, kernels, rng, device))
+    assert run.model.num_layers
+    comm_types = attention_comm_types(run.parallel, run.model.num_layers)
+    model = GPTModel(Build(run.model, groups, sequence_parallel, kernels, rng, device, overlap, comm_types), stages)
     if run.model.lora_rank:
         freeze_all_but_adapters(local_parameters(model))
     return model
@@ -299,7 +321,12 @@ def _evaluation_only(run: RunConfig) -> RunConfig:
     return dataclasses.replace(run, train=train, schedule=ScheduleConfig(lr=1.0, lr_decay_style="constant"))
 
 
-def _announce(trainer: Trainer, kernels: Kernels) -> None:
+def _backend(run: RunConfig, groups: Groups, device: torch.device) -> str | None:
+    """What carries messages; None in a world of one."""
+    return backend_for(device, run.parallel.distributed_backend) if groups.world.size > 1 else None
+
+
+def _announce(trainer: Trainer, kernels: Kernels, tp_overlap: str, tp_overlap_why: str) -> None:
     run, groups, buckets = trainer.run, trainer.groups, trainer.data_parallel.buckets
     dtypes = {bucket.dtype for bucket in buckets}
     count = sum(math.prod(p.info.shape) for p in trainer.parameters.values())
@@ -307,13 +334,15 @@ def _announce(trainer: Trainer, kernels: Kernels) -> None:
         tp=groups.mesh.tp,
         dp=groups.mesh.dp,
         device=trainer.device.type,
-        backend=backend_for(trainer.device, run.parallel.distributed_backend) if groups.world.size > 1 else None,
+        backend=_backend(run, groups, trainer.device),
         attention_choice=kernels.attention_choice,
         fusion_missing=kernels.fusion_missing,
         upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
         separate_main_grads=dtypes != {torch.float32},
         buckets=len(buckets),
         shards=groups.shard.size,
+        tp_overlap=tp_overlap,
+        tp_overlap_why=tp_overlap_why,
     )
     log.info("%s", format_table(features(run, facts)))
     log.info("number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)

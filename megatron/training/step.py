@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from megatron.config.pipeline import ONE_STAGE, PipelineSettings
 from megatron.core.comm.collectives import all_reduce, gather_objects
+from megatron.core.comm.pipeline import Mailbox
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.errors import UserError
 from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import Optimizer, Update
-from megatron.core.pipeline_parallel.engine import run
-from megatron.core.pipeline_parallel.schedule import forward_only, one_forward_one_backward
-from megatron.training.batch import Batch
+from megatron.core.pipeline_parallel.engine import Engine
+from megatron.core.pipeline_parallel.schedule import Action
+from megatron.core.timeline import Timeline
+from megatron.training.batch import Batch, part_of, part_of_batch
 from megatron.training.timers import Timers
 
 # [Note: gradient scale]
@@ -42,10 +46,12 @@ class TrainStep:
         *,
         per_token: bool,
         count_zeros: bool = False,
+        pipeline: PipelineSettings = ONE_STAGE,
     ) -> None:
         self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
-        self._groups, self._timers = groups, timers
+        self._groups, self._timers, self._pipeline = groups, timers, pipeline
         self._per_token, self._count_zeros = per_token, count_zeros
+        self._mailbox = Mailbox(groups, data_parallel.device, data_parallel.timeline)
 
     def __call__(self, batches: Sequence[Batch], lr: float, weight_decay: float) -> tuple[float, Update]:
         """(objective of the global batch before the update, what the update did). Synchronises host and device."""
@@ -59,61 +65,153 @@ class TrainStep:
         heartbeat, timers, scale = self._groups.heartbeat, self._timers, self._optimizer.loss_scale.value
         self._data_parallel.begin_step(len(batches))
         weights = token_weights(batches, self._groups, self._per_token)
-        actions = one_forward_one_backward(self._groups.pp.rank, self._groups.pp.size, len(batches))
+        parts = parts_here(batches, [each * scale for each in weights], self._model, self._groups)
+        program = Training(self._model, self._data_parallel, timers, *parts)
+        schedule, rank = self._pipeline.schedule_of(len(batches)), self._groups.pp.rank
+        engine = Engine(schedule, rank, program, self._mailbox, self._model.hidden_dtype)
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
-            losses = run(
-                actions,
-                lambda m: self._forward(m, batches[m], weights[m] * scale),
-                lambda m, objective: self._backward(m, objective, last=m == len(batches) - 1),
-            )
+            losses = engine.run(before=lambda action: heartbeat.move_to(_phase(action)))
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
-            objective = self._over_replicas(torch.stack(losses).sum())
+            objective = self._over_replicas(_sum(losses, self._data_parallel.device))
             self._data_parallel.finish_reduction()
         return objective / scale
 
-    def _forward(self, m: int, batch: Batch, weights: Tensor) -> Tensor:
-        span = self._data_parallel.timeline.span("compute", f"forward {m}")
-        with self._timers("forward-compute", level=2), span:
-            return weighted_loss(self._model, batch, weights)
-
-    def _backward(self, m: int, objective: Tensor, *, last: bool) -> None:
-        span = self._data_parallel.timeline.span("compute", f"backward {m}")
-        with self._timers("backward-compute", level=2), span:
-            self._data_parallel.begin_backward(last=last)
-            objective.backward()
-            self._data_parallel.end_backward(last=last)
-
     def _over_replicas(self, objective: Tensor) -> float:
-        """Sum over dp x cp. Raises UserError when the replicas do not agree on which parameters are used.
+        """Sum over dp x cp, on all stages. Raises UserError when the replicas do not agree on which parameters are used.
 
-        Communication: one sum all-reduce of two numbers; when some parameter got no gradient, their names are gathered.
+        Communication: one sum all-reduce of two numbers over dp x cp and one over pp, where only the last stage has an
+        objective; when some parameter got no gradient, their names are gathered.
         """
         without = self._data_parallel.without_gradient()
-        numbers = torch.stack([objective.double(), torch.full_like(objective, len(without), dtype=torch.float64)])
-        total, missing = all_reduce(numbers, self._groups.dp_cp).tolist()
+        numbers = torch.stack([objective, torch.full_like(objective, len(without))])
+        all_reduce(numbers, self._groups.dp_cp)
+        total, missing = all_reduce(numbers, self._groups.pp).tolist()
         if missing:
             check_same_parameters(gather_objects(without, self._groups.dp_cp), self._groups.dp_cp)
         return float(total)
 
 
-def evaluate(model: GPTModel, read: Callable[[], Sequence[Batch]], iterations: int, groups: Groups) -> float:
+class Evaluation:
+    """The stages of a model on some microbatches, whose tokens count as their loss masks say: a Program."""
+
+    def __init__(self, model: GPTModel, batches: Sequence[Batch], weights: Sequence[Tensor]) -> None:
+        self._model, self._batches, self._weights = model, batches, weights
+
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        """See Program."""
+        return weighted_loss(self._model, self._batches[microbatch], self._weights[microbatch], stage, received)
+
+    def shape(self, microbatch: int) -> tuple[int, ...]:
+        """See Program."""
+        return self._model.hidden_shape(*self._batches[microbatch].tokens.shape)
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
+        """Not in an evaluation's schedule."""
+        raise NotImplementedError
+
+    def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
+        """Not in an evaluation's schedule."""
+        raise NotImplementedError
+
+    def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
+        """Not in an evaluation's schedule."""
+        raise NotImplementedError
+
+
+class Training(Evaluation):
+    """The same with backward. weights: those of the objective, times the loss scale."""
+
+    def __init__(
+        self,
+        model: GPTModel,
+        data_parallel: DataParallel,
+        timers: Timers,
+        batches: Sequence[Batch],
+        weights: Sequence[Tensor],
+    ) -> None:
+        super().__init__(model, batches, weights)
+        self._data_parallel, self._timers = data_parallel, timers
+        self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
+
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        """See Program."""
+        with self._timers("forward-compute", level=2), self._span("forward", stage, microbatch):
+            return super().forward(stage, microbatch, received)
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
+        """See Program."""
+        with self._timers("backward-compute", level=2), self._span("backward", stage, microbatch):
+            self._data_parallel.begin_backward(stage, last=last)
+            run()
+            self._data_parallel.end_backward(last=last)
+
+    def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
+        """See Program."""
+        span = self._span("input gradient", stage, microbatch)
+        with self._timers("backward-compute", level=2), span, self._data_parallel.weights_put_off() as jobs:
+            run()
+        self._put_off[stage, microbatch] = jobs
+
+    def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
+        """See Program."""
+        with self._timers("backward-compute", level=2), self._span("weight gradient", stage, microbatch):
+            self._data_parallel.begin_backward(stage, last=last)
+            for job in self._put_off.pop((stage, microbatch)):
+                job()
+            self._data_parallel.end_backward(last=last)
+
+    def _span(self, what: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        of_stage = f" of stage {stage}" if stage or not self._model.is_whole else ""
+        return self._data_parallel.timeline.span("compute", f"{what} {microbatch}{of_stage}")
+
+
+def evaluate(
+    model: GPTModel,
+    read: Callable[[], Sequence[Batch]],
+    iterations: int,
+    groups: Groups,
+    pipeline: PipelineSettings = ONE_STAGE,
+) -> float:
     """Mean loss a token over `iterations` global batches; the model is left in the mode it was in."""
     was_training = model.training
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64)
+    device = next(model.parameters()).device
+    mailbox = Mailbox(groups, device, Timeline(device))
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     with torch.no_grad():
         for _ in range(iterations):
             batches = read()
-            losses = run(
-                forward_only(groups.pp.rank, len(batches)),
-                lambda m: weighted_loss(model, batches[m], batches[m].loss_mask.float()),  # noqa: B023
-            )
-            total[0] += float(torch.stack(losses).double().sum())
-            total[1] += float(sum(batch.loss_mask.sum() for batch in batches))
+            parts = parts_here(batches, [batch.loss_mask.float() for batch in batches], model, groups)
+            program = Evaluation(model, *parts)
+            schedule = pipeline.evaluation_of(len(batches))
+            losses = Engine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
+            if losses:  # here is the last stage
+                total[0] += _sum(losses, device)
+                total[1] += sum(weights.sum() for weights in parts[1])
     model.train(was_training)
-    device = next(model.parameters()).device
-    loss_sum, count = all_reduce(total.to(device), groups.dp_cp).tolist()
+    all_reduce(total, groups.dp_cp)
+    loss_sum, count = all_reduce(total, groups.pp).tolist()
     return float(loss_sum / max(count, 1.0))
+
+
+def parts_here(
+    batches: Sequence[Batch], weights: Sequence[Tensor], model: GPTModel, groups: Groups
+) -> tuple[list[Batch], list[Tensor]]:
+    """The microbatches and the weights of their tokens [b, s] as this context-parallel rank holds them."""
+    cp, multiple = groups.cp, model.sequence_shards
+    return (
+        [part_of_batch(batch, cp, multiple) for batch in batches],
+        [part_of(each, cp, multiple) for each in weights],
+    )
+
+
+def _sum(losses: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Zero where there is no last stage."""
+    return sum((loss.double() for loss in losses), torch.zeros((), dtype=torch.float64, device=device))
+
+
+def _phase(action: Action) -> str:
+    return f"forward-backward, {action}"
 
 
 def check_same_parameters(without: Sequence[list[str]], group: Group) -> None:
@@ -128,23 +226,32 @@ def check_same_parameters(without: Sequence[list[str]], group: Group) -> None:
             )
 
 
-def weighted_loss(model: GPTModel, batch: Batch, weights: Tensor) -> Tensor:
-    """Sum over the microbatch of weights [b, s] x loss per token."""
-    per_token = model(batch.tokens, batch.positions, labels=batch.labels, segments=batch.segments)
-    return (per_token * weights).sum()
+def weighted_loss(
+    model: GPTModel, batch: Batch, weights: Tensor, stage: int = 0, received: Tensor | None = None
+) -> Tensor:
+    """Sum over the microbatch of weights [b, s] x loss per token; of a stage before the last one its hidden states."""
+    out = model(
+        batch.tokens,
+        batch.positions,
+        labels=batch.labels,
+        segments=batch.segments,
+        stage=stage,
+        received=received,
+    )
+    return (out * weights).sum() if model.stages[stage].head else out
 
 
 def token_weights(batches: Sequence[Batch], groups: Groups, per_token: bool) -> list[Tensor]:
-    """w_t of the note above, [b, s] a microbatch. All dp ranks hold equally many samples.
+    """w_t of the note above, [b, s] a microbatch. All dp ranks hold equally many samples; cp ranks the same ones.
 
-    Communication: with `per_token`, or conversations, one sum all-reduce of a number over dp x cp, else none.
+    Communication: with `per_token`, or conversations, one sum all-reduce of a number over dp, else none.
     """
     if per_token:
-        tokens = all_reduce(torch.stack([batch.loss_mask.sum() for batch in batches]).sum(), groups.dp_cp)
+        tokens = all_reduce(torch.stack([batch.loss_mask.sum() for batch in batches]).sum(), groups.dp)
         return [batch.loss_mask / tokens.clamp(min=1) for batch in batches]
     if any(batch.by_segment for batch in batches):
         counts = [tokens_by_segment(batch) for batch in batches]
-        conversations = all_reduce(torch.stack([count.count_nonzero() for count in counts]).sum(), groups.dp_cp)
+        conversations = all_reduce(torch.stack([count.count_nonzero() for count in counts]).sum(), groups.dp)
         return [
             batch.loss_mask / (count.gather(1, batch.segments).clamp(min=1) * conversations.clamp(min=1))
             for batch, count in zip(batches, counts, strict=True)

@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 from megatron.training.arguments import FlagParser
 from megatron.training.convert import parse_dtype
-from megatron.training.restore import Saved, check_tp, read_hf, read_saved, restore_model, restore_tokenizer
+from megatron.training.restore import Saved, check_pp, check_tp, read_hf, read_saved, restore_model, restore_tokenizer
 from megatron.training.setup import start_process
 
 
@@ -35,7 +35,19 @@ def add_model_flags(parser: FlagParser) -> None:
     add("--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the newest)")
     for name in ("bf16", "fp16", "fp32"):
         add(f"--{name}", action="store_true", help=f"run in {name} (default: as the weights are stored)")
-    add("--tensor-model-parallel-size", type=int, metavar="N", help="default: the number of processes started")
+    add(
+        "--tensor-model-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes that share each layer (default: all / pp)",
+    )
+    add(
+        "--pipeline-model-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="parts that the layers are cut into (default 1)",
+    )
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
     # Left out of the namespace when not given: then the model's own hold.
     for name, help in (
@@ -53,19 +65,14 @@ def read_model(args: argparse.Namespace) -> tuple[Saved, Tokenizer]:
 
     Local: done before any process meets another. Raises UserErrors.
     """
-    world_size = launch_environment()[1]
-    tp = world_size if args.tensor_model_parallel_size is None else args.tensor_model_parallel_size
-    if tp != world_size:
-        raise ConfigError(
-            f"{world_size} processes for --tensor-model-parallel-size {tp}; start {tp} with "
-            f"torchrun --nproc-per-node {tp}, or leave the flag out"
-        )
+    tp, pp = _layout(args)
     saved = _find_model(args)
     dtype = parse_dtype(args.bf16, args.fp16, args.fp32, saved.stored)
     names = {field.name for field in dataclasses.fields(TokenizerConfig)}
     changes = {name: value for name, value in vars(args).items() if name in names}
     saved = dataclasses.replace(saved, dtype=dtype, tokenizer=dataclasses.replace(saved.tokenizer, **changes))
     check_tp(saved, tp)
+    check_pp(saved, pp)
     return saved, restore_tokenizer(saved, trust_remote_code=args.trust_remote_code)
 
 
@@ -77,14 +84,33 @@ def _find_model(args: argparse.Namespace) -> Saved:
     return read_hf(args.load_hf)
 
 
-def open_model(saved: Saved, device: str, timeout_minutes: float) -> tuple[GPTModel, Build]:
-    """The model, its layers shared by all processes. Collective over the world. Raises CheckpointError.
+def _layout(args: argparse.Namespace) -> tuple[int, int]:
+    """(tp, pp), which are all processes: there are no replicas. Raises ConfigError."""
+    world_size, tp, pp = launch_environment()[1], args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tp_flag, pp_flag = f"--tensor-model-parallel-size {tp}", f"--pipeline-model-parallel-size {pp}"
+    for flag, size in ((tp_flag, tp), (pp_flag, pp)):
+        if size is not None and size < 1:
+            raise ConfigError(f"{flag} must be at least 1")
+    if tp is None and world_size % pp == 0:
+        return world_size // pp, pp
+    if tp is None or tp * pp != world_size:
+        flags, fix = (pp_flag, f"a multiple of {pp}") if tp is None else (f"{tp_flag} x {pp_flag}", f"{tp * pp}")
+        raise ConfigError(f"{world_size} processes for {flags}; start {fix} with torchrun, or change a size")
+    return tp, pp
+
+
+def open_model(saved: Saved, args: argparse.Namespace, timeout_minutes: float) -> tuple[GPTModel, Build]:
+    """This process's part of the model: all of them share it. Collective over the world. Raises CheckpointError.
 
     timeout_minutes: for how long a process waits for one that is frozen.
     """
     rank, world_size, local_rank = launch_environment()
+    tp, pp = _layout(args)
     parallel = ParallelConfig(
-        tensor_model_parallel_size=world_size, device=device, distributed_timeout_minutes=timeout_minutes
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        device=args.device,
+        distributed_timeout_minutes=timeout_minutes,
     )
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     groups, chosen = start_process(RunConfig(parallel=parallel), rank, world_size, local_rank, local_world_size)

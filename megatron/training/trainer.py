@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.config.pipeline import PipelineSettings
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.datasets.sample import Splits
@@ -42,6 +43,7 @@ class Trainer:
     timers: Timers
     state: TrainState
     step: TrainStep
+    pipeline: PipelineSettings
 
     @property
     def total_iterations(self) -> int:
@@ -123,7 +125,7 @@ class Trainer:
         )
         iterations = self.run.eval.eval_iters
         with self.groups.heartbeat.phase("evaluate"):
-            return evaluate(self.model, lambda: reader.read(microbatches), iterations, self.groups)
+            return evaluate(self.model, lambda: reader.read(microbatches), iterations, self.groups, self.pipeline)
 
     def any_rank(self, condition: bool) -> bool:
         """Whether `condition` holds on any rank. Communication: one max all-reduce of a number over the world."""

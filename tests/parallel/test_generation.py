@@ -1,8 +1,9 @@
-"""Generation under tensor parallelism is that of one process."""
+"""Generation under tensor and pipeline parallelism is that of one process."""
 
 import pytest
 import torch
 
+from megatron.core.errors import CheckpointError
 from megatron.core.inference.generate import CachedDecoder
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import complete
@@ -18,19 +19,30 @@ SHAPES = {
     },
     "tied": {"untie_embeddings_and_output_weights": False},
 }
+LAYERS = 4
+ONE, TP2, PP2, PP4, MIXED = (1, 1), (2, 1), (1, 2), (1, 4), (2, 2)  # tp, pp
 
 
-def save(rank, size, folder, fields):
-    return save_small(pool.groups(tp=size), folder, **fields)
+def on(layout, fn, *args):
+    """Results of `fn(rank, size, layout, *args)` on the ranks of a layout."""
+    return pool.run(layout[0] * layout[1], fn, layout, *args)
 
 
-def restore(size, folder):
-    return restore_model(read_saved(folder, None), pool.groups(tp=size), torch.device("cpu"))
+def groups(layout):
+    return pool.groups(tp=layout[0], pp=layout[1])
 
 
-def tokens(rank, size, folder):
+def save(rank, size, layout, folder, fields):
+    return save_small(groups(layout), folder, num_layers=LAYERS, **fields)
+
+
+def restore(layout, folder):
+    return restore_model(read_saved(folder, None), groups(layout), torch.device("cpu"))
+
+
+def tokens(rank, size, layout, folder):
     """(greedy, sampled, what `complete` makes of the sampled ones)"""
-    built = restore(size, folder)
+    built = restore(layout, folder)
     seeds = [4, 5, 6, 4]
     options = {"max_new_tokens": 15, "sampling": SAMPLING, "seeds": seeds, "stop_strings": ["7"]}
     texts = complete(*built, restore_tokenizer(read_saved(folder, None)), PROMPTS, **options)
@@ -38,58 +50,110 @@ def tokens(rank, size, folder):
 
 
 @torch.no_grad()
-def logits(rank, size, folder):
+def logits(rank, size, layout, folder):
     """Of a prompt of 6 and of 4 tokens, and of three single steps."""
     ids = torch.randint(0, 99, (2, 9), generator=torch.Generator().manual_seed(2))
-    decoder = CachedDecoder(*restore(size, folder), [6, 4], 9)
+    decoder = CachedDecoder(*restore(layout, folder), [6, 4], 9)
     return [decoder(ids[:, :6]), *(decoder(ids[:, t : t + 1]) for t in range(6, 9))]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("savers", "loaders"), [(1, 2), (2, 1)])
-def test_tokens_do_not_depend_on_tp(tmp_path, shape, savers, loaders):
-    folder = pool.run(savers, save, str(tmp_path), SHAPES[shape])[0]
-    (expected,) = pool.run(1, tokens, folder)
-    assert pool.run(loaders, tokens, folder) == [expected] * loaders
+def test_tokens_do_not_depend_on_the_layout(tmp_path, shape):
+    (folder,) = on(ONE, save, str(tmp_path), SHAPES[shape])
+    (expected,) = on(ONE, tokens, folder)
+    for layout in (TP2, PP2, PP4, MIXED):
+        assert on(layout, tokens, folder) == [expected] * (layout[0] * layout[1]), layout
     greedy, sampled, _ = expected
     assert greedy != sampled and len({token for ids in sampled for token in ids}) > 10
 
 
-def test_logits_do_not_depend_on_tp(tmp_path):
-    (folder,) = pool.run(1, save, str(tmp_path), {})
-    (expected,) = pool.run(1, logits, folder)
-    first, second = pool.run(2, logits, folder)
-    for one, two, alone in zip(first, second, expected, strict=True):
-        assert torch.equal(one, two), "gathered: the same bits on both ranks"
+@pytest.mark.parametrize("layout", [TP2, MIXED], ids=str)
+def test_tokens_do_not_depend_on_the_layout_that_saved(tmp_path, layout):
+    folders = (
+        on(ONE, save, str(tmp_path / "one"), SHAPES["tied"])[0],
+        on(layout, save, str(tmp_path), SHAPES["tied"])[0],
+    )
+    (one,), (other,) = (on(ONE, tokens, folder) for folder in folders)
+    assert one == other
+
+
+@pytest.fixture
+def one_thread():
+    """As the processes of a pool have: how many threads share a sum decides its last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("fields", [{}, {"bf16": True, "fp32_residual_connection": True}], ids=["fp32", "bf16"])
+def test_logits_do_not_depend_on_pp(tmp_path, fields, one_thread):
+    (folder,) = on(ONE, save, str(tmp_path), fields)
+    (expected,) = on(ONE, logits, folder)
+    for layout in (PP2, PP4):
+        for found in on(layout, logits, folder):
+            assert all(map(torch.equal, found, expected)), "the same sums: the same bits"
+
+
+@pytest.mark.parametrize("layout", [TP2, MIXED], ids=str)
+def test_logits_do_not_depend_on_tp(tmp_path, layout):
+    (folder,) = on(ONE, save, str(tmp_path), {})
+    (expected,) = on(ONE, logits, folder)
+    first, *others = on(layout, logits, folder)
+    for found in others:
+        assert all(map(torch.equal, first, found)), "gathered: the same bits on all ranks"
+    for one, alone in zip(first, expected, strict=True):
         torch.testing.assert_close(one, alone, rtol=0, atol=1e-5)
 
 
-def calls(rank, size, folder):
+def calls(rank, size, layout, folder):
     """Collectives of the prompt's step and of one more."""
-    model, build = restore(size, folder)
+    model, build = restore(layout, folder)
     with build.groups.heartbeat.record() as made:
         run(model, build, PROMPTS[:2], new=2)
     return [(call.op, call.group, call.shape) for call in made]
 
 
 def test_a_step_communicates_what_it_says(tmp_path):
-    (folder,) = pool.run(1, save, str(tmp_path), {})
+    (folder,) = on(ONE, save, str(tmp_path), {})
     b, h, padded = 2, 32, 112
 
-    def step(s):
-        model = [("all_reduce", "tp", (s, b, h))] * (1 + 2 * 2)  # embedding, then attention and MLP of two layers
-        return [*model, ("all_gather", "tp", (padded // 2, b)), ("broadcast", "tp", (b,))]
+    def under_tp(s):
+        model = [("all_reduce", "tp", (s, b, h))] * (1 + 2 * LAYERS)  # embedding, then attention and MLP
+        return [*model, ("all_gather", "tp", (padded // 2, b)), ("broadcast", "model", (b,))]
 
-    assert pool.run(2, calls, folder) == [step(3) + step(1)] * 2
+    def under_pp(message, s):
+        return [(message, "pp 0>1", (s, b, h)), ("broadcast", "pp", (b, padded)), ("broadcast", "model", (b,))]
+
+    assert on(TP2, calls, folder) == [under_tp(3) + under_tp(1)] * 2
+    assert on(PP2, calls, folder) == [under_pp(message, 3) + under_pp(message, 1) for message in ("send", "receive")]
 
 
-def disagree(rank, size, folder):
+def disagree(rank, size, layout, folder):
     """Each rank's own random state is another one, as anything in a program may leave it."""
     torch.manual_seed(rank)
-    return run(*restore(size, folder), PROMPTS, 15, SAMPLING)
+    return run(*restore(layout, folder), PROMPTS, 15, SAMPLING)
 
 
-def test_random_state_of_the_ranks_does_not_matter(tmp_path):
-    (folder,) = pool.run(1, save, str(tmp_path), {})
-    first, second = pool.run(2, disagree, folder)
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_random_state_of_the_ranks_does_not_matter(tmp_path, layout):
+    (folder,) = on(ONE, save, str(tmp_path), {})
+    first, second = on(layout, disagree, folder)
     assert first == second
+
+
+def damaged(rank, size, layout, folder):
+    """What every rank says when the last layer, which one of them holds, has a weight that is no number."""
+    model, build = restore(layout, folder)
+    for name, parameter in model.named_parameters():
+        if name.startswith(f"decoder.layers.{LAYERS - 1}."):
+            parameter.fill_(float("nan"))
+    with pytest.raises(CheckpointError) as error:
+        run(model, build, PROMPTS)
+    return str(error.value)
+
+
+def test_damaged_weights_end_it_on_all_stages(tmp_path):
+    (folder,) = on(ONE, save, str(tmp_path), {})
+    first, second = on(PP2, damaged, folder)
+    assert first == second and "the model's logits are not finite" in first

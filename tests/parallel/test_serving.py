@@ -1,23 +1,24 @@
-"""The engine and the scores under tensor parallelism are those of one process."""
+"""The engine and the scores under tensor and pipeline parallelism are those of one process."""
 
 import pytest
 import torch
 
 from megatron.core.datasets.tokenizer import NullTokenizer
+from megatron.core.errors import CheckpointError
 from megatron.core.inference.engine import Engine, Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.score import Window, score
 from megatron.core.inference.slots import SlotDecoder
-from tests import pool
-from tests.parallel.test_generation import restore, save
+from tests.parallel.test_generation import LAYERS, MIXED, ONE, PP2, PP4, TP2, on, restore, save
 from tests.unit.inference.small import GREEDY, PROMPTS, run
 
 SAMPLING = Sampling(temperature=1.2, top_k=50, top_p=0.95)
+WINDOWS = [Window(ids, len(ids) - 1) for ids in PROMPTS if len(ids) > 1]
 
 
-def serve(rank, size, folder, slots):
+def serve(rank, size, layout, folder, slots):
     """On the first rank the texts of eight requests, six of which wait at first; on others what `follow` returns."""
-    model, build = restore(size, folder)
+    model, build = restore(layout, folder)
     decoder = SlotDecoder(model, build, slots=slots, capacity=40)
     if rank > 0:
         return decoder.follow()
@@ -43,23 +44,26 @@ def serve(rank, size, folder, slots):
     return ["".join(piece.text for piece in own) for own in pieces]
 
 
-def offline(rank, size, folder):
-    built = restore(size, folder)
+def offline(rank, size, layout, folder):
+    built = restore(layout, folder)
     ids = [*run(*built, PROMPTS, 14), *run(*built, PROMPTS, 26, SAMPLING, [4, 5, 6, 7])]
     return [" ".join(map(str, own[: 5 + 3 * i])) for i, own in enumerate(ids)]
 
 
-@pytest.mark.parametrize("slots", [2, 8])
-def test_answers_do_not_depend_on_tp(tmp_path, slots):
-    (folder,) = pool.run(1, save, str(tmp_path), {})
-    (expected,) = pool.run(1, offline, folder)
-    texts, followed = pool.run(2, serve, folder, slots)
-    assert [text.strip() for text in texts] == expected and followed is None
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_answers_do_not_depend_on_the_layout(tmp_path, tied):
+    (folder,) = on(ONE, save, str(tmp_path), {"untie_embeddings_and_output_weights": not tied})
+    (expected,) = on(ONE, offline, folder)
+    for layout in (TP2, PP2, PP4, MIXED):
+        for slots in (2, 8):
+            texts, *followed = on(layout, serve, folder, slots)
+            assert [text.strip() for text in texts] == expected, (layout, slots)
+            assert followed == [None] * (layout[0] * layout[1] - 1)
 
 
-def calls(rank, size, folder):
+def calls(rank, size, layout, folder):
     """Collectives of a prompt of 3, a step, a removal, a sign of life and the end."""
-    model, build = restore(size, folder)
+    model, build = restore(layout, folder)
     decoder = SlotDecoder(model, build, slots=2, capacity=40)
     with build.groups.heartbeat.record() as made, torch.inference_mode():
         if rank > 0:
@@ -74,27 +78,80 @@ def calls(rank, size, folder):
 
 
 def test_a_step_communicates_what_it_says(tmp_path):
-    (folder,) = pool.run(1, save, str(tmp_path), {})
+    (folder,) = on(ONE, save, str(tmp_path), {})
     h, padded = 32, 112
 
     def told(count):
-        return [("broadcast", "tp", (2,)), *([("broadcast", "tp", (count,))] if count else [])]
+        return [("broadcast", "model", (2,)), *([("broadcast", "model", (count,))] if count else [])]
 
-    def forward(s):
-        return [("all_reduce", "tp", (s, 1, h))] * (1 + 2 * 2) + [("all_gather", "tp", (padded // 2, 1))]
+    def under_tp(s):
+        return [("all_reduce", "tp", (s, 1, h))] * (1 + 2 * LAYERS) + [("all_gather", "tp", (padded // 2, 1))]
 
-    expected = told(3) + forward(3) + told(1) + forward(1) + told(1) + told(0) + told(0)
-    assert pool.run(2, calls, folder) == [expected] * 2
+    def under_pp(message, s):
+        return [(message, "pp 0>1", (s, 1, h)), ("broadcast", "pp", (1, padded))]
+
+    rest = told(1) + told(0) + told(0)
+    assert on(TP2, calls, folder) == [told(3) + under_tp(3) + told(1) + under_tp(1) + rest] * 2
+    assert on(PP2, calls, folder) == [
+        told(3) + under_pp(message, 3) + told(1) + under_pp(message, 1) + rest for message in ("send", "receive")
+    ]
 
 
-def scores(rank, size, folder):
-    return score(*restore(size, folder), [Window(ids, len(ids) - 1) for ids in PROMPTS if len(ids) > 1], 12)
+def cache_bytes(rank, size, layout, folder):
+    return SlotDecoder(*restore(layout, folder), slots=2, capacity=40).nbytes
 
 
-def test_scores_do_not_depend_on_tp(tmp_path):
-    (folder,) = pool.run(1, save, str(tmp_path), {})
-    (expected,) = pool.run(1, scores, folder)
-    first, second = pool.run(2, scores, folder)
-    assert first == second, "gathered: the same bits on both ranks"
-    assert [one.logprob for one in first] == pytest.approx([one.logprob for one in expected], abs=1e-5)
-    assert [one.greedy for one in first] == [one.greedy for one in expected]
+def test_a_rank_has_the_cache_of_its_own_layers_and_heads(tmp_path):
+    (folder,) = on(ONE, save, str(tmp_path), {})
+    (whole,) = on(ONE, cache_bytes, folder)
+    for layout in (TP2, PP2, PP4, MIXED):
+        ranks = layout[0] * layout[1]
+        assert on(layout, cache_bytes, folder) == [whole // ranks] * ranks
+
+
+def scores(rank, size, layout, folder, batch_tokens):
+    return score(*restore(layout, folder), WINDOWS, batch_tokens)
+
+
+@pytest.mark.parametrize("batch_tokens", [12, 1])
+def test_scores_do_not_depend_on_the_layout(tmp_path, batch_tokens):
+    (folder,) = on(ONE, save, str(tmp_path), {})
+    (expected,) = on(ONE, scores, folder, batch_tokens)
+    for layout in (TP2, PP2, PP4, MIXED):
+        first, *others = on(layout, scores, folder, batch_tokens)
+        assert all(found == first for found in others), "gathered and shared: the same bits on all ranks"
+        assert [one.logprob for one in first] == pytest.approx([one.logprob for one in expected], abs=1e-5)
+        assert [one.greedy for one in first] == [one.greedy for one in expected]
+
+
+def messages(rank, size, layout, folder):
+    """Messages while ten windows are scored, each of which is a batch."""
+    model, build = restore(layout, folder)
+    with build.groups.heartbeat.record() as made:
+        score(model, build, [Window([1, 2, 3, 4], 2)] * 10, 1)
+    return [(call.op, call.group, call.shape) for call in made]
+
+
+def test_batches_follow_one_another_through_the_stages(tmp_path):
+    """A stage that has read a batch does not wait for the others, except for the results of eight."""
+    (folder,) = on(ONE, save, str(tmp_path), {})
+    for found, message in zip(on(PP2, messages, folder), ("send", "receive"), strict=True):
+        hidden = (message, "pp 0>1", (3, 1, 32))
+        assert found == [*[hidden] * 8, ("broadcast", "pp", (2, 16)), *[hidden] * 2, ("broadcast", "pp", (2, 4))]
+
+
+def damaged(rank, size, layout, folder):
+    """What every rank says when the last layer, which one of them holds, has a weight that is no number."""
+    model, build = restore(layout, folder)
+    for name, parameter in model.named_parameters():
+        if name.startswith(f"decoder.layers.{LAYERS - 1}."):
+            parameter.fill_(float("nan"))
+    with pytest.raises(CheckpointError) as error:
+        score(model, build, WINDOWS, 12)
+    return str(error.value)
+
+
+def test_damaged_weights_end_it_on_all_stages(tmp_path):
+    (folder,) = on(ONE, save, str(tmp_path), {})
+    first, second = on(PP2, damaged, folder)
+    assert first == second and "the model's logits are not finite" in first

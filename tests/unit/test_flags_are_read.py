@@ -28,7 +28,12 @@ ONE_VALUE = {"transformer_impl": "local"}
 # These judge or print every field; reading one there changes nothing about the run.
 REPORTERS = ("megatron/config/", "megatron/training/arguments.py", "tools/flags_table.py")
 # The files of the configuration that make something of it.
-MAKERS = ("megatron/config/layout.py", "megatron/config/data_parallel.py")
+MAKERS = (
+    "megatron/config/layout.py",
+    "megatron/config/data_parallel.py",
+    "megatron/config/pipeline.py",
+    "megatron/config/context.py",
+)
 
 
 def test_the_list_of_flags_is_frozen():

@@ -34,10 +34,11 @@ class Bucket:
         rank: int,
         shards: int,
         take: Callable[[int], Tensor],
+        stage: int | None = 0,
     ) -> None:
-        """`rank` of `shards`: which slice is this rank's. `take(n)`: a block of fp32
-        memory of at least n elements."""
-        self.index, self.parameters, self.layout = index, parameters, layout
+        """`rank` of `shards`: which slice is this rank's. `take(n)`: a block of fp32 memory of at least n elements.
+        `stage`: the pipeline stage whose backward completes it; None when several do."""
+        self.index, self.parameters, self.layout, self.stage = index, parameters, layout, stage
         self.pieces = owned_pieces(layout, rank, shards)
         self.missing = 0  # gradients that this backward pass has not brought yet
         self._rank, self._shards, self._take = rank, shards, take
@@ -59,6 +60,11 @@ class Bucket:
     def label(self) -> str:
         """Its name in timelines."""
         return f"bucket {self.index}"
+
+    @property
+    def on_both_ends(self) -> bool:
+        """Whether another pipeline rank has the same parameters; then it has no others."""
+        return any(parameter.info.on_both_ends for parameter in self.parameters.values())
 
     @property
     def size(self) -> int:

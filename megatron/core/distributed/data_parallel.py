@@ -3,7 +3,9 @@
 [Note: a step]
     begin_step                                  gradients are forgotten
     a microbatch: begin_backward, backward, end_backward
-                                                with overlap a bucket leaves when its last gradient is written
+                                                with overlap a bucket leaves when its last gradient is written.
+                                                A pipeline rank does so for each of its stages; one that splits its
+                                                backward runs it within `weights_put_off`, and the jobs later instead
     finish_reduction                            every bucket's `grad_shard` holds the sum over all replicas
     the optimizer: a bucket's `param_shard` is written, then `publish`, bucket by bucket in forward order
     end_step                                    without overlap: all parameters are gathered now
@@ -19,10 +21,11 @@ zeros for those. So ranks can never wait for different buckets.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -55,18 +58,34 @@ _PROBES = 3
 class DataParallel:
     """Owns the memory of a model's trainable parameters and gradients, in buckets, and moves it between replicas."""
 
-    def __init__(self, model: nn.Module, groups: Groups, settings: DataParallelSettings, device: torch.device) -> None:
-        """Sharding is over `groups.shard`: create_groups must have been told the settings' `optimizer_instances`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Groups,
+        settings: DataParallelSettings,
+        device: torch.device,
+        stage_of: Mapping[str, int] | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Sharding is over `groups.shard`: create_groups must have been told the settings' `optimizer_instances`.
+
+        stage_of: the pipeline stage of each parameter, by name, where the model holds several; those that several stages
+        use are left out and reduced at the end of the step. Without it all are of stage 0.
+        timeline: where its communication is recorded, with what others record there; by default one of its own.
+        """
         self.settings = settings
         self._groups, self.device = groups, device
-        self.timeline = Timeline(device)
+        self.timeline = timeline or Timeline(device)
         reduce_in = torch.bfloat16 if settings.reduce_in_bf16 else torch.float32
         self._comm = BucketComm(groups.shard, groups.gather, groups.replicas, device, reduce_in, self.timeline)
         self._blocks = BlockPool(_BLOCKS, device)
         parameters = {n: p for n, p in reversed(local_parameters(model).items()) if p.requires_grad}
-        self.buckets = self._make_buckets(parameters, settings.bucket_size)
+        stages = {n: 0 if stage_of is None else stage_of.get(n) for n in parameters}
+        self.buckets = self._make_buckets(parameters, stages, settings.bucket_size)
         self._reducing = False
-        self._next = 0  # the bucket that is reduced next
+        self._stage: int | None = None  # whose backward is under way
+        self._left: deque[Bucket] = deque()  # buckets of it that are still to be reduced, in order
+        self._unreduced: set[int] = set()  # of this step
         self._reductions: deque[tuple[Tensor | None, Handle]] = deque()  # with the memory that is free afterwards
         self._without: set[str] = set()
         self.shards_params = settings.shards == "optim_grads_params" and self._comm.shards > 1
@@ -85,6 +104,8 @@ class DataParallel:
                 # Called when all of backward's contributions to the parameter are in, also when the layer wrote them to
                 # the slot itself.
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+                assert parameter.slot is not None
+                parameter.slot.written = functools.partial(self._arrived, bucket, parameter)
 
     def begin_step(self, microbatches: int) -> None:
         """Before the first of the step's microbatches.
@@ -97,13 +118,17 @@ class DataParallel:
         self._without.clear()
         for bucket in self.buckets:
             bucket.clear()
+        self._unreduced = {bucket.index for bucket in self.buckets}
 
-    def begin_backward(self, *, last: bool) -> None:
-        """Before a microbatch's backward; `last` of the step."""
+    def begin_backward(self, stage: int = 0, *, last: bool) -> None:
+        """Before a microbatch's backward, or the jobs of one that was split; `last` of the step in this stage."""
         self._reducing = not self.keeps_grads or (last and self.settings.overlap_reduce)
-        self._next = 0
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
+        self._stage = stage
+        self._left = deque(bucket for bucket in self.buckets if bucket.stage == stage)
+        for bucket in self._left:
+            waiting = [slot.waiting for p in bucket.parameters.values() if (slot := p.slot) is not None]
+            # Of a split backward the rest has come with the gradient of the input.
+            bucket.missing = sum(count > 0 for count in waiting) if any(waiting) else len(waiting)
         if self._undecided:
             synchronize(self.device)
             self._backward_seconds, self._waited_seconds = -time.perf_counter(), 0.0
@@ -114,20 +139,35 @@ class DataParallel:
             synchronize(self.device)
             self._backward_seconds += time.perf_counter() - self._waited_seconds
         if last or not self.keeps_grads:
-            for bucket in self.buckets[self._next :]:
-                self._reduce(bucket)
+            while self._left:
+                self._reduce(self._left.popleft())
         self._params.end_backward()
-        self._reducing, self._next = False, 0
+        self._reducing, self._stage = False, None
+
+    @contextlib.contextmanager
+    def weights_put_off(self) -> Iterator[list[Callable[[], None]]]:
+        """Backward in the body computes no weight gradients of linear layers: they are the jobs of the list."""
+        jobs: list[Callable[[], None]] = []
+        self._put_off(jobs)
+        yield jobs
+        self._put_off(None)
 
     def finish_reduction(self) -> None:
         """Wait until every bucket's `grad_shard` holds the sum over all replicas.
 
-        Communication: all reductions were started before: one a bucket and, unless gradients are kept, a microbatch. Then
-        one all-reduce over tp of this rank's slices of the gradients that are partial over tp.
+        Communication: reductions were started before: one a bucket and, unless gradients are kept, a microbatch. Then
+        one all-reduce over tp of this rank's slices of the gradients that are partial over tp, and one over the two ends
+        of the pipeline where they share an embedding.
         """
+        for bucket in self.buckets:
+            if bucket.index in self._unreduced:
+                self._reduce(bucket)
         while self._reductions:
             self._retire()
         self._sum_over_tp()
+        for bucket in self.buckets:
+            if bucket.on_both_ends:
+                all_reduce(bucket.grad_shard, self._groups.ends)
         self._params.settle()
 
     def without_gradient(self) -> list[str]:
@@ -173,15 +213,23 @@ class DataParallel:
         if parameter.grad is not None:  # autograd accumulated it: norm weights, biases
             parameter.slot.add(parameter.grad)
             parameter.grad = None
+        if bucket.stage != self._stage or parameter.slot.waiting:
+            return
         bucket.missing -= 1
         if bucket.missing == 0:
             self._params.gradients_complete(bucket)
         if self._reducing:
-            while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-                self._reduce(self.buckets[self._next])
-                self._next += 1
+            while self._left and self._left[0].missing == 0:
+                self._reduce(self._left.popleft())
+
+    def _put_off(self, jobs: list[Callable[[], None]] | None) -> None:
+        for bucket in self.buckets:
+            for parameter in bucket.parameters.values():
+                assert parameter.slot is not None
+                parameter.slot.put_off = jobs
 
     def _reduce(self, bucket: Bucket) -> None:
+        self._unreduced.discard(bucket.index)
         self._without.update(bucket.fill_missing())
         assert bucket.grads is not None
         if self.keeps_grads:
@@ -251,14 +299,19 @@ class DataParallel:
             for piece, total in zip(partial, together.split([len(piece) for piece in partial]), strict=True):
                 piece.copy_(total)
 
-    def _make_buckets(self, parameters: dict[str, Parameter], bucket_size: int | None) -> list[Bucket]:
-        """Buckets of one dtype each, in the order in which backward completes them."""
+    def _make_buckets(
+        self, parameters: dict[str, Parameter], stages: dict[str, int | None], bucket_size: int | None
+    ) -> list[Bucket]:
+        """Buckets of one stage and dtype each, in the order in which backward completes them.
+
+        What is on both ends of the pipeline is cut alike there: it has a bucket of its own.
+        """
         shards, rank = self._groups.shard.size, self._groups.shard.rank
         size = bucket_size or default_bucket_size(sum(p.numel() for p in parameters.values()), shards)
+        kinds = {n: (stages[n], parameter.dtype, parameter.info.on_both_ends) for n, parameter in parameters.items()}
         layouts = []
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
-            numels = {name: p.numel() for name, p in parameters.items() if p.dtype == dtype}
-            layouts += plan_buckets(numels, size, shards)
+        for kind in dict.fromkeys(kinds.values()):
+            layouts += plan_buckets({n: p.numel() for n, p in parameters.items() if kinds[n] == kind}, size, shards)
         position = {name: number for number, name in enumerate(parameters)}
         layouts.sort(key=lambda layout: max(position[name] for name in layout.offsets))
         return [
@@ -269,6 +322,7 @@ class DataParallel:
                 rank=rank,
                 shards=shards,
                 take=self._take_block,
+                stage=stages[next(iter(layout.offsets))],
             )
             for index, layout in enumerate(layouts)
         ]

@@ -18,6 +18,7 @@ from megatron.core.comm.collectives import all_gather, broadcast
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.inference.kv_cache import allocate_caches
 from megatron.core.inference.sampling import Draws, Sampling, choose
+from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
@@ -32,19 +33,19 @@ class CachedDecoder:
         columns = torch.arange(capacity, device=build.device)
         self._positions = (columns - padding).clamp(min=0)  # [b, capacity]
         self._segments = (columns >= padding).long() if min(lengths) < max(lengths) else None
-        self._caches = allocate_caches(build, len(lengths), capacity)
-        self._model, self._tp, self._length = model, build.groups.tp, 0
+        self._model, self._tp, self._length = StagedModel(model, build), build.groups.tp, 0
+        self._caches = allocate_caches(build, self._model.num_layers, len(lengths), capacity)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """The batch's next columns [b, s] -> logits of the last one [b, padded vocab], the same on all tp ranks.
+        """The batch's next columns [b, s] -> logits of the last one [b, padded vocab], the same on all ranks.
 
-        Communication: the model's own, and one all-gather over tp of [vocab / tp, b].
+        Communication: StagedModel's, and one all-gather over tp of [vocab / tp, b].
         """
         new = slice(self._length, self._length + tokens.shape[1])
         seen = None if self._segments is None else self._segments[:, : new.stop]
-        logits = self._model(tokens, self._positions[:, new], segments=seen, caches=self._caches)
+        logits = self._model.step(tokens, self._positions[:, new], seen, self._caches)
         self._length = new.stop
-        return all_gather(logits[-1].t(), self._tp).t()
+        return all_gather(logits.t(), self._tp).t()
 
 
 def generate(
@@ -60,13 +61,14 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continue a batch of prompts: a step yields the next id of each, None for those that have ended.
 
-    model: in evaluation mode, built without sequence parallelism. vocab_size: only ids below it are chosen. seeds: one a
-    prompt; with the same seed a prompt continues alike alone, in any batch, and under any tp. stop(i, id): asked about
-    each new id of sequence i, on all tp ranks, where it must answer alike; True ends the sequence with this id.
+    model: in evaluation mode, built without sequence parallelism; this pipeline rank's stage of it. vocab_size: only ids
+    below it are chosen. seeds: one a prompt; with the same seed a prompt continues alike alone, in any batch, and under
+    any tp and pp. stop(i, id): asked about each new id of sequence i, on all ranks, where it must answer alike; True ends
+    the sequence with this id.
 
-    Communication a step: the model's own, one all-gather of [vocab / tp, b] and one broadcast of [b] over tp. Raises
-    ConfigError, before the first step, for prompts that are empty or too long; CheckpointError for logits that are not
-    finite.
+    Communication a step: StagedModel's, one all-gather of [vocab / tp, b] over tp and one broadcast of [b] over tp x pp.
+    Raises ConfigError, before the first step, for prompts that are empty or too long; CheckpointError for logits that are
+    not finite.
     """
     assert len(seeds) == len(prompts), f"{len(seeds)} seeds for {len(prompts)} prompts"
     check_lengths([len(prompt) for prompt in prompts], max_new_tokens, build.config)
@@ -123,14 +125,14 @@ def _steps(
 
 
 def _choose_on_first(logits: Tensor, sampling: Sampling, draws: Draws | None, build: Build) -> Tensor:
-    """ids [b], chosen by tp rank 0 alone: sums on CUDA may differ in the last bit between ranks, and so a draw."""
-    tp, device = build.groups.tp, build.device
-    if tp.rank == 0:
+    """ids [b], chosen by the first rank alone: sums on CUDA may differ in the last bit between ranks, and so a draw."""
+    ranks, device = build.groups.model, build.device
+    if ranks.rank == 0:
         numbers = None if draws is None else draws.next().to(device)
         ids = choose(logits, sampling, numbers)
     else:
         ids = torch.empty(len(logits), dtype=torch.int64, device=device)
-    return broadcast(ids, tp)
+    return broadcast(ids, ranks)
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ Pair = tuple[tuple[str, str], list[int], list[int]]  # texts, ids of the context
 class CheckpointLM(TemplateLM):
     """Log-likelihoods and continuations as the harness asks for them, encoded and cut as its `hf` class does.
 
-    Under tensor parallelism every rank runs the same tasks and gets the same answers. Seeds are the numbers of requests.
+    All ranks that share the model run the same tasks and get the same answers. Seeds are the numbers of requests.
     """
 
     def __init__(

@@ -29,12 +29,11 @@ class LayerCache:
         return self._keys[:end], self._values[:end]
 
 
-def allocate_caches(build: Build, batch_size: int, capacity: int) -> list[LayerCache]:
-    """An empty cache for each layer of the model: 2 x layers x capacity x b x groups/tp x d elements in all."""
+def allocate_caches(build: Build, layers: int, batch_size: int, capacity: int) -> list[LayerCache]:
+    """An empty cache for each of `layers` layers: 2 x layers x capacity x b x groups/tp x d elements in all."""
     config = build.config
-    assert config.num_layers
     heads = config.num_kv_heads // build.groups.tp.size
     return [
         LayerCache(capacity, batch_size, heads, config.head_dim, dtype=build.dtype, device=build.device)
-        for _ in range(config.num_layers)
+        for _ in range(layers)
     ]

@@ -19,10 +19,12 @@ from torch import Tensor
 from megatron.core.comm.collectives import all_gather
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.errors import CheckpointError, DataError
+from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
 _ROWS = 1024  # positions whose logits over the whole vocabulary are held in fp32 at a time
+_AHEAD = 4  # batches a pipeline rank between two meetings of the ranks, which then wait for a fifth of the time at most
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def score_texts(
 ) -> TextScore:
     """Score documents (see the note above), which may come from a stream. Empty ones are left out.
 
-    Collective over tp, where every rank gives the same texts. Raises DataError when there is no text, CheckpointError
+    Collective over tp x pp, where every rank gives the same texts. Raises DataError when there is no text, CheckpointError
     for logits that are not finite.
     """
     assert 0 < stride <= context, f"stride {stride} for a context of {context}"
@@ -121,47 +123,60 @@ def score(model: GPTModel, build: Build, windows: Sequence[Window], batch_tokens
     """A score for each window, in order; windows of like length are read together, `batch_tokens` positions at a time.
 
     Shorter windows are padded on the right, behind everything that is scored: nothing sees padding, and no mask is
-    needed. Communication: the model's, and all-gathers over tp of the scored positions' logits.
+    needed. Communication: StagedModel's, all-gathers over tp of the scored positions' logits and, for some batches at a
+    time, a broadcast over pp of two numbers a scored position.
     """
-    scores: list[Score | None] = [None] * len(windows)
-    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
+    staged, batches = StagedModel(model, build), _batches(windows, batch_tokens)
+    scores: dict[int, Score] = {}
+    together = _AHEAD * build.groups.pp.size
+    for first in range(0, len(batches), together):
+        some = batches[first : first + together]
+        parts = [_read(staged, build, [windows[number] for number in batch]) for batch in some]
+        numbers = [number for batch in some for number in batch]
+        found = torch.cat([part for part in parts if part is not None], dim=1) if parts[0] is not None else None
+        shape = (2, sum(windows[number].scored for number in numbers))
+        logprobs, likeliest = staged.share(found, shape, torch.float32).tolist()
+        if not all(map(math.isfinite, logprobs)):
+            raise CheckpointError(
+                "the model's logits are not finite: its weights are damaged or have diverged, or overflow in "
+                f"{build.config.dtype_name}; try an earlier checkpoint with --ckpt-step"
+            )
+        start = 0
+        for number in numbers:
+            stop = start + windows[number].scored
+            scores[number] = Score(math.fsum(logprobs[start:stop]), all(likeliest[start:stop]))
+            start = stop
+    return [scores[number] for number in range(len(windows))]
+
+
+def _batches(windows: Sequence[Window], batch_tokens: int) -> list[list[int]]:
+    """Numbers of the windows that are read together, the longest first."""
+    order, batches = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids)), []
     while order:
-        longest = len(windows[order[0]].ids) - 1
-        size = max(1, batch_tokens // longest)
-        batch, order = order[:size], order[size:]
-        for number, found in zip(batch, _score_batch(model, build, [windows[i] for i in batch]), strict=True):
-            scores[number] = found
-    return [found for found in scores if found is not None]
+        size = max(1, batch_tokens // (len(windows[order[0]].ids) - 1))
+        batches.append(order[:size])
+        order = order[size:]
+    return batches
 
 
-def _score_batch(model: GPTModel, build: Build, windows: Sequence[Window]) -> list[Score]:
+def _read(staged: StagedModel, build: Build, windows: Sequence[Window]) -> Tensor | None:
+    """[2, n]: of the n scored positions the log-probability, and 1 for the likeliest token. None but on the last stage."""
     device, longest = build.device, max(len(window.ids) for window in windows) - 1
     padded = [[*window.ids[:-1], *[0] * (longest + 1 - len(window.ids))] for window in windows]
     positions = torch.arange(longest, device=device).unsqueeze(0)
-    logits: Tensor = model(torch.tensor(padded, device=device), positions)  # [s, b, padded vocab / tp]
+    logits = staged.forward(torch.tensor(padded, device=device), positions)  # [s, b, padded vocab / tp]
+    if logits is None:
+        return None
     columns = [len(window.ids) - 1 - window.scored + i for window in windows for i in range(window.scored)]
     rows = [row for row, window in enumerate(windows) for _ in range(window.scored)]
     targets = torch.tensor([i for window in windows for i in window.ids[-window.scored :]], device=device)
     chosen = logits[torch.tensor(columns, device=device), torch.tensor(rows, device=device)]  # [n, padded vocab / tp]
-    parts = [
-        _compare(some, wanted, build) for some, wanted in zip(chosen.split(_ROWS), targets.split(_ROWS), strict=True)
-    ]
-    logprobs, likeliest = (torch.cat(part).tolist() for part in zip(*parts, strict=True))
-    scores, start = [], 0
-    for window in windows:
-        stop = start + window.scored
-        scores.append(Score(math.fsum(logprobs[start:stop]), all(likeliest[start:stop])))
-        start = stop
-    return scores
+    parts = zip(chosen.split(_ROWS), targets.split(_ROWS), strict=True)
+    return torch.cat([_compare(some, wanted, build) for some, wanted in parts], dim=1)
 
 
-def _compare(logits: Tensor, targets: Tensor, build: Build) -> tuple[Tensor, Tensor]:
-    """(log-probabilities of the targets, whether each is the likeliest), both [n], from logits [n, padded vocab / tp]."""
+def _compare(logits: Tensor, targets: Tensor, build: Build) -> Tensor:
+    """`_read`'s numbers of targets [n] under logits [n, padded vocab / tp]."""
     full = all_gather(logits.t(), build.groups.tp).t()[:, : build.config.vocab_size].float()
     logprobs = full.log_softmax(dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
-    if not logprobs.isfinite().all():
-        raise CheckpointError(
-            "the model's logits are not finite: its weights are damaged or have diverged, or overflow in "
-            f"{build.config.dtype_name}; try an earlier checkpoint with --ckpt-step"
-        )
-    return logprobs, full.argmax(dim=-1) == targets
+    return torch.stack([logprobs, (full.argmax(dim=-1) == targets).float()])

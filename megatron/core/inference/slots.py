@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm.collectives import all_gather, broadcast
+from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
-_READ, _STEP, _REMOVE, _IDLE, _CLOSE = range(5)  # what tp rank 0 tells the others
+_READ, _STEP, _REMOVE, _IDLE, _CLOSE = range(5)  # what the first rank tells the others
 
 
 @dataclass
@@ -69,21 +70,21 @@ class SlotCache:
 class SlotDecoder:
     """Up to `slots` sequences that a model reads from left to right, each at its own position.
 
-    Only tp rank 0 calls `read`, `step`, `remove`, `idle` and `close`; all others are in `follow` meanwhile, and do what
-    they are told. Communication of each call: one or two broadcasts over tp of a few numbers; in `read` and `step` also
-    the model's own, and one all-gather of [vocab / tp, rows].
+    Only the first rank of tp x pp calls `read`, `step`, `remove`, `idle` and `close`; all others are in `follow`
+    meanwhile, and do what they are told. Communication of each call: one or two broadcasts of a few numbers over tp x pp;
+    in `read` and `step` also StagedModel's, and one all-gather of [vocab / tp, rows] over tp.
     """
 
     def __init__(self, model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
-        """`model`: in evaluation mode. `capacity`: longest sequence, prompt and continuation together."""
+        """`model`: in evaluation mode; this pipeline rank's stage of it. `capacity`: longest sequence, prompt and
+        continuation together."""
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
-        assert build.config.num_layers
         self.slots, self.capacity = slots, capacity
         self._place = _Place(slice(0), slice(0), slice(0))
-        self._caches = [SlotCache(capacity, slots, build, self._place) for _ in range(build.config.num_layers)]
+        self._model, self._groups, self._device = StagedModel(model, build), build.groups, build.device
+        self._caches = [SlotCache(capacity, slots, build, self._place) for _ in range(self._model.num_layers)]
         self._lengths: list[int] = []  # of each row
         self._end = 0  # one past the last column in use
-        self._model, self._tp, self._device = model, build.groups.tp, build.device
 
     @property
     def nbytes(self) -> int:
@@ -115,13 +116,13 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """On every tp rank but the first: take part in what that one does, until it closes."""
-        header = torch.empty(2, dtype=torch.int64, device=self._device)
+        """On every rank but the first: take part in what that one does, until it closes."""
+        ranks, header = self._groups.model, torch.empty(2, dtype=torch.int64, device=self._device)
         while True:
-            action, count = broadcast(header, self._tp).tolist()
+            action, count = broadcast(header, ranks).tolist()
             numbers: list[int] = []
             if count:
-                numbers = broadcast(torch.empty(count, dtype=torch.int64, device=self._device), self._tp).tolist()
+                numbers = broadcast(torch.empty(count, dtype=torch.int64, device=self._device), ranks).tolist()
             if action == _READ:
                 self._read(numbers)
             elif action == _STEP:
@@ -132,10 +133,11 @@ class SlotDecoder:
                 return
 
     def _tell(self, action: int, numbers: Sequence[int] = ()) -> None:
-        if self._tp.size > 1:
-            broadcast(torch.tensor([action, len(numbers)], device=self._device), self._tp)
+        ranks = self._groups.model
+        if ranks.size > 1:
+            broadcast(torch.tensor([action, len(numbers)], device=self._device), ranks)
             if numbers:
-                broadcast(torch.tensor(list(numbers), device=self._device), self._tp)
+                broadcast(torch.tensor(list(numbers), device=self._device), ranks)
 
     def _read(self, prompt: Sequence[int]) -> Tensor:
         row, length = len(self._lengths), len(prompt)
@@ -167,8 +169,8 @@ class SlotDecoder:
         return self._forward(torch.tensor(tokens, device=self._device).unsqueeze(1), positions, segments)
 
     def _forward(self, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
-        logits = self._model(tokens, positions, segments=segments, caches=self._caches)
-        return all_gather(logits[-1].t(), self._tp).t()
+        logits = self._model.step(tokens, positions, segments, self._caches)
+        return all_gather(logits.t(), self._groups.tp).t()
 
     def _remove(self, row: int) -> None:
         last = len(self._lengths) - 1

@@ -43,7 +43,7 @@ def complete(
     """Continue a batch of encoded prompts to the end. The tokenizer's eod always ends a sequence.
 
     on_text(i, piece) is told the text of completion i as it comes; its pieces joined are the completion's text.
-    Communication and errors are those of `generate`. All tp ranks return the same.
+    Communication and errors are those of `generate`. All ranks return the same.
     """
     ends = {tokenizer.eod, *stop_ids}
     streams = [TextStream(tokenizer, prompt, ends, stop_strings) for prompt in prompts]

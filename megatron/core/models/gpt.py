@@ -1,13 +1,15 @@
-"""One GPT decoder for every family: embedding, layers, head. Any part may be absent on a pipeline stage."""
+"""One GPT decoder for every family: embedding, layers, head; on a pipeline rank, its stages of it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.parameter import make_parameter
+from megatron.core.pipeline_parallel.partition import Stage, whole_model
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
@@ -19,30 +21,43 @@ from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 class GPTModel(nn.Module):
     """tokens [b, s] -> loss per token [b, s], or logits [s, b, padded vocab / tp] when no labels are given.
 
-    With caches (generation) logits are of the last position only, [1, b, padded vocab / tp].
+    With caches (generation) logits are of the last position only, [1, b, padded vocab / tp]. Names of parameters do not
+    depend on how the model is cut into stages. A last stage that ties its head to an embedding of another rank has a
+    copy of it, under the same name.
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, stages: Sequence[Stage] | None = None) -> None:
+        """`stages`: what this rank holds; default the whole model."""
         super().__init__()
         config = build.config
         assert config.num_layers and config.hidden_size and config.vocab_size
-        self.embedding = Embedding(build)
-        self.decoder = TransformerBlock(build, 0, config.num_layers, final_norm=True)
-        untied = config.untie_embeddings_and_output_weights
-        self.output_layer = ColumnParallelLinear(
-            config.hidden_size,
-            (config.padded_vocab_size,),
-            shard_dim=0,
-            bias=False,
-            init=layer_inits(config)[0],
-            tp=build.groups.tp,
-            sequence_parallel=build.sequence_parallel,
-            weight_grad=build.kernels.weight_grad,
-            dtype=build.dtype,
-            device=build.device,
-            weight=None if untied else self.embedding.word_embeddings.weight,
-        )
-        self._build = build
+        self.stages = {stage.number: stage for stage in stages or (whole_model(config.num_layers),)}
+        begins = any(stage.embedding for stage in self.stages.values())
+        ends = any(stage.head for stage in self.stages.values())
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding = Embedding(build, with_positions=begins) if begins or (ends and tied) else None
+        layers = [number for stage in self.stages.values() for number in stage.layers]
+        self.decoder = TransformerBlock(build, layers, final_norm=ends)
+        self.output_layer: ColumnParallelLinear | None = None
+        if ends:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                (config.padded_vocab_size,),
+                shard_dim=0,
+                bias=False,
+                init=layer_inits(config)[0],
+                tp=build.groups.tp,
+                sequence_parallel=build.sequence_parallel,
+                weight_grad=build.kernels.weight_grad,
+                dtype=build.dtype,
+                device=build.device,
+                overlap=build.overlap,
+                weight=self.embedding.word_embeddings.weight if tied and self.embedding is not None else None,
+            )
+        if self.embedding is not None and tied and begins != ends:
+            weight = self.embedding.word_embeddings.weight
+            weight.info = dataclasses.replace(weight.info, on_both_ends=True)
+        self._build, self._ties = build, tied
         self._rotary = rotary_frequencies(config, build.device) if config.rotary_dim else None
 
     def forward(
@@ -52,18 +67,67 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         segments: Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
+        *,
+        stage: int = 0,
+        received: Tensor | None = None,
     ) -> Tensor:
-        """positions [b or 1, s]; segments [b, s] document ids or None; caches: one a layer, in generation."""
-        hidden = self.embedding(tokens, positions)
-        hidden = self.decoder(hidden, Positions(self._tables(positions), segments), caches)
+        """positions [b or 1, s]; segments [b, s] document ids or None; caches: one a layer, in generation.
+
+        `received`: the hidden states [s or s/tp, b, h] of the stage before, where there is one; a stage that is not the
+        last one returns them.
+        """
+        here = self.stages[stage]
+        if here.embedding:
+            assert self.embedding is not None
+            received = self.embedding(tokens, positions)
+        assert received is not None
+        hidden: Tensor = self.decoder(
+            received, Positions(self._tables(positions), segments), caches, layers=here.layers, final_norm=here.head
+        )
+        if not here.head:
+            return hidden
         if caches is not None:
             hidden = hidden[-1:]  # generation asks for the next token only, and the head is the widest layer
+        assert self.output_layer is not None
         logits: Tensor = self.output_layer(hidden)
         if labels is None:
             return logits
         vocab_size = self._build.config.vocab_size
         assert vocab_size
         return vocab_parallel_cross_entropy(logits, labels.t(), vocab_size, self._build.groups.tp).t()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of the model in one stage."""
+        return len(self.stages) == 1 and all(stage.embedding and stage.head for stage in self.stages.values())
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of the hidden states between stages."""
+        return torch.float32 if self._build.config.fp32_residual_connection else self._build.dtype
+
+    @property
+    def sequence_shards(self) -> int:
+        """How many parts sequence parallelism cuts a sequence into."""
+        return self._build.groups.tp.size if self._build.sequence_parallel else 1
+
+    def hidden_shape(self, b: int, s: int) -> tuple[int, int, int]:
+        """Of the hidden states between stages, for microbatches [b, s]."""
+        assert self._build.config.hidden_size
+        return s // self.sequence_shards, b, self._build.config.hidden_size
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage that uses a parameter; None for one that two stages of this rank use."""
+        if name.startswith("decoder.layers."):
+            number = int(name.split(".")[2])
+            return next(stage.number for stage in self.stages.values() if number in stage.layers)
+        first = [stage.number for stage in self.stages.values() if stage.embedding]
+        last = [stage.number for stage in self.stages.values() if stage.head]
+        if not name.startswith("embedding."):
+            return last[0]
+        shared = self._ties and name == "embedding.word_embeddings.weight"
+        users = {*first, *last} if shared else set(first)
+        return users.pop() if len(users) == 1 else None
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
         if self._rotary is None:
@@ -73,9 +137,12 @@ class GPTModel(nn.Module):
 
 
 class Embedding(nn.Module):
-    """tokens [b, s] -> hidden [s or s/tp, b, h]: token embedding, learned positions if configured, dropout."""
+    """tokens [b, s] -> hidden [s or s/tp, b, h]: token embedding, learned positions if configured, dropout.
 
-    def __init__(self, build: Build) -> None:
+    A copy that only lends its weight to the head has no positions.
+    """
+
+    def __init__(self, build: Build, *, with_positions: bool = True) -> None:
         super().__init__()
         config = build.config
         assert config.hidden_size
@@ -89,7 +156,7 @@ class Embedding(nn.Module):
             device=build.device,
         )
         self.position_embeddings: nn.Module | None = None
-        if config.position_embedding_type == "learned_absolute":
+        if config.position_embedding_type == "learned_absolute" and with_positions:
             self.position_embeddings = PositionEmbedding(build)
         self._build = build
 

@@ -15,7 +15,12 @@ _ROW = 64  # buckets and their slices are whole rows
 
 
 def counted_here(parameter: Parameter, groups: Groups) -> bool:
-    """A parameter replicated over tp is counted by tp rank 0 only; a sharded one by every rank, each its own piece."""
+    """A parameter replicated over tp is counted by tp rank 0 only; a sharded one by every rank, each its own piece.
+
+    Of two copies at the ends of the pipeline the first one counts.
+    """
+    if parameter.info.on_both_ends and groups.pp.rank > 0:
+        return False
     return parameter.info.tp_dim is not None or groups.tp.rank == 0
 
 

@@ -1,29 +1,169 @@
-"""Runs a schedule. The engine knows actions and one callable; it never looks into a batch."""
+"""Runs a rank's list of actions. The engine knows actions, messages and one Program; it never looks into a batch.
+
+[Note: what is alive]
+A forward leaves behind its input (a leaf that collects a gradient) and the edge of the graph at its output, not the
+output itself: once that has been sent, or taken over by the next stage on this rank, nothing but the graph holds it, and
+backward needs only the edge. Both live until the backward, or its first half, has run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.pipeline_parallel.schedule import Action, Kind
+from megatron.core.pipeline_parallel.schedule import GRADIENTS_OF_WEIGHTS, Action, Kind, Schedule
+
+Place = tuple[int, int]  # stage, microbatch
 
 
-def run(
-    actions: Sequence[Action], forward: Callable[[int], Tensor], backward: Callable[[int, Tensor], None] | None = None
-) -> list[Tensor]:
-    """Run the actions of one stage and return the outputs of its microbatches, detached, in microbatch order.
+class Program(Protocol):
+    """What the stages of this rank compute."""
 
-    `forward(m)` computes the stage's output for microbatch m; on the last stage a scalar. `backward(m, output)`
-    differentiates it. An output and its graph live from its FORWARD to its BACKWARD.
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        """The stage's output; of the last stage a scalar, the objective. `received`: the output of the stage before."""
+        ...
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
+        """Call `run`, which differentiates the stage; `last`: nothing is added to the stage's gradients afterwards."""
+        ...
+
+    def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
+        """The same, but what only weights need is put off."""
+        ...
+
+    def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
+        """What `input_grad` put off."""
+        ...
+
+    def shape(self, microbatch: int) -> tuple[int, ...]:
+        """Of the hidden states between stages."""
+        ...
+
+
+class Post(Protocol):
+    """How messages travel; see comm/pipeline.py."""
+
+    def send(self, tensor: Tensor, peer: int, name: str) -> None:
+        """Start to send."""
+        ...
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, name: str) -> Message:
+        """Start to receive."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until everything has left."""
+        ...
+
+
+class Message(Protocol):
+    """Something on its way here."""
+
+    def take(self) -> Tensor:
+        """Wait for it."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Alive:
+    """What a forward leaves for its backward. `edge` is None where nothing needs a gradient."""
+
+    input: Tensor | None
+    edge: GradientEdge | None
+    objective: Tensor | None  # of the last stage
+
+
+class Engine:
+    """Runs one rank's part of a schedule, which holds its transfers.
+
+    After `run`, `peak_alive` is the largest number of forwards that waited for their backward at once.
     """
-    alive: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    for action in actions:
-        if action.kind is Kind.FORWARD:
-            alive[action.microbatch] = forward(action.microbatch)
-            outputs[action.microbatch] = alive[action.microbatch].detach()
+
+    def __init__(self, schedule: Schedule, rank: int, program: Program, post: Post, dtype: torch.dtype) -> None:
+        """`dtype`: of the hidden states between stages."""
+        self._schedule, self._program, self._post, self._dtype = schedule, program, post, dtype
+        self._actions = schedule.actions[rank]
+        self._last_stage = schedule.placement.num_stages - 1
+        self._outputs: dict[Place, Tensor] = {}  # of stages here, not yet sent or taken over
+        self._gradients: dict[Place, Tensor] = {}  # of the inputs of stages here, the same way
+        self._messages: dict[Action, Message] = {}
+        self._alive: dict[Place, _Alive] = {}
+        self.peak_alive = 0
+
+    def run(self, before: Callable[[Action], None] = lambda action: None) -> list[Tensor]:
+        """Objectives of the microbatches, detached, on the rank with the last stage; elsewhere none.
+
+        `before` is told of every action. Raises CommError.
+        """
+        objectives: dict[int, Tensor] = {}
+        for action, last in _with_last(self._actions):
+            before(action)
+            stage, m = action.stage, action.microbatch
+            match action.kind:
+                case Kind.FORWARD:
+                    objective = self._forward(stage, m)
+                    if objective is not None:
+                        objectives[m] = objective
+                case Kind.BACKWARD:
+                    self._backward(stage, m, functools.partial(self._program.backward, stage, m, last=last))
+                case Kind.INPUT_GRAD:
+                    self._backward(stage, m, functools.partial(self._program.input_grad, stage, m))
+                case Kind.WEIGHT_GRAD:
+                    self._program.weight_grad(stage, m, last=last)
+                case Kind.SEND_FORWARD:
+                    self._send(action, self._outputs.pop((stage, m)))
+                case Kind.SEND_BACKWARD:
+                    self._send(action, self._gradients.pop((stage, m)))
+                case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
+                    peer = self._schedule.peer(action)
+                    self._messages[action] = self._post.receive(self._program.shape(m), self._dtype, peer, str(action))
+        self._post.flush()
+        return [objectives[m] for m in sorted(objectives)]
+
+    def _forward(self, stage: int, m: int) -> Tensor | None:
+        received = self._arrived(Kind.RECV_FORWARD, stage, m, self._outputs, (stage - 1, m)) if stage else None
+        if received is not None and torch.is_grad_enabled():
+            received.requires_grad_()
+        output = self._program.forward(stage, m, received)
+        is_last = stage == self._last_stage
+        if torch.is_grad_enabled():
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            self._alive[stage, m] = _Alive(received, edge, output.detach() if is_last else None)
+            self.peak_alive = max(self.peak_alive, len(self._alive))
+        if is_last:
+            return output.detach()
+        self._outputs[stage, m] = output.detach()
+        return None
+
+    def _backward(self, stage: int, m: int, compute: Callable[[Callable[[], None]], None]) -> None:
+        alive = self._alive.pop((stage, m))
+        if alive.objective is not None:
+            gradient = torch.ones_like(alive.objective)
         else:
-            assert backward is not None
-            backward(action.microbatch, alive.pop(action.microbatch))
-    return [outputs[m] for m in sorted(outputs)]
+            gradient = self._arrived(Kind.RECV_BACKWARD, stage, m, self._gradients, (stage + 1, m))
+        edge = alive.edge
+        if edge is not None:
+            compute(lambda: torch.autograd.backward(edge, gradient))
+        if alive.input is not None:
+            self._gradients[stage, m] = torch.zeros_like(alive.input) if alive.input.grad is None else alive.input.grad
+
+    def _arrived(self, kind: Kind, stage: int, m: int, here: dict[Place, Tensor], place: Place) -> Tensor:
+        """From another rank, or from the neighbouring stage on this one."""
+        message = self._messages.pop(Action(kind, stage, m), None)
+        return here.pop(place) if message is None else message.take()
+
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        self._post.send(tensor, self._schedule.peer(action), str(action))
+
+
+def _with_last(actions: Sequence[Action]) -> Iterator[tuple[Action, bool]]:
+    """Each action, and whether it is the last that adds to the gradients of its stage."""
+    last = {action.stage: number for number, action in enumerate(actions) if action.kind in GRADIENTS_OF_WEIGHTS}
+    for number, action in enumerate(actions):
+        yield action, last.get(action.stage) == number

@@ -13,16 +13,20 @@ from megatron.core.parameter import Init
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
+from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.rope import rotate
 
 
 class SelfAttention(nn.Module):
     """[s or s/tp, b, h] -> the same. The fused QKV weight is [g, (q + 2) d, h]: per group its queries, key and value.
 
-    `window`: each position sees that many at most, the last of them itself; None: all before it.
+    `window`: each position sees that many at most, the last of them itself; None: all before it. `attention`: the
+    kernel, or what calls it with the part of a sequence that this rank holds.
     """
 
-    def __init__(self, build: Build, init: Init, output_init: Init, window: int | None) -> None:
+    def __init__(
+        self, build: Build, init: Init, output_init: Init, window: int | None, attention: AttentionKernel
+    ) -> None:
         super().__init__()
         config, tp = build.config, build.groups.tp
         assert config.hidden_size and config.num_attention_heads
@@ -39,6 +43,7 @@ class SelfAttention(nn.Module):
             weight_grad=build.kernels.weight_grad,
             dtype=build.dtype,
             device=build.device,
+            overlap=build.overlap,
         )
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * d,
@@ -50,6 +55,7 @@ class SelfAttention(nn.Module):
             weight_grad=build.kernels.weight_grad,
             dtype=build.dtype,
             device=build.device,
+            overlap=build.overlap,
         )
         self.q_layernorm, self.k_layernorm = (
             Norm(d, config, tp=tp, sum_over_tp=True, dtype=build.dtype, device=build.device)
@@ -58,7 +64,7 @@ class SelfAttention(nn.Module):
             for _ in range(2)
         )
         self._local_groups, self._per_group, self._d = groups // tp.size, per_group, d
-        self._attention, self._rng, self._dropout = build.kernels.attention, build.rng, config.attention_dropout
+        self._attention, self._rng, self._dropout = attention, build.rng, config.attention_dropout
         self._window = window
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:

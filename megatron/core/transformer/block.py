@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.core.context_parallel.kinds import context_attention
 from megatron.core.parameter import Init
 from megatron.core.transformer.attention import SelfAttention, output_scale
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
+from megatron.kernels.ops.attention import AttentionKernel
 
 
 class TransformerLayer(nn.Module):
@@ -28,7 +30,7 @@ class TransformerLayer(nn.Module):
         assert config.hidden_size
         init, output_init = layer_inits(config)
         self.input_layernorm = _hidden_norm(build)
-        self.self_attention = SelfAttention(build, init, output_init, config.windows[number])
+        self.self_attention = SelfAttention(build, init, output_init, config.windows[number], _attention(build, number))
         self.pre_mlp_layernorm = _hidden_norm(build)
         self.mlp = MLP(build, init, output_init)
         if config.lora_rank:
@@ -49,21 +51,44 @@ class TransformerLayer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Layers `first` .. `last - 1` of the model, and the final norm where `final_norm`.
+    """The layers of some stages, and the final norm where one of them is the last.
 
     Layers are keyed by their number in the whole model, so parameter names do not depend on the pipeline split.
     """
 
-    def __init__(self, build: Build, first: int, last: int, *, final_norm: bool) -> None:
+    def __init__(self, build: Build, layers: Sequence[int], *, final_norm: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(number): TransformerLayer(build, number) for number in range(first, last)})
+        self.layers = nn.ModuleDict({str(number): TransformerLayer(build, number) for number in layers})
         self.final_layernorm = _hidden_norm(build) if final_norm else None
 
-    def forward(self, x: Tensor, positions: Positions, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
-        """[s or s/tp, b, h] -> the same; one cache a layer in generation."""
-        for number, layer in enumerate(self.layers.values()):
-            x = layer(x, positions, caches[number] if caches is not None else None)
-        return x if self.final_layernorm is None else self.final_layernorm(x)
+    def forward(
+        self,
+        x: Tensor,
+        positions: Positions,
+        caches: Sequence[KeyValueCache] | None = None,
+        *,
+        layers: range,
+        final_norm: bool,
+    ) -> Tensor:
+        """[s or s/tp, b, h] -> the same, through `layers`; one cache for each of them in generation."""
+        for place, number in enumerate(layers):
+            x = self.layers[str(number)](x, positions, caches[place] if caches is not None else None)
+        if not final_norm:
+            return x
+        assert self.final_layernorm is not None
+        normed: Tensor = self.final_layernorm(x)
+        return normed
+
+
+def _attention(build: Build, number: int) -> AttentionKernel:
+    """What a layer attends with: a kernel, or where the sequence is cut, one that gets at the rest of it."""
+    groups, kernels = build.groups, build.kernels
+    if groups.cp.size == 1:
+        return kernels.attention
+    kind = build.cp_comm_types[number]
+    return context_attention(
+        kind, groups.cp, groups.cp_inner, groups.cp_outer, kernels.attention, kernels.block_attention
+    )
 
 
 def layer_inits(config: ModelConfig) -> tuple[Init, Init]:

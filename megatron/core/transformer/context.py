@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.groups import Groups
+from megatron.core.tensor_parallel.overlap import PLAIN, Plain
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.kernels.choose import Kernels
 
@@ -24,6 +25,8 @@ class Build:
     kernels: Kernels
     rng: RngTracker
     device: torch.device
+    overlap: Plain = PLAIN
+    cp_comm_types: tuple[str, ...] = ()  # of each layer; read where the sequence is cut
 
     @property
     def dtype(self) -> torch.dtype:

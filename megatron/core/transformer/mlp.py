@@ -31,6 +31,7 @@ class MLP(nn.Module):
             weight_grad=build.kernels.weight_grad,
             dtype=build.dtype,
             device=build.device,
+            overlap=build.overlap,
         )
         self.linear_fc2 = RowParallelLinear(
             config.ffn_dim,
@@ -42,6 +43,7 @@ class MLP(nn.Module):
             weight_grad=build.kernels.weight_grad,
             dtype=build.dtype,
             device=build.device,
+            overlap=build.overlap,
         )
         self._activation = choose_activation(config)
 

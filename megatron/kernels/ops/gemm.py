@@ -26,6 +26,27 @@ def input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     return (grad.float() @ weight.float()).to(grad.dtype)
 
 
+class RowGemm:
+    """x [rows, in] -> x @ matrix + bias, for several blocks of rows: the matrix is converted once where it must be."""
+
+    def __init__(self, matrix: Tensor, bias: Tensor | None = None) -> None:
+        """matrix [in, out] with any strides; bias [out]."""
+        self._wide = slow_half(matrix.device, matrix.dtype)
+        self.matrix = matrix.float() if self._wide else matrix
+        self._bias = bias.float() if self._wide and bias is not None else bias
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write the product into `out` [rows, out]. Not differentiable."""
+        if self._wide:
+            x = x.float()
+            wide = x @ self.matrix if self._bias is None else torch.addmm(self._bias, x, self.matrix)
+            out.copy_(wide)
+        elif self._bias is None:
+            torch.mm(x, self.matrix, out=out)
+        else:
+            torch.addmm(self._bias, x, self.matrix, out=out)
+
+
 def slow_half(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of this dtype are better taken in fp32: a CPU without instructions for it."""
     return device.type == "cpu" and dtype in _SLOW_ON_CPU

@@ -14,6 +14,8 @@ ALONE = Facts(
     separate_main_grads=False,
     buckets=3,
     shards=1,
+    tp_overlap="off",
+    tp_overlap_why="",
 )
 
 
@@ -31,6 +33,38 @@ def test_sequence_parallelism_says_why_it_is_off():
     assert row("sequence parallelism") == ("off", "off", "")
     assert row("sequence parallelism", sequence_parallel=True) == ("on", "off", "tp = 1")
     assert row("sequence parallelism", dataclasses.replace(ALONE, tp=2), sequence_parallel=True) == ("on", "on", "")
+
+
+PIECES = dataclasses.replace(ALONE, tp=2, tp_overlap="in pieces, gloo", tp_overlap_why="no symmetric memory: no GPU")
+FUSED = dataclasses.replace(ALONE, tp=2, tp_overlap="fused, symmetric memory")
+
+
+def test_tensor_overlap():
+    name, asked = "tensor-parallel overlap", {"tp_comm_overlap": True, "sequence_parallel": True}
+    why = "no symmetric memory: no GPU; no user buffers: --transformer-impl local"
+    both = "all-gather + reduce-scatter"
+    assert row(name) == row(name, PIECES, sequence_parallel=True) == ("off", "off", "")
+    alone = dataclasses.replace(ALONE, tp_overlap_why="tp = 1")
+    assert row(name, alone, **asked) == (both, "off", "tp = 1")
+    assert row(name, PIECES, **asked) == (both, f"{both}: in pieces, gloo", why)
+    assert row(name, FUSED, **asked) == (both, f"{both}: fused, symmetric memory", "")
+    assert row(name, FUSED, **asked, tp_comm_overlap_rs=False)[:2] == (
+        "all-gather",
+        "all-gather: fused, symmetric memory",
+    )
+    assert row(name, PIECES, **asked, tp_comm_overlap_ag=False)[0] == "reduce-scatter"
+    assert row(name, PIECES, tp_comm_overlap=True) == ("all-reduce", "all-reduce: in pieces, gloo", why)
+
+
+def test_tensor_bulk_overlap():
+    name, both, two = "tensor-parallel bulk overlap", "dgrad + wgrad", dataclasses.replace(ALONE, tp=2)
+    off = {"tp_comm_bulk_dgrad": False, "tp_comm_bulk_wgrad": False}
+    assert row(name) == (both, "off", "tp = 1")
+    assert row(name, **off) == row(name, two, **off) == ("off", "off", "")
+    assert row(name, two) == (both, "wgrad", "without --sequence-parallel nothing is gathered")
+    assert row(name, two, sequence_parallel=True) == (both, both, "")
+    assert row(name, two, sequence_parallel=True, tp_comm_bulk_wgrad=False) == ("dgrad", "dgrad", "")
+    assert row(name, two, tp_comm_bulk_dgrad=False) == ("wgrad", "wgrad", "")
 
 
 FOUR = dataclasses.replace(ALONE, dp=4, backend="gloo")

@@ -16,6 +16,8 @@ YARN = {"position_embedding_type": "yarn"}
 SAMPLES = {"train_iters": None, "train_samples": 1000}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}
 PENDING = {"use_checkpoint_args": True, "load": "d", "num_layers": None, "hidden_size": None, "vocab_size": None}
+PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
+CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 
 # rule, fields that break it, fields that do not, world size, parts of the message
@@ -32,8 +34,45 @@ CASES = [
         1,
         ["--seq-length and --mi"],
     ),
-    (rules_model.only_supported_parallelism, {"pipeline_model_parallel_size": 2}, {}, 2, ["not available yet", "2"]),
-    (rules_model.only_supported_parallelism, {"context_parallel_size": 2}, {}, 2, ["--context-parallel-size 2"]),
+    (rules_model.heads_fit_context_parallelism, {"context_parallel_size": 2}, CP2, 2, ["--attention-dropout 0.1"]),
+    (
+        rules_model.heads_fit_context_parallelism,
+        {**CP2, "cp_comm_type": ("a2a", "p2p", "p2p")},
+        {**CP2, "cp_comm_type": ("a2a", "p2p")},
+        2,
+        ["3 values for 2 layers"],
+    ),
+    (
+        rules_model.heads_fit_context_parallelism,
+        {**CP2, "context_parallel_size": 3, "cp_comm_type": ("a2a",)},
+        {**CP2, "context_parallel_size": 3, "cp_comm_type": ("allgather",)},
+        3,
+        ["4 query heads", "between 3 ranks"],
+    ),
+    (
+        rules_model.heads_fit_context_parallelism,
+        {**CP2, "context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",)},
+        {
+            **CP2,
+            "context_parallel_size": 4,
+            "cp_comm_type": ("a2a+p2p",),
+            "hierarchical_context_parallel_sizes": (2, 2),
+        },
+        4,
+        ["--hierarchical-context-parallel-sizes"],
+    ),
+    (
+        rules_model.heads_fit_context_parallelism,
+        {
+            **CP2,
+            "context_parallel_size": 4,
+            "cp_comm_type": ("a2a+p2p",),
+            "hierarchical_context_parallel_sizes": (2, 3),
+        },
+        {**CP2, "context_parallel_size": 4},
+        4,
+        ["2 3", "--context-parallel-size 4"],
+    ),
     (rules_model.only_supported_parallelism, {"expert_model_parallel_size": 2}, {}, 2, ["--expert-model"]),
     (
         rules_model.only_supported_parallelism,
@@ -357,6 +396,63 @@ CASES = [
         {**FILES, "sft": True, "reset_position_ids": True, "reset_attention_mask": True},  # what happens anyway
         1,
         ["--eod-mask-loss"],
+    ),
+    (rules_model.layers_fill_the_pipeline, {**PP2, "num_layers": 7}, PP2, 2, ["7 layers", "2 pipeline ranks"]),
+    (
+        rules_model.layers_fill_the_pipeline,
+        {**PP2, "pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 3},
+        {**PP2, "pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 2},
+        2,
+        ["zb-v", "not 3"],
+    ),
+    (
+        rules_model.layers_fill_the_pipeline,
+        {**PP2, "pipeline_schedule": "interleaved"},
+        {**PP2, "pipeline_schedule": "interleaved", "num_layers_per_virtual_pipeline_stage": 2},
+        2,
+        ["2 or more virtual stages"],
+    ),
+    (
+        rules_model.layers_fill_the_pipeline,
+        {**PP2, "num_layers_per_virtual_pipeline_stage": 3},
+        {**PP2, "num_layers_per_virtual_pipeline_stage": 1},
+        2,
+        ["3 on 2 pipeline ranks does not divide 8 layers"],
+    ),
+    (
+        rules_model.layers_fill_the_pipeline,
+        {**PP2, "num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2},
+        {**PP2, "num_layers_per_virtual_pipeline_stage": 2},
+        2,
+        ["say the same"],
+    ),
+    (
+        rules_model.layers_fill_the_pipeline,
+        {**PP2, "num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_virtual_pipeline_stage": 1},
+        {**PP2, "num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_virtual_pipeline_stage": 3},
+        2,
+        ["--microbatch-group-size-per-virtual-pipeline-stage 1"],
+    ),
+    (
+        rules_model.layers_fill_the_pipeline,
+        {**PP2, "pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*8||L"},
+        {**PP2, "pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*7|t|L"},
+        3,
+        ["pipeline rank 1 would hold nothing"],
+    ),
+    (
+        rules_training.pipeline_carries_sharding,
+        {**PP2, "data_parallel_sharding_strategy": "optim_grads_params"},
+        {**PP2, "data_parallel_sharding_strategy": "optim_grads"},
+        2,
+        ["optim_grads_params", "--pipeline-model-parallel-size 2"],
+    ),
+    (
+        rules_training.pipeline_carries_sharding,
+        {**PP2, "data_parallel_sharding_strategy": "optim_grads", "pipeline_schedule": "zb-h1"},
+        {**PP2, "overlapped_distributed_optimizer": True, "pipeline_schedule": "zb-h1"},
+        2,
+        ["zb-h1", "last-microbatch"],
     ),
     (rules_model.adapters_have_a_place, {"lora_rank": 4}, {"lora_rank": 4, "load_hf": "a"}, 1, ["--load-hf"]),
     (

@@ -24,7 +24,15 @@ LOAD = {"load": "d"}
 LORA = {**LOAD, "lora_rank": 4}
 PRETRAINED = {"pretrained_checkpoint": "d"}
 SHARDED = {"use_distributed_optimizer": True}
+CP = {"context_parallel_size": 2, "attention_dropout": 0.0}
+PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 8}
+INTERLEAVED = {**PIPELINE, "num_virtual_stages_per_pipeline_rank": 2}
 OVERLAPPED = {"overlapped_distributed_optimizer": True}
+TP = {"tp_comm_overlap": True}
+SP = {"sequence_parallel": True}
+TP_SP = {**TP, **SP}
+AG_OFF = {"tp_comm_overlap_ag": False}
+RS_OFF = {"tp_comm_overlap_rs": False}
 
 # field, value that was typed, fields beside which it has no effect, fields beside which it has one, part of the message
 CASES = [
@@ -83,12 +91,36 @@ CASES = [
     ("override_opt_param_scheduler", True, {}, LOAD, "nothing is loaded"),
     ("override_opt_param_scheduler", True, {**LOAD, "finetune": True}, LOAD, "--finetune"),
     ("use_checkpoint_opt_param_scheduler", True, {}, {**LOAD, "load_optim": False}, "nothing is loaded"),
+    ("tp_comm_overlap", True, RS_OFF, SP, "all it could overlap is turned off"),
+    ("tp_comm_overlap", True, {**SP, **AG_OFF, **RS_OFF}, {**SP, **RS_OFF}, "--no-tp-comm-overlap-rs"),
+    ("tp_comm_overlap_rs", False, SP, TP_SP, "cut into pieces"),
+    ("tp_comm_overlap_ag", False, SP, TP_SP, "cut into pieces"),
+    ("tp_comm_overlap_ag", False, TP, TP_SP, "nothing is gathered"),
+    ("tp_comm_bulk_dgrad", False, TP, SP, "--sequence-parallel"),
     ("overlap_param_gather", True, {}, SHARDED, "updates all parameters"),
     ("overlap_param_gather", True, {"data_parallel_sharding_strategy": "no_shard"}, OVERLAPPED, "updates all"),
     ("num_distributed_optimizer_instances", 1, {}, SHARDED, "--use-distributed-optimizer"),
     ("grad_reduce_mode", "every-microbatch", {}, SHARDED, "keeps the whole gradient"),
     ("grad_reduce_mode", "auto", {"overlap_grad_reduce": True}, OVERLAPPED, "keeps the whole gradient"),
     ("grad_reduce_mode", "last-microbatch", None, {}, ""),  # what happens anyway is no contradiction
+    ("cp_comm_type", ("p2p",), {}, CP, "--context-parallel-size is 1"),
+    ("hierarchical_context_parallel_sizes", (1, 2), CP, {**CP, "cp_comm_type": ("a2a+p2p",)}, "a2a+p2p"),
+    ("pipeline_schedule", "gpipe", {}, PIPELINE, "--pipeline-model-parallel-size is 1"),
+    ("num_layers_per_virtual_pipeline_stage", 2, {}, PIPELINE, "--pipeline-model-parallel-size is 1"),
+    ("num_virtual_stages_per_pipeline_rank", 1, {}, PIPELINE, "--pipeline-model-parallel-size is 1"),
+    ("pipeline_model_parallel_layout", "Et|tL", {}, {**PIPELINE, "num_layers": 2}, "is 1"),
+    ("overlap_p2p_communication", False, {}, PIPELINE, "--pipeline-model-parallel-size is 1"),
+    ("decoder_first_pipeline_num_layers", 3, None, PIPELINE, ""),  # without stages a contradiction
+    ("decoder_last_pipeline_num_layers", 3, None, PIPELINE, ""),
+    ("account_for_embedding_in_pipeline_split", True, {}, {**PIPELINE, "num_layers": 7}, "is 1"),
+    (
+        "account_for_loss_in_pipeline_split",
+        True,
+        {**PIPELINE, "pipeline_model_parallel_layout": "Et*4|t*4L"},
+        {**PIPELINE, "num_layers": 7},
+        "writes the stages out",
+    ),
+    ("microbatch_group_size_per_virtual_pipeline_stage", 2, None, INTERLEAVED, ""),  # under others a contradiction
     ("split", "9,1,0", {}, FILES, "--mock-data"),
     ("split", "9,1,0", SPLITS, FILES, "its own data path"),
     ("data_cache_path", "c", {}, FILES, "--mock-data"),
@@ -140,7 +172,7 @@ ALWAYS = """
     openai_gelu add_bias_linear qk_layernorm untie_embeddings_and_output_weights attention_dropout hidden_dropout
     init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by fp16 bf16
     attention_backend transformer_impl gradient_accumulation_fusion
-    tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
+    tensor_model_parallel_size sequence_parallel tp_comm_bulk_wgrad pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size ddp_bucket_size device distributed_backend
     use_distributed_optimizer overlap_grad_reduce overlapped_distributed_optimizer data_parallel_sharding_strategy
     grad_reduce_in_bf16
@@ -158,17 +190,22 @@ ALWAYS = """
 """
 
 
+def world_of(fields):
+    return fields.get("pipeline_model_parallel_size", 1) * fields.get("context_parallel_size", 1)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "without", "with_", "word"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)]
 )
 def test_a_typed_flag_without_effect_stops_the_run(name, value, without, with_, word):
-    rules.check(make_run((name,), **with_, **({} if name in with_ else {name: value})), 1)
+    world = world_of(with_)
+    rules.check(make_run((name,), **with_, **({} if name in with_ else {name: value})), world)
     if without is None:
         return
-    idle = {**without, name: value}
-    rules.check(make_run((), **idle), 1)  # not typed: a default or a preset may hold what the run does not use
+    idle, world = {**without, name: value}, world_of(without)
+    rules.check(make_run((), **idle), world)  # not typed: a default or a preset may hold what the run does not use
     with pytest.raises(ConfigError) as error:
-        rules.check(make_run((name,), **idle), 1)
+        rules.check(make_run((name,), **idle), world)
     message = str(error.value)
     assert message.startswith(f"{flag_name(name)} has no effect: ") and "; remove it, or " in message
     assert word in message and "\n" not in message

@@ -83,6 +83,7 @@ def without_cache(model, build, prompt, new=12):
 def save_small(groups, folder, **fields):
     """A checkpoint of iteration 0, as a training run saves it, of LLAMA with `fields` changed; its folder."""
     fields = {**LLAMA, "attention_dropout": 0.0, "hidden_dropout": 0.0, "device": "cpu", "num_workers": 0, **fields}
-    run = make_run(save=str(folder), save_interval=1, tensor_model_parallel_size=groups.tp.size, **fields)
+    layout = {"tensor_model_parallel_size": groups.tp.size, "pipeline_model_parallel_size": groups.pp.size}
+    run = make_run(save=str(folder), save_interval=1, **layout, **fields)
     save_checkpoint(build_trainer(run, groups, torch.device("cpu")))
     return str(folder)

@@ -18,7 +18,25 @@ def at_tp_rank(rank, size=2):
     tp = Group("tp", tuple(range(size)), rank, None, heartbeat)
     others = {
         name: Group(name, (rank,), 0, None, heartbeat)
-        for name in ("world", "cp", "dp", "pp", "dp_cp", "model", "shard", "gather", "replicas", "ep", "etp", "edp")
+        for name in (
+            "world",
+            "cp",
+            "cp_inner",
+            "cp_outer",
+            "dp",
+            "pp",
+            "up",
+            "down",
+            "ends",
+            "dp_cp",
+            "model",
+            "shard",
+            "gather",
+            "replicas",
+            "ep",
+            "etp",
+            "edp",
+        )
     }
     return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, tp=tp, **others)
 

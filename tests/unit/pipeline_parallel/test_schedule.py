@@ -1,70 +1,67 @@
-"""Schedules as data: complete, in a possible order, and within the memory they promise."""
+"""The vocabulary of schedules: placements, actions, and who is at the other end."""
 
 import pytest
 
-from megatron.core.pipeline_parallel.schedule import Action, Kind, forward_only, one_forward_one_backward
-
-SIZES = [(p, m) for p in range(1, 9) for m in [*range(1, 13), 16, 31, 32]]
-
-
-def stages(p, m):
-    return [one_forward_one_backward(stage, p, m) for stage in range(p)]
+from megatron.core.pipeline_parallel.schedule import Action, Kind, other_end, round_robin, v_shape
+from megatron.core.pipeline_parallel.schedules.interleaved import interleaved
+from megatron.core.pipeline_parallel.schedules.one_f_one_b import one_f_one_b
+from megatron.core.pipeline_parallel.schedules.zb_v import zb_v
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
-class TestOneForwardOneBackward:
-    def test_each_action_once_and_in_order(self, p, m):
-        for stage, actions in enumerate(stages(p, m)):
-            assert all(action.stage == stage for action in actions)
-            for kind in Kind:
-                assert [a.microbatch for a in actions if a.kind is kind] == list(range(m))
-
-    def test_forward_comes_first(self, p, m):
-        for actions in stages(p, m):
-            place = {(a.kind, a.microbatch): n for n, a in enumerate(actions)}
-            assert all(place[Kind.FORWARD, i] < place[Kind.BACKWARD, i] for i in range(m))
-
-    def test_memory(self, p, m):
-        """At most p - stage microbatches are alive, and that many are."""
-        for stage, actions in enumerate(stages(p, m)):
-            alive = most = 0
-            for action in actions:
-                alive += 1 if action.kind is Kind.FORWARD else -1
-                most = max(most, alive)
-            assert alive == 0 and most == min(p - stage, m)
-
-    def test_runs_without_deadlock_in_the_known_time(self, p, m):
-        """Played with unit times: forwards wait for the stage before, backwards for the stage after."""
-        queues = [list(actions) for actions in stages(p, m)]
-        done: dict[Action, int] = {}
-        time = 0
-        while any(queues):
-            started = []
-            for queue in queues:
-                if queue and all(done.get(need, time + 1) <= time for need in needs(queue[0], p)):
-                    started.append(queue.pop(0))
-            assert started or any(end > time for end in done.values()), f"stuck at {[str(q[0]) for q in queues if q]}"
-            time += 1
-            done.update(dict.fromkeys(started, time))
-        assert time == 2 * (m + p - 1)
+@pytest.mark.parametrize(
+    ("placement", "rank_of", "stages"),
+    [
+        (round_robin(3), (0, 1, 2), [(0,), (1,), (2,)]),
+        (round_robin(2, 3), (0, 1, 0, 1, 0, 1), [(0, 2, 4), (1, 3, 5)]),
+        (v_shape(3), (0, 1, 2, 2, 1, 0), [(0, 5), (1, 4), (2, 3)]),
+        (v_shape(1), (0, 0), [(0, 1)]),
+    ],
+)
+def test_placements(placement, rank_of, stages):
+    assert placement.rank_of == rank_of
+    assert (placement.num_ranks, placement.num_stages) == (len(stages), len(rank_of))
+    assert [placement.stages_of(rank) for rank in range(len(stages))] == stages
 
 
-def needs(action, p):
-    """What must be done before `action` can start."""
-    if action.kind is Kind.FORWARD:
-        return [Action(Kind.FORWARD, action.stage - 1, action.microbatch)] if action.stage else []
-    found = [Action(Kind.FORWARD, action.stage, action.microbatch)]
-    if action.stage < p - 1:
-        found.append(Action(Kind.BACKWARD, action.stage + 1, action.microbatch))
-    return found
+def test_other_end():
+    ends = {
+        Action(Kind.SEND_FORWARD, 2, 7): Action(Kind.RECV_FORWARD, 3, 7),
+        Action(Kind.SEND_BACKWARD, 2, 7): Action(Kind.RECV_BACKWARD, 1, 7),
+    }
+    for send, receive in ends.items():
+        assert other_end(send) == receive and other_end(receive) == send
 
 
-def test_by_hand():
-    assert " ".join(map(str, one_forward_one_backward(0, 1, 3))) == "F0 B0 F1 B1 F2 B2"
-    assert " ".join(map(str, one_forward_one_backward(0, 3, 4))) == "F0 F1 F2 B0 F3 B1 B2 B3"
-    assert " ".join(map(str, one_forward_one_backward(2, 3, 2))) == "F0 B0 F1 B1"
-    assert " ".join(map(str, one_forward_one_backward(0, 8, 2))) == "F0 F1 B0 B1"
+def test_peers_and_edges_go_round_the_ring():
+    schedule = interleaved(3, 2, 4)
+    forward = Action(Kind.FORWARD, 2, 1)  # on the last rank; the next stage is on the first
+    send = schedule.send_after(forward)
+    assert send == Action(Kind.SEND_FORWARD, 2, 1) and schedule.peer(send) == 0
+    receive = schedule.receive_before(Action(Kind.BACKWARD, 2, 1))
+    assert receive == Action(Kind.RECV_BACKWARD, 2, 1) and schedule.peer(receive) == 0
+    assert schedule.receive_before(Action(Kind.FORWARD, 0, 1)) is None, "the first stage reads the batch"
+    assert schedule.send_after(Action(Kind.FORWARD, 5, 1)) is None, "the last stage has the loss"
+    assert schedule.send_after(Action(Kind.BACKWARD, 0, 1)) is None
+    assert schedule.receive_before(Action(Kind.BACKWARD, 5, 1)) is None
 
 
-def test_forward_only():
-    assert " ".join(map(str, forward_only(0, 3))) == "F0 F1 F2"
+def test_the_turn_of_the_v_stays_on_its_rank():
+    schedule = zb_v(3, 5)
+    assert schedule.send_after(Action(Kind.FORWARD, 2, 0)) is None
+    assert schedule.receive_before(Action(Kind.FORWARD, 3, 0)) is None
+    assert schedule.send_after(Action(Kind.INPUT_GRAD, 3, 0)) is None
+    assert schedule.receive_before(Action(Kind.INPUT_GRAD, 2, 0)) is None
+    assert schedule.send_after(Action(Kind.INPUT_GRAD, 4, 0)) == Action(Kind.SEND_BACKWARD, 4, 0)
+    assert schedule.peer(Action(Kind.SEND_BACKWARD, 4, 0)) == 2
+    assert schedule.send_after(Action(Kind.WEIGHT_GRAD, 4, 0)) is None, "nobody waits for it"
+
+
+def test_nothing_crosses_a_single_rank():
+    schedule = interleaved(1, 3, 4)
+    assert all(schedule.send_after(a) is None and schedule.receive_before(a) is None for a in schedule.actions[0])
+
+
+def test_text():
+    assert str(Action(Kind.SEND_BACKWARD, 3, 12)) == "SB12@3"
+    assert str(Action(Kind.REDUCE, 3)) == "R@3"
+    assert " ".join(map(str, one_f_one_b(3, 4).actions[1])) == "F0@1 F1@1 B0@1 F2@1 B1@1 F3@1 B2@1 B3@1"

@@ -1,0 +1,167 @@
+"""The process of one host for tensor_parallel.py: decoder layers cut over all hosts, their communication done in several
+ways. Talks as worker.py does: JSON lines on stdin and stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.data_parallel import DataParallelSettings
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.core.comm.collectives import Handle, barrier
+from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.groups import Group, Groups, connect, create_groups, disconnect, launch_environment
+from megatron.core.mesh import Mesh
+from megatron.core.parameter import initialize, local_parameters
+from megatron.core.tensor_parallel.overlap import Plain, choose_overlap
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.timeline import Timeline
+from megatron.core.transformer.block import TransformerLayer
+from megatron.core.transformer.context import Build, Positions
+from megatron.kernels.choose import choose_kernels
+from megatron.kernels.ops.gemm import input_grad, linear
+
+TIMEOUT_SECONDS = 600.0
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+CPU = torch.device("cpu")
+LAYERS, SEQUENCE, MICRO_BATCH, HIDDEN = 2, 512, 2, 1024
+SHAPE: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": 2816,
+    "num_attention_heads": 16,
+    "vocab_size": 128,
+    "position_embedding_type": "none",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+# Name -> (title, flags); compute only has none.
+WAYS: dict[str, tuple[str, dict[str, bool] | None]] = {
+    "compute": ("compute only", None),
+    "serial": ("no overlap", {"tp_comm_bulk_dgrad": False, "tp_comm_bulk_wgrad": False}),
+    "bulk": ("bulk only (no flag)", {}),
+    "pieces": ("--tp-comm-overlap", {"tp_comm_overlap": True}),
+}
+
+
+class Silent(Plain):
+    """The same products of the same shapes, on whatever is here: nothing is communicated."""
+
+    def gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+        """See Plain."""
+        return linear(_repeated(x, tp), weight, bias)
+
+    def linear_sum(self, x: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> Tensor:
+        """See Plain."""
+        return linear(x, weight)[: x.shape[0] // tp.size]
+
+    def gather_input_grad(self, grad: Tensor, weight: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+        """See Plain."""
+        full = _repeated(grad, tp)
+        return full, input_grad(full, weight)
+
+    def input_grad_sum(self, grad: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> tuple[Tensor, list[Handle]]:
+        """See Plain."""
+        return input_grad(grad, weight)[: grad.shape[0] // tp.size], []
+
+    def gather_input(self, x: Tensor, tp: Group) -> tuple[Tensor, list[Handle]]:
+        """See Plain."""
+        return _repeated(x, tp), []
+
+
+class Layers(nn.Module):
+    """Decoder layers under sequence parallelism, one after the other."""
+
+    def __init__(self, groups: Groups, flags: dict[str, bool] | None) -> None:
+        super().__init__()
+        config, parallel = ModelConfig(**SHAPE), ParallelConfig(sequence_parallel=True, **(flags or {}))
+        overlap, _ = choose_overlap(parallel, groups.tp, CPU, "gloo", Timeline(CPU))
+        if flags is None:
+            overlap = Silent(parallel)
+        build = Build(config, groups, True, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU, overlap)
+        self.layers = nn.ModuleList(TransformerLayer(build, number) for number in range(LAYERS))
+        initialize(local_parameters(self), 1)
+        self.data_parallel = DataParallel(self, groups, DataParallelSettings(), CPU)
+
+    def step(self, x: Tensor) -> float:
+        """Forward and backward; the loss of this rank's rows."""
+        self.data_parallel.begin_step(1)
+        self.data_parallel.begin_backward(last=True)
+        for layer in self.layers:
+            x = layer(x, Positions(None, None))
+        loss = x.square().mean()
+        loss.backward()
+        self.data_parallel.end_backward(last=True)
+        return float(loss.detach())
+
+
+def _repeated(x: Tensor, tp: Group) -> Tensor:
+    return torch.cat([x] * tp.size)
+
+
+def measure(
+    ways: dict[str, Layers], rounds: int, x: Tensor, world: Group, tell: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Name -> seconds and bytes of every step, taken in turns. Collective over `world`."""
+    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "sent": [], "loss": 0.0} for name in ways}
+    for number, (name, layers) in itertools.product(range(rounds), ways.items()):
+        tell(f"round {number + 1}/{rounds} {name}")
+        barrier(world)
+        sent, started = int(SENT.read_text()), time.perf_counter()
+        found[name]["loss"] = layers.step(x)
+        found[name]["seconds"].append(time.perf_counter() - started)
+        barrier(world)  # all that this rank has sent is out
+        found[name]["sent"].append(int(SENT.read_text()) - sent)
+    return found
+
+
+def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], names: Sequence[str]) -> None:
+    """Join the world, build, and measure for every line: {"rounds": n, "ways": [names]}."""
+    rank, world_size, _ = launch_environment()
+    heartbeat = connect(rank, world_size, backend="gloo", timeout_seconds=TIMEOUT_SECONDS)
+    groups = create_groups(Mesh.create(world_size, tp=world_size), rank, heartbeat, TIMEOUT_SECONDS)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(SEQUENCE // world_size, MICRO_BATCH, HIDDEN, generator=generator).requires_grad_()
+    ways = {}
+    for name in names:
+        answer({"progress": f"building {name}"})
+        ways[name] = Layers(groups, WAYS[name][1])
+        ways[name].step(x)
+    answer({"ready": {name: WAYS[name][0] for name in names}})
+    for line in lines:
+        request = json.loads(line)
+        chosen = {name: ways[name] for name in request["ways"]}
+        found = measure(chosen, request["rounds"], x, groups.world, lambda text: answer({"progress": text}))
+        answer({"measured": found})
+    disconnect(heartbeat)
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--systems", nargs="+", required=True)
+    args = parser.parse_args()
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    torch.set_num_threads(args.threads)
+    serve(sys.stdin, lambda value: print(json.dumps(value), file=replies), args.systems)
+
+
+if __name__ == "__main__":
+    main()

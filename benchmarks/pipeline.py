@@ -1,0 +1,338 @@
+"""Pipeline schedules with sleeps for compute: the engine's step beside the simulator's and torch.distributed.pipelining's.
+
+Ranks are processes with gloo on this machine. A stage sleeps a fixed time in its forward and in each half of its backward,
+and passes a small tensor on; so a pipeline of 8 ranks runs on 2 cores, and what is measured is who waits for whom and
+what the engine itself costs. Both sides run the same stages in turn, in the same processes. A step lasts from the moment
+at which all ranks are told to begin until the last one is done. Medians are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from megatron.core.comm.collectives import barrier, gather_objects
+from megatron.core.comm.pipeline import Mailbox
+from megatron.core.groups import Groups, create_groups
+from megatron.core.heartbeat import Heartbeat
+from megatron.core.mesh import Mesh
+from megatron.core.pipeline_parallel.engine import Engine
+from megatron.core.pipeline_parallel.passes import with_transfers
+from megatron.core.pipeline_parallel.schedules.named import build, chunks_of
+from megatron.core.pipeline_parallel.simulate import Costs, simulate
+from megatron.core.pipeline_parallel.validate import memory_in_flight
+from megatron.core.timeline import Timeline
+
+CPU = torch.device("cpu")
+SHAPE = (16,)
+SPIN = 3e-4  # seconds at the end of a sleep
+# Ours -> theirs. Their zero-bubble schedule with one stage a rank is the paper's ZB-H1, which it calls ZB1P.
+SCHEDULES: dict[str, Any] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zb-h1": schedules.ScheduleInterleavedZeroBubble,
+    "zb-v": schedules.ScheduleZBVZeroBubble,
+}
+HEADER = (
+    "| p | m | schedule | simulated ms | ours ms | ours / simulated | bubble: formula | simulated | ours "
+    "| kept: promised | ours | theirs | theirs ms | ours / theirs |"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. unit: seconds that a rank's layers take for F, I and W of a microbatch, each."""
+
+    p: int
+    m: int
+    name: str
+    unit: float
+
+    @property
+    def chunks(self) -> int:
+        """Stages a rank."""
+        return chunks_of(self.name, 2 if self.name == "interleaved" else None)
+
+    @property
+    def stage_seconds(self) -> float:
+        """Of each of F, I and W of a stage."""
+        return self.unit / self.chunks
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step on one rank. start, stop: of a clock that all processes of the machine share."""
+
+    start: float
+    stop: float
+    busy: float
+    kept: int
+
+
+class Work:
+    """What the stages of a rank do instead of computing, and what it came to."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.busy, self.alive, self.kept = seconds, 0.0, 0, 0
+
+    def forward(self) -> None:
+        """F."""
+        self._sleep()
+        self.alive += 1
+        self.kept = max(self.kept, self.alive)
+
+    def input_grad(self) -> None:
+        """I, or the first half of B."""
+        self._sleep()
+        self.alive -= 1
+
+    def weight_grad(self) -> None:
+        """W, or the second half of B."""
+        self._sleep()
+
+    def _sleep(self) -> None:
+        started = time.perf_counter()
+        # A process wakes up a tenth of a millisecond late; the end is met exactly.
+        time.sleep(max(0.0, self.seconds - SPIN))
+        while time.perf_counter() < started + self.seconds:
+            pass
+        self.busy += time.perf_counter() - started
+
+
+class Sleep(torch.autograd.Function):
+    """Passes its input on. The weight is there so that the first stage has something to differentiate for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, work: Work) -> Tensor:
+        """F."""
+        ctx.work = work
+        work.forward()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """I."""
+        ctx.work.input_grad()
+        return grads[0], grads[0].sum(), None
+
+
+class Ours:
+    """A Program of sleeping stages, and the step that runs it."""
+
+    def __init__(self, case: Case, groups: Groups) -> None:
+        self._schedule = with_transfers(build(case.name, case.p, case.m, v=case.chunks), overlap=True)
+        self._groups, self._mailbox = groups, Mailbox(groups, CPU, Timeline(CPU))
+        self._last = case.p * case.chunks - 1
+        self._weight = torch.zeros((), requires_grad=True)
+        self._input = torch.ones(SHAPE)
+        self.work = Work(case.stage_seconds)
+
+    def step(self) -> None:
+        """One training step. What the engine counts as alive is what the stages see."""
+        self.work.kept = 0
+        engine = Engine(self._schedule, self._groups.pp.rank, self, self._mailbox, torch.float32)
+        engine.run()
+        assert engine.peak_alive == self.work.kept, (engine.peak_alive, self.work.kept)
+
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        """See Program."""
+        out: Tensor = Sleep.apply(self._input if received is None else received, self._weight, self.work)
+        return out.sum() if stage == self._last else out
+
+    def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
+        """See Program."""
+        run()
+        self.work.weight_grad()
+
+    def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
+        """See Program."""
+        run()
+
+    def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
+        """See Program."""
+        self.work.weight_grad()
+
+    def shape(self, microbatch: int) -> tuple[int, ...]:
+        """See Program."""
+        return SHAPE
+
+
+class Theirs:
+    """The same stages under torch.distributed.pipelining, which calls `dw_builder`'s function for W."""
+
+    def __init__(self, case: Case, groups: Groups) -> None:
+        self.work = Work(case.stage_seconds)
+        chunks, rank, p = case.chunks, groups.pp.rank, case.p
+        numbers = [rank, 2 * p - 1 - rank] if case.name == "zb-v" else [rank + p * chunk for chunk in range(chunks)]
+        example = torch.zeros(1, *SHAPE)
+        stages = [
+            PipelineStage(
+                _Stage(self.work),
+                number,
+                p * chunks,
+                CPU,
+                input_args=example.clone().requires_grad_(number > 0),
+                output_args=example.clone().requires_grad_(),
+                group=groups.pp.process_group,
+                dw_builder=lambda: self.work.weight_grad,
+            )
+            for number in numbers
+        ]
+        single = case.name in ("gpipe", "1f1b")
+        self._schedule = SCHEDULES[case.name](
+            stages[0] if single else stages, case.m, loss_fn=lambda out, target: out.sum(), scale_grads=False
+        )
+        self._arguments = (torch.ones(case.m, *SHAPE),) if rank == 0 else ()
+        has_loss = numbers[-1] == p * chunks - 1
+        self._target = torch.zeros(case.m, *SHAPE) if has_loss else None
+
+    def step(self) -> None:
+        """One training step."""
+        self.work.kept = 0
+        losses: list[Tensor] | None = None if self._target is None else []
+        self._schedule.step(*self._arguments, target=self._target, losses=losses, return_outputs=False)
+
+
+class _Stage(nn.Module):
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.weight, self._work = nn.Parameter(torch.zeros(())), work
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x, self.weight, self._work)
+
+
+def measure(side: Ours | Theirs, groups: Groups) -> Measured:
+    """One step, begun together."""
+    side.work.busy = 0.0
+    barrier(groups.pp)
+    start = time.perf_counter()
+    side.step()
+    return Measured(start, time.perf_counter(), side.work.busy, side.work.kept)
+
+
+def row(case: Case, ranks: list[list[tuple[Measured, Measured]]], units: float) -> str:
+    """A line of the table from every rank's rounds of (ours, theirs)."""
+    computations = build(case.name, case.p, case.m, v=case.chunks)
+    costs = Costs.uniform(
+        case.p * case.chunks,
+        forward=case.stage_seconds,
+        input_grad=case.stage_seconds,
+        weight_grad=case.stage_seconds,
+    )
+    played = simulate(computations, costs)
+    ours, theirs = (
+        [_step([rank[number][side] for rank in ranks]) for number in range(len(ranks[0]))] for side in (0, 1)
+    )
+    ours_ms, theirs_ms = statistics.median(t for t, _ in ours), statistics.median(t for t, _ in theirs)
+    ratio = statistics.median(a / b for (a, _), (b, _) in zip(ours, theirs, strict=True))
+    simulated_bubble = statistics.mean(played.bubble(rank) for rank in range(case.p))
+    bubble = statistics.median(bubble for _, bubble in ours)
+    promised = [rank.awaiting_input_grad for rank in memory_in_flight(computations)]
+    kept = [[rank[-1][side].kept for rank in ranks] for side in (0, 1)]
+    cells = (
+        f"{case.p} | {case.m} | {case.name} | {played.makespan * 1e3:.1f} | {ours_ms * 1e3:.1f} | "
+        f"{ours_ms / played.makespan:.3f} | {formula(case):.1%} | {simulated_bubble:.1%} | {bubble:.1%} | "
+        f"{_listed(promised)} | {_listed(kept[0])} | {_listed(kept[1])} | {theirs_ms * 1e3:.1f} | {ratio:.3f}"
+    )
+    return f"| {cells} |"
+
+
+def formula(case: Case) -> float:
+    """Idle share of a step with F = I = W and m >= p, as docs/pipeline.md has it."""
+    p, m = case.p, case.m
+    return {
+        "gpipe": (p - 1) / (m + p - 1),
+        "1f1b": (p - 1) / (m + p - 1),
+        "interleaved": (p - 1) / (case.chunks * m + p - 1),
+        "zb-h1": (p - 1) / (3 * m + p - 1),
+        "zb-v": (p - 1) / (6 * m + p - 1),
+    }[case.name]
+
+
+def _step(ranks: list[Measured]) -> tuple[float, float]:
+    """(seconds from the first start to the last stop, share of it in which ranks did not sleep)"""
+    seconds = max(rank.stop for rank in ranks) - min(rank.start for rank in ranks)
+    return seconds, 1 - statistics.mean(rank.busy for rank in ranks) / seconds
+
+
+def _listed(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers)) if len(set(numbers)) > 1 else str(numbers[0])
+
+
+def worker(rank: int, p: int, port: int, cases: list[Case], rounds: int, pipe: Connection) -> None:
+    """A rank of all cases of one size. The first rank sends a line for each."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(p))
+    dist.init_process_group("gloo", rank=rank, world_size=p)
+    groups = create_groups(Mesh.create(p, pp=p), rank, Heartbeat(rank), 60.0)
+    for case in cases:
+        sides = Ours(case, groups), Theirs(case, groups)
+        found = [tuple(measure(side, groups) for side in sides) for _ in range(rounds + 1)]
+        ranks = gather_objects(found[1:], groups.pp)
+        if rank == 0:
+            pipe.send(row(case, ranks, case.unit))
+    dist.destroy_process_group()
+
+
+def run(p: int, cases: list[Case], rounds: int) -> None:
+    """Print the lines of one size."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.pipelining", "benchmarks.pipeline"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here, there = context.Pipe()
+    processes = [
+        context.Process(target=worker, args=(rank, p, port, cases, rounds, there), daemon=True) for rank in range(p)
+    ]
+    for process in processes:
+        process.start()
+    for _ in cases:
+        while not here.poll(1.0):
+            if any(process.exitcode for process in processes):
+                raise SystemExit("a rank failed; its error is above")
+        print(here.recv(), flush=True)
+    for process in processes:
+        process.join()
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sizes", nargs="+", default=["4x8", "4x16", "8x16"], metavar="PxM", help="ranks x microbatches"
+    )
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
+    parser.add_argument("--unit", type=float, default=60.0, help="ms of a rank's F, I and W of a microbatch, each")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    print(
+        f"F = I = W = {args.unit:g} ms a rank and microbatch, interleaved v = 2; {args.rounds} rounds; "
+        f"{os.cpu_count()} cores, Linux {platform.release()}, torch {torch.__version__}\n"
+    )
+    print(HEADER)
+    print("|" + "---|" * (HEADER.count("|") - 1), flush=True)
+    sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
+    for p in dict.fromkeys(p for p, _ in sizes):
+        cases = [Case(p, m, name, args.unit / 1e3) for q, m in sizes if q == p for name in args.schedules]
+        run(p, cases, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

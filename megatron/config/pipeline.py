@@ -1,0 +1,107 @@
+"""What the pipeline flags together mean: the schedule and the stages of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from megatron.config.parallel import ParallelConfig
+from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.partition import Stage, count_stages, parse_layout, partition, whole_model
+from megatron.core.pipeline_parallel.passes import with_transfers
+from megatron.core.pipeline_parallel.schedule import Placement, Schedule, round_robin, v_shape
+from megatron.core.pipeline_parallel.schedules.forward_only import forward_only
+from megatron.core.pipeline_parallel.schedules.named import build, chunks_of
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """schedule: a name of schedules/named.py. group: of `interleaved`, or None. overlap: transfers travel beside compute."""
+
+    schedule: str
+    placement: Placement
+    stages: tuple[Stage, ...]
+    group: int | None
+    overlap: bool
+
+    def schedule_of(self, num_microbatches: int) -> Schedule:
+        """The actions of a training step, transfers included. Raises ConfigError when the schedule cannot carry so many."""
+        return _with_transfers(self, num_microbatches)
+
+    def evaluation_of(self, num_microbatches: int) -> Schedule:
+        """The same of an evaluation: forwards only."""
+        return _with_transfers(self, num_microbatches, evaluation=True)
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        """The stages that a pipeline rank holds, in model order."""
+        return tuple(self.stages[number] for number in self.placement.stages_of(rank))
+
+
+ONE_STAGE = PipelineSettings("1f1b", round_robin(1), (), None, overlap=True)  # of a model that is not cut
+
+
+def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSettings:
+    """Raises ConfigError for flags that contradict each other or do not fit the number of layers."""
+    p = parallel.pipeline_model_parallel_size
+    if p == 1:
+        return dataclasses.replace(ONE_STAGE, stages=(whole_model(num_layers),))
+    asked = _virtual_stages(parallel, num_layers)
+    schedule = parallel.pipeline_schedule or ("interleaved" if asked is not None and asked > 1 else "1f1b")
+    v = chunks_of(schedule, asked)
+    placement = v_shape(p) if schedule == "zb-v" else round_robin(p, v)
+    if parallel.pipeline_model_parallel_layout is not None:
+        stages = parse_layout(parallel.pipeline_model_parallel_layout, num_layers, placement.num_stages)
+    else:
+        stages = partition(
+            num_layers,
+            placement.rank_of,
+            first=parallel.decoder_first_pipeline_num_layers,
+            last=parallel.decoder_last_pipeline_num_layers,
+            embedding_counts=parallel.account_for_embedding_in_pipeline_split,
+            head_counts=parallel.account_for_loss_in_pipeline_split,
+        )
+    settings = PipelineSettings(
+        schedule,
+        placement,
+        stages,
+        parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        parallel.overlap_p2p_communication,
+    )
+    settings.schedule_of(1)  # checks what is left
+    for rank in range(p):
+        if not any(stage.layers or stage.embedding or stage.head for stage in settings.stages_of(rank)):
+            raise ConfigError(f"pipeline rank {rank} would hold nothing; give it a layer, or use fewer ranks")
+    return settings
+
+
+@functools.lru_cache(maxsize=16)
+def _with_transfers(settings: PipelineSettings, num_microbatches: int, *, evaluation: bool = False) -> Schedule:
+    """Runs are made of few numbers of microbatches, and a large schedule takes a while."""
+    placement = settings.placement
+    p = placement.num_ranks
+    computations = build(settings.schedule, p, num_microbatches, v=placement.num_stages // p, group=settings.group)
+    return with_transfers(forward_only(computations) if evaluation else computations, overlap=settings.overlap)
+
+
+def _virtual_stages(parallel: ParallelConfig, num_layers: int) -> int | None:
+    """Virtual stages a rank as the flags ask for them."""
+    p, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
+    per_stage = parallel.num_layers_per_virtual_pipeline_stage
+    per_rank = parallel.num_virtual_stages_per_pipeline_rank
+    if per_stage is not None and per_rank is not None:
+        raise ConfigError(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
+        )
+    if per_stage is not None:
+        if num_layers % (p * per_stage):
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} on {p} pipeline ranks does not divide {num_layers} "
+                "layers; give --num-virtual-stages-per-pipeline-rank and an uneven split instead"
+            )
+        return num_layers // p // per_stage
+    if per_rank is None and layout is not None and parallel.pipeline_schedule is None:
+        # Megatron-LM takes the number of virtual stages from the layout.
+        stages = count_stages(layout)
+        return stages // p if stages % p == 0 else None
+    return per_rank

@@ -1,0 +1,53 @@
+"""Messages between neighbours of a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.comm.collectives import Handle, announced
+from megatron.core.groups import Group
+
+
+class _Both:
+    """The works of one exchange as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def shift_async(tensor: Tensor, group: Group, tag: int = 0) -> tuple[Tensor, Handle]:
+    """Send `tensor` to the group's next rank and receive the previous rank's, of the same shape; the last is before the
+    first.
+
+    The result may be read after the handle's `wait`, and `tensor` must not be written before. `tag` tells apart messages
+    that are in flight at the same time on gloo; NCCL keeps their order.
+    """
+    if group.size == 1:
+        return tensor, Handle("shift", group, None, (tensor,))
+    tensor = tensor.contiguous()
+    received = torch.empty_like(tensor)
+    following, before = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
+    with announced("shift", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes):
+        # Receives are posted first: gloo sends only what the receiver has asked for.
+        work = _Both(
+            dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.irecv, received, before, group.process_group, tag),
+                    dist.P2POp(dist.isend, tensor, following, group.process_group, tag),
+                ]
+            )
+        )
+    if tensor.is_cuda:
+        group.heartbeat.track("shift", group.ranks, group.name, work.is_completed)
+    return received, Handle("shift", group, work, (tensor, received))

@@ -1,0 +1,117 @@
+"""p2p: keys and values travel round a ring of ranks while each attends those it holds (Liu et al., arXiv 2310.01889).
+
+Balanced layout, so every rank has the same work at every step. Let M be the bytes of a rank's keys and values,
+2 * s / size * b * g * d * itemsize. A rank sends, a layer:
+  forward: (size - 1) * M, in size - 1 messages.
+  backward: 2 * (size - 1) * M: keys and values again, and as much of their gradients.
+Kept for the backward: q, this rank's keys and values, the output, and its log-sum-exp. Two more M are in flight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import Handle
+from megatron.core.comm.p2p import shift_async
+from megatron.core.context_parallel import layout
+from megatron.core.context_parallel.blocks import Attention, Gradient, Segments, zeros_like
+from megatron.core.context_parallel.plan import Block, ring_blocks
+from megatron.core.errors import ConfigError
+from megatron.core.groups import Group
+from megatron.kernels.ops.attention_lse import BlockKernel
+
+_KEYS, _GRADIENTS = 1, 2  # tags of what travels at the same time
+
+
+class RingAttention:
+    """An `AttentionKernel` for this rank's part of the sequence, in the balanced layout of `group`."""
+
+    def __init__(self, group: Group, kernel: BlockKernel) -> None:
+        self.group, self.kernel = group, kernel
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+    ) -> Tensor:
+        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
+
+        Raises ConfigError when dropout is not 0.
+        """
+        refuse_dropout(dropout)
+        out: Tensor = _Ring.apply(q, k, v, self, segments, window)
+        return out.flatten(2)
+
+    def steps(self, length: int, segments: Tensor | None, window: int | None) -> list[tuple[list[Block], Segments]]:
+        """(blocks, segments) of each step, for `length` tokens a rank. At step i the keys of rank - i are here."""
+        rank, size = self.group.rank, self.group.size
+        assert length % 2 == 0, f"a rank's part has two equal chunks, got {length} tokens"
+        parts = None if segments is None else [layout.take(segments, 1, r, size) for r in range(size)]
+        steps = []
+        for step in range(size):
+            source = (rank - step) % size
+            blocks = ring_blocks(rank, source, size, length // 2, window)
+            steps.append((blocks, None if parts is None else (parts[rank], parts[source])))
+        return steps
+
+
+class _Ring(torch.autograd.Function):
+    """One node for the whole ring: no tape of its blocks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingAttention, segments: Tensor | None, window: int | None
+    ) -> Tensor:
+        kv = torch.stack((k, v))
+        attention, here = Attention(ring.kernel, q), kv
+        steps = ring.steps(len(q), segments, window)
+        for step, (blocks, ids) in enumerate(steps, start=1):
+            # Posted before the attention of this step, waited for after it.
+            coming = shift_async(here, ring.group, _KEYS) if step < len(steps) else None
+            attention.add(here, blocks, ids)
+            if coming is not None:
+                here = _arrived(coming)
+        out = attention.out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, attention.lse, segments)
+        ctx.ring, ctx.window = ring, window
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of keys and values travel with them, one step behind: they are sent on while the next is attended."""
+        q, kv, out, lse, segments = ctx.saved_tensors
+        group = ctx.ring.group
+        gradient, here = Gradient(ctx.ring.kernel, grad.contiguous(), q, out, lse), kv
+        own, late = zeros_like(kv), None
+        steps = ctx.ring.steps(len(q), segments, ctx.window)
+        for step, (blocks, ids) in enumerate(steps, start=1):
+            coming = shift_async(here, group, _KEYS) if step < len(steps) else None
+            dkv = own if step == 1 else zeros_like(kv)
+            gradient.add(here, dkv, blocks, ids)
+            if late is not None:  # what the ranks before this one gave to the keys that are here
+                dkv += _arrived(late)
+            if step > 1:
+                late = shift_async(dkv.to(kv.dtype), group, _GRADIENTS)
+            if coming is not None:
+                here = _arrived(coming)
+        if late is not None:
+            own += _arrived(late)
+        dk, dv = own.to(kv.dtype).unbind()
+        return gradient.dq.to(q.dtype), dk, dv, None, None, None
+
+
+def _arrived(coming: tuple[Tensor, Handle]) -> Tensor:
+    tensor, handle = coming
+    handle.wait()
+    return tensor
+
+
+def refuse_dropout(dropout: float) -> None:
+    """Raise ConfigError unless it is 0: a block's backward would have to draw its mask again, and no kernel does both."""
+    if dropout > 0.0:
+        raise ConfigError(
+            f"--cp-comm-type p2p, all_gather and a2a+p2p cannot drop attention probabilities (--attention-dropout "
+            f"{dropout:g}); use --cp-comm-type a2a or --attention-dropout 0"
+        )

@@ -1,0 +1,97 @@
+"""a2a: an all-to-all turns a part of the sequence with all heads into all of the sequence with a part of the heads.
+
+DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). Any attention kernel then works on whole sequences, dropout included.
+Let Q = s / size * b * n * d * itemsize be the bytes of a rank's queries, and M those of its keys and values,
+2 * s / size * b * max(g, size) * d * itemsize. A rank sends, a layer:
+  forward: (size - 1) / size * (2 * Q + M), in two messages: queries, keys and values; the output.
+  backward: the same.
+Kept for the backward: what the kernel keeps, of n / size heads and all tokens: as much as without context parallelism
+on a part.
+
+`attention` may itself be cut over other ranks: with a `RingAttention` over groups of neighbours' places, this is a2a+p2p.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.context import copies_of_keys
+from megatron.core.comm.all_to_all import all_to_all
+from megatron.core.context_parallel import layout
+from megatron.core.groups import Group
+from megatron.kernels.ops.attention import AttentionKernel
+
+
+class UlyssesAttention:
+    """An `AttentionKernel` for this rank's part of the sequence, in the balanced layout of `group`.
+
+    `attention` gets [s, b, n / size, d], s being the tokens of `group` in natural order.
+    """
+
+    def __init__(self, group: Group, attention: AttentionKernel) -> None:
+        self._group, self._attention = group, attention
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+    ) -> Tensor:
+        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
+
+        Raises ConfigError when the heads cannot be shared out. Dropout draws from the current generator, which has to
+        differ between ranks as between the shards of a tensor-parallel layer.
+        """
+        size, (n, d) = self._group.size, q.shape[2:]
+        copies = copies_of_keys(n, k.shape[2], size)
+        parts = [_by_rank(x, size) for x in (q, _repeated(k, copies), _repeated(v, copies))]
+        # A rank's share of all three in one message: [size, s / size, b, (n + 2 g) / size, d].
+        heads: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self._group)
+        q, k, v = heads.split([x.shape[3] for x in parts], dim=2)
+        out = self._attention(q, k, v, segments=segments, window=window, dropout=dropout)
+        back: Tensor = _ToSequence.apply(out.unflatten(2, (-1, d)), self._group)
+        return back.permute(1, 2, 0, 3, 4).flatten(2)
+
+
+def _by_rank(x: Tensor, size: int) -> Tensor:
+    """[s, b, heads, d] -> [size, s, b, heads / size, d], a view."""
+    return x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
+
+
+def _repeated(x: Tensor, copies: int) -> Tensor:
+    """[s, b, g, d] -> [s, b, g * copies, d]; the gradient of the copies is summed."""
+    return x if copies == 1 else x.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
+
+
+class _ToHeads(torch.autograd.Function):
+    """[size, s / size, b, h, d] -> [s, b, h, d]. Forward and backward: an all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _to_heads(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_sequence(grad, ctx.group), None
+
+
+class _ToSequence(torch.autograd.Function):
+    """[s, b, h, d] -> [size, s / size, b, h, d]. Forward and backward: an all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _to_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grad, ctx.group), None
+
+
+def _to_heads(x: Tensor, group: Group) -> Tensor:
+    return layout.to_natural_order(all_to_all(x, group).flatten(0, 1), 0, group.size)
+
+
+def _to_sequence(x: Tensor, group: Group) -> Tensor:
+    return all_to_all(layout.to_rank_order(x, 0, group.size).unflatten(0, (group.size, -1)), group)

@@ -1,0 +1,78 @@
+"""A model whose layers lie on several pipeline ranks, read without backward.
+
+[Note: who waits]
+A step of generation needs the token of the step before, so one stage works at a time: pipeline ranks share the memory of
+a model and of its cache, not the time of a step. Batches that do not need each other's results (scores) follow one
+another through the stages, because a send does not wait for its receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import broadcast
+from megatron.core.comm.pipeline import Mailbox
+from megatron.core.models.gpt import GPTModel
+from megatron.core.timeline import Timeline
+from megatron.core.transformer.context import Build, KeyValueCache
+
+
+class StagedModel:
+    """The whole model, on every pipeline rank; each has one stage of it and gives the same tokens.
+
+    On one pipeline rank it is the model itself, and nothing is communicated.
+    """
+
+    def __init__(self, model: GPTModel, build: Build) -> None:
+        """`model`: in evaluation mode; its one stage is numbered as its pipeline rank."""
+        self._model, self._build, self._pp = model, build, build.groups.pp
+        self._mailbox = Mailbox(build.groups, build.device, Timeline(build.device))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers on this rank: as many caches belong here."""
+        return len(self._model.stages[self._pp.rank].layers)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
+    ) -> Tensor | None:
+        """GPTModel's logits on the last rank, None on the others. caches: of the layers on this rank.
+
+        Communication: hidden states [s, b, h] from the rank before and to the next one, and the stage's own.
+        """
+        rank, received = self._pp.rank, None
+        if rank > 0:
+            b, s = tokens.shape
+            shape, dtype = self._model.hidden_shape(b, s), self._model.hidden_dtype
+            received = self._mailbox.receive(shape, dtype, rank - 1, f"from {rank - 1}").take()
+        out = self._model(tokens, positions, segments=segments, caches=caches, stage=rank, received=received)
+        if rank == self._pp.size - 1:
+            return out
+        self._mailbox.send(out, rank + 1, f"to {rank + 1}")
+        return None
+
+    def step(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, caches: Sequence[KeyValueCache]
+    ) -> Tensor:
+        """Logits of the last position [b, padded vocab / tp], on every rank.
+
+        Communication: that of `forward`, and one broadcast of the result over pp.
+        """
+        logits = self.forward(tokens, positions, segments, caches)
+        vocab = self._build.config.padded_vocab_size // self._build.groups.tp.size
+        found = None if logits is None else logits[-1]
+        return self.share(found, (len(tokens), vocab), self._build.dtype)
+
+    def share(self, found: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What the last rank has found, on every rank. Communication: one broadcast over pp."""
+        self._mailbox.flush()
+        if found is None:
+            found = torch.empty(shape, dtype=dtype, device=self._build.device)
+        return broadcast(found.contiguous(), self._pp, self._pp.size - 1)

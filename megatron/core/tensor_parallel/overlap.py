@@ -1,0 +1,216 @@
+"""How the products of the sharded linear layers and their communication over tp are interleaved.
+
+*Dependent*: a product needs what is gathered, or what is reduced comes from it. `Plain` does one after the other;
+`InPieces` cuts the rows and multiplies one piece while others travel; `Fused` leaves that to torch's operations on
+symmetric memory. *Independent* ("bulk" in Megatron-LM's flags): a product runs beside communication that it has nothing to
+do with. That needs no pieces, so all of them do it: in a column layer's backward the input is gathered beside the
+input-gradient product, and the input gradient is reduced beside the weight-gradient product.
+
+Shapes: s sequence, b batch, in/out features of the local weight [out, in]. With sequence parallelism the leading dim
+of what is gathered or scattered is s/tp. A row of the product depends on its own row of the input alone, so pieces change
+no sum; a GEMM may pick another kernel for fewer rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.config.parallel import ParallelConfig
+from megatron.core.comm import symmetric
+from megatron.core.comm.collectives import (
+    Handle,
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    all_reduce_async,
+    reduce_scatter,
+    reduce_scatter_async,
+)
+from megatron.core.comm.pieces import PieceComm
+from megatron.core.groups import Group
+from megatron.core.timeline import Timeline
+from megatron.kernels.ops.gemm import RowGemm, input_grad, linear
+
+# Of a piece: enough for an efficient product, and to be worth a message to every other rank.
+LEAST_ROWS = {"cpu": 64, "cuda": 512}
+# Of a product that is all-reduced.
+MOST_PIECES = 8
+
+
+class Plain:
+    """Communicate, then multiply; or multiply, then communicate."""
+
+    name = "off"  # in the start-up table
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self._bulk_dgrad, self._bulk_wgrad = parallel.tp_comm_bulk_dgrad, parallel.tp_comm_bulk_wgrad
+
+    def gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+        """x [s/tp, b, in] -> [s, b, out]. Communication: an all-gather of x."""
+        return linear(all_gather(x, tp), weight, bias)
+
+    def linear_sum(self, x: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> Tensor:
+        """x [s, b, in] -> the sum over tp of [s, b, out], or this rank's [s/tp, b, out] of it.
+
+        Communication: a reduce-scatter (`scatter`) or an all-reduce of the product.
+        """
+        out = linear(x, weight)
+        return reduce_scatter(out, tp) if scatter else all_reduce(out, tp)
+
+    def gather_input_grad(self, grad: Tensor, weight: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+        """grad [s/tp, b, out] -> (gathered [s, b, out], its product [s, b, in]). Communication: an all-gather of grad."""
+        full = all_gather(grad, tp)
+        return full, input_grad(full, weight)
+
+    def input_grad_sum(self, grad: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> tuple[Tensor, list[Handle]]:
+        """grad [s, b, out] -> the sum over tp of [s, b, in], or [s/tp, b, in] of it, there after the handles' `wait`.
+
+        Communication: a reduce-scatter (`scatter`) or an all-reduce of the product.
+        """
+        total = input_grad(grad, weight)
+        if scatter:
+            total, handle = reduce_scatter_async(total, tp)
+        else:
+            handle = all_reduce_async(total, tp)
+        return total, self._beside([handle], self._bulk_wgrad)
+
+    def gather_input(self, x: Tensor, tp: Group) -> tuple[Tensor, list[Handle]]:
+        """x [s/tp, b, in] -> [s, b, in], there after the handles' `wait`. Communication: an all-gather."""
+        full, handle = all_gather_async(x, tp)
+        return full, self._beside([handle], self._bulk_dgrad)
+
+    def _beside(self, handles: list[Handle], bulk: bool) -> list[Handle]:
+        if bulk:
+            return handles
+        wait(handles)
+        return []
+
+
+PLAIN = Plain(ParallelConfig())
+
+
+class InPieces(Plain):
+    """Multiply some rows while others travel; see comm/pieces.py for the order."""
+
+    def __init__(self, parallel: ParallelConfig, comm: PieceComm, name: str, least_rows: int) -> None:
+        """least_rows: of a piece."""
+        super().__init__(parallel)
+        self.name = name
+        self._gather, self._reduce = parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs
+        self._comm, self._least_rows = comm, least_rows
+
+    def gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+        """See Plain."""
+        if not self._gather:
+            return super().gather_linear(x, weight, bias, tp)
+        _, out = self._gathered_product(x, RowGemm(weight.t(), bias), weight.shape[0])
+        return _like(out, x)
+
+    def linear_sum(self, x: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> Tensor:
+        """See Plain."""
+        if not self._reduce:
+            return super().linear_sum(x, weight, tp, scatter=scatter)
+        gemm, columns = RowGemm(weight.t()), weight.shape[0]
+        if scatter:
+            return _like(self._scattered_product(x, gemm, columns), x)
+        total, handles = self._reduced_product(x, gemm, columns, tp)
+        wait(handles)
+        return _like(total, x)
+
+    def gather_input_grad(self, grad: Tensor, weight: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+        """See Plain."""
+        if not self._gather:
+            return super().gather_input_grad(grad, weight, tp)
+        full, out = self._gathered_product(grad, RowGemm(weight), weight.shape[1])
+        return _like(full, grad), _like(out, grad)
+
+    def input_grad_sum(self, grad: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> tuple[Tensor, list[Handle]]:
+        """As in Plain, where the whole reduce-scatter has the weight gradient beside it; an all-reduce, which takes twice
+        as long, starts with the first rows of the product."""
+        if scatter or not self._reduce:
+            return super().input_grad_sum(grad, weight, tp, scatter=scatter)
+        total, handles = self._reduced_product(grad, RowGemm(weight), weight.shape[1], tp)
+        return _like(total, grad), self._beside(handles, self._bulk_wgrad)
+
+    def _gathered_product(self, x: Tensor, gemm: RowGemm, columns: int) -> tuple[Tensor, Tensor]:
+        x = x.flatten(0, -2)
+        full, arriving = self._comm.gather(x, self._least_rows)
+        out = x.new_empty((full.shape[0], columns))
+        for rows in arriving:
+            gemm(full[rows], out[rows])
+        return full, out
+
+    def _scattered_product(self, x: Tensor, gemm: RowGemm, columns: int) -> Tensor:
+        x = x.flatten(0, -2)
+        shard, leaving = self._comm.scatter(x.shape[0], columns, x, self._least_rows)
+        for rows, out in leaving:
+            gemm(x[rows], out)
+        return shard
+
+    def _reduced_product(self, x: Tensor, gemm: RowGemm, columns: int, tp: Group) -> tuple[Tensor, list[Handle]]:
+        x = x.flatten(0, -2)
+        out = x.new_empty((x.shape[0], columns))
+        handles = []
+        pieces = max(1, min(MOST_PIECES, x.shape[0] // self._least_rows))
+        for source, product in zip(x.tensor_split(pieces), out.tensor_split(pieces), strict=True):
+            gemm(source, product)
+            handles.append(all_reduce_async(product, tp))
+        return out, handles
+
+
+class Fused(InPieces):
+    """torch's fused operations on symmetric memory, for what they do; all-reduces in pieces. CUDA only.
+
+    They take no bias: it is added to the rounded product.
+    """
+
+    def gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+        """See Plain."""
+        if not self._gather:
+            return super().gather_linear(x, weight, bias, tp)
+        _, out = symmetric.gather_matmul(x.flatten(0, -2), weight.t(), tp, keep=False)
+        return _like(out if bias is None else out.add_(bias), x)
+
+    def gather_input_grad(self, grad: Tensor, weight: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+        """See Plain."""
+        if not self._gather:
+            return super().gather_input_grad(grad, weight, tp)
+        full, out = symmetric.gather_matmul(grad.flatten(0, -2), weight, tp, keep=True)
+        assert full is not None
+        return _like(full, grad), _like(out, grad)
+
+    def _scattered_product(self, x: Tensor, gemm: RowGemm, columns: int) -> Tensor:
+        return symmetric.matmul_scatter(x.flatten(0, -2), gemm.matrix, self._comm.group)
+
+
+def choose_overlap(
+    parallel: ParallelConfig, tp: Group, device: torch.device, backend: str | None, timeline: Timeline
+) -> tuple[Plain, str]:
+    """How this run interleaves, and why it is not the best way there is ("" when it is, or nothing was asked for).
+
+    `backend`: "gloo", "nccl" or None in a world of one. Communication: small gathers over tp, when CUDA is asked.
+    """
+    plain = Plain(parallel)
+    if not parallel.tp_comm_overlap:
+        return plain, ""
+    if tp.size == 1:
+        return plain, "tp = 1"
+    if device.type == "cuda" and backend != "nccl":
+        return plain, f"{backend} sends no pieces from GPU memory"
+    comm, least_rows = PieceComm(tp, device, timeline), LEAST_ROWS[device.type]
+    missing = symmetric.why_not(tp, device) if parallel.sequence_parallel else "it needs --sequence-parallel"
+    if missing is None:
+        return Fused(parallel, comm, "fused, symmetric memory", least_rows), ""
+    return InPieces(parallel, comm, f"in pieces, {backend}", least_rows), f"no symmetric memory: {missing}"
+
+
+def wait(handles: list[Handle]) -> None:
+    """Wait for all of them."""
+    for handle in handles:
+        handle.wait()
+
+
+def _like(rows: Tensor, x: Tensor) -> Tensor:
+    """[rows, columns] -> [..., columns] with the dims of x [s, b, ...] between."""
+    return rows.view(-1, *x.shape[1:-1], rows.shape[-1])

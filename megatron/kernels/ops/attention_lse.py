@@ -1,0 +1,200 @@
+"""Attention of one block of queries to one block of keys, with its log-sum-exp, so that blocks can be merged.
+
+Blocks of the same queries are merged by their log-sum-exps; the gradient of each block then follows from the merged
+output and log-sum-exp alone (Dao, arXiv 2307.08691). `reference` is plain torch in fp32 and the contract of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.kernels.backends import flash
+from megatron.kernels.ops import attention_lse_cpu, attention_lse_cuda
+from megatron.kernels.ops.attention_rule import Rule
+from megatron.kernels.ops.gemm import slow_half
+
+
+class Forward(Protocol):
+    """q [s, b, n, d]; k, v [t, b, g, d], g dividing n -> output [s, b, n, d], log-sum-exp [b, n, s] in fp32.
+
+    The output is in q's dtype or fp32. A query that sees none of the keys gets output 0 and log-sum-exp -inf.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]: ...
+
+
+class Backward(Protocol):
+    """This block's part of the gradients of q, k and v, in q's dtype or fp32.
+
+    grad, out [s, b, n, d] and lse [b, n, s] are of the attention to all blocks, not of this one.
+    """
+
+    def __call__(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class BlockKernel(NamedTuple):
+    """Attention of a block, and its gradient. No communication."""
+
+    forward: Forward
+    backward: Backward
+
+
+def choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[BlockKernel, str]:
+    """The kernel for `--attention-backend asked`, and "kernel (why this one)" for the start-up table.
+
+    Raises ConfigError when flash is asked for and cannot be used.
+    """
+    missing = flash.missing(device, dtype)
+    if asked == "flash" and missing:
+        raise ConfigError(f"--attention-backend flash cannot be used: {missing}; use auto or fused")
+    if asked == "unfused":
+        return reference, "unfused blocks (plain torch in fp32, asked for)"
+    if device.type == "cuda":
+        if asked != "fused" and not missing:
+            return flash_attention, f"flash blocks ({flash.version()})"
+        why = "asked for" if asked == "fused" else f"no flash: {missing}"
+        return efficient, f"memory-efficient blocks ({why})"
+    if slow_half(device, dtype):
+        name = str(dtype).removeprefix("torch.")
+        return in_fp32(cpu), f"fused blocks (torch's flash for CPUs in fp32, this one has no {name} products)"
+    return cpu, "fused blocks (torch's flash for CPUs)"
+
+
+def in_fp32(kernel: BlockKernel) -> BlockKernel:
+    """`kernel` on fp32 copies of half-precision tensors."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        return kernel.forward(q.float(), k.float(), v.float(), rule)
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return kernel.backward(grad.float(), q.float(), k.float(), v.float(), out.float(), lse, rule)
+
+    return BlockKernel(forward, backward)
+
+
+def prefix_apart(kernel: BlockKernel) -> BlockKernel:
+    """For a `kernel` that needs a mask to attend queries to their own keys and others before: two calls without one."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        before = rule.prefix(len(q), len(k))
+        if not before:
+            return kernel.forward(q, k, v, rule)
+        out, lse = kernel.forward(q, k[before:], v[before:], Rule(0))
+        out = _wide(out)
+        merge_(out, lse, *kernel.forward(q, k[:before], v[:before], Rule()))
+        return out, lse
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        before = rule.prefix(len(q), len(k))
+        if not before:
+            return kernel.backward(grad, q, k, v, out, lse, rule)
+        dq, *own = kernel.backward(grad, q, k[before:], v[before:], out, lse, Rule(0))
+        more, *others = kernel.backward(grad, q, k[:before], v[:before], out, lse, Rule())
+        dk, dv = (torch.cat(pair) for pair in zip(others, own, strict=True))
+        return _wide(dq) + more, dk, dv
+
+    return BlockKernel(forward, backward)
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Take a block's result into `out` [s, b, n, d] and `lse` [b, n, s], in place, in their dtype (fp32 at least).
+
+    A query may have no key so far, `out` 0 and `lse` -inf, or none in the block; one without a key in either is NaN.
+    """
+    total = torch.logaddexp(lse, block_lse)
+    share = (block_lse - total).exp_().permute(2, 0, 1).unsqueeze(-1)  # of the block in the sum
+    out.lerp_(block_out.to(out.dtype), share)
+    lse.copy_(total)
+
+
+def _probabilities(q: Tensor, k: Tensor, lse: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    """([b, g, m, s, t] weights, log-sum-exp [b, g, m, s]) of q [s, b, g, m, d] and k [t, b, g, d]; lse None: the block's."""
+    s, t = q.shape[0], k.shape[0]
+    scores = torch.einsum("sbgmd,tbgd->bgmst", q, k) / math.sqrt(q.shape[-1])
+    mask = rule.mask(s, t, q.device)
+    if mask is not None:
+        mask = mask if mask.dim() == 2 else mask.unsqueeze(1)
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if lse is None:
+        lse = scores.logsumexp(dim=-1)
+    # -inf - -inf is not a number: a blind query's scores are compared with 0 instead.
+    base = lse.masked_fill(lse.isneginf(), 0.0)
+    return (scores - base.unsqueeze(-1)).exp(), lse
+
+
+def reference_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Plain torch in fp32, or fp64 for fp64. Holds the block's [b, n, s, t] weights."""
+    q, k, v = _wide(q, k.shape[2]), _wide(k), _wide(v)
+    weights, lse = _probabilities(q, k, None, rule)
+    return torch.einsum("bgmst,tbgd->sbgmd", weights, v).flatten(2, 3), lse.flatten(1, 2)
+
+
+def reference_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The softmax's gradient from the merged log-sum-exp: dS = P * (dP - sum(grad * out))."""
+    groups = k.shape[2]
+    grad, q, out, k, v = _wide(grad, groups), _wide(q, groups), _wide(out, groups), _wide(k), _wide(v)
+    weights, _ = _probabilities(q, k, lse.unflatten(1, q.shape[2:4]), rule)
+    delta = (grad * out).sum(-1).permute(1, 2, 3, 0)  # [b, g, m, s]
+    into_weights = torch.einsum("sbgmd,tbgd->bgmst", grad, v)
+    scores = weights * (into_weights - delta.unsqueeze(-1)) / math.sqrt(q.shape[-1])
+    dq = torch.einsum("bgmst,tbgd->sbgmd", scores, k).flatten(2, 3)
+    dk = torch.einsum("bgmst,sbgmd->tbgd", scores, q)
+    dv = torch.einsum("bgmst,sbgmd->tbgd", weights, grad)
+    return dq, dk, dv
+
+
+def _wide(x: Tensor, groups: int | None = None) -> Tensor:
+    """In fp32 at least; with `groups`, heads [.., n, d] as [.., g, n / g, d]."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if groups is None else x.unflatten(2, (groups, -1))
+
+
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """torch's memory-efficient attention on CUDA, or the reference where the width of a head does not suit it."""
+    if not attention_lse_cuda.efficient_takes(q):
+        return reference_forward(q, k, v, rule)
+    return attention_lse_cuda.efficient_forward(q, k, v, rule)
+
+
+def efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `efficient_forward`."""
+    if not attention_lse_cuda.efficient_takes(q):
+        return reference_backward(grad, q, k, v, out, lse, rule)
+    return attention_lse_cuda.efficient_backward(grad, q, k, v, out, lse, rule)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """FlashAttention on CUDA; what it cannot do (segments, heads of an unusual width) as `efficient_forward`."""
+    if not attention_lse_cuda.flash_takes(q, k, rule):
+        return efficient_forward(q, k, v, rule)
+    return attention_lse_cuda.flash_forward(q, k, v, rule)
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `flash_forward`."""
+    if not attention_lse_cuda.flash_takes(q, k, rule):
+        return efficient_backward(grad, q, k, v, out, lse, rule)
+    return attention_lse_cuda.flash_backward(grad, q, k, v, out, lse, rule)
+
+
+reference = BlockKernel(reference_forward, reference_backward)
+cpu = prefix_apart(BlockKernel(attention_lse_cpu.forward, attention_lse_cpu.backward))
+efficient = prefix_apart(BlockKernel(efficient_forward, efficient_backward))
+flash_attention = BlockKernel(flash_forward, flash_backward)

@@ -1,0 +1,152 @@
+"""Attention of a block with its log-sum-exp through torch's CUDA kernels, called below autograd.
+
+Shapes and meaning are those of `attention_lse`: q [s, b, n, d]; k, v [t, b, g, d]; lse [b, n, s].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.backends.flash import LARGEST_HEAD
+from megatron.kernels.ops.attention_rule import Rule, forget_blind
+
+_VECTOR_BYTES = 16  # the memory-efficient kernel reads heads and masks in pieces of this size
+_LSE_ROWS = 32  # and pads the log-sum-exp to a multiple of this
+
+
+def flash_takes(q: Tensor, k: Tensor, rule: Rule) -> bool:
+    """Whether FlashAttention can do this block."""
+    s, t, d = q.shape[0], k.shape[0], q.shape[-1]
+    if rule.segments is not None or d % 8 or d > LARGEST_HEAD:
+        return False
+    if rule.offset is None:
+        return True
+    left, right = _reach(rule, s, t)
+    # It takes a reach of t keys or more for an unlimited one, which holds only when there are no more queries than keys.
+    return s <= t and right >= 0 and (left is None or left >= 0)
+
+
+def _reach(rule: Rule, s: int, t: int) -> tuple[int | None, int]:
+    """Keys to the left and right of a query's own, which is the one as far from the last key as it from the last query."""
+    assert rule.offset is not None
+    right = rule.offset - (t - s)
+    return (None if rule.window is None else rule.window - 1 - right), right
+
+
+def _window(rule: Rule, s: int, t: int) -> tuple[bool, dict[str, int]]:
+    """(causal, window arguments) of FlashAttention."""
+    if rule.offset is None:
+        return False, {}
+    left, right = _reach(rule, s, t)
+    if left is None and right == 0:
+        return True, {}
+    return False, {"window_size_left": -1 if left is None else left, "window_size_right": right}
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2, or 3 where active. Takes grouped heads and any strides."""
+    s, t = q.shape[0], k.shape[0]
+    causal, window = _window(rule, s, t)
+    no_packing, no_dropout, debug = (None, None), 0.0, False
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *_batch_first(q, k, v), *no_packing, s, t, no_dropout, causal, debug, **window
+    )
+    return out.transpose(0, 1), lse
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradient, from the merged output and log-sum-exp."""
+    s, t = q.shape[0], k.shape[0]
+    causal, window = _window(rule, s, t)
+    no_packing, no_dropout = (None, None), 0.0
+    # Read only where something is dropped.
+    seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))
+    gradients = torch.ops.aten._flash_attention_backward(
+        *_batch_first(grad, q, k, v, out),
+        lse.contiguous(),
+        *no_packing,
+        s,
+        t,
+        no_dropout,
+        causal,
+        seed,
+        offset,
+        **window,
+    )
+    dq, dk, dv = (x.transpose(0, 1) for x in gradients)
+    return dq, dk, dv
+
+
+def _batch_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(0, 1) for x in tensors]
+
+
+def efficient_takes(q: Tensor) -> bool:
+    """Whether the memory-efficient kernel can do blocks of this head width."""
+    return q.shape[-1] * q.element_size() % _VECTOR_BYTES == 0
+
+
+def efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """torch's memory-efficient attention: fp32 as well as halves, and masks. It wants a key head for each query head."""
+    s, n = q.shape[0], q.shape[2]
+    mask = None if rule.square(s, k.shape[0]) else rule.mask(s, k.shape[0], q.device)
+    with_lse, no_dropout = True, 0.0
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *_heads_first(q, _repeated(k, n), _repeated(v, n)),
+        _bias(mask, q),
+        with_lse,
+        no_dropout,
+        rule.square(s, k.shape[0]),
+    )
+    return forget_blind(out.permute(2, 0, 1, 3), lse[..., :s], mask)
+
+
+def efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradient, from the merged output and log-sum-exp; gradients of repeated heads are summed in fp32."""
+    s, n = q.shape[0], q.shape[2]
+    square = rule.square(s, k.shape[0])
+    mask = None if square else rule.mask(s, k.shape[0], q.device)
+    seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))  # read only where something is dropped
+    wanted, no_dropout = [True, True, True, False], 0.0
+    heads = _heads_first(grad, q, _repeated(k, n), _repeated(v, n))
+    padded = F.pad(lse, (0, -s % _LSE_ROWS), value=float("inf")).contiguous()
+    # The kernel takes any strides, but the output's tokens have to follow each other within a sample.
+    solid = out.transpose(0, 1).contiguous().transpose(1, 2)
+    gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        *heads, _bias(mask, q), solid, padded, seed, offset, no_dropout, wanted, square
+    )
+    dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients[:3])
+    return dq, _summed(dk, k.shape[2]), _summed(dv, k.shape[2])
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.permute(1, 2, 0, 3) for x in tensors]
+
+
+def _repeated(x: Tensor, n: int) -> Tensor:
+    """[t, b, g, d] -> [t, b, n, d]."""
+    return x if x.shape[2] == n else x.repeat_interleave(n // x.shape[2], dim=2)
+
+
+def _summed(grad: Tensor, groups: int) -> Tensor:
+    """[t, b, n, d] -> [t, b, g, d] in fp32."""
+    if grad.shape[2] == groups:
+        return grad
+    return grad.unflatten(2, (groups, -1)).sum(3, dtype=torch.float32)
+
+
+def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """0 where visible and -inf elsewhere, [b, n, s, t] by strides, in memory whose rows begin at whole vectors."""
+    if mask is None:
+        return None
+    _, b, n, _ = q.shape
+    t = mask.shape[-1]
+    rows = torch.empty((*mask.shape[:-1], t + -t % _VECTOR_BYTES), dtype=q.dtype, device=q.device)
+    bias = rows[..., :t].zero_().masked_fill_(~mask, float("-inf"))
+    return bias.expand(b, n, *bias.shape[-2:])

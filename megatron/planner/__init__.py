@@ -1,0 +1,1 @@
+"""What a layout will cost, before anything is started. No torch."""

@@ -1,0 +1,83 @@
+"""Training is the same however layers and sequences are cut: every schedule, every way of context parallelism."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from megatron.config.context import inner_size
+from megatron.config.data_parallel import data_parallel_settings
+from megatron.config.rules import check
+from megatron.training.layout_parity import Layout, assemble, compare, measure, reduced, under
+from tests import pool
+from tests.parallel.test_layout_parity import LIMIT, MODELS
+from tests.unit.config.runs import make_run
+
+STEPS, LAYERS, MICROBATCHES = 20, 8, 5
+SCHEDULES = [("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)]
+LAYOUTS = [Layout(1, 1, False, pp, schedule, v) for pp in (2, 4) for schedule, v in SCHEDULES]
+LAYOUTS += [Layout(1, 1, False, 2, "interleaved", 4)]
+CONTEXTS = [Layout(1, 1, cp=cp, comm_type=kind) for cp in (2, 4) for kind in ("p2p", "all_gather", "a2a")]
+CONTEXTS += [Layout(1, 1, cp=4, comm_type="a2a+p2p"), Layout(1, 1, cp=3, comm_type="p2p")]
+MIXED = [
+    Layout(2, 2, True, 2, "1f1b"),
+    Layout(2, 2, True, 2, "zb-v"),
+    Layout(2, 1, False, 4, "interleaved", 2),
+    Layout(1, 2, False, 4, "zb-h1"),
+    Layout(2, 2, True, cp=2, comm_type="p2p"),
+    Layout(1, 2, pp=2, schedule="1f1b", cp=2, comm_type="a2a"),
+    Layout(2, 1, True, 2, "zb-v", cp=2, comm_type="all_gather"),
+    Layout(1, 1, pp=2, schedule="interleaved", chunks=2, cp=4, comm_type="p2p a2a all_gather a2a+p2p " * 2),
+]
+OVERLAPPED = {"overlapped_distributed_optimizer": True}
+
+
+def small(model, microbatches, parallel=()):
+    """Deep enough for every layout; per data-parallel rank of two, `microbatches`."""
+    run = reduced(make_run(**MODELS[model], **dict(parallel)), STEPS)
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, num_layers=LAYERS, hidden_size=32, kv_channels=8, ffn_hidden_size=32),
+        train=dataclasses.replace(run.train, global_batch_size=2 * microbatches),
+    )
+
+
+def measured(rank, size, run, layout):
+    instances = data_parallel_settings(run.parallel).optimizer_instances
+    inner = inner_size(under(run, layout).parallel)
+    groups = pool.groups(tp=layout.tp, cp=layout.cp, pp=layout.pp, instances=instances, inner=inner)
+    losses, found = measure(under(run, layout), groups, torch.device("cpu"))
+    return losses, [(name, where, piece.numpy()) for name, where, piece in found]
+
+
+@functools.cache
+def reference(model, microbatches):
+    return assemble(pool.run(1, measured, small(model, microbatches), Layout(1, 1)))
+
+
+def assert_same(model, layout, microbatches, parallel=()):
+    run = small(model, microbatches, parallel)
+    check(under(run, layout), layout.world_size)
+    found = assemble(pool.run(layout.world_size, measured, run, layout))
+    difference = compare(reference(model, microbatches), found)
+    assert difference.loss <= LIMIT, f"losses differ by {difference.loss:.1e}"
+    assert difference.gradient <= LIMIT, f"{difference.parameter} differs by {difference.gradient:.1e}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_schedules(model, layout):
+    assert_same(model, layout, MICROBATCHES)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", CONTEXTS, ids=str)
+def test_contexts(model, layout):
+    assert_same(model, layout, 2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", MIXED, ids=str)
+def test_with_other_axes_and_the_overlapped_optimizer(model, layout):
+    assert_same(model, layout, 3, tuple(OVERLAPPED.items()))

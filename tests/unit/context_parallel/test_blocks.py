@@ -1,0 +1,54 @@
+"""Blocks merged and gradients added up are the attention of one process, for any number of ranks."""
+
+import pytest
+import torch
+
+from megatron.core.context_parallel.blocks import Attention
+from megatron.core.context_parallel.plan import Block
+from megatron.kernels.ops import attention_lse
+from tests.unit.context_parallel import simulated
+from tests.unit.kernels.close import random
+
+KERNELS = {"reference": (attention_lse.reference, 2), **{f"cpu {n}": (attention_lse.cpu, n) for n in (1, 2, 5)}}
+
+
+def inputs(s, n, g, dtype=torch.float32):
+    return [random(s, 2, heads, 8, dtype=dtype, seed=seed) for seed, heads in enumerate((n, g, g, n))]
+
+
+@pytest.mark.parametrize(("kernel", "size"), KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("run", [simulated.ring, simulated.prefix])
+@pytest.mark.parametrize("segments", [None, torch.arange(40).expand(2, 40) // 11], ids=["", "segments"])
+@pytest.mark.parametrize("window", [None, 1, 9])
+def test_as_one_process(kernel, size, run, segments, window):
+    data = inputs(40, 4, 2)
+    found = run(kernel, *data, size, segments, window)
+    for a, b in zip(found, simulated.exact(*data, segments, window), strict=True):
+        scale = float(b.abs().max()) or 1.0  # a window of one gives queries and keys no gradient
+        assert (a.double() - b).abs().max() <= 3e-6 * scale
+
+
+def test_merges_are_fp32():
+    """Sixteen blocks of bf16: off by no more than the rounding of a block's output, and of the result."""
+    q, k, v, _ = inputs(80, 4, 2, torch.bfloat16)
+    attention = Attention(attention_lse.reference, q)
+    blocks = [Block(slice(0, 80), slice(5 * n, 5 * n + 5), None, None) for n in range(16)]
+    attention.add(torch.stack((k, v)), blocks, None)
+    whole, lse = attention_lse.reference.forward(*(x.double() for x in (q, k, v)), attention_lse.Rule())
+    assert attention.out.dtype == attention.lse.dtype == torch.float32
+    torch.testing.assert_close(attention.out.double(), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attention.lse.double(), lse, rtol=1e-5, atol=1e-6)
+
+
+def test_very_different_blocks():
+    """A block that outweighs all others, first or last, and scores that would overflow an exponential."""
+    q, k, v, _ = inputs(8, 2, 2)
+    q, k = 30 * q, 30 * k
+    whole, lse = attention_lse.reference.forward(*(x.double() for x in (q, k, v)), attention_lse.Rule())
+    assert lse.abs().max() > 100
+    for order in (range(8), reversed(range(8))):
+        attention = Attention(attention_lse.cpu, q)
+        blocks = [Block(slice(0, 8), slice(n, n + 1), None, None) for n in order]
+        attention.add(torch.stack((k, v)), blocks, None)
+        torch.testing.assert_close(attention.lse.double(), lse, rtol=1e-6, atol=1e-4)
+        torch.testing.assert_close(attention.out.double(), whole, rtol=1e-3, atol=1e-3)

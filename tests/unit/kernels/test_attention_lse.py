@@ -1,0 +1,260 @@
+"""Attention of a block: output, log-sum-exp, and gradients from merged results; kernels against the definition in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.core.errors import ConfigError
+from megatron.kernels.ops import attention_lse, attention_lse_cuda, gemm
+from megatron.kernels.ops.attention_rule import Rule
+from tests.unit.kernels.close import random
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+KERNELS = {
+    "reference": attention_lse.reference,
+    "cpu": attention_lse.cpu,
+    "in_fp32": attention_lse.in_fp32(attention_lse.cpu),
+}
+SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [3, 3, 3, 4, 4, 4]]), torch.tensor([[1, 1, 2, 2, 5], [3, 4, 4, 4, 4]])
+RULES = {
+    "all": ((6, 5), Rule()),
+    "causal": ((6, 6), Rule(0)),
+    "causal, later queries": ((4, 9), Rule(5)),
+    "window": ((6, 6), Rule(0, 3)),
+    "end of a window": ((5, 5), Rule(6, 7)),
+    "segments": ((6, 5), Rule(segments=SEGMENTS)),  # the first queries of sample 0 see nothing
+    "causal in segments": ((6, 6), Rule(0, None, (SEGMENTS[0], SEGMENTS[0]))),
+    "window in segments": ((6, 5), Rule(2, 3, SEGMENTS)),
+}
+kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+rules = pytest.mark.parametrize(("lengths", "rule"), RULES.values(), ids=RULES)
+
+
+def inputs(s, t, n=4, g=2, *, b=2, d=8, dtype=torch.float32):
+    return [random(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(s, b, n, d), (t, b, g, d), (t, b, g, d)])]
+
+
+def visible(s, t, rule, b=2):
+    """[b, s, t] by the words of `Rule`."""
+    pairs = torch.zeros(b, s, t, dtype=torch.bool)
+    for sample in range(b):
+        for i in range(s):
+            for j in range(t):
+                near = rule.offset is None or 0 <= i + rule.offset - j < (rule.window or math.inf)
+                same = rule.segments is None or rule.segments[0][sample, i] == rule.segments[1][sample, j]
+                pairs[sample, i, j] = near and bool(same)
+    return pairs
+
+
+def scores_of(q, k, rule):
+    """[b, n, s, t] in fp64, -inf where not visible."""
+    k = k.double().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("sbnd,tbnd->bnst", q.double(), k) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~visible(len(q), len(k), rule).unsqueeze(1), float("-inf"))
+
+
+def attended(scores, v):
+    """Softmax and weighted sum in fp64; blind queries give 0."""
+    v = v.double().repeat_interleave(scores.shape[1] // v.shape[2], dim=2)
+    return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1).nan_to_num(0.0), v)
+
+
+def assert_near(found, expected, tolerance=2e-6):
+    finite = expected.isfinite()
+    assert found.isfinite().equal(finite)
+    assert (found[finite].double() - expected[finite]).abs().max() <= tolerance * expected[finite].abs().max()
+
+
+@kernels
+@rules
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+class TestAgainstTheDefinition:
+    def test_forward(self, kernel, lengths, rule, heads):
+        q, k, v = inputs(*lengths, *heads)
+        out, lse = kernel.forward(q, k, v, rule)
+        scores = scores_of(q, k, rule)
+        assert lse.dtype == torch.float32 and lse.shape == scores.shape[:3]
+        assert_near(lse, scores.logsumexp(-1))
+        assert_near(out, attended(scores, v))
+
+    def test_gradients_of_a_block_among_others(self, kernel, lengths, rule, heads):
+        """Of its part in an attention to more keys, from that one's output and log-sum-exp."""
+        (s, t), (n, g), more = lengths, heads, 7
+        q, k, v = (x.double().requires_grad_() for x in inputs(s, t, n, g))
+        other_k, other_v = random(more, 2, g, 8, seed=5).double(), random(more, 2, g, 8, seed=6).double()
+        scores = torch.cat([scores_of(q, k, rule), scores_of(q, other_k, Rule())], dim=-1)
+        out, lse = attended(scores, torch.cat([v, other_v])), scores.logsumexp(-1)
+        grad = random(s, 2, n, 8, seed=9)
+        # What goes to q by way of this block's keys alone is what is left without the others' part.
+        exact = torch.autograd.grad(out, (q, k, v), grad.double(), retain_graph=True)
+        others = scores[..., t:].softmax(-1) * (scores[..., t:].logsumexp(-1) - lse).exp().unsqueeze(-1)
+        delta = (grad.double() * out).sum(-1).permute(1, 2, 0).unsqueeze(-1)
+        wide_k, wide_v = (x.repeat_interleave(n // g, dim=2) for x in (other_k, other_v))
+        into = others * (torch.einsum("sbnd,tbnd->bnst", grad.double(), wide_v) - delta) / math.sqrt(8)
+        expected = (exact[0] - torch.einsum("bnst,tbnd->sbnd", into, wide_k), *exact[1:])
+        narrow = [x.detach().float() for x in (q, k, v, out)]
+        found = kernel.backward(grad, *narrow, lse.detach().float(), rule)
+        for a, b in zip(found, expected, strict=True):
+            assert_near(a, b.detach())
+
+
+@kernels
+@pytest.mark.parametrize("rule", [Rule(), Rule(0), Rule(0, 3)])
+def test_half_precision(kernel, rule):
+    """Within the rounding of bf16; log-sum-exp is fp32 all the same."""
+    data = inputs(6, 6, dtype=torch.bfloat16)
+    out, lse = kernel.forward(*data, rule)
+    exact_out, exact_lse = attention_lse.reference.forward(*(x.double() for x in data), rule)
+    assert lse.dtype == torch.float32 and out.dtype in (torch.bfloat16, torch.float32)
+    assert_near(lse, exact_lse, 2e-2)
+    assert_near(out, exact_out, 2e-2)
+    grad = random(*out.shape, seed=9)
+    found = kernel.backward(grad.bfloat16(), *data, exact_out.bfloat16(), exact_lse.float(), rule)
+    exact = attention_lse.reference.backward(grad.double(), *(x.double() for x in data), exact_out, exact_lse, rule)
+    for a, b in zip(found, exact, strict=True):
+        assert_near(a, b, 3e-2)
+
+
+@kernels
+def test_strides_of_a_fused_projection(kernel):
+    """Slices of one tensor, and a part of the log-sum-exp."""
+    qkv = random(6, 2, 2, 4, 8)
+    q, k, v = qkv[:, :, :, :2].flatten(2, 3), qkv[:, :, :, 2], qkv[:, :, :, 3]
+    out, lse = kernel.forward(q, k, v, Rule(0))
+    rows = slice(3, 6)
+    last, last_lse = kernel.forward(q[rows], k, v, Rule(3))
+    assert_near(last, out[rows].double())
+    assert_near(last_lse, lse[..., rows].double())
+    found = kernel.backward(out[rows], q[rows], k, v, out[rows], lse[..., rows], Rule(3))
+    solid = [x.contiguous() for x in (out[rows], q[rows], k, v, out[rows], lse[..., rows])]
+    for a, b in zip(found, kernel.backward(*solid, Rule(3)), strict=True):
+        assert_near(a, b.double())
+
+
+class TestRule:
+    @rules
+    def test_mask(self, lengths, rule):
+        mask = rule.mask(*lengths, CPU)
+        expected = visible(*lengths, rule)
+        if mask is None:
+            assert expected.all()
+        else:
+            assert mask.expand(2, 1, *lengths)[:, 0].equal(expected)
+
+    def test_prefix(self):
+        assert Rule(5).prefix(4, 9) == 5
+        others = [(Rule(0), 4, 4), (Rule(4), 4, 9), (Rule(), 4, 9), (Rule(5, 7), 4, 9), (Rule(5, None, SEGMENTS), 4, 9)]
+        assert [rule.prefix(s, t) for rule, s, t in others] == [0] * 5
+
+    def test_only_plain_causal_attention_is_square(self):
+        assert Rule(0).square(4, 4)
+        others = [(Rule(0), 4, 5), (Rule(1), 4, 4), (Rule(), 4, 4), (Rule(0, 4), 4, 4), (Rule(0, None, SEGMENTS), 4, 4)]
+        assert not any(rule.square(s, t) for rule, s, t in others)
+
+
+def test_a_prefix_needs_no_mask():
+    """The keys before all of the queries are attended apart from the queries' own, in each direction."""
+    calls = []
+
+    def forward(q, k, v, rule):
+        calls.append((len(k), rule))
+        return attention_lse.reference.forward(q, k, v, rule)
+
+    def backward(grad, q, k, v, out, lse, rule):
+        calls.append((len(k), rule))
+        return attention_lse.reference.backward(grad, q, k, v, out, lse, rule)
+
+    kernel = attention_lse.prefix_apart(attention_lse.BlockKernel(forward, backward))
+    q, k, v = inputs(4, 9)
+    out, lse = kernel.forward(q, k, v, Rule(5))
+    expected = attention_lse.reference.forward(q, k, v, Rule(5))
+    assert_near(out, expected[0].double())
+    assert_near(lse, expected[1].double())
+    grad = random(*out.shape, seed=9)
+    exact = attention_lse.reference.backward(grad, q, k, v, out, lse, Rule(5))
+    for a, b in zip(kernel.backward(grad, q, k, v, out, lse, Rule(5)), exact, strict=True):
+        assert_near(a, b.double())
+    assert calls == [(4, Rule(0)), (5, Rule())] * 2
+    kernel.forward(q, k, v, Rule(5, 7))
+    assert calls[4:] == [(9, Rule(5, 7))]
+
+
+class TestCuda:
+    """What can be said of the CUDA kernels without a GPU: torch accepts the arguments, and which kernel is asked."""
+
+    @pytest.mark.parametrize("rule", [Rule(), Rule(0), Rule(0, 3), Rule(4, 9)])
+    def test_flash_on_meta(self, rule):
+        self.check(attention_lse.flash_forward, attention_lse.flash_backward, rule, torch.bfloat16)
+
+    @pytest.mark.parametrize(
+        "rule", [Rule(), Rule(0), Rule(0, 3), Rule(segments=(torch.empty(2, 6, device=META),) * 2)]
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_efficient_on_meta(self, rule, dtype):
+        self.check(attention_lse.efficient_forward, attention_lse.efficient_backward, rule, dtype)
+
+    def check(self, forward, backward, rule, dtype):
+        data = [x.to(META) for x in inputs(6, 6, dtype=dtype)]
+        out, lse = forward(*data, rule)
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((6, 2, 4, 8), dtype, (2, 4, 6), torch.float32)
+        for x, gradient in zip(data, backward(torch.empty_like(out), *data, out, lse, rule), strict=True):
+            assert gradient.shape == x.shape and gradient.dtype in (dtype, torch.float32)
+
+    @pytest.mark.parametrize(
+        ("s", "t", "d", "rule", "takes"),
+        [
+            (8, 8, 64, Rule(0), True),
+            (8, 16, 64, Rule(8), True),
+            (8, 16, 64, Rule(8, 4), True),
+            (16, 8, 64, Rule(), True),
+            (16, 8, 64, Rule(0), False),  # more queries than keys
+            (8, 8, 64, Rule(20, 4), False),  # a window that ends before the block
+            (8, 8, 20, Rule(0), False),
+            (8, 8, 256, Rule(0), False),
+            (8, 8, 64, Rule(segments=SEGMENTS), False),
+        ],
+    )
+    def test_what_flash_takes(self, s, t, d, rule, takes):
+        assert attention_lse_cuda.flash_takes(torch.empty(s, 1, 1, d), torch.empty(t, 1, 1, d), rule) is takes
+
+    @pytest.mark.parametrize("t", [1, 15, 16, 17])
+    def test_rows_of_a_bias_begin_at_whole_vectors(self, t):
+        mask = torch.arange(5 * t).view(5, t) % 3 > 0
+        bias = attention_lse_cuda._bias(mask, torch.empty(5, 2, 4, 8, dtype=torch.bfloat16))
+        assert bias.shape == (2, 4, 5, t) and bias.dtype == torch.bfloat16
+        assert bias.stride(2) * 2 % 16 == 0 and bias.stride()[:2] == (0, 0)
+        assert bias.isfinite().equal(mask.expand(2, 4, 5, t)) and bias[bias.isfinite()].eq(0).all()
+
+    def test_gradients_of_repeated_heads_are_summed_in_fp32(self):
+        k = random(3, 2, 2, 8, dtype=torch.bfloat16)
+        assert attention_lse_cuda._repeated(k, 2) is k and attention_lse_cuda._summed(k, 2) is k
+        wide = attention_lse_cuda._repeated(k, 6)
+        assert [wide[:, :, h].equal(k[:, :, h // 3]) for h in range(6)] == [True] * 6
+        assert attention_lse_cuda._summed(wide, 2).equal(3 * k.float())
+
+
+class TestChoose:
+    def test_on_cpu(self, monkeypatch):
+        monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.float16})
+        assert attention_lse.choose("unfused", CPU, torch.float32)[0] is attention_lse.reference
+        for asked in ("auto", "fused"):
+            for dtype in (torch.float32, torch.bfloat16):
+                assert attention_lse.choose(asked, CPU, dtype) == (
+                    attention_lse.cpu,
+                    "fused blocks (torch's flash for CPUs)",
+                )
+        kernel, said = attention_lse.choose("auto", CPU, torch.float16)
+        assert said == "fused blocks (torch's flash for CPUs in fp32, this one has no float16 products)"
+        out, lse = kernel.forward(*inputs(6, 6, dtype=torch.float16), Rule(0))
+        assert out.dtype == lse.dtype == torch.float32
+
+    def test_flash_is_refused(self):
+        with pytest.raises(ConfigError, match="--attention-backend flash cannot be used: the device is cpu; use auto"):
+            attention_lse.choose("flash", CPU, torch.bfloat16)
+
+    def test_on_cuda(self):
+        """Without a GPU: fp32 needs none to know that flash cannot do it."""
+        kernel, said = attention_lse.choose("auto", torch.device("cuda"), torch.float32)
+        assert kernel is attention_lse.efficient
+        assert said == "memory-efficient blocks (no flash: the dtype is float32, it needs bf16 or fp16)"

@@ -1,0 +1,233 @@
+"""Answers about a layout before anything is started. Starts no process and needs no device.
+
+schedule   draws a pipeline schedule and says how long it takes, how much is idle and what it keeps. See docs/pipeline.md.
+
+python tools/plan.py schedule --pipeline-model-parallel-size 4 --num-microbatches 8 --schedule zb-v --png zb-v.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from megatron.core.errors import USER_ERROR_EXIT_CODE, ConfigError, UserError
+from megatron.core.pipeline_parallel.passes import with_transfers
+from megatron.core.pipeline_parallel.schedules.forward_only import forward_only
+from megatron.core.pipeline_parallel.schedules.named import NAMES, build, chunks_of
+from megatron.core.pipeline_parallel.simulate import Costs, Timeline, simulate
+from megatron.planner.schedule_plot import draw, write_trace
+from megatron.planner.schedule_report import Formula, bubble_formula, report
+from megatron.training.arguments import FlagParser
+
+MS = 1e-3
+
+
+def build_parser() -> FlagParser:
+    """One subcommand a question."""
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    add_schedule_command(commands.add_parser("schedule", help="draw and time a pipeline schedule", allow_abbrev=False))
+    return parser
+
+
+def add_schedule_command(parser: argparse.ArgumentParser) -> None:
+    """Flags of `schedule`. Those that training has are named as there."""
+    add = parser.add_argument
+    add("--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="ranks of the pipeline")
+    add("--num-microbatches", type=int, required=True, metavar="M", help="microbatches a step and data-parallel rank")
+    add("--schedule", choices=NAMES, help="default: interleaved with virtual stages, else 1f1b")
+    add(
+        "--num-virtual-stages-per-pipeline-rank",
+        "--virtual",
+        type=int,
+        metavar="V",
+        help="chunks of layers a rank (zb-v always has 2)",
+    )
+    add("--num-layers", type=int, metavar="N", help="layers, with the next flag")
+    add(
+        "--num-layers-per-virtual-pipeline-stage", type=int, metavar="N", help="instead of the number of virtual stages"
+    )
+    add(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=int,
+        metavar="N",
+        help="of interleaved: microbatches that go through one chunk before the next (default P)",
+    )
+    add("--forward-only", action="store_true", help="evaluation")
+    add(
+        "--forward-time", type=float, default=1.0, metavar="MS", help="a microbatch through a rank's layers (default 1)"
+    )
+    add("--input-grad-time", type=float, metavar="MS", help="its backward as far as the input (default: as forward)")
+    add("--weight-grad-time", type=float, metavar="MS", help="the rest of its backward (default: as forward)")
+    add("--transfer-time", type=float, default=0.0, metavar="MS", help="activations from rank to rank (default 0)")
+    add("--latency", type=float, default=0.0, metavar="MS", help="until they arrive after that (default 0)")
+    add("--no-overlap-p2p-communication", action="store_true", help="receives are posted where the data is needed")
+    add(
+        "--blocking-transfers",
+        action="store_true",
+        help="both ends stand still while activations move; never overlapped",
+    )
+    add("--png", metavar="FILE", help="picture to write")
+    add("--trace", metavar="FILE", help="Chrome trace to write, for https://ui.perfetto.dev")
+    parser.set_defaults(work=plan_schedule)
+
+
+def plan_schedule(args: argparse.Namespace) -> None:
+    """Play the schedule; print, draw and write what comes of it. Raises UserErrors."""
+    check_numbers(args)
+    p, m = args.pipeline_model_parallel_size, args.num_microbatches
+    asked = virtual_stages(args)
+    name = args.schedule or ("interleaved" if (asked or 1) > 1 else "1f1b")
+    v = chunks_of(name, asked)
+    schedule = build(name, p, m, v=v, group=args.microbatch_group_size_per_virtual_pipeline_stage)
+    formula = None
+    if args.forward_only:
+        schedule = forward_only(schedule)
+    else:
+        formula = bubble_formula(
+            name,
+            p,
+            v,
+            m,
+            forward=args.forward_time,
+            input_grad=args.input_grad_time,
+            weight_grad=args.weight_grad_time,
+        )
+    overlap = not (args.no_overlap_p2p_communication or args.blocking_transfers)
+    schedule = with_transfers(schedule, overlap=overlap)
+    timeline = simulate(schedule, costs_of(args, v))
+    print_report(timeline, formula)
+    write_files(args, timeline)
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Fill in the times that were left out. Raises ConfigError for a number that cannot be."""
+    for flag in ("input_grad_time", "weight_grad_time"):
+        if vars(args)[flag] is None:
+            setattr(args, flag, args.forward_time)
+    positive = [
+        *("pipeline_model_parallel_size", "num_microbatches", "num_layers", "forward_time"),
+        *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+    ]
+    for flag in (*positive, "input_grad_time", "weight_grad_time", "transfer_time", "latency"):
+        value = vars(args)[flag]
+        least = "above 0" if flag in positive else "0 or more"
+        fits = value is None or ((value > 0 if flag in positive else value >= 0) and math.isfinite(value))
+        if not fits:
+            raise ConfigError(f"--{flag.replace('_', '-')} {value} must be {least}")
+
+
+def virtual_stages(args: argparse.Namespace) -> int | None:
+    """Chunks a rank that were asked for. Raises ConfigError where the layers do not divide into them."""
+    layers, a_stage = args.num_layers, args.num_layers_per_virtual_pipeline_stage
+    asked, p = args.num_virtual_stages_per_pipeline_rank, args.pipeline_model_parallel_size
+    if a_stage is None:
+        if layers is not None:
+            raise ConfigError("--num-layers has no effect without --num-layers-per-virtual-pipeline-stage; remove it")
+        return asked
+    if asked is not None:
+        raise ConfigError(
+            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage say the same; remove one"
+        )
+    if layers is None:
+        raise ConfigError("--num-layers-per-virtual-pipeline-stage needs --num-layers; give it")
+    if layers % (p * a_stage):
+        raise ConfigError(
+            f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {p} x "
+            f"--num-layers-per-virtual-pipeline-stage {a_stage}; change one of them"
+        )
+    return layers // (p * a_stage)
+
+
+def costs_of(args: argparse.Namespace, v: int) -> Costs:
+    """In seconds; a chunk takes its share of the rank's layers."""
+    return Costs.uniform(
+        v * args.pipeline_model_parallel_size,
+        forward=args.forward_time * MS / v,
+        input_grad=args.input_grad_time * MS / v,
+        weight_grad=args.weight_grad_time * MS / v,
+        transfer=args.transfer_time * MS,
+        latency=args.latency * MS,
+        blocking=args.blocking_transfers,
+    )
+
+
+def print_report(timeline: Timeline, formula: Formula | None) -> None:
+    """A line for the step, and a row a rank."""
+    rows = report(timeline)
+    table = Table(title=headline(timeline), title_justify="left", title_style="", box=SIMPLE)
+    for heading in (
+        "rank",
+        "stages",
+        "compute ms",
+        "idle",
+        "idle inside",
+        "exposed ms",
+        "kept: chunks",
+        "microbatches",
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.rank),
+            ", ".join(map(str, row.stages)),
+            f"{row.busy / MS:.3f}",
+            f"{row.bubble:.2%}",
+            f"{row.idle_inside:.2%}",
+            f"{row.exposed / MS:.3f}",
+            str(row.chunks),
+            f"{row.microbatches:g}",
+        )
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(table)
+    if formula is not None:
+        console.print(f"without communication: idle {formula.text} = {formula.value:.2%} of the step")
+
+
+def headline(timeline: Timeline) -> str:
+    """Name, sizes, time and bubble."""
+    schedule = timeline.schedule
+    ranks, stages = schedule.placement.num_ranks, schedule.placement.num_stages
+    sizes = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if stages > ranks:
+        sizes += f" x {stages // ranks} stages"
+    bubble = sum(timeline.bubble(rank) for rank in range(ranks)) / ranks
+    time = f"{timeline.makespan / MS:g} ms, bubble {bubble:.1%}"
+    return f"{schedule.name}: {sizes}, {schedule.num_microbatches} microbatches, {time}"
+
+
+def write_files(args: argparse.Namespace, timeline: Timeline) -> None:
+    """Raises ConfigError for a file that cannot be written."""
+    for flag, file in (("--png", args.png), ("--trace", args.trace)):
+        if file is None:
+            continue
+        try:
+            if flag == "--png":
+                draw(Path(file), timeline, headline(timeline))
+            else:
+                write_trace(Path(file), timeline)
+        except OSError as error:
+            raise ConfigError(f"{flag} {file} cannot be written: {error.strerror}; give another file") from error
+        print(f"{file} written")
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, or 2 after one line on stderr for a mistake of the user's."""
+    try:
+        args = build_parser().parse_args(argv)
+        args.work(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
