@@ -1,8 +1,8 @@
 """Check that a model trains the same under every layout: python tools/layout_parity.py -- <pretrain_gpt.py's flags>
 
-Runs the flags' model at reduced size for some steps on CPU processes under a grid of tensor-, sequence- and data-parallel
-layouts, and compares losses and first gradients with one process. Exit code 1 when a layout differs by more than the
-limit, 2 when the flags cannot work.
+Runs the flags' model at reduced size for some steps on CPU processes under a grid of tensor-, sequence-, pipeline-,
+context- and data-parallel layouts, and compares losses and first gradients with one process. Exit code 1 when a layout
+differs by more than the limit, 2 when the flags cannot work.
 """
 
 import argparse
@@ -26,14 +26,14 @@ def main() -> int:
     try:
         run = reduced(parse(flags, description="the model to check"), args.steps)
         reference = run_layout(run, GRID[0])
-        print(f"{'layout':18s} {'max loss difference':>20s} {'max gradient difference':>24s}  worst parameter")
+        print(f"{'layout':26s} {'max loss difference':>20s} {'max gradient difference':>24s}  worst parameter")
         print(
-            f"{GRID[0]!s:18s} {'reference':>20s} {'reference':>24s}  final loss {reference.losses[-1]:.6f}", flush=True
+            f"{GRID[0]!s:26s} {'reference':>20s} {'reference':>24s}  final loss {reference.losses[-1]:.6f}", flush=True
         )
         failed = []
         for layout in GRID[1:]:
             found = compare(reference, run_layout(run, layout))
-            print(f"{layout!s:18s} {found.loss:20.2e} {found.gradient:24.2e}  {found.parameter}", flush=True)
+            print(f"{layout!s:26s} {found.loss:20.2e} {found.gradient:24.2e}  {found.parameter}", flush=True)
             if not (found.loss <= args.limit and found.gradient <= args.limit):
                 failed.append(str(layout))
     except UserError as error:

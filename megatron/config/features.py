@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.context import attention_comm_types
 from megatron.config.data_parallel import AUTO, EVERY, data_parallel_settings
+from megatron.config.pipeline import pipeline_settings
 from megatron.config.run import RunConfig
+from megatron.core.pipeline_parallel.simulate import Costs, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,7 @@ class Facts:
     device: str  # device type: "cpu" or "cuda"
     backend: str | None  # "nccl" or "gloo"; None in a world of one process
     attention_choice: str  # "kernel (why this one)", as kernels.choose words it
+    block_choice: str  # the same of blocks, under context parallelism
     fusion_missing: str | None  # why weight gradients are not accumulated inside the GEMM; None when they are
     upcast_products: bool  # the device is slow at products of the parameters' dtype, so they are taken in fp32
     separate_main_grads: bool  # the fp32 gradient buffer has another dtype than the parameters
@@ -46,6 +50,9 @@ def features(run: RunConfig, facts: Facts) -> list[Feature]:
         _sequence_parallelism(run, facts),
         _tensor_overlap(run, facts),
         _tensor_bulk_overlap(run, facts),
+        _pipeline(run, facts),
+        _pipeline_overlap(run),
+        _context(run, facts),
         _optimizer_sharding(run, facts),
         _gradient_reduction(run, facts),
         _gradient_mode(run, facts),
@@ -110,6 +117,42 @@ def _tensor_bulk_overlap(run: RunConfig, facts: Facts) -> Feature:
     return Feature(name, asked, asked, "")
 
 
+def _pipeline(run: RunConfig, facts: Facts) -> Feature:
+    """With the bubble of a step, were a layer's gradients as much work as its forward each."""
+    name, p = "pipeline", run.parallel.pipeline_model_parallel_size
+    if p == 1:
+        return Feature(name, "off", "off", "")
+    assert run.model.num_layers and run.train.micro_batch_size
+    settings = pipeline_settings(run.parallel, run.model.num_layers)
+    chunks = settings.placement.num_stages // p
+    asked = f"pp {p}, {settings.schedule}" + (f", {chunks} stages a rank" if chunks > 1 else "")
+    samples = run.train.global_batch_size or run.train.micro_batch_size * facts.dp
+    m = max(1, samples // (run.train.micro_batch_size * facts.dp))
+    timeline = simulate(settings.schedule_of(m), Costs.uniform(settings.placement.num_stages))
+    bubble = max(timeline.bubble(rank) for rank in range(p))
+    return Feature(name, asked, asked, f"bubble {bubble:.0%} with {m} microbatch{'es' if m > 1 else ''} a step")
+
+
+def _pipeline_overlap(run: RunConfig) -> Feature:
+    asked = run.parallel.overlap_p2p_communication
+    if run.parallel.pipeline_model_parallel_size == 1:
+        return Feature("pipeline messages beside compute", _on(asked), "off", "pp = 1")
+    return Feature("pipeline messages beside compute", _on(asked), _on(asked), "")
+
+
+def _context(run: RunConfig, facts: Facts) -> Feature:
+    name, cp = "context parallelism", run.parallel.context_parallel_size
+    if cp == 1:
+        return Feature(name, "off", "off", "")
+    assert run.model.num_layers
+    types = attention_comm_types(run.parallel, run.model.num_layers)
+    asked = f"cp {cp}, {', '.join(dict.fromkeys(types))}"
+    kernel, _, why = facts.block_choice.partition(" (")
+    if set(types) == {"a2a"}:
+        return Feature(name, asked, asked, "")
+    return Feature(name, asked, f"{asked}: {kernel}", why.removesuffix(")"))
+
+
 _SHARED = {
     "no_shard": "off",
     "optim": "optimizer state (ZeRO-1)",
@@ -125,13 +168,18 @@ def _optimizer_sharding(run: RunConfig, facts: Facts) -> Feature:
     return Feature("data-parallel sharding", asked, "off", f"dp = {facts.dp}: one rank an instance")
 
 
+def _replicas(run: RunConfig, facts: Facts) -> int:
+    """Ranks whose gradients of a parameter are added up."""
+    return facts.dp * run.parallel.context_parallel_size
+
+
 def _gradient_reduction(run: RunConfig, facts: Facts) -> Feature:
     name, settings = "gradient reduction", data_parallel_settings(run.parallel)
     asked = "overlapped" if settings.overlap_reduce else "after backward"
-    if facts.dp == 1:
+    if _replicas(run, facts) == 1:
         return Feature(name, asked, "off", "dp = 1")
     op = "all-reduce" if facts.shards == 1 else "reduce-scatter"
-    if 1 < facts.shards < facts.dp:
+    if 1 < facts.shards < _replicas(run, facts):
         op += " + all-reduce between instances"
     plural = "" if facts.buckets == 1 else "s"
     dtype = ", bf16 on the wire" if settings.reduce_in_bf16 else ""
@@ -140,7 +188,7 @@ def _gradient_reduction(run: RunConfig, facts: Facts) -> Feature:
 
 def _gradient_mode(run: RunConfig, facts: Facts) -> Feature:
     mode = data_parallel_settings(run.parallel).mode
-    if facts.dp == 1:
+    if _replicas(run, facts) == 1:
         return Feature("gradients reduced", mode, "off", "dp = 1")
     if mode == AUTO:
         return Feature("gradients reduced", mode, f"{EVERY} at first", "decided after the first steps, and logged")

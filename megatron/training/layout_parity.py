@@ -52,7 +52,8 @@ class Layout:
         return self.tp * self.cp * self.dp * self.pp
 
     def __str__(self) -> str:
-        pipeline = f" x PP {self.pp} {self.schedule or ''}" if self.pp > 1 else ""
+        schedule = f" {self.schedule}" if self.schedule else ""
+        pipeline = f" x PP {self.pp}{schedule}" if self.pp > 1 else ""
         context = f" x CP {self.cp} {self.comm_type}" if self.cp > 1 else ""
         return f"TP {self.tp} x DP {self.dp}{pipeline}{context}" + (" + SP" if self.sequence_parallel else "")
 
@@ -67,6 +68,10 @@ GRID = (
     Layout(2, 2),
     Layout(2, 2, True),
     Layout(1, 4),
+    Layout(1, 1, pp=2),
+    Layout(1, 1, cp=2),
+    Layout(2, 2, True, pp=2),
+    Layout(2, 1, True, pp=2, cp=2),
 )
 
 

@@ -336,6 +336,7 @@ def _announce(trainer: Trainer, kernels: Kernels, tp_overlap: str, tp_overlap_wh
         device=trainer.device.type,
         backend=_backend(run, groups, trainer.device),
         attention_choice=kernels.attention_choice,
+        block_choice=kernels.block_choice,
         fusion_missing=kernels.fusion_missing,
         upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
         separate_main_grads=dtypes != {torch.float32},

@@ -9,6 +9,7 @@ ALONE = Facts(
     device="cpu",
     backend=None,
     attention_choice="fused (torch SDPA; no flash: no CUDA device)",
+    block_choice="fused blocks (torch's flash for CPUs)",
     fusion_missing=None,
     upcast_products=False,
     separate_main_grads=False,
@@ -33,6 +34,29 @@ def test_sequence_parallelism_says_why_it_is_off():
     assert row("sequence parallelism") == ("off", "off", "")
     assert row("sequence parallelism", sequence_parallel=True) == ("on", "off", "tp = 1")
     assert row("sequence parallelism", dataclasses.replace(ALONE, tp=2), sequence_parallel=True) == ("on", "on", "")
+
+
+def test_pipeline_with_its_bubble():
+    two = {"pipeline_model_parallel_size": 2, "num_layers": 8, "global_batch_size": 16}
+    assert row("pipeline") == ("off", "off", "")
+    assert row("pipeline", **two) == ("pp 2, 1f1b", "pp 2, 1f1b", "bubble 11% with 8 microbatches a step")
+    assert row("pipeline", **two, num_virtual_stages_per_pipeline_rank=2)[1:] == (
+        "pp 2, interleaved, 2 stages a rank",
+        "bubble 6% with 8 microbatches a step",
+    )
+    assert row("pipeline", **{**two, "global_batch_size": None})[2] == "bubble 50% with 1 microbatch a step"
+    assert row("pipeline", dataclasses.replace(ALONE, dp=4), **two)[2] == "bubble 33% with 2 microbatches a step"
+    assert row("pipeline messages beside compute") == ("on", "off", "pp = 1")
+    assert row("pipeline messages beside compute", **two) == ("on", "on", "")
+    assert row("pipeline messages beside compute", **two, overlap_p2p_communication=False) == ("off", "off", "")
+
+
+def test_context_parallelism_with_its_kernels():
+    name, four = "context parallelism", {"context_parallel_size": 4, "attention_dropout": 0.0}
+    assert row(name) == ("off", "off", "")
+    assert row(name, **four) == ("cp 4, p2p", "cp 4, p2p: fused blocks", "torch's flash for CPUs")
+    assert row(name, **four, cp_comm_type=("a2a",)) == ("cp 4, a2a", "cp 4, a2a", "")
+    assert row(name, **four, cp_comm_type=("a2a", "allgather"))[0] == "cp 4, a2a, all_gather"
 
 
 PIECES = dataclasses.replace(ALONE, tp=2, tp_overlap="in pieces, gloo", tp_overlap_why="no symmetric memory: no GPU")
