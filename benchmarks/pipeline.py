@@ -4,6 +4,9 @@ Ranks are processes with gloo on this machine. A stage sleeps a fixed time in it
 and passes a small tensor on; so a pipeline of 8 ranks runs on 2 cores, and what is measured is who waits for whom and
 what the engine itself costs. Both sides run the same stages in turn, in the same processes. A step lasts from the moment
 at which all ranks are told to begin until the last one is done. Medians are shown.
+
+Other programs on the machine would be measured too: ranks wake up late. With --real-time they get a priority above them,
+and take next to nothing of the cores.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step on one rank. start, stop: of a clock that all processes of the machine share."""
+    """A step on one rank. start, stop: of a clock that all processes of the machine share. busy: asleep, in seconds."""
 
     start: float
     stop: float
@@ -226,29 +229,39 @@ def measure(side: Ours | Theirs, groups: Groups) -> Measured:
     return Measured(start, time.perf_counter(), side.work.busy, side.work.kept)
 
 
-def row(case: Case, ranks: list[list[tuple[Measured, Measured]]], units: float) -> str:
-    """A line of the table from every rank's rounds of (ours, theirs)."""
-    computations = build(case.name, case.p, case.m, v=case.chunks)
-    costs = Costs.uniform(
-        case.p * case.chunks,
-        forward=case.stage_seconds,
-        input_grad=case.stage_seconds,
-        weight_grad=case.stage_seconds,
-    )
-    played = simulate(computations, costs)
-    ours, theirs = (
-        [_step([rank[number][side] for rank in ranks]) for number in range(len(ranks[0]))] for side in (0, 1)
-    )
-    ours_ms, theirs_ms = statistics.median(t for t, _ in ours), statistics.median(t for t, _ in theirs)
-    ratio = statistics.median(a / b for (a, _), (b, _) in zip(ours, theirs, strict=True))
+class Step:
+    """What the ranks of a step found together."""
+
+    def __init__(self, ranks: list[Measured]) -> None:
+        self.seconds = max(rank.stop for rank in ranks) - min(rank.start for rank in ranks)
+        self.bubble = 1 - statistics.mean(rank.busy for rank in ranks) / self.seconds
+        self.kept = [rank.kept for rank in ranks]
+
+
+def rounds_of(case: Case, groups: Groups, rounds: int) -> list[tuple[Step, Step]]:
+    """Ours and theirs in turn, after a round that does not count."""
+    sides = Ours(case, groups), Theirs(case, groups)
+    found = []
+    for _ in range(rounds + 1):
+        ours, theirs = (Step(gather_objects(measure(side, groups), groups.pp)) for side in sides)
+        found.append((ours, theirs))
+    return found[1:]
+
+
+def row(case: Case, rounds: list[tuple[Step, Step]]) -> str:
+    """A line of the table."""
+    computations, f = build(case.name, case.p, case.m, v=case.chunks), case.stage_seconds
+    played = simulate(computations, Costs.uniform(case.p * case.chunks, forward=f, input_grad=f, weight_grad=f))
+    ours, theirs = (statistics.median(pair[side].seconds for pair in rounds) for side in (0, 1))
+    ratio = statistics.median(pair[0].seconds / pair[1].seconds for pair in rounds)
+    bubble = statistics.median(pair[0].bubble for pair in rounds)
     simulated_bubble = statistics.mean(played.bubble(rank) for rank in range(case.p))
-    bubble = statistics.median(bubble for _, bubble in ours)
     promised = [rank.awaiting_input_grad for rank in memory_in_flight(computations)]
-    kept = [[rank[-1][side].kept for rank in ranks] for side in (0, 1)]
     cells = (
-        f"{case.p} | {case.m} | {case.name} | {played.makespan * 1e3:.1f} | {ours_ms * 1e3:.1f} | "
-        f"{ours_ms / played.makespan:.3f} | {formula(case):.1%} | {simulated_bubble:.1%} | {bubble:.1%} | "
-        f"{_listed(promised)} | {_listed(kept[0])} | {_listed(kept[1])} | {theirs_ms * 1e3:.1f} | {ratio:.3f}"
+        f"{case.p} | {case.m} | {case.name} | {played.makespan * 1e3:.0f} | {ours * 1e3:.1f} | "
+        f"{ours / played.makespan:.3f} | {formula(case):.1%} | {simulated_bubble:.1%} | {bubble:.1%} | "
+        f"{_listed(promised)} | {_listed(rounds[0][0].kept)} | {_listed(rounds[0][1].kept)} | {theirs * 1e3:.1f} | "
+        f"{ratio:.3f}"
     )
     return f"| {cells} |"
 
@@ -265,41 +278,36 @@ def formula(case: Case) -> float:
     }[case.name]
 
 
-def _step(ranks: list[Measured]) -> tuple[float, float]:
-    """(seconds from the first start to the last stop, share of it in which ranks did not sleep)"""
-    seconds = max(rank.stop for rank in ranks) - min(rank.start for rank in ranks)
-    return seconds, 1 - statistics.mean(rank.busy for rank in ranks) / seconds
-
-
 def _listed(numbers: list[int]) -> str:
     return " ".join(map(str, numbers)) if len(set(numbers)) > 1 else str(numbers[0])
 
 
-def worker(rank: int, p: int, port: int, cases: list[Case], rounds: int, pipe: Connection) -> None:
+def worker(rank: int, p: int, port: int, cases: list[Case], rounds: int, real_time: bool, pipe: Connection) -> None:
     """A rank of all cases of one size. The first rank sends a line for each."""
+    if real_time:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # before gloo makes its threads, which inherit it
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(p))
     dist.init_process_group("gloo", rank=rank, world_size=p)
     groups = create_groups(Mesh.create(p, pp=p), rank, Heartbeat(rank), 60.0)
     for case in cases:
-        sides = Ours(case, groups), Theirs(case, groups)
-        found = [tuple(measure(side, groups) for side in sides) for _ in range(rounds + 1)]
-        ranks = gather_objects(found[1:], groups.pp)
+        found = rounds_of(case, groups, rounds)
         if rank == 0:
-            pipe.send(row(case, ranks, case.unit))
+            pipe.send(row(case, found))
     dist.destroy_process_group()
 
 
-def run(p: int, cases: list[Case], rounds: int) -> None:
+def run(p: int, cases: list[Case], rounds: int, real_time: bool) -> None:
     """Print the lines of one size."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.pipelining", "benchmarks.pipeline"])
+    context.set_forkserver_preload(["torch.distributed.pipelining", "megatron.core.comm.pipeline"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here, there = context.Pipe()
     processes = [
-        context.Process(target=worker, args=(rank, p, port, cases, rounds, there), daemon=True) for rank in range(p)
+        context.Process(target=worker, args=(rank, p, port, cases, rounds, real_time, there), daemon=True)
+        for rank in range(p)
     ]
     for process in processes:
         process.start()
@@ -321,17 +329,19 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--unit", type=float, default=60.0, help="ms of a rank's F, I and W of a microbatch, each")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--real-time", action="store_true", help="run ranks above other programs (needs the right to)")
     args = parser.parse_args()
+    priority = "real-time priority, " if args.real_time else ""
     print(
-        f"F = I = W = {args.unit:g} ms a rank and microbatch, interleaved v = 2; {args.rounds} rounds; "
-        f"{os.cpu_count()} cores, Linux {platform.release()}, torch {torch.__version__}\n"
+        f"F = I = W = {args.unit:g} ms a rank and microbatch, interleaved v = 2; medians of {args.rounds} rounds; "
+        f"{priority}{os.cpu_count()} cores, Linux {platform.release()}, torch {torch.__version__}\n"
     )
     print(HEADER)
     print("|" + "---|" * (HEADER.count("|") - 1), flush=True)
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
     for p in dict.fromkeys(p for p, _ in sizes):
         cases = [Case(p, m, name, args.unit / 1e3) for q, m in sizes if q == p for name in args.schedules]
-        run(p, cases, args.rounds)
+        run(p, cases, args.rounds, args.real_time)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-ROWS = ("compute", "step", "tp", "p2p", "reduce-scatter", "all-reduce", "all-gather")
+# Others come after these: pipeline messages have a row for each way, as "pp 0>1".
+ROWS = ("compute", "step", "tp", "cp", "reduce-scatter", "all-reduce", "all-gather")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def write_chrome_trace(path: Path, ranks: Sequence[Sequence[Interval]]) -> None:
     events: list[dict[str, Any]] = []
     for rank, intervals in enumerate(ranks):
         events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        for number, row in enumerate(ROWS):
+        seen = {interval.row for interval in intervals}
+        for number, row in enumerate([*ROWS, *sorted(seen.difference(ROWS))]):
             of_row = [interval for interval in intervals if interval.row == row]
             if not of_row:
                 continue

@@ -303,7 +303,7 @@ def _as_theirs(model: GPTModel, config: ModelConfig) -> dict[str, list[Patch]]:
         "RMSNorm": [(norm_module, "rms_norm", _rms_norm)],
         "RoPE": [(attention_module, "rotate", _rotate)],
         "SwiGLU": [(layer.mlp, "_activation", _swiglu) for layer in layers],
-        "attention": [(layer.self_attention, "_attention", _attention) for layer in layers],
+        "attention": [(layer.self_attention._attention, "kernel", _attention) for layer in layers],
         "GEMM": [patch for layer in layers for patch in _separate_products(layer, config)],
     }
 

@@ -20,6 +20,7 @@ from megatron.config.pipeline import pipeline_settings
 from megatron.config.rules import check, check_vocabulary
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import gather_objects
+from megatron.core.context_parallel.watch import UNWATCHED, Watch
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.loader import build_loader
 from megatron.core.datasets.sample import SampleDataset, Splits
@@ -78,7 +79,8 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     pipeline = pipeline_settings(run.parallel, run.model.num_layers)
     timeline, backend = Timeline(device), _backend(run, groups, device)
     overlap, overlap_why = choose_overlap(run.parallel, groups.tp, device, backend, timeline)
-    model = build_model(run, groups, device, kernels, rng, pipeline.stages_of(groups.pp.rank), overlap)
+    stages, cp_watch = pipeline.stages_of(groups.pp.rank), Watch(timeline, device)
+    model = build_model(run, groups, device, kernels, rng, stages, overlap, cp_watch)
     parameters = local_parameters(model)
     initial_weights(run, parameters, groups, has_checkpoint=checkpoint is not None)
     stage_of = {name: stage for name in parameters if (stage := model.stage_of(name)) is not None}
@@ -195,12 +197,14 @@ def build_model(
     rng: RngTracker,
     stages: Sequence[Stage] | None = None,
     overlap: Plain = PLAIN,
+    cp_watch: Watch = UNWATCHED,
 ) -> GPTModel:
     """This rank's stages of the decoder, uninitialised; default all of it. With LoRA all but the adapters is frozen."""
     sequence_parallel = run.parallel.sequence_parallel and groups.tp.size > 1
     assert run.model.num_layers
     comm_types = attention_comm_types(run.parallel, run.model.num_layers)
-    model = GPTModel(Build(run.model, groups, sequence_parallel, kernels, rng, device, overlap, comm_types), stages)
+    build = Build(run.model, groups, sequence_parallel, kernels, rng, device, overlap, comm_types, cp_watch)
+    model = GPTModel(build, stages)
     if run.model.lora_rank:
         freeze_all_but_adapters(local_parameters(model))
     return model

@@ -35,19 +35,8 @@ def add_model_flags(parser: FlagParser) -> None:
     add("--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the newest)")
     for name in ("bf16", "fp16", "fp32"):
         add(f"--{name}", action="store_true", help=f"run in {name} (default: as the weights are stored)")
-    add(
-        "--tensor-model-parallel-size",
-        type=int,
-        metavar="N",
-        help="processes that share each layer (default: all / pp)",
-    )
-    add(
-        "--pipeline-model-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="parts that the layers are cut into (default 1)",
-    )
+    add("--tensor-model-parallel-size", type=int, metavar="N", help="parts of each layer (default: processes / pp)")
+    add("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="parts of the layers (default 1)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
     # Left out of the namespace when not given: then the model's own hold.
     for name, help in (
@@ -87,16 +76,19 @@ def _find_model(args: argparse.Namespace) -> Saved:
 def _layout(args: argparse.Namespace) -> tuple[int, int]:
     """(tp, pp), which are all processes: there are no replicas. Raises ConfigError."""
     world_size, tp, pp = launch_environment()[1], args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    tp_flag, pp_flag = f"--tensor-model-parallel-size {tp}", f"--pipeline-model-parallel-size {pp}"
-    for flag, size in ((tp_flag, tp), (pp_flag, pp)):
+    for flag, size in (("--tensor-model-parallel-size", tp), ("--pipeline-model-parallel-size", pp)):
         if size is not None and size < 1:
-            raise ConfigError(f"{flag} must be at least 1")
-    if tp is None and world_size % pp == 0:
-        return world_size // pp, pp
-    if tp is None or tp * pp != world_size:
-        flags, fix = (pp_flag, f"a multiple of {pp}") if tp is None else (f"{tp_flag} x {pp_flag}", f"{tp * pp}")
-        raise ConfigError(f"{world_size} processes for {flags}; start {fix} with torchrun, or change a size")
-    return tp, pp
+            raise ConfigError(f"{flag} {size} must be at least 1")
+    if tp is None and world_size % pp:
+        raise ConfigError(
+            f"{world_size} processes for --pipeline-model-parallel-size {pp}; start a multiple of {pp} with torchrun"
+        )
+    if tp is not None and tp * pp != world_size:
+        raise ConfigError(
+            f"{world_size} processes for --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}; "
+            f"start {tp * pp} with torchrun, or leave the first flag out"
+        )
+    return world_size // pp, pp
 
 
 def open_model(saved: Saved, args: argparse.Namespace, timeout_minutes: float) -> tuple[GPTModel, Build]:

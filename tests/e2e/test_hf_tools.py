@@ -19,6 +19,7 @@ TOOLS = {
     "run_text_generation_server.py": ("--port", "0"),
     "evaluate.py": ("--text", "README.md"),
 }
+LAYOUTS = {"tp 2, pp 1": (), "tp 1, pp 2": ("--pipeline-model-parallel-size", 2)}
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +35,19 @@ def expected(folder):
     return [tokenizer.decode(greedy(model, tokenizer.encode(text), NEW)) for text in TEXTS]
 
 
-def test_generate(folder, expected, tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_generate(folder, expected, tmp_path, layout):
     prompts = [word for text in TEXTS for word in ("--prompt", text)]
-    flags = ["--load-hf", folder, "--device", "cpu", "--temperature", "0", "--max-new-tokens", NEW]
+    flags = ["--load-hf", folder, "--device", "cpu", "--temperature", "0", "--max-new-tokens", NEW, *LAYOUTS[layout]]
     ended = run(["generate.py", *flags, *prompts], tmp_path, world_size=2, driver=DRIVER)
     assert ended.codes == [0, 0], ended.text
     assert [json.loads(line)["text"] for line in ended.stdout[0].splitlines()] == expected
-    assert f"loaded {folder}: float32 on cpu, tp 2" in ended.stderr[0] and ended.stdout[1] == ""
+    assert f"loaded {folder}: float32 on cpu, {layout}\n" in ended.stderr[0] and ended.stdout[1] == ""
 
 
-def test_serve(folder, expected, tmp_path):
-    argv = ["run_text_generation_server.py", "--load-hf", folder, "--device", "cpu", "--port", "0"]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_serve(folder, expected, tmp_path, layout):
+    argv = ["run_text_generation_server.py", "--load-hf", folder, "--device", "cpu", "--port", "0", *LAYOUTS[layout]]
     job = start(argv, tmp_path, world_size=2, driver=DRIVER)
     job.wait_for("serving ", kind="err")
     (address,) = re.findall(r"serving tiny at (http://127\.0\.0\.1:\d+)/v1", job.text(kind="err"))
@@ -59,13 +62,15 @@ def test_serve(folder, expected, tmp_path):
     assert ended.codes == [0, 0] and "Traceback" not in ended.text, ended.text
 
 
-def test_evaluate(folder, expected, tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluate(folder, expected, tmp_path, layout):
     (tmp_path / "a.txt").write_text(TEXTS[1])
     output = tmp_path / "scores.json"
     flags = ["--load-hf", folder, "--device", "cpu", "--bf16", "--text", tmp_path / "a.txt", "--output", output]
+    flags += LAYOUTS[layout]
     ended = run(["evaluate.py", *flags], tmp_path, world_size=2, driver=DRIVER)
     assert ended.codes == [0, 0], ended.text
-    assert f"loaded {folder}: bfloat16 on cpu, tp 2" in ended.stderr[0]
+    assert f"loaded {folder}: bfloat16 on cpu, {layout}\n" in ended.stderr[0]
     (score,) = json.loads(output.read_text())["texts"].values()
     assert score["tokens"] == len(TEXTS[1]) and score["perplexity"] > 1
 

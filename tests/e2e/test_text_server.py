@@ -27,6 +27,7 @@ SERVE = "tests.e2e.helpers.tools:run"
 KEY = "right-key"
 PROMPTS = ["def f(", "a", "The quick brown fox", "class é:", "0123456789"]
 HELLO = [{"role": "user", "content": "Hello"}]
+LAYOUTS = {"tp 2": (), "pp 2": ("--pipeline-model-parallel-size", "2")}
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +177,10 @@ def test_a_client_that_leaves_frees_its_rows(served):
         time.sleep(0.02)
 
 
-def test_sigterm_lets_answers_end(folder, tmp_path, offline):
-    """Under tensor parallelism, too: the first process tells the other one when to end."""
-    served = Served(folder, tmp_path, world_size=2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sigterm_lets_answers_end(folder, tmp_path, offline, layout):
+    """On two processes, too: the first one tells the other one when to end."""
+    served = Served(folder, tmp_path, *LAYOUTS[layout], world_size=2)
     client = served.client("any: none is asked for")
     stream = iter(ask(client, PROMPTS[2], 100, stream=True))
     text = next(stream).choices[0].text
@@ -191,8 +193,9 @@ def test_sigterm_lets_answers_end(folder, tmp_path, offline):
     assert "Traceback" not in served.job.text(kind="err")
 
 
-def test_a_lost_rank_ends_the_server(folder, tmp_path):
-    served = Served(folder, tmp_path, world_size=2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_lost_rank_ends_the_server(folder, tmp_path, layout):
+    served = Served(folder, tmp_path, *LAYOUTS[layout], world_size=2)
     os.kill(served.job.pids[1], signal.SIGKILL)
     lost = served.job.wait(timeout=20)
     assert lost.codes == [1, -9] and lost.seconds < 30

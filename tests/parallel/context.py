@@ -33,8 +33,19 @@ def nested_groups(inner):
     return tuple(made)
 
 
+def in_one_call(attention):
+    """A `LayerAttention` as a function of q, k and v."""
+    return lambda q, k, v, **options: attention.start(k, v).attend(q, **options)
+
+
 def make(kind, size, block_kernel=attention_lse.cpu, kernel=attention.fused):
     """(the attention over a world of `size`, its cp group). The inner groups of a2a+p2p have 2 ranks."""
+    attention, cp = make_in_steps(kind, size, block_kernel, kernel)
+    return in_one_call(attention), cp
+
+
+def make_in_steps(kind, size, block_kernel=attention_lse.cpu, kernel=attention.fused):
+    """The same, to be called in two steps."""
     cp = pool.groups(cp=size).cp
     inner, outer = nested_groups(2) if kind == "a2a+p2p" else (cp, cp)
     return context_attention(kind, cp, inner, outer, kernel, block_kernel), cp

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.context_parallel import ring
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_lse import BlockKernel
 from tests import pool
-from tests.parallel.context import local_inputs, make, whole_inputs
+from tests.parallel.context import in_one_call, local_inputs, make, make_in_steps, whole_inputs
 
 PLAIN = {"segments": None, "window": None, "dropout": 0.0}
 S, B, D = 48, 2, 8
@@ -112,14 +113,9 @@ def events_of_a_ring(rank, size):
 
 def test_what_comes_next_travels_while_a_block_is_attended():
     step = ["send keys", "attend", "wait keys"]
-    backward = [
-        *step,
-        "send keys",
-        "attend",
-        "send gradients",
-        "wait keys",
-    ]  # no gradient is older than the second step
-    backward += ["attend", "wait gradients", "send gradients", "wait gradients"]
+    # No gradient is older than the second step. The own keys come in two parts: first, and (two calls) at the end.
+    backward = [*step, "send keys", "attend", "send gradients", "wait keys"]
+    backward += ["attend", "wait gradients", "send gradients", "attend", "attend", "wait gradients"]
     assert pool.run(3, events_of_a_ring) == [([*step, *step, "attend"], backward)] * 3
 
 
@@ -186,21 +182,21 @@ def test_what_is_kept(kind, size):
 
 
 def two_steps(rank, size, early):
-    """(gathers begun before `attend`, gathers begun in the backward when the gradient leaves the "MLP", results agree)"""
-    attend, cp = make("all_gather", size)
+    """(calls begun before `attend`, in the backward when the gradient leaves the "MLP", and in all; results agree)"""
+    attention, cp = make_in_steps("all_gather", size)
     leaves, grad = local_inputs(whole_inputs(S, 4, 2, b=B, d=D), cp)
-    plain = attend(*leaves, **PLAIN) * 2.0
+    plain = in_one_call(attention)(*leaves, **PLAIN) * 2.0
     expected = [plain.detach(), *torch.autograd.grad(plain, leaves, grad)]
     seen = []
     with cp.heartbeat.record() as calls:
         q, k, v = leaves
-        pending = attend.start(k, v)
+        keys = attention.start(k, v)
         seen.append([call.op for call in calls])
-        out = attend.attend(q, pending, segments=None, window=None)
+        out = keys.attend(q, **PLAIN)
         after_mlp = out * 2.0
         out.register_hook(lambda _: seen.append([call.op for call in calls]))
         if early:
-            after_mlp = attend.gather_early(after_mlp, pending)
+            after_mlp = keys.gather_early(after_mlp)
         found = [after_mlp.detach(), *torch.autograd.grad(after_mlp, leaves, grad)]
         seen.append([call.op for call in calls])
     return seen, all(a.equal(b) for a, b in zip(found, expected, strict=True))
@@ -215,19 +211,40 @@ def test_gathers_out_of_the_way(early):
 
 def without_gradients(rank, size):
     """Nothing waits for a backward that does not come."""
-    attend, cp = make("all_gather", size)
+    attention, cp = make_in_steps("all_gather", size)
     (q, k, v), _ = local_inputs(whole_inputs(S, 4, 2, b=B, d=D), cp)
     with torch.no_grad():
-        pending = attend.start(k, v)
-        out = attend.attend(q, pending, segments=None, window=None)
-        marked = attend.gather_early(out, pending)
-    frozen = attend.start(k.detach(), v.detach())
-    out = attend.attend(q, frozen, segments=None, window=None)
-    same = attend.gather_early(out, frozen) is out
+        keys = attention.start(k, v)
+        out = keys.attend(q, **PLAIN)
+        marked = keys.gather_early(out)
+    frozen = attention.start(k.detach(), v.detach())
+    out = frozen.attend(q, **PLAIN)
+    same = frozen.gather_early(out) is out
     with cp.heartbeat.record() as calls:
         out.sum().backward()
     return marked.requires_grad, same, [call.op for call in calls]
 
 
 def test_without_gradients():
-    assert pool.run(2, without_gradients) == [(False, True, ["all_gather", "reduce_scatter"])] * 2
+    """Of keys that want none: gathered for the queries' gradient, but nothing is sent back."""
+    assert pool.run(2, without_gradients) == [(False, True, ["all_gather"])] * 2
+
+
+def recomputed(rank, size):
+    """Gradients with the second step done again in the backward, and as usual."""
+    attention, cp = make_in_steps("all_gather", size)
+    leaves, grad = local_inputs(whole_inputs(S, 4, 2, b=B, d=D), cp)
+
+    def run(again):
+        q, k, v = (x.clone() for x in leaves)  # leaves of the checkpoint have gradients of their own
+        keys = attention.start(k, v)
+        out = (
+            checkpoint(lambda q: keys.attend(q, **PLAIN), q, use_reentrant=False) if again else keys.attend(q, **PLAIN)
+        )
+        return torch.autograd.grad(keys.gather_early(out * 2.0), leaves, grad)
+
+    return all(a.equal(b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_recomputation():
+    assert pool.run(2, recomputed) == [True, True]

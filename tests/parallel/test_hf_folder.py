@@ -1,4 +1,4 @@
-"""A Hugging Face folder that is run as it is: the tokens of its conversion and of transformers, under any tp."""
+"""A Hugging Face folder that is run as it is: the tokens of its conversion and of transformers, under any tp and pp."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ PROMPTS = [[5, 17, 3, 42, 8], [9, 1, 77, 30]]
 NEW = 24
 
 
-def answers(rank, size, folder, converted):
+def answers(rank, size, pp, folder, converted):
     """The new tokens of each prompt, of the folder and of its conversion."""
     found = []
     for saved in (read_hf(folder), read_saved(converted, None)):
         ends = stop_ids(saved.tokenizer)
-        model = restore_model(saved, pool.groups(tp=size), CPU)
+        model = restore_model(saved, pool.groups(tp=size // pp, pp=pp), CPU)
         found.append(run(*model, PROMPTS, NEW, stop=lambda index, token, ends=ends: token in ends))
     return found
 
@@ -32,16 +32,16 @@ def test_tokens_are_those_of_the_conversion_and_of_transformers(tmp_path, name):
     converted = convert(tmp_path / "hf", tmp_path / "checkpoint")
     expected = [greedy(theirs, ids, NEW) for ids in PROMPTS]
     assert expected[0][-1] == end and len(expected[0]) <= NEW // 2 + 1 and len(free[0]) == NEW
-    for size in (1, 2):
-        assert pool.run(size, answers, tmp_path / "hf", converted) == [[expected, expected]] * size
+    for size, pp in ((1, 1), (2, 1), (2, 2), (4, 2)):
+        assert pool.run(size, answers, pp, tmp_path / "hf", converted) == [[expected, expected]] * size
 
 
-def what_is_read(rank, size, folder):
+def what_is_read(rank, size, pp, folder):
     """(elements that came from the folder, elements of this rank's parameters)"""
     saved, sizes = read_hf(folder), []
     read = saved.hf.folder.read
     saved.hf.folder.read = lambda name, box: sizes.append(box.numel) or read(name, box)
-    model, _ = restore_model(saved, pool.groups(tp=size), CPU)
+    model, _ = restore_model(saved, pool.groups(tp=size // pp, pp=pp), CPU)
     return sum(sizes), sum(parameter.numel() for parameter in local_parameters(model).values())
 
 
@@ -49,9 +49,20 @@ def test_a_rank_reads_its_own_slices(tmp_path):
     model = write_folder(tmp_path)
     whole = sum(parameter.numel() for parameter in model.parameters())
     replicated = sum(parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
-    ranks = pool.run(2, what_is_read, tmp_path)
+    ranks = pool.run(2, what_is_read, 1, tmp_path)
     assert sum(read for read, _ in ranks) == whole + replicated
     assert all(read <= held < 0.7 * whole for read, held in ranks)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2 tied"])
+def test_a_pipeline_rank_reads_its_own_layers(tmp_path, name):
+    """And, where the head is tied, the last one the embedding once more."""
+    model = write_folder(tmp_path, name)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    again = model.get_input_embeddings().weight.numel() if "tied" in name else 0
+    ranks = pool.run(2, what_is_read, 2, tmp_path)
+    assert sum(read for read, _ in ranks) == whole + again
+    assert all(read <= held and read < 0.7 * whole for read, held in ranks)
 
 
 def weights(rank, size, folder, dtype):

@@ -140,6 +140,55 @@ def test_one_process_communicates_nothing(measure):
     assert pool.run(1, measure, LLAMA, True) == [([], [])]
 
 
+D, QUERIES, KEYS = 4, 8, 4  # LLAMA's heads
+CONTEXTS = [("p2p", 2), ("p2p", 3), ("all_gather", 2), ("all_gather", 3), ("a2a", 2), ("a2a", 4), ("a2a+p2p", 4)]
+
+
+def context_table(kind, tp, cp):
+    """(operation, group, elements of the input) of attention over cp: forward, backward."""
+    inner = {"a2a": cp, "a2a+p2p": 2}.get(kind, 1)
+    tokens = 2 * B * D  # of a rank: sequences are 2 x cp
+    queries, keys = tokens * QUERIES // tp, 2 * tokens * max(KEYS // tp, inner)
+    ring = [("shift", "cp_outer" if inner > 1 else "cp", keys)] * (cp // inner - 1)
+    if kind == "all_gather":
+        gather = ("all_gather", "cp", keys)
+        return [gather], [gather, ("reduce_scatter", "cp", cp * keys)]
+    if kind == "p2p":
+        return ring, ring * 2
+    group = "cp" if kind == "a2a" else "cp_inner"
+    to_heads, back = ("all_to_all", group, queries + keys), ("all_to_all", group, queries)
+    return [to_heads, *ring, back], [back, *ring * 2, to_heads]
+
+
+def context_calls(rank, size, kind, tp, fields):
+    """Of a layer, those over cp and those over tp."""
+    groups = pool.groups(tp=tp, cp=size // tp, inner=2 if kind == "a2a+p2p" else 1)
+    build = make_build(fields, groups, sequence_parallel=True, cp_comm_types=(kind,))
+    layer = TransformerLayer(build, 0)
+    initialize(local_parameters(layer), 1)
+    x = torch.ones(2 // tp, B, H, dtype=build.dtype, requires_grad=True)
+    calls = record(groups, layer, x, Positions(None, None))
+    elements = [[(op, group, n // build.dtype.itemsize) for op, group, _, n in part] for part in calls]
+    return [[[c for c in part if (c[1] == "tp") == over_tp] for part in elements] for over_tp in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "cp"), CONTEXTS)
+@pytest.mark.parametrize("model", ["llama", "bf16"])
+def test_context(kind, cp, model):
+    for over_cp, over_tp in pool.run(cp, context_calls, kind, 1, MODELS[model]):
+        assert tuple(over_cp) == context_table(kind, 1, cp) and over_tp == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
+def test_context_beside_tensor_parallelism(kind):
+    """Attention sends its own heads; the linears' collectives are those of a sequence of s / cp."""
+    whole, shard = 2 * B * H, B * H
+    sizes = {"all_gather": shard, "reduce_scatter": whole}
+    expected = [[(op, "tp", sizes[op]) for op, _ in LAYER[True][part]] for part in ("forward", "backward")]
+    for over_cp, over_tp in pool.run(4, context_calls, kind, 2, LLAMA):
+        assert tuple(over_cp) == context_table(kind, 2, 2) and over_tp == expected
+
+
 def step_calls(rank, size, sequence_parallel):
     """One optimizer step of two microbatches under TP 2 x DP 2, and what its shapes follow from."""
     groups = pool.groups(tp=2)
@@ -170,7 +219,7 @@ def test_a_whole_step(sequence_parallel):
         # A parameter takes whole rows of 64 elements in its bucket.
         on_wire = sum(-(-n // 64) * 64 for n in sizes)
         assert calls == [
-            ("all_reduce", "dp_cp", (), 8),  # unmasked tokens of the global batch
+            ("all_reduce", "dp", (), 8),  # unmasked tokens of the global batch
             *expected_rows(microbatch * 2),
             *[("all_reduce", "replicas", (n,), 4 * n) for n in buckets],
             ("all_reduce", "dp_cp", (2,), 16),  # the loss, and parameters without a gradient

@@ -40,12 +40,13 @@ class Handle(NamedTuple):
     work: Any | None  # None when the group has one rank
     kept: tuple[Tensor, ...]
     finish: Callable[[], None] | None = None  # what is left to do on this rank when the transport is done
+    number: int | None = None  # among the collectives of the group, for the error message; by default the newest
 
     def wait(self) -> None:
         """Order everything after the collective (see the note above). Raises CommError when it failed."""
         if self.work is not None:
             self.group.heartbeat.wait_in(self.op, self.group.name)
-            with _named_failure(self.op, self.group):
+            with _named_failure(self.op, self.group, self.number):
                 self.work.wait()
             if self.finish is not None:
                 self.finish()
@@ -176,21 +177,24 @@ def _start(op: str, group: Group, sent: Tensor, launch: Any, *kept: Tensor) -> H
 @contextlib.contextmanager
 def announced(
     op: str, group: Group, shape: tuple[int, ...], dtype: torch.dtype | None = None, nbytes: int = 0
-) -> Iterator[None]:
-    """Tell the group's heartbeat of a collective that the body starts; without a dtype it carries objects."""
+) -> Iterator[int]:
+    """Tell the group's heartbeat of a collective that the body starts; without a dtype it carries objects.
+
+    Gives its number on the group.
+    """
     name = "object" if dtype is None else str(dtype).removeprefix("torch.")
-    group.heartbeat.enter(op, group.name, Call(op, group.name, shape, name, nbytes))
-    with _named_failure(op, group):
-        yield
+    number = group.heartbeat.enter(op, group.name, Call(op, group.name, shape, name, nbytes))
+    with _named_failure(op, group, number):
+        yield number
 
 
 @contextlib.contextmanager
-def _named_failure(op: str, group: Group) -> Iterator[None]:
+def _named_failure(op: str, group: Group, number: int | None) -> Iterator[None]:
     started = time.monotonic()
     try:
         yield
     except RuntimeError as error:  # what gloo and NCCL raise for a timeout or a lost peer
         cause = str(error).splitlines()[0]
         seconds = time.monotonic() - started
-        raise CommError(group.heartbeat.explain(op, group.name, group.ranks, seconds, cause)) from error
+        raise CommError(group.heartbeat.explain(op, group.name, group.ranks, seconds, cause, number)) from error
     group.heartbeat.leave()

@@ -17,6 +17,7 @@ from collections.abc import Generator
 from typing import Any
 
 _SWITCH_SECONDS = 0.0002
+_IDLE_SECONDS = 10.0
 
 Steps = Generator[list[Any], None, None]
 
@@ -58,7 +59,7 @@ class Job:
 
 
 class Lane:
-    """Carries jobs through; see the note above. Its thread starts with the first job and ends with the process."""
+    """Carries jobs through; see the note above. Its thread starts with a job and ends when there are none for a while."""
 
     def __init__(self, name: str, *, in_flight: int) -> None:
         self._name, self._in_flight = name, in_flight
@@ -74,12 +75,12 @@ class Lane:
         with self._changed:
             self._queued.append(job)
             self._post_next()
-        if self._thread is None:
-            # A thread that asks for the interpreter waits this long while another computes in Python, 5 ms by default:
-            # as long as a bucket travels.
-            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            if self._posted and self._thread is None:
+                # A thread that asks for the interpreter waits this long while another computes in Python, 5 ms by
+                # default: as long as a bucket travels.
+                sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
         return job
 
     def _post_next(self) -> None:
@@ -93,7 +94,9 @@ class Lane:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._posted))
+                if not self._changed.wait_for(lambda: bool(self._posted), _IDLE_SECONDS):
+                    self._thread = None
+                    return
                 job = self._posted.popleft()
             goes_on = job.advance()
             with self._changed:

@@ -38,27 +38,22 @@ def exchange(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor
     Contiguous CPU tensors, which must live until every returned work has been waited for. Receives are posted first:
     gloo sends only what the receiver has asked for.
     """
-    return [*receive(group, incoming, tag), *send(group, outgoing, tag)]
+    others = [(group.rank + i) % group.size for i in range(1, group.size)]
+    received = [receive(group, incoming[r], r, tag) for r in reversed(others)]
+    return received + [send(group, outgoing[r], r, tag) for r in others]
 
 
-def receive(group: Group, incoming: Sequence[Tensor], tag: int) -> list[Message]:
-    """The receiving half of `exchange`."""
+def receive(group: Group, incoming: Tensor, r: int, tag: int) -> Message:
+    """Start to receive what rank number r of the group sends with this tag; see `exchange`."""
     # The process group's own calls: dist.isend and irecv check and log each time, ten times as long.
-    transport = group.process_group
-    assert transport is not None
-    return [Message(transport.recv([incoming[r]], r, tag), "from", group.ranks[r]) for r in reversed(others_of(group))]
+    assert group.process_group is not None
+    return Message(group.process_group.recv([incoming], r, tag), "from", group.ranks[r])
 
 
-def send(group: Group, outgoing: Sequence[Tensor], tag: int) -> list[Message]:
-    """The sending half of `exchange`."""
-    transport = group.process_group
-    assert transport is not None
-    return [Message(transport.send([outgoing[r]], r, tag), "to", group.ranks[r]) for r in others_of(group)]
-
-
-def others_of(group: Group) -> list[int]:
-    """The group's other ranks, by number in the group, from the next one on."""
-    return [(group.rank + i) % group.size for i in range(1, group.size)]
+def send(group: Group, outgoing: Tensor, r: int, tag: int) -> Message:
+    """Start to send to rank number r of the group; see `exchange`."""
+    assert group.process_group is not None
+    return Message(group.process_group.send([outgoing], r, tag), "to", group.ranks[r])
 
 
 def sum_in_rank_order(pieces: Sequence[Tensor], rank: int, out: Tensor) -> None:

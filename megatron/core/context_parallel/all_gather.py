@@ -7,149 +7,178 @@ and values, 2 * s / size * b * g * d * itemsize. A rank sends, a layer:
 Kept for the backward: q, this rank's keys and values, the output, and its log-sum-exp. All keys and values, size * M, are
 there during the attention only; while they are put into the sequence's order, twice.
 
-[Note: two gathers out of the way]
-`start` begins the forward's gather as soon as keys and values are there; what is done before `attend` (the norm and
-rotation of the queries) runs beside it. `gather_early` marks a place later in the forward whose gradient comes earlier
-in the backward: put behind a layer's MLP, the backward's gather runs beside the gradients of the MLP and of the output
-projection, as in Megatron-Kwai.
+[Note: what runs beside it]
+1 / size of a rank's attention is of its own queries to its own keys, for which nothing is communicated.
+  forward: `start` begins the gather as soon as keys and values are there; the norm and rotation of the queries and
+    the attention to the own keys run beside it, then the other keys are attended.
+  backward: `gather_early` marks a place later in the forward whose gradient comes earlier in the backward: put behind a
+    layer's MLP, the gather runs beside the gradients of the MLP and of the output projection, as in Megatron-Kwai.
+    The other keys come first here, and their gradients leave. The own keys' part and the gradients of rotation and norm
+    of the queries run beside that; the gradient of `start` waits for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.comm.collectives import Handle, all_gather_async, reduce_scatter
+from megatron.core.comm.collectives import Handle, all_gather_async, reduce_scatter_async
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.blocks import Attention, Gradient, Segments, zeros_like
-from megatron.core.context_parallel.plan import prefix_blocks
+from megatron.core.context_parallel.plan import Block, other_blocks, own_blocks
 from megatron.core.context_parallel.ring import refuse_dropout
+from megatron.core.context_parallel.watch import UNWATCHED, Watch
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 
-
-class Gather:
-    """One gather of keys and values at a time: begun early, or where the result is taken."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._under_way: tuple[Tensor, Handle] | None = None
-
-    def start(self, kv: Tensor) -> None:
-        """Begin to gather this rank's [2, s, b, g, d], unless that was done."""
-        if self._under_way is None:
-            self._under_way = all_gather_async(kv, self._group)
-
-    def take(self, kv: Tensor) -> Tensor:
-        """All ranks' keys and values in natural order, [2, size * s, b, g, d]."""
-        self.start(kv)
-        assert self._under_way is not None
-        (gathered, handle), self._under_way = self._under_way, None
-        handle.wait()
-        size = self._group.size
-        chunks = gathered.unflatten(0, (size, 2)).unflatten(2, (2, -1))  # [size, 2 (k, v), 2, s / 2, b, g, d]
-        return torch.cat([chunks[rank, :, half] for rank, half in layout.owners(size)], dim=1)
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Keys and values on their way: k, v [s, b, g, d] as the caller gave them, kv both together."""
-
-    k: Tensor
-    v: Tensor
-    kv: Tensor
-    forward: Gather
-    backward: Gather
+_Part = tuple[list[Block], Segments]  # blocks to attend, with the ids of their queries and keys
 
 
 class AllGatherAttention:
-    """An `AttentionKernel` for this rank's part of the sequence, in the balanced layout of `group`; also in two steps."""
+    """A `LayerAttention` (see steps.py) for this rank's part of the sequence, in the balanced layout of `group`."""
 
-    def __init__(self, group: Group, kernel: BlockKernel) -> None:
-        self.group, self.kernel = group, kernel
+    def __init__(self, group: Group, kernel: BlockKernel, watch: Watch = UNWATCHED) -> None:
+        self._group, self._kernel, self._watch = group, kernel, watch
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
-    ) -> Tensor:
-        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
+    def start(self, k: Tensor, v: Tensor) -> GatheredKeys:
+        """Begin to gather k, v [s / size, b, g, d]. Must be followed by one `attend`."""
+        exchange = _Exchange(self._group, self._kernel, self._watch)
+        return GatheredKeys(exchange, _Start.apply(k, v, exchange))
+
+
+class GatheredKeys:
+    """The keys and values of one forward on their way: see `Keys`."""
+
+    def __init__(self, exchange: _Exchange, kv: Tensor) -> None:
+        """kv: this rank's, [2, s / size, b, g, d]."""
+        self._exchange, self._kv = exchange, kv
+
+    def attend(self, q: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
+        """q [s / size, b, n, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
 
         Raises ConfigError when dropout is not 0.
         """
         refuse_dropout(dropout)
-        return self.attend(q, self.start(k, v), segments=segments, window=window)
-
-    def start(self, k: Tensor, v: Tensor) -> Pending:
-        """Begin to gather k, v [s / size, b, g, d]. Must be followed by one `attend`."""
-        kv = torch.stack((k.detach(), v.detach()))
-        pending = Pending(k, v, kv, Gather(self.group), Gather(self.group))
-        pending.forward.start(kv)
-        return pending
-
-    def attend(self, q: Tensor, pending: Pending, *, segments: Tensor | None, window: int | None) -> Tensor:
-        """q [s / size, b, n, d] -> [s / size, b, n * d]. The gradient reaches the k and v that were given to `start`."""
-        out: Tensor = _Attend.apply(q, pending.k, pending.v, pending, self, segments, window)
+        out: Tensor = _Attend.apply(q, self._kv, self._exchange, segments, window)
         return out.flatten(2)
 
-    def gather_early(self, x: Tensor, pending: Pending) -> Tensor:
+    def gather_early(self, x: Tensor) -> Tensor:
         """x itself; where the backward comes to it, the gather of that `attend` begins. See the note above."""
-        if not pending.k.requires_grad:
+        if not self._kv.requires_grad:
             return x
-        marked: Tensor = _GatherEarly.apply(x, pending.kv, pending.backward)
+        marked: Tensor = _GatherEarly.apply(x, self._kv.detach(), self._exchange)
         return marked
 
-    def take_segments(self, segments: Tensor | None) -> Segments:
-        """Ids of this rank's queries and of all keys, from those of the whole sequence [b, s]."""
+
+class _Exchange:
+    """The collectives of one forward and its backward, each begun early and waited for late."""
+
+    def __init__(self, group: Group, kernel: BlockKernel, watch: Watch) -> None:
+        self.group, self.kernel, self._watch = group, kernel, watch
+        self._gather: tuple[Tensor, Handle] | None = None
+        self._reduction: tuple[Tensor, Handle] | None = None
+
+    def gather(self, kv: Tensor) -> None:
+        """Begin to gather every rank's [2, s, b, g, d], unless that was done."""
+        if self._gather is None:
+            self._gather = self._watch("all-gather of keys and values", lambda: all_gather_async(kv, self.group))
+
+    def take_gathered(self) -> Tensor:
+        """All ranks' keys and values in natural order, [2, size * s, b, g, d]."""
+        assert self._gather is not None
+        (gathered, handle), self._gather = self._gather, None
+        handle.wait()
+        size = self.group.size
+        chunks = gathered.unflatten(0, (size, 2)).unflatten(2, (2, -1))  # [size, 2 (k, v), 2, s / 2, b, g, d]
+        return torch.cat([chunks[rank, :, half] for rank, half in layout.owners(size)], dim=1)
+
+    def reduce(self, dkv: Tensor) -> None:
+        """Begin to sum the gradient of all keys and values, [2, size * s, b, g, d]."""
+        pieces = _by_rank(dkv, self.group.size)
+        self._reduction = self._watch(
+            "reduce-scatter of their gradient", lambda: reduce_scatter_async(pieces, self.group)
+        )
+
+    def take_reduced(self) -> Tensor:
+        """This rank's part of the sum, [2, s, b, g, d]."""
+        assert self._reduction is not None
+        (total, handle), self._reduction = self._reduction, None
+        handle.wait()
+        return total
+
+    def parts(self, length: int, segments: Tensor | None, window: int | None) -> tuple[_Part, _Part]:
+        """What `length` queries of this rank attend of its own keys, and of all others."""
+        rank, size = self.group.rank, self.group.size
+        own, others = (plan(rank, size, length // 2, window) for plan in (own_blocks, other_blocks))
         if segments is None:
-            return None
-        return layout.take(segments, 1, self.group.rank, self.group.size), segments
+            return (own, None), (others, None)
+        here = layout.take(segments, 1, rank, size)
+        return (own, (here, here)), (others, (here, segments))
+
+
+class _Start(torch.autograd.Function):
+    """k, v [s, b, g, d] -> [2, s, b, g, d], whose gather begins. Backward: adds what the other ranks' queries give."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        kv = torch.stack((k, v))
+        exchange.gather(kv)
+        return kv
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, own: Tensor) -> tuple[Tensor, Tensor, None]:
+        wide = torch.promote_types(own.dtype, torch.float32)
+        dk, dv = (own.to(wide) + ctx.exchange.take_reduced()).to(own.dtype).unbind()
+        return dk, dv, None
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pending: Pending,
-        owner: AllGatherAttention,
-        segments: Tensor | None,
-        window: int | None,
+        ctx: Any, q: Tensor, kv: Tensor, exchange: _Exchange, segments: Tensor | None, window: int | None
     ) -> Tensor:
-        group = owner.group
-        attention = Attention(owner.kernel, q)
-        blocks = prefix_blocks(group.rank, group.size, len(q) // 2, window)
-        attention.add(pending.forward.take(pending.kv), blocks, owner.take_segments(segments))
+        own, others = exchange.parts(len(q), segments, window)
+        exchange.gather(kv)  # under way since `_Start`, unless this is done again by a recomputation
+        attention = Attention(exchange.kernel, q)
+        attention.add(kv, *own)
+        attention.add(exchange.take_gathered(), *others)
         out = attention.out.to(q.dtype)
-        ctx.save_for_backward(q, pending.kv, out, attention.lse, segments)
-        ctx.owner, ctx.blocks, ctx.gather = owner, blocks, pending.backward
+        ctx.save_for_backward(q, kv, out, attention.lse, segments)
+        ctx.exchange, ctx.window = exchange, window
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse, segments = ctx.saved_tensors
-        owner, group = ctx.owner, ctx.owner.group
-        full = ctx.gather.take(kv)
-        gradient, dkv = Gradient(owner.kernel, grad.contiguous(), q, out, lse), zeros_like(full)
-        gradient.add(full, dkv, ctx.blocks, owner.take_segments(segments))
-        dk, dv = reduce_scatter(_by_rank(dkv, group.size).to(kv.dtype), group).unbind()
-        return gradient.dq.to(q.dtype), dk, dv, None, None, None, None
+        exchange: _Exchange = ctx.exchange
+        own, others = exchange.parts(len(q), segments, ctx.window)
+        gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse)
+        exchange.gather(kv)
+        full = exchange.take_gathered()
+        dfull, dkv = zeros_like(full), zeros_like(kv)
+        gradient.add(full, dfull, *others)
+        if ctx.needs_input_grad[1]:
+            exchange.reduce(dfull.to(kv.dtype))
+        gradient.add(kv, dkv, *own)
+        return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None
 
 
 class _GatherEarly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kv: Tensor, gather: Gather) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kv: Tensor, exchange: _Exchange) -> Tensor:
         ctx.save_for_backward(kv)  # saved as the attention saves it, so that what offloads saved tensors sees both
-        ctx.gather = gather
+        ctx.exchange = exchange
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.gather.start(*ctx.saved_tensors)
+        (kv,) = ctx.saved_tensors
+        ctx.exchange.gather(kv)
         return grad, None, None
 
 

@@ -30,27 +30,59 @@ def ring_blocks(rank: int, source: int, size: int, chunk: int, window: int | Non
         if source < rank:
             return [Block(whole, first, None, None)]
         return [Block(second, whole, None, None)]
+    # Later keys first: a query's own come before all others.
+    pairs = [(half, other) for half in (0, 1) for other in (1, 0)]
+    return _chunk_pairs(rank, source, size, chunk, window, pairs)
+
+
+def own_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[Block]:
+    """What `rank` attends of its own keys; places in its own [2 * chunk] tokens."""
+    return ring_blocks(rank, rank, size, chunk, window)
+
+
+def own_in_two(rank: int, size: int, chunk: int, window: int | None) -> tuple[list[Block], list[Block]]:
+    """The same in two parts of equal work: the second chunk's queries with the first one's keys, each chunk with itself."""
+    window = window or 2 * size * chunk
+    apart, same = (_chunk_pairs(rank, rank, size, chunk, window, pairs) for pairs in ([(1, 0)], [(0, 0), (1, 1)]))
+    return apart, same
+
+
+def other_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[Block]:
+    """What `rank` attends of all other keys: queries as places in its own tokens, keys as places in the sequence."""
+    first, second = chunks_of(rank, size)
+    before, between = slice(0, first * chunk), slice((first + 1) * chunk, second * chunk)
+    if window is None or window >= 2 * size * chunk:
+        blocks = [Block(slice(0, 2 * chunk), before, None, None), Block(slice(chunk, 2 * chunk), between, None, None)]
+        return [block for block in blocks if block.keys.start < block.keys.stop]
     return [
         block
-        for half, mine in enumerate(chunks_of(rank, size))
-        # Later keys first: a query's own come before all others.
-        for other, theirs in reversed(list(enumerate(chunks_of(source, size))))
-        if (block := _in_window(half * chunk, other * chunk, mine - theirs, chunk, window)) is not None
+        for half, number, keys in ((0, first, before), (1, second, before), (1, second, between))
+        if (block := _reached(half * chunk, number * chunk, chunk, keys, window)) is not None
     ]
 
 
-def prefix_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[Block]:
-    """What `rank` attends of the whole sequence: queries as places in its own tokens, keys as places in the sequence.
+def _reached(place: int, begin: int, chunk: int, keys: slice, window: int) -> Block | None:
+    """What a window leaves of earlier `keys` for a chunk of queries: at `place` of the rank's, `begin` in the sequence."""
+    queries = min(chunk, window - 1 - (begin - keys.stop))  # as many from the front see the last key
+    start = max(keys.start, begin - window + 1)  # the first key that the first query sees
+    if queries <= 0 or start >= keys.stop:
+        return None
+    offset = begin - start
+    some = offset + queries - 1 >= window  # not every query sees every key
+    cut = slice(place, place + queries), slice(start, keys.stop)
+    return Block(*cut, offset, window) if some else Block(*cut, None, None)
 
-    One block for each of its chunks: the keys from the first that the window lets it see to the chunk's last.
-    """
-    blocks = []
-    for half, number in enumerate(chunks_of(rank, size)):
-        begin = number * chunk
-        first = 0 if window is None else max(0, begin - window + 1)
-        limit = None if window is None or window >= begin + chunk else window
-        blocks.append(Block(slice(half * chunk, (half + 1) * chunk), slice(first, begin + chunk), begin - first, limit))
-    return blocks
+
+def _chunk_pairs(
+    rank: int, source: int, size: int, chunk: int, window: int, pairs: list[tuple[int, int]]
+) -> list[Block]:
+    """Blocks of (chunk of `rank`'s queries, chunk of `source`'s keys): 0 the earlier, 1 the later."""
+    mine, theirs = chunks_of(rank, size), chunks_of(source, size)
+    return [
+        block
+        for half, other in pairs
+        if (block := _in_window(half * chunk, other * chunk, mine[half] - theirs[other], chunk, window)) is not None
+    ]
 
 
 def _in_window(query: int, key: int, apart: int, chunk: int, window: int) -> Block | None:

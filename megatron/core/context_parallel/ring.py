@@ -18,19 +18,21 @@ from megatron.core.comm.collectives import Handle
 from megatron.core.comm.p2p import shift_async
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.blocks import Attention, Gradient, Segments, zeros_like
-from megatron.core.context_parallel.plan import Block, ring_blocks
+from megatron.core.context_parallel.plan import Block, own_in_two, ring_blocks
+from megatron.core.context_parallel.watch import UNWATCHED, Watch
 from megatron.core.errors import ConfigError
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 
 _KEYS, _GRADIENTS = 1, 2  # tags of what travels at the same time
+_NAMES = {_KEYS: "keys and values", _GRADIENTS: "their gradient"}
 
 
 class RingAttention:
     """An `AttentionKernel` for this rank's part of the sequence, in the balanced layout of `group`."""
 
-    def __init__(self, group: Group, kernel: BlockKernel) -> None:
-        self.group, self.kernel = group, kernel
+    def __init__(self, group: Group, kernel: BlockKernel, watch: Watch = UNWATCHED) -> None:
+        self.group, self.kernel, self._watch = group, kernel, watch
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
@@ -42,6 +44,10 @@ class RingAttention:
         refuse_dropout(dropout)
         out: Tensor = _Ring.apply(q, k, v, self, segments, window)
         return out.flatten(2)
+
+    def shift(self, tensor: Tensor, tag: int) -> tuple[Tensor, Handle]:
+        """Begin to send `tensor` to the next rank, and to receive what the one before has."""
+        return self._watch(_NAMES[tag], lambda: shift_async(tensor, self.group, tag))
 
     def steps(self, length: int, segments: Tensor | None, window: int | None) -> list[tuple[list[Block], Segments]]:
         """(blocks, segments) of each step, for `length` tokens a rank. At step i the keys of rank - i are here."""
@@ -68,7 +74,7 @@ class _Ring(torch.autograd.Function):
         steps = ring.steps(len(q), segments, window)
         for step, (blocks, ids) in enumerate(steps, start=1):
             # Posted before the attention of this step, waited for after it.
-            coming = shift_async(here, ring.group, _KEYS) if step < len(steps) else None
+            coming = ring.shift(here, _KEYS) if step < len(steps) else None
             attention.add(here, blocks, ids)
             if coming is not None:
                 here = _arrived(coming)
@@ -80,22 +86,28 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of keys and values travel with them, one step behind: they are sent on while the next is attended."""
+        """Gradients of keys and values travel with them, one step behind: they are sent on while the next is attended.
+
+        The own keys' gradient does not travel: half of its work is done beside the first message, half beside the last.
+        """
         q, kv, out, lse, segments = ctx.saved_tensors
-        group = ctx.ring.group
-        gradient, here = Gradient(ctx.ring.kernel, grad.contiguous(), q, out, lse), kv
+        ring: RingAttention = ctx.ring
+        gradient, here = Gradient(ring.kernel, grad.contiguous(), q, out, lse), kv
         own, late = zeros_like(kv), None
-        steps = ctx.ring.steps(len(q), segments, ctx.window)
-        for step, (blocks, ids) in enumerate(steps, start=1):
-            coming = shift_async(here, group, _KEYS) if step < len(steps) else None
-            dkv = own if step == 1 else zeros_like(kv)
+        (_, own_ids), *steps = ring.steps(len(q), segments, ctx.window)
+        first, last = own_in_two(ring.group.rank, ring.group.size, len(q) // 2, ctx.window)
+        coming = ring.shift(here, _KEYS) if steps else None
+        gradient.add(kv, own, first, own_ids)
+        for left, (blocks, ids) in zip(reversed(range(len(steps))), steps, strict=True):
+            assert coming is not None
+            here = _arrived(coming)
+            coming = ring.shift(here, _KEYS) if left else None
+            dkv = zeros_like(kv)
             gradient.add(here, dkv, blocks, ids)
             if late is not None:  # what the ranks before this one gave to the keys that are here
                 dkv += _arrived(late)
-            if step > 1:
-                late = shift_async(dkv.to(kv.dtype), group, _GRADIENTS)
-            if coming is not None:
-                here = _arrived(coming)
+            late = ring.shift(dkv.to(kv.dtype), _GRADIENTS)
+        gradient.add(kv, own, last, own_ids)
         if late is not None:
             own += _arrived(late)
         dk, dv = own.to(kv.dtype).unbind()

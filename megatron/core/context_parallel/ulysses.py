@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.context import copies_of_keys
-from megatron.core.comm.all_to_all import all_to_all
+from megatron.core.comm.all_to_all import all_to_all_async
 from megatron.core.context_parallel import layout
+from megatron.core.context_parallel.watch import UNWATCHED, Watch
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention import AttentionKernel
 
@@ -31,8 +32,8 @@ class UlyssesAttention:
     `attention` gets [s, b, n / size, d], s being the tokens of `group` in natural order.
     """
 
-    def __init__(self, group: Group, attention: AttentionKernel) -> None:
-        self._group, self._attention = group, attention
+    def __init__(self, group: Group, attention: AttentionKernel, watch: Watch = UNWATCHED) -> None:
+        self._group, self._attention, self._watch = group, attention, watch
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
@@ -46,10 +47,10 @@ class UlyssesAttention:
         copies = copies_of_keys(n, k.shape[2], size)
         parts = [_by_rank(x, size) for x in (q, _repeated(k, copies), _repeated(v, copies))]
         # A rank's share of all three in one message: [size, s / size, b, (n + 2 g) / size, d].
-        heads: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self._group)
+        heads: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self._group, self._watch)
         q, k, v = heads.split([x.shape[3] for x in parts], dim=2)
         out = self._attention(q, k, v, segments=segments, window=window, dropout=dropout)
-        back: Tensor = _ToSequence.apply(out.unflatten(2, (-1, d)), self._group)
+        back: Tensor = _ToSequence.apply(out.unflatten(2, (-1, d)), self._group, self._watch)
         return back.permute(1, 2, 0, 3, 4).flatten(2)
 
 
@@ -67,31 +68,37 @@ class _ToHeads(torch.autograd.Function):
     """[size, s / size, b, h, d] -> [s, b, h, d]. Forward and backward: an all-to-all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_heads(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, watch: Watch) -> Tensor:
+        ctx.group, ctx.watch = group, watch
+        return _to_heads(x, group, watch)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_sequence(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _to_sequence(grad, ctx.group, ctx.watch), None, None
 
 
 class _ToSequence(torch.autograd.Function):
     """[s, b, h, d] -> [size, s / size, b, h, d]. Forward and backward: an all-to-all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_sequence(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, watch: Watch) -> Tensor:
+        ctx.group, ctx.watch = group, watch
+        return _to_sequence(x, group, watch)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _to_heads(grad, ctx.group, ctx.watch), None, None
 
 
-def _to_heads(x: Tensor, group: Group) -> Tensor:
-    return layout.to_natural_order(all_to_all(x, group).flatten(0, 1), 0, group.size)
+def _to_heads(x: Tensor, group: Group, watch: Watch) -> Tensor:
+    return layout.to_natural_order(_exchanged(x, group, watch).flatten(0, 1), 0, group.size)
 
 
-def _to_sequence(x: Tensor, group: Group) -> Tensor:
-    return all_to_all(layout.to_rank_order(x, 0, group.size).unflatten(0, (group.size, -1)), group)
+def _to_sequence(x: Tensor, group: Group, watch: Watch) -> Tensor:
+    return _exchanged(layout.to_rank_order(x, 0, group.size).unflatten(0, (group.size, -1)), group, watch)
+
+
+def _exchanged(x: Tensor, group: Group, watch: Watch) -> Tensor:
+    received, handle = watch("tokens for heads", lambda: all_to_all_async(x, group))
+    handle.wait()
+    return received

@@ -9,23 +9,23 @@ import math
 
 from torch import Tensor, nn
 
+from megatron.core.context_parallel.steps import Keys, LayerAttention
 from megatron.core.parameter import Init
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
-from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.rope import rotate
 
 
 class SelfAttention(nn.Module):
     """[s or s/tp, b, h] -> the same. The fused QKV weight is [g, (q + 2) d, h]: per group its queries, key and value.
 
-    `window`: each position sees that many at most, the last of them itself; None: all before it. `attention`: the
-    kernel, or what calls it with the part of a sequence that this rank holds.
+    `window`: each position sees that many at most, the last of them itself; None: all before it. `attention`: a
+    kernel, or what gets at the rest of a sequence of which this rank holds a part.
     """
 
     def __init__(
-        self, build: Build, init: Init, output_init: Init, window: int | None, attention: AttentionKernel
+        self, build: Build, init: Init, output_init: Init, window: int | None, attention: LayerAttention
     ) -> None:
         super().__init__()
         config, tp = build.config, build.groups.tp
@@ -67,26 +67,33 @@ class SelfAttention(nn.Module):
         self._attention, self._rng, self._dropout = attention, build.rng, config.attention_dropout
         self._window = window
 
-    def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
-        """With a cache, x holds only the new positions and attends to all."""
+    def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> tuple[Tensor, Keys]:
+        """(output, the keys and values that were attended). With a cache, x holds only the new positions and attends to
+        all."""
         qkv = self.linear_qkv(x)  # [s, b, g/tp * (q + 2) * d]
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, self._local_groups, self._per_group + 2, self._d)
-        q = heads[:, :, :, : self._per_group].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
         k, v = heads[:, :, :, -2], heads[:, :, :, -1]  # [s, b, g/tp, d]
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if positions.rotary is not None:
-            q, k = rotate(q, *positions.rotary), rotate(k, *positions.rotary)
+        k = _normed_and_rotated(k, self.k_layernorm, positions)
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.linear_proj(self._attend(q, k, v, positions.segments))
+        keys = self._attention.start(k, v)
+        q = heads[:, :, :, : self._per_group].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
+        q = _normed_and_rotated(q, self.q_layernorm, positions)
+        return self.linear_proj(self._attend(q, keys, positions.segments)), keys
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, keys: Keys, segments: Tensor | None) -> Tensor:
         if self._dropout == 0.0 or not self.training:
-            return self._attention(q, k, v, segments=segments, window=self._window, dropout=0.0)
+            return keys.attend(q, segments=segments, window=self._window, dropout=0.0)
         with self._rng.stream("sharded"):
-            return self._attention(q, k, v, segments=segments, window=self._window, dropout=self._dropout)
+            return keys.attend(q, segments=segments, window=self._window, dropout=self._dropout)
+
+
+def _normed_and_rotated(x: Tensor, norm: Norm | None, positions: Positions) -> Tensor:
+    """[s, b, heads, d] -> the same."""
+    if norm is not None:
+        x = norm(x)
+    return x if positions.rotary is None else rotate(x, *positions.rotary)
 
 
 def output_scale(num_layers: int) -> float:

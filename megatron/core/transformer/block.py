@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.context_parallel.kinds import context_attention
+from megatron.core.context_parallel.steps import InOne, LayerAttention
 from megatron.core.parameter import Init
 from megatron.core.transformer.attention import SelfAttention, output_scale
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
-from megatron.kernels.ops.attention import AttentionKernel
 
 
 class TransformerLayer(nn.Module):
@@ -40,8 +40,11 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See the class."""
-        x = x + self._drop(self.self_attention(self.input_layernorm(x), positions, cache))
-        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+        attended, keys = self.self_attention(self.input_layernorm(x), positions, cache)
+        x = x + self._drop(attended)
+        x = x + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+        # The backward begins here: what its attention needs of other ranks travels beside the MLP's gradients.
+        return keys.gather_early(x)
 
     def _drop(self, x: Tensor) -> Tensor:
         if self._dropout == 0.0 or not self.training:
@@ -80,14 +83,19 @@ class TransformerBlock(nn.Module):
         return normed
 
 
-def _attention(build: Build, number: int) -> AttentionKernel:
+def _attention(build: Build, number: int) -> LayerAttention:
     """What a layer attends with: a kernel, or where the sequence is cut, one that gets at the rest of it."""
     groups, kernels = build.groups, build.kernels
     if groups.cp.size == 1:
-        return kernels.attention
-    kind = build.cp_comm_types[number]
+        return InOne(kernels.attention)
     return context_attention(
-        kind, groups.cp, groups.cp_inner, groups.cp_outer, kernels.attention, kernels.block_attention
+        build.cp_comm_types[number],
+        groups.cp,
+        groups.cp_inner,
+        groups.cp_outer,
+        kernels.attention,
+        kernels.block_attention,
+        build.cp_watch,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.core.context_parallel.watch import UNWATCHED, Watch
 from megatron.core.groups import Groups
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain
 from megatron.core.tensor_parallel.random import RngTracker
@@ -27,6 +28,7 @@ class Build:
     device: torch.device
     overlap: Plain = PLAIN
     cp_comm_types: tuple[str, ...] = ()  # of each layer; read where the sequence is cut
+    cp_watch: Watch = UNWATCHED
 
     @property
     def dtype(self) -> torch.dtype:

@@ -5,9 +5,12 @@ import math
 import os
 import resource
 import runpy
+import signal
 import sys
+import time
 
 from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.heartbeat import Heartbeat
 from megatron.training.main import main
 from megatron.training.step import TrainStep
 
@@ -82,4 +85,23 @@ def digests(argv):
         return result
 
     TrainStep.__call__ = call
+    main(argv, description="test")
+
+
+def stops_in_an_action(argv):
+    """Rank FAULTY_RANK sends itself FAULTY_SIGNAL in its third step, when it has been in FAULTY_ACTION for two beats."""
+    move_to, times = Heartbeat.move_to, [0]
+
+    def move_and_stop(self, name):
+        move_to(self, name)
+        if (
+            name == f"forward-backward, {os.environ['FAULTY_ACTION']}"
+            and os.environ["RANK"] == os.environ["FAULTY_RANK"]
+        ):
+            times[0] += 1
+            if times[0] == 3:
+                time.sleep(2.5)
+                os.kill(os.getpid(), signal.Signals[os.environ["FAULTY_SIGNAL"]])
+
+    Heartbeat.move_to = move_and_stop
     main(argv, description="test")

@@ -1,6 +1,7 @@
 """A lane carries jobs through in order, a few at a time, and hands errors to whoever waits."""
 
 import threading
+import time
 
 import pytest
 
@@ -153,3 +154,17 @@ def test_submitters_on_several_threads():
     for job in jobs:
         wait(job)
     assert len(jobs) == 40 and sum(step == "done" for _, step in wire.log) == 40
+
+
+def test_a_thread_without_work_ends_and_another_begins(monkeypatch):
+    """A lane that nobody uses any more leaves nothing behind."""
+    monkeypatch.setattr("megatron.core.comm.lane._IDLE_SECONDS", 0.05)
+    wire, lane = Wire(), Lane("short", in_flight=1)
+    for number in range(2):
+        wire.let(number)
+        wait(lane.submit(wire.job(number)))
+        deadline = time.monotonic() + SECONDS
+        while any(thread.name == "short" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline, "the thread goes on"
+            time.sleep(0.01)
+    assert wire.log == [(0, 0), (0, "done"), (1, 0), (1, "done")]

@@ -4,7 +4,7 @@ import torch
 
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.blocks import Attention, Gradient, zeros_like
-from megatron.core.context_parallel.plan import prefix_blocks, ring_blocks
+from megatron.core.context_parallel.plan import other_blocks, own_blocks, ring_blocks
 from megatron.kernels.ops import attention
 
 
@@ -33,21 +33,27 @@ def ring(kernel, q, k, v, grad, size, segments=None, window=None):
     return [out, dq, *layout.to_natural_order(torch.cat(dkv, dim=1), 1, size).unbind()]
 
 
-def prefix(kernel, q, k, v, grad, size, segments=None, window=None):
+def gathered(kernel, q, k, v, grad, size, segments=None, window=None):
     """As `ring`, for keys and values that were gathered."""
     queries, grads, kv = cut(q, 0, size), cut(grad, 0, size), torch.stack((k, v))
+    keys = cut(kv, 1, size)
     ids = [None] * size if segments is None else cut(segments, 1, size)
     dkv, results = zeros_like(kv), []
+    own_dkv = [zeros_like(x) for x in keys]
     for rank in range(size):
-        blocks = prefix_blocks(rank, size, len(queries[rank]) // 2, window)
-        pair = None if segments is None else (ids[rank], segments)
+        own, others = (plan(rank, size, len(queries[rank]) // 2, window) for plan in (own_blocks, other_blocks))
+        own_ids = None if segments is None else (ids[rank], ids[rank])
+        all_ids = None if segments is None else (ids[rank], segments)
         forward = Attention(kernel, queries[rank])
-        forward.add(kv, blocks, pair)
+        forward.add(keys[rank], own, own_ids)
+        forward.add(kv, others, all_ids)
         out = forward.out.to(q.dtype)
         backward = Gradient(kernel, grads[rank], queries[rank], out, forward.lse)
-        backward.add(kv, dkv, blocks, pair)
+        backward.add(kv, dkv, others, all_ids)
+        backward.add(keys[rank], own_dkv[rank], own, own_ids)
         results.append((out, backward.dq))
     out, dq = (layout.to_natural_order(torch.cat(x), 0, size) for x in zip(*results, strict=True))
+    dkv += layout.to_natural_order(torch.cat(own_dkv, dim=1), 1, size)
     return [out, dq, *dkv.unbind()]
 
 

@@ -17,7 +17,7 @@ def inputs(s, n, g, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("kernel", "size"), KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("run", [simulated.ring, simulated.prefix])
+@pytest.mark.parametrize("run", [simulated.ring, simulated.gathered])
 @pytest.mark.parametrize("segments", [None, torch.arange(40).expand(2, 40) // 11], ids=["", "segments"])
 @pytest.mark.parametrize("window", [None, 1, 9])
 def test_as_one_process(kernel, size, run, segments, window):

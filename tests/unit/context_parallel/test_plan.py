@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.plan import Block, prefix_blocks, ring_blocks
+from megatron.core.context_parallel.plan import Block, other_blocks, own_blocks, own_in_two, ring_blocks
 from megatron.kernels.ops.attention import causal_mask
 from megatron.kernels.ops.attention_lse_cuda import _reach, flash_takes
 from megatron.kernels.ops.attention_rule import Rule
@@ -36,13 +36,14 @@ def ring(rank, size, chunk, window):
     ]
 
 
-def prefix(rank, size, chunk, window):
+def gathered(rank, size, chunk, window):
     places = layout.positions(2 * size * chunk, rank, size, CPU)
     everywhere = torch.arange(2 * size * chunk)
-    return [(b, places[b.queries], everywhere[b.keys]) for b in prefix_blocks(rank, size, chunk, window)]
+    own = [(b, places[b.queries], places[b.keys]) for b in own_blocks(rank, size, chunk, window)]
+    return own + [(b, places[b.queries], everywhere[b.keys]) for b in other_blocks(rank, size, chunk, window)]
 
 
-PLANS = pytest.mark.parametrize("plan", [ring, prefix])
+PLANS = pytest.mark.parametrize("plan", [ring, gathered])
 
 
 @PLANS
@@ -60,6 +61,24 @@ def test_together_they_are_the_mask(plan, size, chunk, window):
             assert (times[queries].any(dim=1) | (visible & own).any(dim=1)).all()
             times[queries[:, None], keys[None, :]] += visible
     assert times.equal(causal_mask(length, length, None, window, CPU).long())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_own_keys_in_two(size, window):
+    """Together what they are in one, and without a window about as much work each."""
+    for rank in range(size):
+        places = layout.positions(10 * size, rank, size, CPU)
+        times, counts = torch.zeros(10, 10, dtype=torch.int64), []
+        for part in own_in_two(rank, size, 5, window):
+            counts.append(sum(int(seen(block).sum()) for block in part))
+            for block in part:
+                assert seen(block).any(dim=1).all()
+                times[block.queries, block.keys] += seen(block)
+        whole = causal_mask(10 * size, 10 * size, None, window, CPU)[places[:, None], places[None, :]]
+        assert times.equal(whole.long())
+        if window is None:
+            assert counts == [25, 30]
 
 
 @PLANS

@@ -10,7 +10,7 @@ from tests.unit.models.hf_models import make_hf_model
 
 EOD = 257  # of the tokenizer
 TEXTS = ["def f(", "The quick brown fox", "a"]
-FIELDS = {"max_position_embeddings": 128, "bos_token_id": 256, "eos_token_id": EOD}
+FIELDS = {"num_hidden_layers": 2, "max_position_embeddings": 128, "bos_token_id": 256, "eos_token_id": EOD}
 
 
 def write_folder(folder, name="llama", dtype=torch.float32, ends=()):

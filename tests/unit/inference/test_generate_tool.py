@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config.data import TokenizerConfig
 from megatron.core.errors import ConfigError
-from megatron.training.restore import Saved, check_tp, read_saved, restore_tokenizer
+from megatron.training.restore import Saved, check_pp, check_tp, read_saved, restore_tokenizer
 from tests import pool
 from tests.unit.inference.small import LLAMA, PROMPTS, run, save_small, small_model
 
@@ -107,10 +107,15 @@ def test_prompts_are_typed_in_a_terminal_and_a_bad_one_does_not_end_it(call, mon
         ),
         (("--prompt", ""), "prompt 1 has no tokens"),
         (("--prompt", "1", "--add-bos"), "no bos token"),
-        (("--prompt", "1", "--tensor-model-parallel-size", "2"), "1 processes for .* 2; start 2 with torchrun"),
+        (("--prompt", "1", "--tensor-model-parallel-size", "2"), "1 processes for .* 2 x .* 1; start 2 with torchrun"),
+        (("--prompt", "1", "--pipeline-model-parallel-size", "2"), "1 processes for .* 2; start a multiple of 2 with"),
         (("--prompt", "1", "--temperature", "0", "--seed", "3"), "--seed has no effect"),
         (("--prompt", "1", "--temperature", "0", "--top-k", "3"), "no effect at --temperature 0"),
-        (("--prompt", "1", "--tensor-model-parallel-size", "0"), "1 processes for .* 0"),
+        (("--prompt", "1", "--tensor-model-parallel-size", "0"), "--tensor-model-parallel-size 0 must be at least 1"),
+        (
+            ("--prompt", "1", "--pipeline-model-parallel-size", "0"),
+            "--pipeline-model-parallel-size 0 must be at least 1",
+        ),
         (("--prompt", "1", "--batch-size", "0"), "--batch-size 0"),
         (("--prompt", "1", "--stop", ""), "--stop ''"),
         (("--prompt", "1", "--max-new-tokens", "x"), "--max-new-tokens: invalid int value: 'x'"),
@@ -129,6 +134,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(call, monkeypatch, flags, message
     assert re.search(message, err), err
 
 
+@pytest.mark.parametrize(
+    ("processes", "tp", "pp", "message"),
+    [
+        (
+            3,
+            None,
+            3,
+            "--pipeline-model-parallel-size 3 does not cut the 2 layers of .*iter_0000000; use a divisor of 2",
+        ),
+        (8, None, 2, "--tensor-model-parallel-size 4 does not cut the model"),
+        (6, 2, 2, "6 processes for --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2; start 4 with"),
+        (3, None, 2, "3 processes for --pipeline-model-parallel-size 2; start a multiple of 2 with torchrun"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_processes_meet(call, monkeypatch, processes, tp, pp, message):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    sizes = ["--pipeline-model-parallel-size", str(pp)]
+    sizes += [] if tp is None else ["--tensor-model-parallel-size", str(tp)]
+    code, out, err = call("--prompt", "1", *sizes)
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert re.match(f"error: {message}", err), err
+
+
 def test_a_folder_without_checkpoints_is_named(call, tmp_path):
     code, _, err = call("--prompt", "1", load=str(tmp_path))
     assert (code, err) == (
@@ -143,6 +171,12 @@ class TestRestore:
         check_tp(saved, 2)
         with pytest.raises(ConfigError, match=r"size 4 .* 4 heads, 2 key/value heads, .* use a divisor of 2"):
             check_tp(saved, 4)
+
+    def test_a_pp_that_does_not_cut_the_model_is_refused(self, folder):
+        saved = read_saved(folder, None)
+        check_pp(saved, 2)
+        with pytest.raises(ConfigError, match=r"size 4 does not cut the 2 layers of .*; use a divisor of 2"):
+            check_pp(saved, 4)
 
     def test_a_checkpoint_without_a_tokenizer_needs_one(self, folder):
         saved = read_saved(folder, None)

@@ -107,7 +107,7 @@ class TestMistakes:
             (("--load-hf", "nowhere"), "nowhere/config.json is not there; give a folder in Hugging Face format"),
             (("--load", "{folder}"), "--load .*tiny holds no checkpoint; --load-hf takes its Hugging Face model"),
             (("--load-hf", "{folder}", "--bf16", "--fp32"), "--bf16 and --fp32 are given together; give one"),
-            (("--load-hf", "{folder}", "--tensor-model-parallel-size", "2"), "1 processes for .* 2; start 2"),
+            (("--load-hf", "{folder}", "--tensor-model-parallel-size", "2"), "1 processes for .* 2 x .* 1; start 2"),
         ],
     )
     def test_in_flags(self, call, saved, flags, message):
@@ -129,7 +129,7 @@ class TestMistakes:
         ("change", "message"),
         [
             ({"model_type": "bloom"}, "model_type 'bloom' is not supported; llama, "),
-            ({"num_hidden_layers": 4}, r"holds no tensor model\.layers\.3\..*, which its config.json calls for"),
+            ({"num_hidden_layers": 3}, r"holds no tensor model\.layers\.2\..*, which its config.json calls for"),
         ],
     )
     def test_a_folder_of_another_model(self, call, own, change, message):

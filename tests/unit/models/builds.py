@@ -1,5 +1,7 @@
 """Small decoders built directly from fields, their buffers and optimizers, and made-up batches."""
 
+import dataclasses
+
 import torch
 
 from megatron.config.data_parallel import DataParallelSettings
@@ -42,12 +44,14 @@ LLAMA = {
 GPT = {**SHAPE, "ffn_hidden_size": 64, "qk_layernorm": True}
 
 
-def make_build(fields, groups, *, sequence_parallel=False, device=CPU, seed=11):
+def make_build(fields, groups, *, sequence_parallel=False, device=CPU, seed=11, block_attention=None, **options):
     """Constructor arguments of the decoder and its layers; `sequence_parallel` counts only with tp > 1."""
     config = ModelConfig(**fields)
     kernels = choose_kernels(config, device)
+    if block_attention is not None:
+        kernels = dataclasses.replace(kernels, block_attention=block_attention)
     sequence_parallel = sequence_parallel and groups.tp.size > 1
-    return Build(config, groups, sequence_parallel, kernels, RngTracker(seed, groups, device), device)
+    return Build(config, groups, sequence_parallel, kernels, RngTracker(seed, groups, device), device, **options)
 
 
 def make_model(fields, groups, *, spread=0.0, **options):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.context_parallel.steps import InOne
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.transformer.attention import SelfAttention, output_scale
 from megatron.core.transformer.block import TransformerBlock, TransformerLayer, layer_inits
@@ -19,6 +20,20 @@ from tests.unit.models.builds import CPU, GPT, LLAMA, make_build, spread_constan
 NOWHERE = Positions(None, None)
 
 
+def run(block, x, where, caches=None):
+    """Through all layers of a block."""
+    numbers = [int(number) for number in block.layers]
+    layers = range(numbers[0], numbers[-1] + 1)
+    return block(x, where, caches, layers=layers, final_norm=block.final_layernorm is not None)
+
+
+class Alone(SelfAttention):
+    """Its output only."""
+
+    def forward(self, *args):
+        return super().forward(*args)[0]
+
+
 def built(cls, fields, *args, spread=0.3, **options):
     """A layer with its initial values and constants moved apart."""
     build = make_build(fields, pool.groups())
@@ -27,7 +42,7 @@ def built(cls, fields, *args, spread=0.3, **options):
     elif cls is MLP:
         layer = MLP(build, *layer_inits(build.config))
     elif cls is SelfAttention:
-        layer = SelfAttention(build, *layer_inits(build.config), build.config.window)
+        layer = Alone(build, *layer_inits(build.config), build.config.window, InOne(build.kernels.attention))
     else:
         layer = cls(build, *args, **options)
     initialize(local_parameters(layer), 3)
@@ -187,7 +202,7 @@ class TestBlock:
     def test_layer_is_two_residuals(self):
         layer, x = built(TransformerLayer, LLAMA, 0), hidden()
         where = positions(LLAMA, 0, 6)
-        middle = x + layer.self_attention(layer.input_layernorm(x), where)
+        middle = x + layer.self_attention(layer.input_layernorm(x), where)[0]
         expected = middle + layer.mlp(layer.pre_mlp_layernorm(middle))
         assert layer(x, where).equal(expected)
 
@@ -199,42 +214,42 @@ class TestBlock:
 
     def test_part_of_the_layers(self):
         """Names are those of the whole model, and so are the values."""
-        whole = built(TransformerBlock, LLAMA, 0, 2, final_norm=True, spread=0.0)
-        part = built(TransformerBlock, LLAMA, 1, 2, final_norm=False, spread=0.0)
+        whole = built(TransformerBlock, LLAMA, range(0, 2), final_norm=True, spread=0.0)
+        part = built(TransformerBlock, LLAMA, range(1, 2), final_norm=False, spread=0.0)
         assert part.final_layernorm is None and list(part.layers) == ["1"]
         assert set(part.state_dict()) < set(whole.state_dict())
         for name, tensor in part.state_dict().items():
             assert tensor.equal(whole.state_dict()[name])
         x, where = hidden(), positions(LLAMA, 0, 6)
-        assert part(x, where).equal(whole.layers["1"](x, where))
+        assert run(part, x, where).equal(whole.layers["1"](x, where))
 
     def test_a_layer_has_the_window_of_its_number(self):
         """In a part of the model too: layer 1 is the one with full attention."""
         fields = {**LLAMA, "window_size": "2,0", "window_attn_skip_freq": "2"}
         x, where = hidden(), positions(fields, 0, 6)
         without, whole, part = (
-            built(TransformerBlock, f, first, 2, final_norm=False, spread=0.0)
+            built(TransformerBlock, f, range(first, 2), final_norm=False, spread=0.0)
             for f, first in ((LLAMA, 0), (fields, 0), (fields, 1))
         )
         assert not whole.layers["0"](x, where).equal(without.layers["0"](x, where))
         assert whole.layers["1"](x, where).equal(without.layers["1"](x, where))
-        assert part(x, where).equal(whole.layers["1"](x, where))
+        assert run(part, x, where).equal(whole.layers["1"](x, where))
 
     def test_a_cache_a_layer(self):
-        block, x = built(TransformerBlock, LLAMA, 0, 2, final_norm=True), hidden()
+        block, x = built(TransformerBlock, LLAMA, range(0, 2), final_norm=True), hidden()
         caches = [Cache(), Cache()]
-        parts = [block(x[a:b], positions(LLAMA, a, b), caches) for a, b in ((0, 5), (5, 6))]
-        torch.testing.assert_close(torch.cat(parts), block(x, positions(LLAMA, 0, 6)))
+        parts = [run(block, x[a:b], positions(LLAMA, a, b), caches) for a, b in ((0, 5), (5, 6))]
+        torch.testing.assert_close(torch.cat(parts), run(block, x, positions(LLAMA, 0, 6)))
         assert not caches[0].k.equal(caches[1].k)
 
     def test_fp32_residual(self):
         block = built(
-            TransformerBlock, {**LLAMA, "bf16": True, "fp32_residual_connection": True}, 0, 1, final_norm=False
+            TransformerBlock, {**LLAMA, "bf16": True, "fp32_residual_connection": True}, range(1), final_norm=False
         )
         frequencies, factor = rotary_frequencies(make_build(LLAMA, pool.groups()).config, CPU)
         tables = rotary_tables(torch.arange(6).unsqueeze(0), frequencies, factor, torch.bfloat16)
         x = hidden() + 1e-4  # what bf16 cannot hold stays
-        out = block(x, Positions(tables, None))
+        out = run(block, x, Positions(tables, None))
         assert out.dtype == torch.float32 and (out - x).abs().max() > 0.01
         assert out.ne(out.bfloat16().float()).float().mean() > 0.9
 

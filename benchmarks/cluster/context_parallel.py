@@ -1,0 +1,164 @@
+"""Context parallelism between emulated hosts: how equal the attention is, how much of the communication is hidden, and
+torch's own ring on the same layer.
+
+One decoder layer (hidden 128, 4 heads, fp32, 8192 tokens) whose sequence is cut over 2 and over 4 hosts, one process each.
+The links' rate is set so that a hop of the ring takes a share of the time that the attention beside it takes. The ways
+take turns in the same processes, each step once with and once without communication. Prints one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.fleet import Fleet, FleetError
+from benchmarks.cluster.hosts import Cluster, ClusterError
+from benchmarks.cluster.tensor_parallel import slowest
+
+WORKER = "benchmarks.cluster.context_worker"
+WAYS = ("p2p", "all_gather", "a2a", "torch-alltoall", "torch-allgather")
+SEQUENCE, HIDDEN, FP32 = 8192, 128, 4  # the worker's; a test compares them
+FREE_RATE = 10_000.0  # Mbit/s: while compute alone is measured
+CALIBRATION_ROUNDS = 5
+SAME = 1e-4  # by which gradients of the ways may differ
+
+LEGEND = (
+    "step: median seconds of forward and backward, slowest rank. alone: without communication, in the same rounds.\n"
+    "exposed: median of step - alone; share: of the step. at best: share of the fastest step over the fastest alone.\n"
+    "sent: bytes a rank and step by the interface's counter.\n"
+    "FLOPs: of a rank's attention, counted; apart: by how much the ranks differ."
+)
+HEADER = (
+    f"{'cp':>2} {'Mbit/s':>6}  {'way':24} {'step s':>7} {'(of steps)':>13} {'alone s':>7} {'exposed s':>9} {'share':>6} "
+    f"{'at best':>7} {'sent MB':>7} {'GFLOPs':>7} {'apart':>6}"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way over one number of hosts."""
+
+    hosts: int
+    rate: float  # Mbit/s
+    way: str
+    step: float
+    fastest: float
+    slowest: float
+    alone: float
+    fastest_alone: float
+    exposed: float
+    sent: float
+    flops: Sequence[int]  # of each rank; empty where they are not counted
+
+    @property
+    def share(self) -> float:
+        """Of the step that communication adds."""
+        return self.exposed / self.step
+
+    @property
+    def at_best(self) -> float:
+        """The same of the fastest steps: what a busy machine disturbs least."""
+        return 1.0 - self.fastest_alone / self.fastest
+
+
+def main() -> int:
+    """Print the table, a row a (hosts, way)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--hop", type=float, default=0.7, help="a hop of the ring / the attention beside it")
+    parser.add_argument("--rounds", type=int, default=7, help="steps of every way")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/context_parallel"))
+    args = parser.parse_args()
+    rows: list[Row] = []
+    print(LEGEND + "\n\n" + HEADER, flush=True)
+    try:
+        for hosts in args.hosts:
+            found = measure(hosts, args.hop, args.rounds, args.output)
+            print("\n".join(line(row) for row in found), flush=True)
+            rows += found
+    except (ClusterError, FleetError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ClusterError) else 1
+    path = args.output / "context_parallel.json"
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    print(f"\nfigures: {path}")
+    return 0
+
+
+def measure(hosts: int, hop: float, rounds: int, output: Path) -> list[Row]:
+    """All ways over `hosts`. Raises ClusterError and FleetError, also where ways do not compute the same."""
+    with Cluster(hosts, FREE_RATE) as cluster, Fleet(cluster, WAYS, sys.executable, output, WORKER) as fleet:
+        flops = fleet.ask({"flops": True}, f"{hosts} hosts, counting")
+        beside = fleet.ask({"ring": CALIBRATION_ROUNDS}, f"{hosts} hosts, attention alone")
+        rate = rate_for(hop, statistics.median(slowest([rank["seconds"] for rank in beside])), hosts)
+        cluster.set_rate(rate)
+        # One step of each that does not count: connections find the new rate.
+        fleet.ask({"rounds": 1}, f"{hosts} hosts, {rate:.0f} Mbit/s")
+        ranks = fleet.ask({"rounds": rounds}, f"{hosts} hosts, {rate:.0f} Mbit/s")
+        check_same(ranks)
+        return make_rows(hosts, rate, fleet.titles, ranks, flops)
+
+
+def rate_for(hop: float, seconds: float, hosts: int) -> float:
+    """Mbit/s at which a rank's keys and values take `hop` of the `seconds` of a ring step's attention."""
+    nbytes = 2 * SEQUENCE // hosts * HIDDEN * FP32
+    return nbytes * 8e-6 / (hop * seconds)
+
+
+def check_same(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raise FleetError unless all ways found the same gradient of the layer's input."""
+    for number, rank in enumerate(ranks):
+        expected = rank[WAYS[0]]["gradient"]
+        for name in WAYS:
+            if abs(rank[name]["gradient"] - expected) > SAME * abs(expected):
+                raise FleetError(f"{name} computes another gradient on rank {number} than {WAYS[0]}")
+
+
+def make_rows(
+    hosts: int,
+    rate: float,
+    titles: Mapping[str, str],
+    ranks: Sequence[Mapping[str, Any]],
+    flops: Sequence[Mapping[str, int]],
+) -> list[Row]:
+    """A row a way from every rank's figures, by way."""
+    rows = []
+    for name, title in titles.items():
+        steps, alone = (slowest([rank[name][field] for rank in ranks]) for field in ("seconds", "alone"))
+        rows.append(
+            Row(
+                hosts=hosts,
+                rate=rate,
+                way=title,
+                step=statistics.median(steps),
+                fastest=min(steps),
+                slowest=max(steps),
+                alone=statistics.median(alone),
+                fastest_alone=min(alone),
+                exposed=statistics.median(a - b for a, b in zip(steps, alone, strict=True)),
+                sent=max(statistics.median(rank[name]["sent"]) for rank in ranks),
+                flops=[rank[name] for rank in flops if name in rank],
+            )
+        )
+    return rows
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    text = (
+        f"{row.hosts:2} {row.rate:6.0f}  {row.way:24} {row.step:7.3f} {f'{row.fastest:.3f}-{row.slowest:.3f}':>13} "
+        f"{row.alone:7.3f} {row.exposed:9.3f} {row.share:6.1%} {row.at_best:7.1%} {row.sent / 1e6:7.1f}"
+    )
+    if not row.flops:
+        return text
+    return f"{text} {max(row.flops) / 1e9:7.2f} {max(row.flops) / min(row.flops) - 1:6.2%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
