@@ -26,13 +26,14 @@ FREE_RATE = 10_000.0  # Mbit/s: while compute alone is measured
 CALIBRATION_ROUNDS = 5
 
 LEGEND = (
-    "step: median seconds, slowest rank. wire: seconds a step's bytes take at the links' rate; comm: over compute only.\n"
-    "exposed: step - compute only, in the same rounds. of serial: as a share of what no overlap exposes. ratio: step /\n"
-    "max(compute, wire). sent: bytes a rank and step by the interface's counter, over what the collectives must send."
+    "step: median seconds, slowest rank; fastest: of all rounds. wire: seconds a step's bytes take at the links' rate;\n"
+    "comm: over compute only. exposed: step - compute only, in the same rounds. of serial: as a share of what no overlap\n"
+    "exposes. ratio: step / max(compute, wire). sent: bytes a rank and step by the interface's counter, over what the\n"
+    "collectives must send."
 )
 HEADER = (
-    f"{'comm':>5} {'Mbit/s':>7}  {'way':20} {'step s':>7} {'wire s':>7} {'exposed s':>9} {'of serial':>9} {'ratio':>6} "
-    f"{'sent MB':>8} {'ratio':>6}"
+    f"{'comm':>5} {'Mbit/s':>7}  {'way':20} {'step s':>7} {'fastest':>7} {'wire s':>7} {'exposed s':>9} {'of serial':>9} "
+    f"{'ratio':>6} {'sent MB':>8} {'ratio':>6}"
 )
 
 
@@ -140,7 +141,7 @@ def slowest(times: Sequence[Sequence[float]]) -> list[float]:
 
 def line(row: Row) -> str:
     """A row of the table."""
-    text = f"{row.wire / row.compute:5.0%} {row.rate:7.0f}  {row.way:20} {row.step:7.3f} {row.wire:7.3f}"
+    text = f"{row.wire / row.compute:5.0%} {row.rate:7.0f}  {row.way:20} {row.step:7.3f} {row.fastest:7.3f} {row.wire:7.3f}"
     if not row.least:
         return text
     return (

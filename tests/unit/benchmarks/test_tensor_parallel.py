@@ -39,5 +39,17 @@ def test_rows():
     assert bulk.of_serial == pytest.approx(0.5) and pieces.of_serial == pytest.approx(0.1)
     assert (pieces.fastest, pieces.slowest, pieces.sent) == (1.1, 4.2, pytest.approx(1.01 * step_bytes(2)))
     assert len(line(pieces)) == len(HEADER)
-    assert line(pieces).split() == ["50%", "671", "pieces", "1.100", "0.500", "0.100", "10%", "1.100", "42.4", "1.010"]
-    assert line(compute).split() == ["50%", "671", "compute", "1.000", "0.500"]
+    assert line(pieces).split() == [
+        "50%",
+        "671",
+        "pieces",
+        "1.100",
+        "1.100",
+        "0.500",
+        "0.100",
+        "10%",
+        "1.100",
+        "42.4",
+        "1.010",
+    ]
+    assert line(compute).split() == ["50%", "671", "compute", "1.000", "1.000", "0.500"]
