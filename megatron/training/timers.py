@@ -7,8 +7,7 @@ device works behind the host's back, so these wait for it before and after, whic
 Names, as in Megatron-LM. 0: save-checkpoint, load-checkpoint, model-and-optimizer-setup,
 train/valid/test-data-iterators-setup. 1: forward-backward, all-grads-sync, params-all-gather,
 optimizer-unscale-and-check-inf, optimizer-clip-main-grad, optimizer-count-zeros, optimizer-inner-step,
-optimizer-copy-main-to-model-params, optimizer. 2: batch-generator, forward-compute, backward-compute, forward-recv,
-forward-send, backward-recv, backward-send.
+optimizer-copy-main-to-model-params, optimizer. 2: batch-generator, forward-compute, backward-compute.
 """
 
 from __future__ import annotations
