@@ -72,7 +72,7 @@ def test_a_block(kernel, dtype, heads, d, lengths, rule):
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=IDS)
-@pytest.mark.parametrize("run", [simulated.ring, simulated.prefix])
+@pytest.mark.parametrize("run", [simulated.ring, simulated.gathered])
 @pytest.mark.parametrize("segments", [None, torch.arange(480).expand(2, 480) // 70], ids=["", "segments"])
 @pytest.mark.parametrize("window", [None, 50, 200])
 def test_as_one_process(kernel, dtype, run, segments, window):
