@@ -92,5 +92,5 @@ def calls(rank, size, packing):
 @pytest.mark.parametrize("packing", [True, False])
 def test_one_broadcast_and_one_number(packing):
     ranks = pool.run(4, calls, packing)
-    assert all(found == [("broadcast", "tp"), ("all_reduce", "dp_cp")] for found, _ in ranks)
+    assert all(found == [("broadcast", "tp"), ("all_reduce", "dp")] for found, _ in ranks)
     assert ranks[0][1] + ranks[2][1] == pytest.approx(1.0)

@@ -8,6 +8,7 @@ import torch
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import all_gather
+from megatron.core.context_parallel.steps import InOne
 from megatron.core.parameter import Init, initialize, local_parameters
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
@@ -341,10 +342,10 @@ def attention_masks(rank, size):
         seen.append(torch.rand(50))
         return q.flatten(2)
 
-    layer._attention = attend
+    q, k, v = (torch.zeros(4, 2, 8 // size, 4) for _ in range(3))
     before = torch.get_rng_state()
     with torch.no_grad():
-        layer._attend(*(torch.zeros(4, 2, 8 // size, 4) for _ in range(3)), None)
+        layer._attend(q, InOne(attend).start(k, v), None)
     assert torch.get_rng_state().equal(before)
     return seen[0]
 
