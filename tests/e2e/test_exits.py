@@ -97,7 +97,7 @@ def test_ctrl_c(tmp_path):
 def test_exit_duration(tmp_path):
     limit = {"--exit-duration-in-mins": 1.5 / 60}
     result = run(flags(saving(tmp_path, **limit)), tmp_path / "log", 2)
-    assert result.codes == [0, 0] and 1.5 < result.seconds < 10, result.text
+    assert result.codes == [0, 0] and 1 < result.seconds < 30, f"{result.seconds} s\n{result.text}"
     stopped = re.search(r"stopped at iteration (\d+): --exit-duration-in-mins 0.025\n", result.stdout[0])
     assert stopped and int(stopped[1]) == max(figures(result.stdout[0]))
     assert (tmp_path / "save" / f"iter_{int(stopped[1]):07d}").is_dir()

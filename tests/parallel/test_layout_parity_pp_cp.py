@@ -75,7 +75,7 @@ def cases(layouts, for_gpt):
 
 
 def tied_ends(layout):
-    return layout.pp == 2 or layout.schedule == "interleaved"
+    return layout.pp == 2 and layout.schedule in ("1f1b", "interleaved", "zb-v")
 
 
 def documents(layout):
