@@ -148,7 +148,7 @@ class Ours:
     def step(self) -> None:
         """One training step. What the engine counts as alive is what the stages see."""
         self.work.kept = 0
-        engine = Engine(self._schedule, self._groups.pp.rank, self, self._mailbox, torch.float32)
+        engine = Engine(self._schedule, self._groups.pp.rank, self, self._mailbox, torch.float32, self)
         engine.run()
         assert engine.peak_alive == self.work.kept, (engine.peak_alive, self.work.kept)
 

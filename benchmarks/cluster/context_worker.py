@@ -4,12 +4,9 @@ several ways. Talks as worker.py does: JSON lines on stdin and stdout.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cluster.peer_ring import TorchRing, silent_ring
+from benchmarks.cluster.stdio import run_worker
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import Handle, barrier
 from megatron.core.context_parallel import all_gather, layout, ring, ulysses
@@ -202,17 +200,5 @@ def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], nam
     disconnect(heartbeat)
 
 
-def main() -> None:
-    """Serve until stdin ends."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--systems", nargs="+", required=True)
-    args = parser.parse_args()
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    torch.set_num_threads(args.threads)
-    serve(sys.stdin, lambda value: print(json.dumps(value), file=replies), args.systems)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(__doc__, serve)

@@ -4,11 +4,8 @@ ways. Talks as worker.py does: JSON lines on stdin and stdout.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.cluster.stdio import run_worker
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -151,17 +149,5 @@ def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], nam
     disconnect(heartbeat)
 
 
-def main() -> None:
-    """Serve until stdin ends."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--systems", nargs="+", required=True)
-    args = parser.parse_args()
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    torch.set_num_threads(args.threads)
-    serve(sys.stdin, lambda value: print(json.dumps(value), file=replies), args.systems)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(__doc__, serve)

@@ -5,11 +5,8 @@ Requests come as JSON lines on stdin and answers go as JSON lines to stdout; any
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cluster.ours import ComputeOnly
+from benchmarks.cluster.stdio import run_worker
 from benchmarks.cluster.systems import System, build_system, make_batches
 from megatron.core.comm.collectives import barrier
 from megatron.core.groups import Group, connect, create_groups, disconnect, launch_environment
@@ -120,17 +118,5 @@ def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], nam
     disconnect(heartbeat)
 
 
-def main() -> None:
-    """Serve until stdin ends."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--systems", nargs="+", required=True)
-    args = parser.parse_args()
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    torch.set_num_threads(args.threads)
-    serve(sys.stdin, lambda value: print(json.dumps(value), file=replies), args.systems)
-
-
 if __name__ == "__main__":
-    main()
+    run_worker(__doc__, serve)

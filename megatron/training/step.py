@@ -68,7 +68,7 @@ class TrainStep:
         parts = parts_here(batches, [each * scale for each in weights], self._model, self._groups)
         program = Training(self._model, self._data_parallel, timers, *parts)
         schedule, rank = self._pipeline.schedule_of(len(batches)), self._groups.pp.rank
-        engine = Engine(schedule, rank, program, self._mailbox, self._model.hidden_dtype)
+        engine = Engine(schedule, rank, program, self._mailbox, self._model.hidden_dtype, gradients=program)
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
             losses = engine.run(before=lambda action: heartbeat.move_to(_phase(action)))
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
@@ -105,21 +105,9 @@ class Evaluation:
         """See Program."""
         return self._model.hidden_shape(*self._batches[microbatch].tokens.shape)
 
-    def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
-        """Not in an evaluation's schedule."""
-        raise NotImplementedError
-
-    def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
-        """Not in an evaluation's schedule."""
-        raise NotImplementedError
-
-    def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
-        """Not in an evaluation's schedule."""
-        raise NotImplementedError
-
 
 class Training(Evaluation):
-    """The same with backward. weights: those of the objective, times the loss scale."""
+    """The same with its Gradients. weights: those of the objective, times the loss scale."""
 
     def __init__(
         self,
@@ -139,21 +127,21 @@ class Training(Evaluation):
             return super().forward(stage, microbatch, received)
 
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
-        """See Program."""
+        """See Gradients."""
         with self._timers("backward-compute", level=2), self._span("backward", stage, microbatch):
             self._data_parallel.begin_backward(stage, last=last)
             run()
             self._data_parallel.end_backward(last=last)
 
     def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
-        """See Program."""
+        """See Gradients."""
         span = self._span("input gradient", stage, microbatch)
         with self._timers("backward-compute", level=2), span, self._data_parallel.weights_put_off() as jobs:
             run()
         self._put_off[stage, microbatch] = jobs
 
     def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
-        """See Program."""
+        """See Gradients."""
         with self._timers("backward-compute", level=2), self._span("weight gradient", stage, microbatch):
             self._data_parallel.begin_backward(stage, last=last)
             for job in self._put_off.pop((stage, microbatch)):

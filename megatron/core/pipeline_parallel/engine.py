@@ -29,6 +29,14 @@ class Program(Protocol):
         """The stage's output; of the last stage a scalar, the objective. `received`: the output of the stage before."""
         ...
 
+    def shape(self, microbatch: int) -> tuple[int, ...]:
+        """Of the hidden states between stages."""
+        ...
+
+
+class Gradients(Protocol):
+    """How the stages of this rank are differentiated."""
+
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
         """Call `run`, which differentiates the stage; `last`: nothing is added to the stage's gradients afterwards."""
         ...
@@ -39,10 +47,6 @@ class Program(Protocol):
 
     def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
         """What `input_grad` put off."""
-        ...
-
-    def shape(self, microbatch: int) -> tuple[int, ...]:
-        """Of the hidden states between stages."""
         ...
 
 
@@ -85,9 +89,18 @@ class Engine:
     After `run`, `peak_alive` is the largest number of forwards that waited for their backward at once.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, program: Program, post: Post, dtype: torch.dtype) -> None:
-        """`dtype`: of the hidden states between stages."""
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        program: Program,
+        post: Post,
+        dtype: torch.dtype,
+        gradients: Gradients | None = None,
+    ) -> None:
+        """`dtype`: of the hidden states between stages. `gradients`: None where the schedule holds forwards only."""
         self._schedule, self._program, self._post, self._dtype = schedule, program, post, dtype
+        self._differentiation = gradients
         self._actions = schedule.actions[rank]
         self._last_stage = schedule.placement.num_stages - 1
         self._outputs: dict[Place, Tensor] = {}  # of stages here, not yet sent or taken over
@@ -111,11 +124,11 @@ class Engine:
                     if objective is not None:
                         objectives[m] = objective
                 case Kind.BACKWARD:
-                    self._backward(stage, m, functools.partial(self._program.backward, stage, m, last=last))
+                    self._backward(stage, m, functools.partial(self._backwards.backward, stage, m, last=last))
                 case Kind.INPUT_GRAD:
-                    self._backward(stage, m, functools.partial(self._program.input_grad, stage, m))
+                    self._backward(stage, m, functools.partial(self._backwards.input_grad, stage, m))
                 case Kind.WEIGHT_GRAD:
-                    self._program.weight_grad(stage, m, last=last)
+                    self._backwards.weight_grad(stage, m, last=last)
                 case Kind.SEND_FORWARD:
                     self._send(action, self._outputs.pop((stage, m)))
                 case Kind.SEND_BACKWARD:
@@ -125,6 +138,11 @@ class Engine:
                     self._messages[action] = self._post.receive(self._program.shape(m), self._dtype, peer, str(action))
         self._post.flush()
         return [objectives[m] for m in sorted(objectives)]
+
+    @property
+    def _backwards(self) -> Gradients:
+        assert self._differentiation is not None, f"{self._schedule.name} has backwards, and nobody to run them"
+        return self._differentiation
 
     def _forward(self, stage: int, m: int) -> Tensor | None:
         received = self._arrived(Kind.RECV_FORWARD, stage, m, self._outputs, (stage - 1, m)) if stage else None

@@ -123,7 +123,7 @@ class Multiply(torch.autograd.Function):
 def run_all(schedule, programs, grad=True, dtype=torch.float64):
     """Every rank in a thread; (objectives of each, engines)."""
     mail = Mail()
-    engines = [Engine(schedule, rank, program, mail.box(rank), dtype) for rank, program in enumerate(programs)]
+    engines = [Engine(schedule, rank, program, mail.box(rank), dtype, program) for rank, program in enumerate(programs)]
     found, errors = [None] * len(engines), []
 
     def work(rank):
