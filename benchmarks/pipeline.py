@@ -59,12 +59,15 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Case:
-    """One row. unit: seconds that a rank's layers take for F, I and W of a microbatch, each."""
+    """One row. unit: seconds that a rank's layers take for F, I and W of a microbatch, each. group: of microbatches, in
+    the interleaved schedule. numbers: in a message."""
 
     p: int
     m: int
     name: str
     unit: float
+    group: int | None = None
+    numbers: int = SHAPE[0]
 
     @property
     def chunks(self) -> int:
@@ -138,11 +141,13 @@ class Ours:
     """A Program of sleeping stages, and the step that runs it."""
 
     def __init__(self, case: Case, groups: Groups) -> None:
-        self._schedule = with_transfers(build(case.name, case.p, case.m, v=case.chunks), overlap=True)
+        computations = build(case.name, case.p, case.m, v=case.chunks, group=case.group)
+        self._schedule = with_transfers(computations, overlap=True)
         self._groups, self._mailbox = groups, Mailbox(groups, CPU, Timeline(CPU))
         self._last = case.p * case.chunks - 1
         self._weight = torch.zeros((), requires_grad=True)
-        self._input = torch.ones(SHAPE)
+        self._shape = (case.numbers,)
+        self._input = torch.ones(self._shape)
         self.work = Work(case.stage_seconds)
 
     def step(self) -> None:
@@ -172,7 +177,7 @@ class Ours:
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
         """See Program."""
-        return SHAPE
+        return self._shape
 
 
 class Theirs:

@@ -68,7 +68,8 @@ class LoggingConfig:
         0, "0: iteration time only; 1: also the parts of a step; 2: also every forward and backward", choices=(0, 1, 2)
     )
     profile_timeline: str | None = flag(
-        None, "write a Chrome trace of some steps here: compute, reductions, updates and gathers of every rank"
+        None,
+        "write a Chrome trace of some steps here, and log where their time went: compute, exposed communication, bubble",
     )
     profile_step_start: int = flag(3, "first step, counted from the start of this run, in the --profile-timeline")
     profile_step_end: int = flag(5, "the --profile-timeline ends before this step")

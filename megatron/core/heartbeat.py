@@ -107,6 +107,8 @@ class Heartbeat:
         self._on_stall: Callable[[str], None] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        # What frames each wait for a collective, (operation, group name) -> context: a timeline measures them with it.
+        self.during_wait: Callable[[str, str], contextlib.AbstractContextManager[None]] = unwatched
 
     def start(self, on_stall: Callable[[str], None] | None = None) -> None:
         """Begin publishing. `on_stall(message)` is called when device work queued by `track` outlives the timeout."""
@@ -293,6 +295,11 @@ class Heartbeat:
             seconds = time.time() - late.since
             cause = "device work did not finish"
             self._on_stall(self.explain(late.op, late.group, late.ranks, seconds, cause, late.number))
+
+
+def unwatched(op: str, group: str) -> contextlib.AbstractContextManager[None]:
+    """Waits as nobody looks at them."""
+    return contextlib.nullcontext()
 
 
 def missing_ranks(before: dict[int, Beat | None], after: dict[int, Beat | None], group: str, number: int) -> str:

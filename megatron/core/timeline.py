@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-# Others come after these: pipeline messages have a row for each way, as "pp 0>1".
-ROWS = ("compute", "step", "tp", "cp", "reduce-scatter", "all-reduce", "all-gather")
+# Others come after these: pipeline messages have a row for each way, as "pp 0>1", and waits one a group, as "wait tp".
+ROWS = ("iteration", "compute", "step", "tp", "cp", "reduce-scatter", "all-reduce", "all-gather")
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from megatron.core.comm.collectives import barrier, gather_objects
-from megatron.core.device import memory_report, peak_tflops, synchronize
+from megatron.core.comm.collectives import gather_objects
+from megatron.core.device import memory_report, peak_tflops
 from megatron.core.log import get_logger
-from megatron.core.timeline import write_chrome_trace
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.convert import save_hf
 from megatron.training.flops import train_flops
@@ -186,49 +185,6 @@ class Checkpoint:
                     save_hf(trainer, path)
             self._saved_at = trainer.state.iteration
             _write_progress(trainer, f"Saved checkpoint\tIteration: {trainer.state.iteration}")
-
-
-class ProfileTimeline:
-    """Records some steps of every rank and writes them as a Chrome trace (--profile-timeline)."""
-
-    def __init__(self) -> None:
-        self._done = 0
-        self._recording = False
-
-    def start(self, trainer: Trainer) -> None:
-        """The first step may be one of them."""
-        self._begin_if_next(trainer)
-
-    def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Begin before the first step of the range, write after its last one."""
-        self._done += 1
-        if self._recording and self._done + 1 >= trainer.run.logging.profile_step_end:
-            self._write(trainer)
-        self._begin_if_next(trainer)
-
-    def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Write what there is of a run that was shorter."""
-        if self._recording:
-            self._write(trainer)
-
-    def _begin_if_next(self, trainer: Trainer) -> None:
-        if self._done + 1 == trainer.run.logging.profile_step_start:
-            synchronize(trainer.device)
-            barrier(trainer.groups.world)
-            trainer.data_parallel.timeline.start()
-            self._recording = True
-
-    def _write(self, trainer: Trainer) -> None:
-        self._recording = False
-        trainer.data_parallel.settle()
-        ranks = gather_objects(trainer.data_parallel.timeline.stop(), trainer.groups.world)
-        if trainer.groups.rank == 0:
-            path = Path(trainer.run.logging.profile_timeline or "")
-            try:
-                write_chrome_trace(path, ranks)
-                log.info("timeline of %d ranks written to %s (open it in https://ui.perfetto.dev)", len(ranks), path)
-            except OSError as error:  # the run goes on
-                log.warning("--profile-timeline %s could not be written: %s", path, error.strerror)
 
 
 class Exit:

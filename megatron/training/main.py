@@ -22,8 +22,9 @@ from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError,
 from megatron.core.groups import disconnect, launch_environment
 from megatron.core.log import get_logger, setup_logging
 from megatron.training.arguments import parse, print_arguments
-from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log, ProfileTimeline
+from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
 from megatron.training.loop import Callback, fit
+from megatron.training.profile import ProfileTimeline
 from megatron.training.progress import ProgressLine, terminal_console
 from megatron.training.setup import build, open_heartbeat_files, start_process, together
 from megatron.training.signals import ExitSignals

@@ -76,6 +76,24 @@ class Trainer:
 
     def train_step(self) -> StepReport:
         """One optimizer step on the next global batch."""
+        with self.data_parallel.timeline.span("iteration", f"iteration {self.state.iteration + 1}"):
+            return self._train_step()
+
+    def evaluate(self, reader: BatchReader) -> float:
+        """Mean loss a token over --eval-iters global batches of `reader`."""
+        microbatches = self.batches.final_global_batch_size // (
+            (self.run.train.micro_batch_size or 1) * self.groups.mesh.dp
+        )
+        iterations = self.run.eval.eval_iters
+        with self.groups.heartbeat.phase("evaluate"):
+            return evaluate(self.model, lambda: reader.read(microbatches), iterations, self.groups, self.pipeline)
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether `condition` holds on any rank. Communication: one max all-reduce of a number over the world."""
+        flag = torch.tensor([float(condition)], device=self.device)
+        return bool(all_reduce(flag, self.groups.world, "max"))
+
+    def _train_step(self) -> StepReport:
         started = time.perf_counter()
         state, run = self.state, self.run
         samples = self.batches.global_batch_size(state.consumed_samples)
@@ -117,17 +135,3 @@ class Trainer:
             params_norm=self.optimizer.params_norm() if run.logging.log_params_norm else None,
             timers=self.timers.take(),
         )
-
-    def evaluate(self, reader: BatchReader) -> float:
-        """Mean loss a token over --eval-iters global batches of `reader`."""
-        microbatches = self.batches.final_global_batch_size // (
-            (self.run.train.micro_batch_size or 1) * self.groups.mesh.dp
-        )
-        iterations = self.run.eval.eval_iters
-        with self.groups.heartbeat.phase("evaluate"):
-            return evaluate(self.model, lambda: reader.read(microbatches), iterations, self.groups, self.pipeline)
-
-    def any_rank(self, condition: bool) -> bool:
-        """Whether `condition` holds on any rank. Communication: one max all-reduce of a number over the world."""
-        flag = torch.tensor([float(condition)], device=self.device)
-        return bool(all_reduce(flag, self.groups.world, "max"))

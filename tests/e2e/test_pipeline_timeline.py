@@ -23,6 +23,17 @@ def spans(events, rank, rows):
     return found
 
 
+def check_summaries(text):
+    """A line for each recorded step, whose parts are all of it; there is a bubble, and no axis but pp and dp."""
+    lines = re.findall(r"where iteration (\d) went: [\d.]+ ms \| (.*)", text)
+    assert [number for number, _ in lines] == ["3", "4"]
+    for _, line in lines:
+        shares = {kind: float(share) for kind, share in re.findall(r"(\w+) ([\d.]+)%", line)}
+        assert sum(shares.values()) == pytest.approx(100.0, abs=0.5), line
+        assert set(shares) <= {"compute", "pp", "dp", "bubble", "other"}, line
+        assert shares["compute"] > 10 and shares["bubble"] > 1 and shares["other"] < 60, line
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_messages(tmp_path, schedule):
     """Four microbatches on two ranks: each message is in the trace at both ends, after what it depends on."""
@@ -36,6 +47,7 @@ def test_messages(tmp_path, schedule):
     }
     result = run(flags(MOCK, options), tmp_path / "log", 2)
     assert result.codes == [0, 0], result.text
+    check_summaries(result.text)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     messages, compute = ([spans(events, rank, rows) for rank in range(2)] for rows in (WAYS, ("compute",)))
     received = [(rank, name) for rank in range(2) for name in messages[rank] if name.startswith("receive")]

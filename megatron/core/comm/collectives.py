@@ -45,8 +45,9 @@ class Handle(NamedTuple):
     def wait(self) -> None:
         """Order everything after the collective (see the note above). Raises CommError when it failed."""
         if self.work is not None:
-            self.group.heartbeat.wait_in(self.op, self.group.name)
-            with _named_failure(self.op, self.group, self.number):
+            heartbeat, name = self.group.heartbeat, self.group.name
+            heartbeat.wait_in(self.op, name)
+            with _named_failure(self.op, self.group, self.number), heartbeat.during_wait(self.op, name):
                 self.work.wait()
             if self.finish is not None:
                 self.finish()

@@ -1,0 +1,64 @@
+"""--profile-timeline: a Chrome trace of some steps, and where the time of each went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.core.comm.collectives import barrier, gather_objects
+from megatron.core.device import synchronize
+from megatron.core.heartbeat import unwatched
+from megatron.core.log import get_logger
+from megatron.core.timeline import write_chrome_trace
+from megatron.training.state import StepReport
+from megatron.training.step_summary import WAIT, format_summary, summarize
+from megatron.training.trainer import Trainer
+
+log = get_logger(__name__)
+
+
+class ProfileTimeline:
+    """Records some steps of every rank, writes them as a Chrome trace and logs a summary of each."""
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._recording = False
+
+    def start(self, trainer: Trainer) -> None:
+        """The first step may be one of them."""
+        self._begin_if_next(trainer)
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Begin before the first step of the range, write after its last one."""
+        self._done += 1
+        if self._recording and self._done + 1 >= trainer.run.logging.profile_step_end:
+            self._write(trainer)
+        self._begin_if_next(trainer)
+
+    def end(self, trainer: Trainer, reason: str | None) -> None:
+        """Write what there is of a run that was shorter."""
+        if self._recording:
+            self._write(trainer)
+
+    def _begin_if_next(self, trainer: Trainer) -> None:
+        if self._done + 1 == trainer.run.logging.profile_step_start:
+            synchronize(trainer.device)
+            barrier(trainer.groups.world)
+            timeline = trainer.data_parallel.timeline
+            timeline.start()
+            trainer.groups.heartbeat.during_wait = lambda op, group: timeline.span(f"{WAIT}{group}", op)
+            self._recording = True
+
+    def _write(self, trainer: Trainer) -> None:
+        self._recording = False
+        trainer.data_parallel.settle()
+        ranks = gather_objects(trainer.data_parallel.timeline.stop(), trainer.groups.world)
+        trainer.groups.heartbeat.during_wait = unwatched
+        if trainer.groups.rank == 0:
+            for summary in summarize(ranks):
+                log.info("%s", format_summary(summary))
+            path = Path(trainer.run.logging.profile_timeline or "")
+            try:
+                write_chrome_trace(path, ranks)
+                log.info("timeline of %d ranks written to %s (open it in https://ui.perfetto.dev)", len(ranks), path)
+            except OSError as error:  # the run goes on
+                log.warning("--profile-timeline %s could not be written: %s", path, error.strerror)

@@ -1,0 +1,120 @@
+"""Where the time of a recorded step went: compute, communication that nothing hid, the pipeline's bubble.
+
+Counted on what a rank's compute waits for, not on what travels: a transfer that nobody waits for costs nothing. On CUDA
+"waits" are those of the compute stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.timeline import Interval
+
+WAIT = "wait "  # rows of waits are called so, with the group's name behind it
+COMPUTE, BUBBLE, OTHER = "compute", "bubble", "other"
+_ROWS_OF_WORK = ("compute", "step")
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """A step of all ranks. `shares`: mean over ranks of the part of the step that each kind took; they add up to 1.
+
+    Kinds: "compute"; exposed communication by axis, "tp", "cp", "dp", "pp"; "bubble", waits for a neighbouring stage that
+    had not computed yet what it was to send; "other", the host's work between.
+    """
+
+    name: str
+    seconds: float  # of the slowest rank
+    shares: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A rank's spans of one iteration."""
+
+    seconds: float
+    spans: list[Interval]
+
+    def named(self, row: str, prefix: str) -> list[Interval]:
+        return [span for span in self.spans if span.row == row and span.name.startswith(prefix)]
+
+
+def summarize(ranks: Sequence[Sequence[Interval]]) -> list[StepSummary]:
+    """One summary for each iteration that all ranks recorded. `ranks`: spans by rank of the world, times comparable.
+
+    Waits for other ranks of an axis count as its communication, whatever kept those ranks; only of pipeline messages is it
+    known when they were sent.
+    """
+    iterations = [{span.name: span for span in spans if span.row == "iteration"} for spans in ranks]
+    return [
+        _summary(name, [_within(spans, each[name]) for spans, each in zip(ranks, iterations, strict=True)])
+        for name in iterations[0]
+        if all(name in each for each in iterations)
+    ]
+
+
+def format_summary(summary: StepSummary) -> str:
+    """One line in the style of the log's."""
+    parts = [f"{kind} {share:.1%}" for kind, share in summary.shares.items()]
+    return f"where {summary.name} went: {1e3 * summary.seconds:.1f} ms | " + " | ".join(parts)
+
+
+def _summary(name: str, ranks: Sequence[_Step]) -> StepSummary:
+    shares: dict[str, float] = {}
+    for step in ranks:
+        for kind, seconds in _seconds(step, ranks).items():
+            shares[kind] = shares.get(kind, 0.0) + seconds / step.seconds / len(ranks)
+    order = [COMPUTE, *sorted(shares.keys() - {COMPUTE, BUBBLE, OTHER}), BUBBLE, OTHER]
+    return StepSummary(
+        name, max(step.seconds for step in ranks), {kind: shares[kind] for kind in order if kind in shares}
+    )
+
+
+def _within(spans: Sequence[Interval], iteration: Interval) -> _Step:
+    inside = [span for span in spans if iteration.start <= span.start < iteration.stop]
+    return _Step(iteration.stop - iteration.start, [span for span in inside if span is not iteration])
+
+
+def _seconds(step: _Step, ranks: Sequence[_Step]) -> dict[str, float]:
+    """By kind, of one rank."""
+    waits = [span for span in step.spans if span.row.startswith(WAIT)]
+    work = [span for span in step.spans if span.row in _ROWS_OF_WORK]
+    hidden_in_work = sum(_overlap(wait, span) for wait in waits for span in work)
+    seconds = {COMPUTE: sum(_length(span) for span in work) - hidden_in_work}
+    for wait in waits:
+        group = wait.row.removeprefix(WAIT)
+        idle = _before_sending(wait, group, step, ranks) if group.startswith("pp") else 0.0
+        for kind, part in ((BUBBLE, idle), (_axis(group), _length(wait) - idle)):
+            if part:
+                seconds[kind] = seconds.get(kind, 0.0) + part
+    seconds[OTHER] = step.seconds - sum(seconds.values())
+    return seconds
+
+
+def _axis(group: str) -> str:
+    """Of a group by its name: cp has parts, pp has lines; buckets and sums over replicas are data parallelism."""
+    known = ("tp", "cp", "pp")
+    return "pp" if group == "ends" else next((axis for axis in known if group.startswith(axis)), "dp")
+
+
+def _before_sending(wait: Interval, group: str, step: _Step, ranks: Sequence[_Step]) -> float:
+    """Seconds of a wait in which what was waited for had not been sent: the n-th receive of a line is the n-th send."""
+    if not wait.name.startswith("receive"):
+        # Of all stages together: those that have finished wait for the last one.
+        return 0.0 if wait.name.startswith("send") else _length(wait)
+    names = [span.name for span in step.named(group, "receive")]
+    source = int(group.removeprefix("pp ").split(">")[0])
+    sends = ranks[source].named(group, "send")
+    if wait.name not in names or len(sends) != len(names):
+        return 0.0  # a message that straddles the ends of the recording
+    sent = sends[names.index(wait.name)].start
+    return min(max(0.0, sent - wait.start), _length(wait))
+
+
+def _overlap(one: Interval, other: Interval) -> float:
+    return max(0.0, min(one.stop, other.stop) - max(one.start, other.start))
+
+
+def _length(span: Interval) -> float:
+    return span.stop - span.start
