@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test check bench bench-dp format
+.PHONY: quickstart test check bench bench-dp bench-tp bench-cp bench-pp format
 $(STAMP): setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; give one with make PYTHON=python3.12")'
 	@echo "Installing into $(VENV). This happens once; torch is large."
@@ -32,6 +32,16 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/preprocess_throughput.py
 
-# Needs root and iproute2: emulates hosts on this machine.
+# These need root and iproute2: they emulate hosts on this machine.
 bench-dp: $(STAMP)
 	$(BIN)/python -m benchmarks.cluster.data_parallel
+
+bench-tp: $(STAMP)
+	$(BIN)/python -m benchmarks.cluster.tensor_parallel
+
+bench-cp: $(STAMP)
+	$(BIN)/python -m benchmarks.cluster.context_parallel
+
+bench-pp: $(STAMP)
+	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.cluster.pipeline
