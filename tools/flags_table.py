@@ -36,9 +36,15 @@ def _row(spec: Field[Any], hint: Any) -> str:
     found = flag_of(spec)
     assert found is not None
     names = ", ".join(f"`{name}`" for name in spellings_of(spec))
-    default = "" if spec.default is None or isinstance(spec.default, bool) else f"`{spec.default}`"
-    cells = [names, _kind(plain_type(hint), found.choices, found.nargs), default, found.help]
+    cells = [names, _kind(plain_type(hint), found.choices, found.nargs), _default(spec.default), found.help]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(value: Any) -> str:
+    """As it would be typed."""
+    if value is None or isinstance(value, bool):
+        return ""
+    return f"`{' '.join(map(str, value))}`" if isinstance(value, tuple) else f"`{value}`"
 
 
 def _kind(kind: Any, choices: tuple[Any, ...] | None, nargs: str | int | None) -> str:
