@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test check bench bench-dp bench-tp bench-cp bench-pp format
-$(STAMP): setup.py constraints.txt
+.PHONY: quickstart test check bench bench-dp bench-tp bench-cp bench-pp bench-adam format
+$(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; give one with make PYTHON=python3.12")'
 	@echo "Installing into $(VENV). This happens once; torch is large."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); exit 1)
@@ -45,3 +45,7 @@ bench-cp: $(STAMP)
 bench-pp: $(STAMP)
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.cluster.pipeline
+
+# 3 GB of memory; a quiet machine.
+bench-adam: $(STAMP)
+	$(BIN)/python benchmarks/cpu_adam.py

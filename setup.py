@@ -2,8 +2,18 @@
 
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import Extension, find_namespace_packages, setup
 
+# AdamW in one pass over host memory. Optional: without a compiler torch's kernels do it in several (docs/cpu_adam.md).
+# Contraction is off and errno unused so that the loop is vectorised and gives the same bits everywhere; no -march, since
+# the kernel itself holds a version for each instruction set.
+CPU_ADAM = Extension(
+    "megatron.kernels.backends._cpu_adam",
+    ["megatron/kernels/backends/cpu_adam.cpp"],
+    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+    extra_link_args=["-pthread"],
+    optional=True,
+)
 SERVE = ["fastapi>=0.110", "uvicorn>=0.30"]
 
 setup(
@@ -14,6 +24,8 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
+    ext_modules=[CPU_ADAM],
+    package_data={"megatron.kernels.backends": ["cpu_allocator.cpp"]},  # compiled where it is asked for
     install_requires=[
         "torch>=2.8",
         "numpy>=1.26",

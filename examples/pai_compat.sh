@@ -126,8 +126,8 @@ case $AC in
 esac
 case $OPTIMIZER_OFFLOAD in
     none | false) say OPTIMIZER_OFFLOAD "no flag: off" ;;
-    static) soon OPTIMIZER_OFFLOAD --optimizer-offload-policy static --optimizer-offload-fraction 1.0 ;;
-    auto) soon OPTIMIZER_OFFLOAD --optimizer-offload-policy auto ;;
+    static) soon OPTIMIZER_OFFLOAD --optimizer-cpu-offload --optimizer-offload-policy static --optimizer-offload-fraction 1.0 ;;
+    auto) soon OPTIMIZER_OFFLOAD --optimizer-cpu-offload --optimizer-offload-policy auto ;;
 esac
 means SAVE_INTERVAL --save-interval "$SAVE_INTERVAL"
 means DATASET_PATH --data-path "$DATASET_PATH" --split 99,1,0

@@ -1,8 +1,10 @@
 """Answers about a layout before anything is started. Starts no process and needs no device.
 
 schedule   draws a pipeline schedule and says how long it takes, how much is idle and what it keeps. See docs/pipeline.md.
+memory     says how much memory each pipeline rank of a run will need, for what, and when most. See docs/memory.md.
 
 python tools/plan.py schedule --pipeline-model-parallel-size 4 --num-microbatches 8 --schedule zb-v --png zb-v.png
+python tools/plan.py memory --world-size 16 <the flags of the run>
 """
 
 from __future__ import annotations
@@ -17,16 +19,23 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from megatron.config.rules import check, check_vocabulary
 from megatron.core.errors import USER_ERROR_EXIT_CODE, ConfigError, UserError
+from megatron.core.pipeline_parallel.offload_pass import with_offload
 from megatron.core.pipeline_parallel.passes import with_transfers
 from megatron.core.pipeline_parallel.schedules.forward_only import forward_only
 from megatron.core.pipeline_parallel.schedules.named import NAMES, build, chunks_of
 from megatron.core.pipeline_parallel.simulate import Costs, Timeline, simulate
+from megatron.core.pipeline_parallel.validate import chunks_near
+from megatron.planner.memory import plan_memory
+from megatron.planner.memory_table import MIB, memory_headline, notes, table_rows
 from megatron.planner.schedule_plot import draw, write_trace
 from megatron.planner.schedule_report import Formula, bubble_formula, report
-from megatron.training.arguments import FlagParser
+from megatron.planner.sizes import Target
+from megatron.training.arguments import FlagParser, parse
 
 MS = 1e-3
+TABLE_RANKS = 8  # columns of a table of memory
 
 
 def build_parser() -> FlagParser:
@@ -34,6 +43,14 @@ def build_parser() -> FlagParser:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="command")
     add_schedule_command(commands.add_parser("schedule", help="draw and time a pipeline schedule", allow_abbrev=False))
+    add_memory_command(
+        commands.add_parser(
+            "memory",
+            help="memory of a run",
+            usage="%(prog)s [--world-size N] [--cpu-multiplies-halves] FLAGS OF THE RUN",
+            allow_abbrev=False,
+        )
+    )
     return parser
 
 
@@ -68,6 +85,14 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
     add("--weight-grad-time", type=float, metavar="MS", help="the rest of its backward (default: as forward)")
     add("--transfer-time", type=float, default=0.0, metavar="MS", help="activations from rank to rank (default 0)")
     add("--latency", type=float, default=0.0, metavar="MS", help="until they arrive after that (default 0)")
+    add("--offload-ratio", type=float, default=0.0, metavar="X", help="share of the activations to offload (default 0)")
+    add(
+        "--copy-time",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="all activations of a microbatch, one way (default 0)",
+    )
     add("--no-overlap-p2p-communication", action="store_true", help="receives are posted where the data is needed")
     add(
         "--blocking-transfers",
@@ -79,8 +104,52 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(work=plan_schedule)
 
 
-def plan_schedule(args: argparse.Namespace) -> None:
+def add_memory_command(parser: argparse.ArgumentParser) -> None:
+    """Flags of `memory` beside the run's own."""
+    parser.add_argument("--world-size", type=int, metavar="N", help="processes of the run; default tp x cp x pp")
+    parser.add_argument(
+        "--cpu-multiplies-halves",
+        action="store_true",
+        help="with --device cpu: it has instructions for bf16 and fp16, so that no fp32 copies are made",
+    )
+    parser.set_defaults(work=plan_run_memory)
+
+
+def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Print what each pipeline rank needs. Raises UserErrors, for flags that the run would refuse, too."""
+    run = parse(flags, description="Memory of the run with these flags.")
+    parallel = run.parallel
+    smallest = (
+        parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    )
+    world_size = smallest if args.world_size is None else args.world_size
+    check(run, world_size)
+    if run.model.vocab_size is not None:
+        check_vocabulary(run.model, parallel, run.model.vocab_size)
+    cpu = parallel.device == "cpu"
+    target = Target(cpu, wide=cpu and run.model.dtype_name != "float32" and not args.cpu_multiplies_halves)
+    ranks = plan_memory(run, world_size, target)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
+    for first in range(0, len(ranks), TABLE_RANKS):
+        shown = ranks[first : first + TABLE_RANKS]
+        table = Table(box=SIMPLE, pad_edge=False)
+        table.add_column("MiB of pipeline rank")
+        for rank in shown:
+            table.add_column(str(rank.rank), justify="right")
+        for row in table_rows(shown):
+            table.add_row(*row)
+        console.print(table)
+    console.print(memory_headline(run, world_size, target))
+    for note in notes(run):
+        console.print(note, soft_wrap=True)
+    for rank in ranks:
+        console.print(f"rank {rank.rank}: most, {rank.peak / MIB:.1f} MiB, at {rank.moment}", soft_wrap=True)
+
+
+def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
     """Play the schedule; print, draw and write what comes of it. Raises UserErrors."""
+    if others:
+        raise ConfigError(f"unrecognized arguments: {' '.join(others)}; python tools/plan.py schedule --help lists all")
     check_numbers(args)
     p, m = args.pipeline_model_parallel_size, args.num_microbatches
     asked = virtual_stages(args)
@@ -102,8 +171,13 @@ def plan_schedule(args: argparse.Namespace) -> None:
         )
     overlap = not (args.no_overlap_p2p_communication or args.blocking_transfers)
     schedule = with_transfers(schedule, overlap=overlap)
+    if args.offload_ratio > 0:
+        schedule = with_offload(schedule)
     timeline = simulate(schedule, costs_of(args, v))
     print_report(timeline, formula)
+    if args.offload_ratio > 0:
+        kept = ", ".join(f"{chunks:g}" for chunks in chunks_near(schedule, args.offload_ratio))
+        print(f"with {args.offload_ratio:.0%} offloaded, kept in near memory by rank, in chunks: {kept}")
     write_files(args, timeline)
 
 
@@ -116,12 +190,16 @@ def check_numbers(args: argparse.Namespace) -> None:
         *("pipeline_model_parallel_size", "num_microbatches", "num_layers", "forward_time"),
         *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
     ]
-    for flag in (*positive, "input_grad_time", "weight_grad_time", "transfer_time", "latency"):
+    for flag in (*positive, "input_grad_time", "weight_grad_time", "transfer_time", "latency", "copy_time"):
         value = vars(args)[flag]
         least = "above 0" if flag in positive else "0 or more"
         fits = value is None or ((value > 0 if flag in positive else value >= 0) and math.isfinite(value))
         if not fits:
             raise ConfigError(f"--{flag.replace('_', '-')} {value} must be {least}")
+    if not 0 <= args.offload_ratio <= 1:
+        raise ConfigError(f"--offload-ratio {args.offload_ratio} must be from 0 to 1")
+    if args.copy_time and not args.offload_ratio:
+        raise ConfigError(f"--copy-time {args.copy_time:g} has no effect without --offload-ratio; give it")
 
 
 def virtual_stages(args: argparse.Namespace) -> int | None:
@@ -154,6 +232,8 @@ def costs_of(args: argparse.Namespace, v: int) -> Costs:
         input_grad=args.input_grad_time * MS / v,
         weight_grad=args.weight_grad_time * MS / v,
         transfer=args.transfer_time * MS,
+        offload=args.offload_ratio * args.copy_time * MS / v,
+        reload=args.offload_ratio * args.copy_time * MS / v,
         latency=args.latency * MS,
         blocking=args.blocking_transfers,
     )
@@ -221,8 +301,8 @@ def write_files(args: argparse.Namespace, timeline: Timeline) -> None:
 def main(argv: Sequence[str]) -> int:
     """0, or 2 after one line on stderr for a mistake of the user's."""
     try:
-        args = build_parser().parse_args(argv)
-        args.work(args)
+        args, others = build_parser().parse_known_args(argv)
+        args.work(args, others)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE

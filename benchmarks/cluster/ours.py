@@ -90,8 +90,7 @@ class Ours(System):
 
     def memory(self) -> int:
         """Gradients, blocks of gradients on the wire, moments."""
-        moments = sum(t.nbytes for owned in self._optimizer.slices for t in owned.state.values())
-        return self._data_parallel.gradient_bytes() + moments
+        return self._data_parallel.gradient_bytes() + self._optimizer.device_bytes
 
     def wire_bytes(self, accumulation: int) -> float:
         """A reduce-scatter (once a step, or a microbatch) and an all-gather of the padded buckets."""

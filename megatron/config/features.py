@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.activation_offload_row import activation_offload_row
 from megatron.config.context import attention_comm_types
 from megatron.config.data_parallel import AUTO, EVERY, data_parallel_settings
+from megatron.config.optimizer_offload import OFF, STATES, offload_settings, updates_on_cpu
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.run import RunConfig
 from megatron.core.pipeline_parallel.simulate import Costs, simulate
@@ -31,6 +33,8 @@ class Facts:
     )
     tp_overlap: str  # how products and tensor-parallel communication are interleaved; "off" when they are not
     tp_overlap_why: str  # why not better; empty when it is the best there is, or was not asked for
+    recomputed: str = ""  # what the layers of this rank recompute, where they differ
+    far_chunks: tuple[int, int] = (0, 0)  # chunks of optimizer state that the CPU updates, and all
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,10 @@ def features(run: RunConfig, facts: Facts) -> list[Feature]:
         _pipeline_overlap(run),
         _context(run, facts),
         _optimizer_sharding(run, facts),
+        _recompute(run, facts),
+        _activation_offload(run, facts),
+        _optimizer_offload(run, facts),
+        _optimizer_state(run),
         _gradient_reduction(run, facts),
         _gradient_mode(run, facts),
         _parameter_gather(run, facts),
@@ -122,15 +130,21 @@ def _pipeline(run: RunConfig, facts: Facts) -> Feature:
     name, p = "pipeline", run.parallel.pipeline_model_parallel_size
     if p == 1:
         return Feature(name, "off", "off", "")
-    assert run.model.num_layers and run.train.micro_batch_size
+    assert run.model.num_layers
     settings = pipeline_settings(run.parallel, run.model.num_layers)
     chunks = settings.placement.num_stages // p
     asked = f"pp {p}, {settings.schedule}" + (f", {chunks} stages a rank" if chunks > 1 else "")
-    samples = run.train.global_batch_size or run.train.micro_batch_size * facts.dp
-    m = max(1, samples // (run.train.micro_batch_size * facts.dp))
+    m = _microbatches(run, facts)
     timeline = simulate(settings.schedule_of(m), Costs.uniform(settings.placement.num_stages))
     bubble = max(timeline.bubble(rank) for rank in range(p))
     return Feature(name, asked, asked, f"bubble {bubble:.0%} with {m} microbatch{'es' if m > 1 else ''} a step")
+
+
+def _microbatches(run: RunConfig, facts: Facts) -> int:
+    """A step and data-parallel rank, when the batch has its full size."""
+    assert run.train.micro_batch_size
+    samples = run.train.global_batch_size or run.train.micro_batch_size * facts.dp
+    return max(1, samples // (run.train.micro_batch_size * facts.dp))
 
 
 def _pipeline_overlap(run: RunConfig) -> Feature:
@@ -153,6 +167,17 @@ def _context(run: RunConfig, facts: Facts) -> Feature:
     return Feature(name, asked, f"{asked}: {kernel}", why.removesuffix(")"))
 
 
+def _recompute(run: RunConfig, facts: Facts) -> Feature:
+    name, asked = "activation recompute", str(run.recompute)
+    if asked != "off" and run.train.skip_train:
+        return Feature(name, asked, "off", "evaluation only")
+    return Feature(name, asked, facts.recomputed or asked, "layers on this rank" if facts.recomputed else "")
+
+
+def _activation_offload(run: RunConfig, facts: Facts) -> Feature:
+    return Feature("activation offload", *activation_offload_row(run, _microbatches(run, facts)))
+
+
 _SHARED = {
     "no_shard": "off",
     "optim": "optimizer state (ZeRO-1)",
@@ -166,6 +191,37 @@ def _optimizer_sharding(run: RunConfig, facts: Facts) -> Feature:
     if asked == "off" or facts.shards > 1:
         return Feature("data-parallel sharding", asked, asked, f"over {facts.shards} ranks" if asked != "off" else "")
     return Feature("data-parallel sharding", asked, "off", f"dp = {facts.dp}: one rank an instance")
+
+
+def _optimizer_offload(run: RunConfig, facts: Facts) -> Feature:
+    name, settings = "optimizer offload", offload_settings(run.optimizer, run.optimizer_offload)
+    memory = f"files in {settings.directory}" if settings.directory else "host memory"
+    same = "the device is the CPU, and host memory its own" if facts.device == "cpu" and not settings.directory else ""
+    if settings.mode == STATES:
+        return Feature(name, "states", f"states wait in {memory}", same)
+    if settings.mode == OFF:
+        is_none = updates_on_cpu(run.optimizer, run.optimizer_offload)
+        return Feature(name, "fraction 0" if is_none else "off", "off", "")
+    asked = "auto" if settings.is_auto else f"static {settings.far:g}"
+    far, chunks = facts.far_chunks
+    in_effect = f"{asked}: {far} of {chunks} chunks in {memory}" + (" at first" if settings.is_auto else "")
+    if not settings.overlap:
+        return Feature(name, asked, in_effect, same)
+    data_parallel = data_parallel_settings(run.parallel)
+    late = []
+    if not data_parallel.overlap_reduce and _replicas(run, facts) > 1:
+        late.append("backward hides nothing: gradients are reduced after it")
+    if not data_parallel.overlap_gather and facts.shards > 1:
+        late.append("the next forward hides nothing: parameters are gathered before it")
+    why = "; ".join([*late, *([same] if same else [])])
+    return Feature(name, f"{asked}, overlapped", f"{in_effect}, overlapped", why)
+
+
+def _optimizer_state(run: RunConfig) -> Feature:
+    o = run.optimizer
+    stored = {"exp_avg": o.exp_avg_dtype, "exp_avg_sq": o.exp_avg_sq_dtype, "masters": o.main_params_dtype}
+    low = ", ".join(f"{name} {dtype}" for name, dtype in stored.items() if dtype != "fp32")
+    return Feature("optimizer state", low or "fp32", low or "fp32", "")
 
 
 def _replicas(run: RunConfig, facts: Facts) -> int:

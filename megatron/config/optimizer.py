@@ -11,12 +11,31 @@ from megatron.config.flag import flag
 class OptimizerConfig:
     """How parameters are updated."""
 
-    optimizer: str = flag("adam", "update rule; adam is AdamW (decoupled weight decay)", choices=("adam", "sgd"))
+    optimizer: str = flag(
+        "adam",
+        "update rule; adam is AdamW (decoupled weight decay); hybridadam is adam with --optimizer-cpu-offload and "
+        "--optimizer-offload-policy auto",
+        choices=("adam", "sgd", "hybridadam"),
+    )
     adam_beta1: float = flag(0.9, "decay of the mean of gradients")
     adam_beta2: float = flag(0.999, "decay of the mean of squared gradients")
     adam_eps: float = flag(1e-8, "term added to the denominator")
     sgd_momentum: float = flag(0.9, "momentum of sgd")
     clip_grad: float = flag(1.0, "limit on the global gradient norm; 0 turns clipping off")
+    use_precision_aware_optimizer: bool = flag(
+        False, "allow optimizer state in bf16: --exp-avg-dtype, --exp-avg-sq-dtype, --main-params-dtype"
+    )
+    exp_avg_dtype: str = flag("fp32", "dtype that adam's mean of gradients is stored in", choices=("fp32", "bf16"))
+    exp_avg_sq_dtype: str = flag(
+        "fp32",
+        "dtype that adam's mean of squares is stored in; bf16 is rounded at random",
+        choices=("fp32", "bf16"),
+    )
+    main_params_dtype: str = flag(
+        "fp32",
+        "bf16 stores only what the bf16 weights lack of the fp32 masters, the lower 16 bits; the update is the same",
+        choices=("fp32", "bf16"),
+    )
     weight_decay: float = flag(0.01, "weight decay, on matrices only: not on biases and norm weights")
     start_weight_decay: float | None = flag(None, "weight decay at the first step of a ramp")
     end_weight_decay: float | None = flag(None, "weight decay at the end of a ramp")
@@ -31,6 +50,11 @@ class OptimizerConfig:
     check_for_nan_in_loss_and_grad: bool = flag(
         True, "do not look for NaN or infinity in gradients; by default such a step is skipped, and said"
     )
+
+    @property
+    def rule(self) -> str:
+        """The update rule: adam or sgd."""
+        return "sgd" if self.optimizer == "sgd" else "adam"
 
 
 @dataclass(frozen=True, kw_only=True)

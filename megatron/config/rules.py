@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from megatron.config import rules_files, rules_model, rules_training
+from megatron.config import (
+    rules_activation_offload,
+    rules_files,
+    rules_model,
+    rules_optimizer_offload,
+    rules_recompute,
+    rules_training,
+)
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules_needs import given_flags_have_an_effect
@@ -23,6 +30,11 @@ RULES: tuple[Rule, ...] = (
     *rules_model.SHAPE_RULES,
     *rules_training.RULES,
     *rules_files.RULES,
+    *rules_recompute.RULES,
+    *rules_recompute.SHAPE_RULES,
+    *rules_activation_offload.RULES,
+    *rules_activation_offload.SHAPE_RULES,
+    *rules_optimizer_offload.RULES,
     given_flags_have_an_effect,
 )
 
@@ -33,7 +45,8 @@ def check(run: RunConfig, world_size: int) -> None:
     With --use-checkpoint-args the rules about the model's shape are left out while `run.model` has none: call this again
     once the checkpoint's shape is in it.
     """
-    waiting = rules_model.SHAPE_RULES if rules_model.shape_is_pending(run) else ()
+    of_shape = (*rules_model.SHAPE_RULES, *rules_recompute.SHAPE_RULES, *rules_activation_offload.SHAPE_RULES)
+    waiting = of_shape if rules_model.shape_is_pending(run) else ()
     for rule in RULES:
         if rule in waiting:
             continue

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
+from megatron.config.optimizer_offload import OFF, offload_settings, policy_of, updates_on_cpu
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.rules_files import HUGGING_FACE
 from megatron.config.run import RunConfig, flag_name
@@ -80,6 +81,29 @@ def _is_interleaved(run: RunConfig) -> bool:
 
 def _validates(run: RunConfig) -> bool:
     return run.data.train_data_path is None or run.data.valid_data_path is not None
+
+
+def _far_updates(run: RunConfig) -> bool:
+    return updates_on_cpu(run.optimizer, run.optimizer_offload)
+
+
+def _offload_policy(run: RunConfig) -> str:
+    return policy_of(run.optimizer, run.optimizer_offload)
+
+
+def _offloads(run: RunConfig) -> bool:
+    """Something, or perhaps: the balanced policy decides later."""
+    activations = run.activation_offload.kind is not None or run.recompute.recompute_policy == "balanced"
+    return activations or _offloads_optimizer(run)
+
+
+def _offloads_optimizer(run: RunConfig) -> bool:
+    return offload_settings(run.optimizer, run.optimizer_offload).mode != OFF
+
+
+def _low_precision_state(run: RunConfig) -> bool:
+    o = run.optimizer
+    return "bf16" in (o.exp_avg_dtype, o.exp_avg_sq_dtype, o.main_params_dtype)
 
 
 def _goes_on(run: RunConfig) -> bool:
@@ -155,7 +179,7 @@ _MODEL = (
 _OPTIMIZER = (
     _need(
         "adam_beta1 adam_beta2 adam_eps",
-        lambda run: run.optimizer.optimizer == "adam",
+        lambda run: run.optimizer.rule == "adam",
         lambda run: f"--optimizer is {run.optimizer.optimizer}",
         "give --optimizer adam",
     ),
@@ -299,6 +323,88 @@ _PARALLEL = (
     ),
 )
 
+_RECOMPUTE = (
+    _need(
+        "activation_memory_budget activation_memory_plot",
+        lambda run: run.recompute.recompute_policy == "balanced",
+        "nothing is chosen by measuring",
+        "add --recompute-policy balanced",
+    ),
+    _need(
+        "recompute_method recompute_num_layers",
+        lambda run: run.recompute.is_full,
+        "whole layers are not recomputed",
+        "give --recompute-granularity full",
+    ),
+    _need(
+        "recompute_modules",
+        lambda run: run.recompute.recompute_granularity == "selective" or run.recompute.recompute_activations,
+        lambda run: "layers are recomputed whole" if run.recompute.is_full else "nothing is recomputed by parts",
+        "give --recompute-granularity selective",
+    ),
+)
+
+_OFFLOAD = (
+    _need(
+        "cpu_offloading_num_layers",
+        lambda run: run.activation_offload.cpu_offloading,
+        "no layer is offloaded",
+        "add --cpu-offloading",
+    ),
+    _need(
+        "offload_modules",
+        lambda run: run.activation_offload.fine_grained_activation_offloading,
+        "no part of a layer is offloaded",
+        "add --fine-grained-activation-offloading",
+    ),
+)
+
+_OPTIMIZER_OFFLOAD = (
+    _need(
+        "optimizer_offload_policy",
+        _far_updates,
+        "the device updates everything",
+        "add --optimizer-cpu-offload",
+    ),
+    _need(
+        "optimizer_offload_fraction",
+        lambda run: _far_updates(run) and _offload_policy(run) == "static",
+        lambda run: "--optimizer-offload-policy is auto" if _far_updates(run) else "the device updates everything",
+        "give --optimizer-cpu-offload and --optimizer-offload-policy static",
+    ),
+    _need(
+        "optimizer_offload_auto_threshold",
+        lambda run: _far_updates(run) and _offload_policy(run) == "auto",
+        lambda run: "--optimizer-offload-policy is static" if _far_updates(run) else "the device updates everything",
+        "give --optimizer-cpu-offload and --optimizer-offload-policy auto",
+    ),
+    _need(
+        "overlap_cpu_optimizer_d2h_h2d",
+        lambda run: _far_updates(run) and _offloads_optimizer(run),
+        lambda run: "--optimizer-offload-fraction is 0" if _far_updates(run) else "the device updates everything",
+        "give --optimizer-cpu-offload with a fraction above 0",
+    ),
+    _need(
+        "offload_dir",
+        _offloads,
+        "nothing is offloaded",
+        "add --optimizer-cpu-offload",
+    ),
+    _need(
+        "optimizer_offload_chunk_size",
+        lambda run: _offloads_optimizer(run) or _low_precision_state(run),
+        "nothing is cut into chunks",
+        "add --optimizer-cpu-offload or --offload-optimizer-states",
+    ),
+    _need(
+        "use_precision_aware_optimizer",
+        # Megatron-LM's offload cannot go without it, so scripts give both.
+        lambda run: _low_precision_state(run) or _far_updates(run),
+        "all state is fp32",
+        "give --exp-avg-dtype bf16, --exp-avg-sq-dtype bf16 or --main-params-dtype bf16",
+    ),
+)
+
 _DATA = (
     _need(
         "split",
@@ -360,6 +466,9 @@ _LOOP = (
         "add --save",
     ),
     _need(
+        "log_memory", lambda run: not run.model.lora_rank, "the memory of adapters is not planned", "remove --lora-rank"
+    ),
+    _need(
         "load_optim load_rng use_checkpoint_args",
         _goes_on,
         "nothing is loaded",
@@ -391,7 +500,7 @@ _LOOP = (
     ),
 )
 
-NEEDS: tuple[Need, ...] = _MODEL + _OPTIMIZER + _PARALLEL + _DATA + _LOOP
+NEEDS: tuple[Need, ...] = _MODEL + _OPTIMIZER + _PARALLEL + _RECOMPUTE + _OFFLOAD + _OPTIMIZER_OFFLOAD + _DATA + _LOOP
 
 
 def given_flags_have_an_effect(run: RunConfig, world_size: int) -> str | None:

@@ -22,19 +22,22 @@ class Interval:
 POSITIVE = Interval("above 0", lambda x: x > 0)
 NOT_NEGATIVE = Interval("0 or more", lambda x: x >= 0)
 BELOW_ONE = Interval("at least 0 and below 1", lambda x: 0 <= x < 1)
+FRACTION = Interval("from 0 to 1", lambda x: 0 <= x <= 1)
 SHARE = Interval("above 0 and at most 1", lambda x: 0 < x <= 1)
 ABOVE_ONE = Interval("above 1", lambda x: x > 1)
 AT_LEAST_ONE = Interval("1 or more", lambda x: x >= 1)
 
 _BY_INTERVAL: dict[Interval, str] = {
     POSITIVE: """
-        ffn_hidden_size kv_channels lora_alpha num_query_groups max_position_embeddings
+        activation_memory_budget ffn_hidden_size kv_channels lora_alpha num_query_groups max_position_embeddings
         rotary_seq_len_interpolation_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
         rope_scaling_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale norm_epsilon
         distributed_timeout_minutes adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins
     """,
     AT_LEAST_ONE: """
+        optimizer_offload_chunk_size
         num_layers hidden_size num_attention_heads lora_rank rope_scaling_factor vocab_size make_vocab_size_divisible_by
+        recompute_num_layers
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         microbatch_group_size_per_virtual_pipeline_stage hierarchical_context_parallel_sizes
@@ -46,11 +49,14 @@ _BY_INTERVAL: dict[Interval, str] = {
         profile_step_end
     """,
     NOT_NEGATIVE: """
+        optimizer_offload_auto_threshold
+        cpu_offloading_num_layers
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         init_method_std clip_grad weight_decay start_weight_decay end_weight_decay lr min_lr lr_warmup_iters
         lr_warmup_samples lr_warmup_init num_workers tiktoken_num_special_tokens seed manual_gc_interval eval_iters
     """,
     BELOW_ONE: "attention_dropout hidden_dropout lora_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction",
+    FRACTION: "optimizer_offload_fraction",
     SHARE: "rotary_percent",
     ABOVE_ONE: "rotary_base",
 }

@@ -7,12 +7,15 @@ import functools
 from dataclasses import Field, dataclass, field
 from typing import Any
 
+from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.flag import flag_of, spelling
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.recompute import RecomputeConfig
 from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
 
 
@@ -23,6 +26,9 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer_offload: OptimizerOffloadConfig = field(default_factory=OptimizerOffloadConfig)
+    activation_offload: ActivationOffloadConfig = field(default_factory=ActivationOffloadConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -47,6 +53,9 @@ PARTS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
     "optimizer": OptimizerConfig,
+    "optimizer_offload": OptimizerOffloadConfig,
+    "activation_offload": ActivationOffloadConfig,
+    "recompute": RecomputeConfig,
     "schedule": ScheduleConfig,
     "data": DataConfig,
     "tokenizer": TokenizerConfig,

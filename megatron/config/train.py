@@ -62,6 +62,9 @@ class LoggingConfig:
     log_memory_interval: int | None = flag(
         None, "steps between per-rank memory reports; default once, after the first log line"
     )
+    log_memory: bool = flag(
+        False, "print the planned beside the measured peak of memory of each pipeline rank every --log-interval steps"
+    )
     log_progress: bool = flag(False, "append starts and saves to SAVE/progress.txt")
     progress_bar: bool = flag(True, "no progress bar (it is off by itself when the output is not a terminal)")
     timing_log_level: int = flag(

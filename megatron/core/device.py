@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from dataclasses import dataclass
@@ -135,3 +136,25 @@ def _peak_resident(resident: int) -> int:
     except OSError:
         pass
     return resident
+
+
+class PeakMeter:
+    """What was left of the device's memory at its fullest moment since the last `reset`: rises again when use falls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reset(self) -> None:
+        """Forget the past. On CUDA this resets the allocator's own peak figures, too; on Linux those of the process."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        with contextlib.suppress(OSError):  # then the peak is that of the whole run
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: proc(5)
+
+    def free(self) -> int:
+        """Bytes; on the CPU of this process's share of the host, as `headroom` has it."""
+        if self._device.type == "cuda":
+            return headroom(self._device)
+        resident = psutil.Process().memory_info().rss
+        return max(0, headroom(self._device) - (_peak_resident(resident) - resident))

@@ -19,7 +19,10 @@ COLOURS: dict[Kind, RGB] = {
     Kind.BACKWARD: (0.82, 0.29, 0.36),
     Kind.INPUT_GRAD: (0.91, 0.56, 0.20),
     Kind.WEIGHT_GRAD: (0.23, 0.56, 0.40),
+    Kind.OFFLOAD: (0.45, 0.36, 0.66),
+    Kind.RELOAD: (0.12, 0.62, 0.69),
 }
+LINES = {Kind.OFFLOAD: 0.47, Kind.RELOAD: 0.54}  # copies are lines below a rank's row, so far from its middle
 NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -31,6 +34,8 @@ NAMES = {
     Kind.RECV_BACKWARD: "receive gradient",
     Kind.REDUCE: "reduce gradients",
     Kind.GATHER: "gather parameters",
+    Kind.OFFLOAD: "offload activations",
+    Kind.RELOAD: "reload activations",
 }
 ROWS = {  # of a trace
     **dict.fromkeys(COMPUTE, "compute"),
@@ -40,6 +45,8 @@ ROWS = {  # of a trace
     Kind.RECV_BACKWARD: "receive backward",
     Kind.REDUCE: "reduce",
     Kind.GATHER: "gather",
+    Kind.OFFLOAD: "offload",
+    Kind.RELOAD: "reload",
 }
 INK, EMPTY = "#333333", "#f1f1f1"
 WIDTH, DPI = 14.0, 150  # inches, pixels an inch
@@ -53,7 +60,7 @@ LARGEST, SMALLEST = 9.0, 4.0  # points of the microbatches' numbers; smaller one
 def draw(path: Path, timeline: Timeline, title: str) -> None:
     """Write a PNG to `path`, making its folder: a row a rank, a box an action with its microbatch's number.
 
-    Later chunks of a rank are paler. Raises OSError.
+    Later chunks of a rank are paler; copies to far memory and back are lines below its row. Raises OSError.
     """
     # Imported here: whoever plans without a picture need not wait for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
@@ -70,7 +77,9 @@ def draw(path: Path, timeline: Timeline, title: str) -> None:
     shown = [kind for kind in COLOURS if any(i.action.kind is kind for i in timeline.intervals[0])]
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in shown]
     _dress(axes, timeline, title)
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, labelcolor=INK)
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(shown), frameon=False, labelcolor=INK
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -87,6 +96,9 @@ def _draw_rank(axes: Axes, timeline: Timeline, rank: int) -> None:
         edgecolors="white",
         linewidth=min(0.5, 0.06 * narrowest),
     )
+    for kind, place in LINES.items():
+        copies = [(i.start, i.stop - i.start) for i in timeline.intervals[rank] if i.action.kind is kind]
+        axes.broken_barh(copies, (rank + place - 0.04, 0.06), facecolors=COLOURS[kind])
     longest = len(str(timeline.schedule.num_microbatches - 1))  # digits: so that of one width all are written, or none
     for interval, shade in zip(computations, shades, strict=True):
         size = min(LARGEST, _points(interval, timeline) / (0.72 * longest + 0.25))

@@ -347,7 +347,7 @@ def _separate_products(layer: Any, config: ModelConfig) -> list[Patch]:
     """One product each for queries, keys, values, gate and up, where ours is one for all of them."""
     qkv, fc1, d = layer.self_attention.linear_qkv, layer.mlp.linear_fc1, config.head_dim
 
-    def project(x: Tensor) -> Tensor:
+    def project(x: Tensor, norm: None) -> Tensor:
         def rows(tensor: Tensor) -> list[Tensor]:
             queries = (tensor.shape[1] // d - 2) * d
             return [part.flatten(0, 1) for part in tensor.split([queries, d, d], dim=1)]
@@ -357,7 +357,7 @@ def _separate_products(layer: Any, config: ModelConfig) -> list[Patch]:
         heads = [part.unflatten(-1, (config.num_kv_heads, -1)) for part in found]
         return torch.cat(heads, dim=-1).flatten(2)
 
-    def gate_up(x: Tensor) -> Tensor:
+    def gate_up(x: Tensor, norm: None) -> Tensor:
         biases = [None] * 2 if fc1.bias is None else list(fc1.bias)
         return torch.cat([F.linear(x, w, b) for w, b in zip(fc1.weight, biases, strict=True)], dim=-1)
 

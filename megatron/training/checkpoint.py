@@ -7,6 +7,7 @@ State (JSON): the run's configuration, its progress, the schedule, the loss scal
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def save_checkpoint(trainer: Trainer) -> Path:
     trainer.data_parallel.settle()
     tensors = _weights(trainer)
     if run.checkpoint.save_optim:
-        tensors += optimizer_tensors(trainer)
+        tensors += optimizer_tensors(trainer, trainer.optimizer.pieces())
     if run.checkpoint.save_rng:
         tensors += _rng_tensors(trainer.rng.state(), groups.rank, writer=True)
     path = save(root, iteration, tensors, _state(trainer), group=groups.world, keep=run.checkpoint.save_retain)
@@ -66,24 +67,25 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         raise CheckpointError(
             f"{path} holds no optimizer state (it was saved with --no-save-optim); give --no-load-optim"
         )
-    if with_optimizer and state["config"]["optimizer"]["optimizer"] != run.optimizer.optimizer:
-        saved = state["config"]["optimizer"]["optimizer"]
+    saved_rule = "sgd" if state["config"]["optimizer"]["optimizer"] == "sgd" else "adam"
+    if with_optimizer and saved_rule != run.optimizer.rule:
         raise CheckpointError(
-            f"{path} holds the state of optimizer {saved}, not {run.optimizer.optimizer}; "
-            f"give --optimizer {saved}, or --no-load-optim to start the optimizer afresh"
+            f"{path} holds the state of optimizer {saved_rule}, not {run.optimizer.rule}; "
+            f"give --optimizer {saved_rule}, or --no-load-optim to start the optimizer afresh"
         )
     if not (finetune or run.train.skip_train):
         trainer.schedule.resolve(state["schedule"])
     tensors = _weights(trainer)
     if begins_lora:
         tensors = [tensor for tensor in tensors if not is_adapter(tensor.name)]
-    if with_optimizer:
-        tensors += optimizer_tensors(trainer)
+    pieces = list(trainer.optimizer.pieces()) if with_optimizer else []
+    tensors += optimizer_tensors(trainer, pieces)
     rng = trainer.rng.state()
     if with_rng:
         tensors += _rng_tensors(rng, groups.rank, writer=False)
     load(path, tensors, group=groups.world)
     if with_optimizer:
+        trainer.optimizer.load(pieces)
         trainer.optimizer.steps = state["optimizer"]["steps"]
         trainer.optimizer.loss_scale.load_state(state["optimizer"]["loss_scale"])
     else:
@@ -203,11 +205,11 @@ def _weights(trainer: Trainer) -> list[ShardedTensor]:
     ]
 
 
-def optimizer_tensors(trainer: Trainer) -> list[ShardedTensor]:
-    """Masters and moments of this rank: its slices of them, as rectangles of the global tensors."""
+def optimizer_tensors(trainer: Trainer, pieces: Iterable[tuple[Piece, str, Tensor]]) -> list[ShardedTensor]:
+    """Masters and moments of this rank, `pieces` of its optimizer, as rectangles of the global tensors."""
     return [
         sharded
-        for number, (piece, key, tensor) in enumerate(trainer.optimizer.pieces())
+        for number, (piece, key, tensor) in enumerate(pieces)
         for sharded in _flat(f"optimizer/{piece.name}/{key}", tensor, piece, trainer, number)
     ]
 

@@ -23,6 +23,7 @@ from megatron.core.groups import disconnect, launch_environment
 from megatron.core.log import get_logger, setup_logging
 from megatron.training.arguments import parse, print_arguments
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
+from megatron.training.log_memory import LogMemory, PeakMemory
 from megatron.training.loop import Callback, fit
 from megatron.training.profile import ProfileTimeline
 from megatron.training.progress import ProgressLine, terminal_console
@@ -71,11 +72,12 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
     with ExitSignals(enabled=run.train.exit_signal_handler) as signals:
         try:
             with groups.heartbeat.phase("set-up"):
+                peak = PeakMemory(device) if run.logging.log_memory else None  # it counts what is made after it
                 trainer = build(run, groups, device)
                 open_heartbeat_files(run, groups)
             console = terminal_console(run.logging.progress_bar and rank == 0)
             with ProgressLine(trainer.total_iterations, trainer.state.iteration, console) as progress:
-                callbacks = build_callbacks(trainer, signals, progress, started)
+                callbacks = build_callbacks(trainer, signals, progress, started, peak)
                 with groups.heartbeat.phase("train"):
                     reason = fit(trainer, callbacks)
             if reason:
@@ -87,7 +89,9 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
     disconnect(groups.heartbeat)
 
 
-def build_callbacks(trainer: Trainer, signals: ExitSignals, progress: ProgressLine, started: float) -> list[Callback]:
+def build_callbacks(
+    trainer: Trainer, signals: ExitSignals, progress: ProgressLine, started: float, peak: PeakMemory | None
+) -> list[Callback]:
     """In the order they act after a step; they end in reverse: the checkpoint first, Log last with every loss known."""
     run, curves, speaks = trainer.run, Curves(), trainer.groups.rank == 0
     writers = together(
@@ -98,6 +102,8 @@ def build_callbacks(trainer: Trainer, signals: ExitSignals, progress: ProgressLi
     callbacks: list[Callback] = [Log(metrics, curves, progress), Evaluate(metrics, curves)]
     if run.train.skip_train:
         return callbacks
+    if peak is not None:
+        callbacks.append(LogMemory(peak))
     if run.logging.profile_timeline:
         callbacks.append(ProfileTimeline())
     callbacks += [Checkpoint(), Exit(signals, started)]

@@ -1,47 +1,16 @@
 """Two printed lines about memory: what a rank uses, and what its weights and optimizer must use.
 
-Bytes of weights and optimizer state, with P parameters on the rank, and S ranks that share the optimizer's state
-(S = dp x cp / instances when it is sharded, 1 when every replica holds all of it). G is S when gradients are sharded,
-too (optim_grads and optim_grads_params), else 1; W is S when weights are (optim_grads_params), else 1:
-
-| | bf16, fp16 | fp32 |
-|---|---|---|
-| weights | 2 P / W | 4 P / W |
-| main gradients, fp32 | 4 P / G | 4 P / G |
-| master weights, fp32 | 4 P / S | 0: the weights are the masters |
-| moments, fp32 (Adam 2, SGD with momentum 1, without 0) | 4 moments P / S | the same |
-
-So bf16 with Adam takes 18 P unsharded, 6 P + 12 P / S with a sharded optimizer, 2 P + 16 P / S with sharded gradients,
-18 P / S with sharded weights. Frozen parameters (LoRA) cost their weights alone, whole on every rank. Buckets in flight and
-activations are not in it.
+What they must use is planner/footprint.py's arithmetic; planner/memory.py plans the rest of a step, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.core.device import MemoryReport, memory_report
+from megatron.planner.footprint import Footprint
 
 MIB = 1024**2
-_FP32 = 4
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes on one rank."""
-
-    weights: float
-    main_gradients: float
-    masters: float
-    moments: float
-
-    @property
-    def total(self) -> float:
-        """Bytes of all parts."""
-        return self.weights + self.main_gradients + self.masters + self.moments
 
 
 def reserved_bytes(device: torch.device, report: MemoryReport) -> int:
@@ -65,33 +34,6 @@ def format_memory(rank: int, iterations: int, report: MemoryReport, reserved: in
     }
     fields = " | ".join(f"{name}: {count / MIB:.2f}" for name, count in figures.items())
     return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {fields}"
-
-
-def weight_and_optimizer_footprint(
-    parameters: int,
-    dtype_name: str,
-    optimizer: OptimizerConfig,
-    shards: int,
-    sharding: str = "optim",
-    *,
-    frozen: int = 0,
-) -> Footprint:
-    """What `parameters` on this rank cost; see the table above.
-
-    parameters: those of this rank that are trained, after tp and pp have cut the model; frozen: those that are not.
-    dtype_name: as ModelConfig.dtype_name. shards: ranks that share masters and moments. sharding: a
-    --data-parallel-sharding-strategy.
-    """
-    grad_shards = shards if sharding in ("optim_grads", "optim_grads_params") else 1
-    weight_shards = shards if sharding == "optim_grads_params" else 1
-    low_precision = dtype_name != "float32"
-    moments = 2 if optimizer.optimizer == "adam" else int(optimizer.sgd_momentum != 0.0)
-    return Footprint(
-        weights=(parameters / weight_shards + frozen) * (2 if low_precision else _FP32),
-        main_gradients=parameters * _FP32 / grad_shards,
-        masters=parameters * _FP32 / shards if low_precision else 0.0,
-        moments=parameters * _FP32 * moments / shards,
-    )
 
 
 def format_footprint(footprint: Footprint) -> str:

@@ -44,6 +44,11 @@ class BatchSchedule:
         """Forward passes of each replica in the step that starts after `consumed_samples`."""
         return self.global_batch_size(consumed_samples) // self._per_microbatch
 
+    @property
+    def final_num_microbatches(self) -> int:
+        """Forward passes of each replica in a step of the final batch size."""
+        return self.final_global_batch_size // self._per_microbatch
+
     def samples_for(self, iterations: int) -> int:
         """Samples that the first `iterations` steps of a run read."""
         done, samples = self._ramp_up(max_iterations=iterations)

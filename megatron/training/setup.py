@@ -16,7 +16,9 @@ from megatron.config.features import Facts, features, format_table
 from megatron.config.layout import mesh_of
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.optimizer import ScheduleConfig
+from megatron.config.optimizer_offload import offload_settings
 from megatron.config.pipeline import pipeline_settings
+from megatron.config.recompute import BALANCED
 from megatron.config.rules import check, check_vocabulary
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import gather_objects
@@ -45,9 +47,12 @@ from megatron.core.transformer.context import Build
 from megatron.core.transformer.lora import freeze_all_but_adapters, is_adapter
 from megatron.kernels.choose import Kernels, choose_kernels
 from megatron.kernels.ops.gemm import slow_half
+from megatron.planner.footprint import weight_and_optimizer_footprint
+from megatron.training.activation_offload import build_step_offload
+from megatron.training.balanced_recompute import choose as choose_recompute
 from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
-from megatron.training.memory_report import format_footprint, weight_and_optimizer_footprint
+from megatron.training.memory_report import MIB, format_footprint
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.start import find_start
 from megatron.training.state import TrainState
@@ -80,14 +85,34 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     timeline, backend = Timeline(device), _backend(run, groups, device)
     overlap, overlap_why = choose_overlap(run.parallel, groups.tp, device, backend, timeline)
     stages, cp_watch = pipeline.stages_of(groups.pp.rank), Watch(timeline, device)
-    model = build_model(run, groups, device, kernels, rng, stages, overlap, cp_watch)
+    batches = BatchSchedule(run.train, groups.mesh.dp)
+    shared = shared_arguments(run, groups, device, kernels, rng, overlap, cp_watch)
+    recomputed, moved = "", frozenset[int]()
+    if run.recompute.recompute_policy == BALANCED and not run.train.skip_train:
+        schedule = pipeline.schedule_of(batches.final_num_microbatches)
+        choices, recomputed = together(
+            groups.world, lambda: choose_recompute(run, shared, groups, stages, schedule, timeline)
+        )
+        shared, moved = dataclasses.replace(shared, recompute=choices), choices.moved
+    model = build_gpt(shared, stages)
     parameters = local_parameters(model)
     initial_weights(run, parameters, groups, has_checkpoint=checkpoint is not None)
     stage_of = {name: stage for name in parameters if (stage := model.stage_of(name)) is not None}
-    data_parallel = DataParallel(model, groups, data_parallel_settings(run.parallel), device, stage_of, timeline)
-    optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=run.model.fp16)
+    offload = offload_settings(run.optimizer, run.optimizer_offload)
+    data_parallel = DataParallel(
+        model,
+        groups,
+        data_parallel_settings(run.parallel),
+        device,
+        stage_of,
+        timeline,
+        late_updates=offload.overlap,
+    )
+    optimizer = together(
+        groups.world,
+        lambda: Optimizer(run.optimizer, data_parallel, groups, fp16=run.model.fp16, offload=offload),
+    )
     timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))
-    batches = BatchSchedule(run.train, groups.mesh.dp)
     trainer = Trainer(
         run=run,
         groups=groups,
@@ -111,6 +136,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
             per_token=run.train.calculate_per_token_loss,
             count_zeros=run.logging.log_num_zeros_in_grad,
             pipeline=pipeline,
+            offload=together(groups.world, lambda: build_step_offload(run, model, groups, timeline, moved)),
         ),
         pipeline=pipeline,
     )
@@ -119,7 +145,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
             load_checkpoint(trainer, checkpoint)
     with groups.heartbeat.phase("build-datasets"):
         trainer.readers = build_readers(trainer, tokenizer.eod)
-    _announce(trainer, kernels, overlap.name, overlap_why)
+    _announce(trainer, kernels, overlap.name, overlap_why, recomputed)
     return trainer
 
 
@@ -200,12 +226,31 @@ def build_model(
     cp_watch: Watch = UNWATCHED,
 ) -> GPTModel:
     """This rank's stages of the decoder, uninitialised; default all of it. With LoRA all but the adapters is frozen."""
+    return build_gpt(shared_arguments(run, groups, device, kernels, rng, overlap, cp_watch), stages)
+
+
+def shared_arguments(
+    run: RunConfig,
+    groups: Groups,
+    device: torch.device,
+    kernels: Kernels,
+    rng: RngTracker,
+    overlap: Plain,
+    cp_watch: Watch,
+) -> Build:
+    """What all layers of the model are built with."""
     sequence_parallel = run.parallel.sequence_parallel and groups.tp.size > 1
     assert run.model.num_layers
     comm_types = attention_comm_types(run.parallel, run.model.num_layers)
-    build = Build(run.model, groups, sequence_parallel, kernels, rng, device, overlap, comm_types, cp_watch)
-    model = GPTModel(build, stages)
-    if run.model.lora_rank:
+    return Build(
+        run.model, groups, sequence_parallel, kernels, rng, device, overlap, comm_types, cp_watch, run.recompute
+    )
+
+
+def build_gpt(shared: Build, stages: Sequence[Stage] | None) -> GPTModel:
+    """See build_model."""
+    model = GPTModel(shared, stages)
+    if shared.config.lora_rank:
         freeze_all_but_adapters(local_parameters(model))
     return model
 
@@ -330,7 +375,7 @@ def _backend(run: RunConfig, groups: Groups, device: torch.device) -> str | None
     return backend_for(device, run.parallel.distributed_backend) if groups.world.size > 1 else None
 
 
-def _announce(trainer: Trainer, kernels: Kernels, tp_overlap: str, tp_overlap_why: str) -> None:
+def _announce(trainer: Trainer, kernels: Kernels, tp_overlap: str, tp_overlap_why: str, recomputed: str) -> None:
     run, groups, buckets = trainer.run, trainer.groups, trainer.data_parallel.buckets
     dtypes = {bucket.dtype for bucket in buckets}
     count = sum(math.prod(p.info.shape) for p in trainer.parameters.values())
@@ -348,6 +393,8 @@ def _announce(trainer: Trainer, kernels: Kernels, tp_overlap: str, tp_overlap_wh
         shards=groups.shard.size,
         tp_overlap=tp_overlap,
         tp_overlap_why=tp_overlap_why,
+        far_chunks=trainer.optimizer.far_chunks,
+        recomputed=recomputed,
     )
     log.info("%s", format_table(features(run, facts)))
     log.info("number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)
@@ -362,3 +409,6 @@ def _announce(trainer: Trainer, kernels: Kernels, tp_overlap: str, tp_overlap_wh
         count - frozen, run.model.dtype_name, run.optimizer, groups.shard.size, sharding, frozen=frozen
     )
     log.info(format_footprint(footprint))
+    if trainer.optimizer.far_bytes:
+        near, far = trainer.optimizer.device_bytes / MIB, trainer.optimizer.far_bytes / MIB
+        log.info("of its state and buffers the optimizer has %.2f MB on the device and %.2f MB away from it", near, far)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -17,8 +18,9 @@ from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.pipeline_parallel.engine import Engine
-from megatron.core.pipeline_parallel.schedule import Action
+from megatron.core.pipeline_parallel.schedule import Action, Kind
 from megatron.core.timeline import Timeline
+from megatron.training.activation_offload import StepOffload
 from megatron.training.batch import Batch, part_of, part_of_batch
 from megatron.training.timers import Timers
 
@@ -47,8 +49,11 @@ class TrainStep:
         per_token: bool,
         count_zeros: bool = False,
         pipeline: PipelineSettings = ONE_STAGE,
+        offload: StepOffload | None = None,
     ) -> None:
+        """`offload`: of activations, or None where they stay."""
         self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
+        self.offload = offload
         self._groups, self._timers, self._pipeline = groups, timers, pipeline
         self._per_token, self._count_zeros = per_token, count_zeros
         self._mailbox = Mailbox(groups, data_parallel.device, data_parallel.timeline)
@@ -66,11 +71,16 @@ class TrainStep:
         self._data_parallel.begin_step(len(batches))
         weights = token_weights(batches, self._groups, self._per_token)
         parts = parts_here(batches, [each * scale for each in weights], self._model, self._groups)
-        program = Training(self._model, self._data_parallel, timers, *parts)
+        offload, actions = self.offload, None
+        program = Training(self._model, self._data_parallel, timers, *parts, offload)
         schedule, rank = self._pipeline.schedule_of(len(batches)), self._groups.pp.rank
-        engine = Engine(schedule, rank, program, self._mailbox, self._model.hidden_dtype, gradients=program)
+        if offload is not None:
+            schedule, actions = offload.begin_step(schedule, tensors_of(*parts)), offload.actions
+        engine = Engine(schedule, rank, program, self._mailbox, self._model.hidden_dtype, program, actions)
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
             losses = engine.run(before=lambda action: heartbeat.move_to(_phase(action)))
+            if offload is not None:
+                offload.end_step()
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
             objective = self._over_replicas(_sum(losses, self._data_parallel.device))
             self._data_parallel.finish_reduction()
@@ -116,19 +126,25 @@ class Training(Evaluation):
         timers: Timers,
         batches: Sequence[Batch],
         weights: Sequence[Tensor],
+        offload: StepOffload | None = None,
     ) -> None:
         super().__init__(model, batches, weights)
-        self._data_parallel, self._timers = data_parallel, timers
+        self._data_parallel, self._timers, self._offload = data_parallel, timers, offload
         self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """See Program."""
-        with self._timers("forward-compute", level=2), self._span("forward", stage, microbatch):
+        with (
+            self._timers("forward-compute", level=2),
+            self._span("forward", stage, microbatch),
+            self._saving(stage, microbatch, received) as received,
+        ):
             return super().forward(stage, microbatch, received)
 
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
         """See Gradients."""
-        with self._timers("backward-compute", level=2), self._span("backward", stage, microbatch):
+        span = self._span("backward", stage, microbatch)
+        with self._timers("backward-compute", level=2), span, self._reading(Kind.BACKWARD, stage):
             self._data_parallel.begin_backward(stage, last=last)
             run()
             self._data_parallel.end_backward(last=last)
@@ -136,17 +152,31 @@ class Training(Evaluation):
     def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
         """See Gradients."""
         span = self._span("input gradient", stage, microbatch)
-        with self._timers("backward-compute", level=2), span, self._data_parallel.weights_put_off() as jobs:
+        with (
+            self._timers("backward-compute", level=2),
+            span,
+            self._reading(Kind.INPUT_GRAD, stage),
+            self._data_parallel.weights_put_off() as jobs,
+        ):
             run()
         self._put_off[stage, microbatch] = jobs
 
     def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
         """See Gradients."""
-        with self._timers("backward-compute", level=2), self._span("weight gradient", stage, microbatch):
+        span = self._span("weight gradient", stage, microbatch)
+        with self._timers("backward-compute", level=2), span, self._reading(Kind.WEIGHT_GRAD, stage):
             self._data_parallel.begin_backward(stage, last=last)
             for job in self._put_off.pop((stage, microbatch)):
                 job()
             self._data_parallel.end_backward(last=last)
+
+    def _saving(self, stage: int, microbatch: int, received: Tensor | None) -> AbstractContextManager[Tensor | None]:
+        if self._offload is None:
+            return contextlib.nullcontext(received)
+        return self._offload.forward(stage, microbatch, received)
+
+    def _reading(self, kind: Kind, stage: int) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._offload is None else self._offload.backward(kind, stage)
 
     def _span(self, what: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
         of_stage = f" of stage {stage}" if stage or not self._model.is_whole else ""
@@ -191,6 +221,13 @@ def parts_here(
         [part_of_batch(batch, cp, multiple) for batch in batches],
         [part_of(each, cp, multiple) for each in weights],
     )
+
+
+def tensors_of(batches: Sequence[Batch], weights: Sequence[Tensor]) -> Iterator[Tensor]:
+    """All that a step's microbatches hold."""
+    yield from weights
+    for batch in batches:
+        yield from (value for value in vars(batch).values() if isinstance(value, Tensor))
 
 
 def _sum(losses: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -93,8 +93,9 @@ def _seconds(step: _Step, ranks: Sequence[_Step]) -> dict[str, float]:
 
 
 def _axis(group: str) -> str:
-    """Of a group by its name: cp has parts, pp has lines; buckets and sums over replicas are data parallelism."""
-    known = ("tp", "cp", "pp")
+    """Of a group by its name: cp has parts, pp has lines; buckets and sums over replicas are data parallelism. Copies to
+    and from far memory are no communication, and wait like it."""
+    known = ("tp", "cp", "pp", "offload")
     return "pp" if group == "ends" else next((axis for axis in known if group.startswith(axis)), "dp")
 
 

@@ -81,9 +81,7 @@ class Trainer:
 
     def evaluate(self, reader: BatchReader) -> float:
         """Mean loss a token over --eval-iters global batches of `reader`."""
-        microbatches = self.batches.final_global_batch_size // (
-            (self.run.train.micro_batch_size or 1) * self.groups.mesh.dp
-        )
+        microbatches = self.batches.final_num_microbatches
         iterations = self.run.eval.eval_iters
         with self.groups.heartbeat.phase("evaluate"):
             return evaluate(self.model, lambda: reader.read(microbatches), iterations, self.groups, self.pipeline)

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.boxes import flat_boxes
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.optimizer import ON_DEVICE, Optimizer
 from megatron.training.batch import make_batch
 from megatron.training.step import TrainStep
 from megatron.training.timers import Timers
@@ -105,14 +105,24 @@ def whole(ranks):
     return found
 
 
-def make_run(settings, *, fields=LLAMA, tp=1, sequence_parallel=False, bucket_size=3000, before=None, **optimizer):
+def make_run(
+    settings,
+    *,
+    fields=LLAMA,
+    tp=1,
+    sequence_parallel=False,
+    bucket_size=3000,
+    before=None,
+    offload=ON_DEVICE,
+    **optimizer,
+):
     """Ready for its first step. `before(model)` may change the model before it is put into buckets."""
     groups = groups_for(settings, tp)
     model = make_model(fields, groups, sequence_parallel=sequence_parallel, spread=0.1)
     if before is not None:
         before(model)
-    data_parallel = make_data_parallel(model, groups, bucket_size=bucket_size, **settings)
+    data_parallel = make_data_parallel(model, groups, bucket_size=bucket_size, late_updates=offload.overlap, **settings)
     fp16 = bool(fields.get("fp16"))
-    owner = make_optimizer(data_parallel, groups, fp16=fp16, **{"clip_grad": 0.5, **optimizer})
+    owner = make_optimizer(data_parallel, groups, fp16=fp16, offload=offload, **{"clip_grad": 0.5, **optimizer})
     step = TrainStep(model, data_parallel, owner, groups, Timers(0, lambda: None), per_token=False)
     return Run(groups, model, data_parallel, owner, step)

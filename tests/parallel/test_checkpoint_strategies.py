@@ -138,10 +138,10 @@ def saved_at_once(rank, size, fields):
     trainer = built(size, fields)
     publish = trainer.data_parallel.publish
 
-    def late(bucket):
+    def late(bucket, finish=None):
         if rank == 1:
             time.sleep(0.01)
-        publish(bucket)
+        publish(bucket, finish)
 
     trainer.data_parallel.publish = late
     trainer.train_step()

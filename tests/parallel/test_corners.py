@@ -176,10 +176,10 @@ def read_after_a_step(rank, size, settings, how):
     run = make_run(settings, fields=TIED)
     publish = run.data_parallel.publish
 
-    def late(bucket):
+    def late(bucket, finish=None):
         if rank == 1:
             time.sleep(0.02)
-        publish(bucket)
+        publish(bucket, finish)
 
     run.data_parallel.publish = late
     x, seen = torch.ones(4, 32), []

@@ -14,8 +14,7 @@ from tests import pool
 from tests.parallel.test_layout_parity import LIMIT, MODELS
 from tests.unit.config.runs import make_run
 
-# Worlds of eight processes are slow on few cores; tools/layout_parity.py runs as many steps as it is asked for.
-STEPS, FEWER_STEPS, MICROBATCHES = 20, 4, 5
+MICROBATCHES = 5
 LAYERS = {True: 8, False: 2}  # of a pipeline, enough for every layout; of one stage
 SCHEDULES = [("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)]
 LAYOUTS = [Layout(1, 1, False, pp, schedule, v) for pp in (2, 4) for schedule, v in SCHEDULES]
@@ -59,7 +58,7 @@ def reference(model, microbatches, steps, layers):
 
 
 def assert_same(model, layout, microbatches, parallel=()):
-    steps = STEPS if layout.world_size <= 4 else FEWER_STEPS
+    steps = steps_of(layout)
     layers = LAYERS[layout.pp > 1]
     run = small(model, microbatches, steps, layers, parallel)
     check(under(run, layout), layout.world_size)
@@ -67,6 +66,11 @@ def assert_same(model, layout, microbatches, parallel=()):
     difference = compare(reference(model, microbatches, steps, layers), found)
     assert difference.loss <= LIMIT, f"losses differ by {difference.loss:.1e}"
     assert difference.gradient <= LIMIT, f"{difference.parameter} differs by {difference.gradient:.1e}"
+
+
+def steps_of(layout):
+    """Large worlds are slow on few cores; tools/layout_parity.py runs as many steps as it is asked for."""
+    return 20 if layout.world_size <= 2 else 6 if layout.world_size <= 4 else 3
 
 
 def cases(layouts, for_gpt):

@@ -32,6 +32,7 @@ MAKERS = (
     "megatron/config/layout.py",
     "megatron/config/data_parallel.py",
     "megatron/config/pipeline.py",
+    "megatron/config/optimizer_offload.py",
     "megatron/config/context.py",
 )
 
@@ -133,12 +134,13 @@ def _names_a_config(annotation: ast.expr) -> bool:
 
 
 def read_by_properties(part: str, reads: frozenset[str]) -> set[str]:
-    """Fields that a property of the configuration class reads, where the program reads that property."""
+    """Fields that a property or method of the configuration class reads, where the program reads that one."""
     found: set[str] = set()
     uses: dict[str, set[str]] = {}
     for name, member in vars(PARTS[part]).items():
-        if isinstance(member, property):
-            tree = ast.parse(textwrap.dedent(inspect.getsource(member.fget)))
+        body = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(body) and not name.startswith("__"):
+            tree = ast.parse(textwrap.dedent(inspect.getsource(body)))
             uses[name] = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     pending = [name for name in uses if name in reads]
     while pending:

@@ -10,7 +10,7 @@ norm taken over rows of 64 does not depend on the cut. Padding is always zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 ALIGN = 64
@@ -50,6 +50,17 @@ def plan_buckets(numels: Mapping[str, int], bucket_size: int, shards: int) -> li
             layouts.append(BucketLayout(offsets, held, round_up(end, ALIGN * shards)))
             offsets, end = {}, 0
     return layouts
+
+
+def plan_all(
+    numels: Mapping[str, int], kinds: Mapping[str, Hashable], bucket_size: int, shards: int
+) -> list[BucketLayout]:
+    """Buckets of one kind each, in the order in which backward completes them. numels: in buffer order."""
+    layouts: list[BucketLayout] = []
+    for kind in dict.fromkeys(kinds.values()):
+        layouts += plan_buckets({n: numel for n, numel in numels.items() if kinds[n] == kind}, bucket_size, shards)
+    position = {name: number for number, name in enumerate(numels)}
+    return sorted(layouts, key=lambda layout: max(position[name] for name in layout.offsets))
 
 
 def owned_pieces(layout: BucketLayout, rank: int, shards: int) -> list[Piece]:

@@ -37,7 +37,7 @@ from megatron.core.device import headroom, synchronize
 from megatron.core.dist_checkpointing.boxes import flat_boxes
 from megatron.core.distributed.block_pool import BlockPool
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.buckets import Piece, default_bucket_size, plan_buckets
+from megatron.core.distributed.buckets import Piece, default_bucket_size, plan_all
 from megatron.core.distributed.param_gate import ParamGate
 from megatron.core.distributed.param_window import ParamWindow
 from megatron.core.distributed.reduce_mode import Measured, choose_mode
@@ -66,12 +66,15 @@ class DataParallel:
         device: torch.device,
         stage_of: Mapping[str, int] | None = None,
         timeline: Timeline | None = None,
+        *,
+        late_updates: bool = False,
     ) -> None:
         """Sharding is over `groups.shard`: create_groups must have been told the settings' `optimizer_instances`.
 
         stage_of: the pipeline stage of each parameter, by name, where the model holds several; those that several stages
         use are left out and reduced at the end of the step. Without it all are of stage 0.
         timeline: where its communication is recorded, with what others record there; by default one of its own.
+        late_updates: the optimizer may finish buckets after the step, where they are read.
         """
         self.settings = settings
         self._groups, self.device = groups, device
@@ -82,7 +85,10 @@ class DataParallel:
         parameters = {n: p for n, p in reversed(local_parameters(model).items()) if p.requires_grad}
         stages = {n: 0 if stage_of is None else stage_of.get(n) for n in parameters}
         self.buckets = self._make_buckets(parameters, stages, settings.bucket_size)
+        self.microbatches = 0  # of this step
         self._reducing = False
+        self._last = False  # nothing is added to what is reduced now
+        self._when_reduced: Callable[[Bucket], None] | None = None
         self._stage: int | None = None  # whose backward is under way
         self._left: deque[Bucket] = deque()  # buckets of it that are still to be reduced, in order
         self._unreduced: set[int] = set()  # of this step
@@ -90,9 +96,9 @@ class DataParallel:
         self._without: set[str] = set()
         self.shards_params = settings.shards == "optim_grads_params" and self._comm.shards > 1
         self._params: ParamGate | ParamWindow = (
-            ParamWindow(model, self.buckets, self._comm)
+            ParamWindow(model, self.buckets, self._comm, late_updates=late_updates)
             if self.shards_params
-            else ParamGate(model, self.buckets, self._comm, overlap=settings.overlap_gather)
+            else ParamGate(model, self.buckets, self._comm, overlap=settings.overlap_gather, late_updates=late_updates)
         )
         # Where nothing is shared there is no shard to keep instead.
         self._undecided = settings.mode == AUTO and self._comm.shards > 1
@@ -107,6 +113,14 @@ class DataParallel:
                 assert parameter.slot is not None
                 parameter.slot.written = functools.partial(self._arrived, bucket, parameter)
 
+    def when_reduced(self, callback: Callable[[Bucket], None]) -> None:
+        """From now on `callback(bucket)` is called once a step: its `grad_shard` holds the sum over all replicas.
+
+        Not yet what `finish_reduction` adds up: gradients that are parts over tp, and those of both ends. On the CPU on
+        some thread when the sum is there, on CUDA when it is queued on the current stream.
+        """
+        self._when_reduced = callback
+
     def begin_step(self, microbatches: int) -> None:
         """Before the first of the step's microbatches.
 
@@ -115,6 +129,7 @@ class DataParallel:
         if self._undecided and self._steps == _FIRST_STEPS:
             self._decide(microbatches)
         self._steps += 1
+        self.microbatches = microbatches
         self._without.clear()
         for bucket in self.buckets:
             bucket.clear()
@@ -123,7 +138,8 @@ class DataParallel:
     def begin_backward(self, stage: int = 0, *, last: bool) -> None:
         """Before a microbatch's backward, or the jobs of one that was split; `last` of the step in this stage."""
         self._reducing = not self.keeps_grads or (last and self.settings.overlap_reduce)
-        self._stage = stage
+        self._stage, self._last = stage, last
+        self._params.begin_backward()
         self._left = deque(bucket for bucket in self.buckets if bucket.stage == stage)
         for bucket in self._left:
             waiting = [slot.waiting for p in bucket.parameters.values() if (slot := p.slot) is not None]
@@ -149,6 +165,7 @@ class DataParallel:
         """Backward in the body computes no weight gradients of linear layers: they are the jobs of the list."""
         jobs: list[Callable[[], None]] = []
         self._put_off(jobs)
+        self._params.begin_backward()
         yield jobs
         self._put_off(None)
 
@@ -159,6 +176,7 @@ class DataParallel:
         one all-reduce over tp of this rank's slices of the gradients that are partial over tp, and one over the two ends
         of the pipeline where they share an embedding.
         """
+        self._last = True
         for bucket in self.buckets:
             if bucket.index in self._unreduced:
                 self._reduce(bucket)
@@ -196,12 +214,15 @@ class DataParallel:
             for piece in bucket.pieces:
                 yield piece, bucket.param_shard[piece.at : piece.at + piece.stop - piece.start]
 
-    def publish(self, bucket: Bucket) -> None:
-        """The bucket's `param_shard` has been updated, here and on all ranks: with overlap it starts to be gathered."""
-        self._params.publish(bucket)
+    def publish(self, bucket: Bucket, finish: Callable[[], None] | None = None) -> None:
+        """The bucket's `param_shard` has been updated, here and on all ranks: with overlap it starts to be gathered.
+
+        With `finish` it has been when that returns: called in `end_step`, or with `late_updates` before the bucket is read.
+        """
+        self._params.publish(bucket, finish)
 
     def end_step(self) -> None:
-        """All buckets have been updated. Without overlap: gather the parameters, an all-gather a bucket, and wait."""
+        """All buckets have been published. Without overlap: gather the parameters, an all-gather a bucket, and wait."""
         self._params.end_step()
 
     def settle(self) -> None:
@@ -230,14 +251,18 @@ class DataParallel:
 
     def _reduce(self, bucket: Bucket) -> None:
         self._unreduced.discard(bucket.index)
+        self._params.settle_update(bucket)
         self._without.update(bucket.fill_missing())
-        assert bucket.grads is not None
-        if self.keeps_grads:
-            self._reductions.append((None, self._comm.reduce(bucket.grads, bucket.label)))
-        else:
-            block = bucket.detach()
-            handle = self._comm.reduce(block[: bucket.size], bucket.label, functools.partial(bucket.accumulate, block))
-            self._reductions.append((block, handle))
+        then: list[Callable[[], None]] = []
+        block = None if self.keeps_grads else bucket.detach()
+        if block is not None:
+            then.append(functools.partial(bucket.accumulate, block))
+        if self._last and self._when_reduced is not None:
+            then.append(functools.partial(self._when_reduced, bucket))
+        grads = bucket.grads if block is None else block[: bucket.size]
+        assert grads is not None
+        handle = self._comm.reduce(grads, bucket.label, functools.partial(_run, then) if then else None)
+        self._reductions.append((block, handle))
 
     def _retire(self) -> None:
         """Wait for the oldest reduction."""
@@ -309,11 +334,7 @@ class DataParallel:
         shards, rank = self._groups.shard.size, self._groups.shard.rank
         size = bucket_size or default_bucket_size(sum(p.numel() for p in parameters.values()), shards)
         kinds = {n: (stages[n], parameter.dtype, parameter.info.on_both_ends) for n, parameter in parameters.items()}
-        layouts = []
-        for kind in dict.fromkeys(kinds.values()):
-            layouts += plan_buckets({n: p.numel() for n, p in parameters.items() if kinds[n] == kind}, size, shards)
-        position = {name: number for number, name in enumerate(parameters)}
-        layouts.sort(key=lambda layout: max(position[name] for name in layout.offsets))
+        layouts = plan_all({n: p.numel() for n, p in parameters.items()}, kinds, size, shards)
         return [
             Bucket(
                 index,
@@ -326,6 +347,11 @@ class DataParallel:
             )
             for index, layout in enumerate(layouts)
         ]
+
+
+def _run(jobs: list[Callable[[], None]]) -> None:
+    for job in jobs:
+        job()
 
 
 def _is_partial(parameter: Parameter) -> bool:

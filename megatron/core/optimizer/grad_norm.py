@@ -28,10 +28,10 @@ def global_norm(tensors: Iterable[Tensor], groups: Groups, device: torch.device)
     """2-norm over the model of flat tensors that are counted here (see `counted_here`).
 
     Rows of 64 elements are summed in fp32, rows in fp64: so the norm does not depend on how the model is cut, and clipping
-    is bit-identical under every sharding. `device`: where the tensors are, if there are any. Communication: see
+    is bit-identical under every sharding. `device`: where communication takes place. Communication: see
     `_over_model`. Synchronises the host with the device.
     """
-    squares = [_square_sum(tensor) for tensor in tensors]
+    squares = [_square_sum(tensor).to(device) for tensor in tensors]
     local = torch.stack(squares).sum().view(1) if squares else torch.zeros(1, dtype=torch.float64, device=device)
     return float(_over_model(local, groups).sqrt())
 

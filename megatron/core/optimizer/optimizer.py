@@ -1,26 +1,39 @@
 """AdamW or SGD on this rank's slices of the buckets, with fp32 masters where the model is in half precision.
 
-One optimizer for every sharding: a slice is the whole bucket when nothing is sharded. The update itself is torch's fused
-kernel (one pass at the memory's speed on CPU and CUDA). Loss unscaling and clipping are one divisor inside that pass, not
-passes of their own.
+One optimizer for every sharding: a slice is the whole bucket when nothing is sharded. A slice is one chunk; with offload, or
+state that is stored in less than fp32, it is cut into several. Chunks whose state is near are stepped by the device here;
+far_updates.py steps those of the CPU meanwhile, and parked.py brings state that waits far away to the device.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer_offload import STATES, UPDATE, OffloadSettings
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buckets import Piece
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
+from megatron.core.optimizer.auto_offload import AutoOffload
+from megatron.core.optimizer.chunks import Chunk
+from megatron.core.optimizer.far_memory import DiskMemory, HostMemory
+from megatron.core.optimizer.far_updates import FarUpdates
 from megatron.core.optimizer.grad_norm import counted_here, global_norm, global_zeros
 from megatron.core.optimizer.loss_scale import LossScale
+from megatron.core.optimizer.parked import ParkedStates
+from megatron.core.optimizer.precision import Scratch
+from megatron.core.optimizer.update_rule import Inputs
+from megatron.core.parameter import Parameter
+from megatron.planner.optimizer_memory import cut, first_far, is_cut, optimizer_bytes
+
+ON_DEVICE = OffloadSettings()
 
 
 @dataclass(frozen=True)
@@ -32,154 +45,196 @@ class Update:
     num_zeros: int | None
 
 
-class Slice:
-    """State and update of this rank's slice of one bucket.
-
-    state: "exp_avg", "exp_avg_sq" (adam) or "momentum_buffer" (sgd), plus "master" when the model is not in fp32; each
-    fp32, of the slice's size. An fp32 model is its own master.
-    """
-
-    def __init__(self, config: OptimizerConfig, bucket: Bucket) -> None:
-        self.bucket, self._config = bucket, config
-        half = bucket.param_shard.dtype != torch.float32
-        self.master = bucket.param_shard.float() if half else bucket.param_shard
-        keys = ("exp_avg", "exp_avg_sq") if config.optimizer == "adam" else ("momentum_buffer",)
-        self.state = {key: torch.zeros_like(self.master) for key in keys}
-        self._runs = bucket.runs(lambda parameter: parameter.info.decay)
-        self._tensors = [self.master[start:stop] for start, stop, _ in self._runs]
-        self._torch = _torch_optimizer(config, self._tensors, [decay for _, _, decay in self._runs])
-        for tensor, (start, stop, _) in zip(self._tensors, self._runs, strict=True):
-            moments = {key: value[start:stop] for key, value in self.state.items()}
-            if config.optimizer == "adam":
-                moments["step"] = torch.zeros((), device=tensor.device)
-            assert self._torch is not None
-            self._torch.state[tensor].update(moments)
-        if half:
-            self.state["master"] = self.master
-        self._gradient: Tensor | None = None
-
-    def update(self, lr: float, weight_decay: float, divisor: Tensor | None) -> None:
-        """Step the master with the slice's gradient over `divisor`, and round it into the parameters."""
-        if self._torch is None:
-            return
-        if self._gradient is not self.bucket.grad_shard:  # gradient memory is moved when the run changes its mode
-            self._gradient = self.bucket.grad_shard
-            for tensor, (start, stop, _) in zip(self._tensors, self._runs, strict=True):
-                tensor.grad = self._gradient[start:stop]
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = weight_decay if group["decay"] else 0.0
-        # The fused kernels divide gradients by `grad_scale`: torch's own GradScaler hands it over the same way.
-        self._torch.grad_scale = divisor  # type: ignore[union-attr]
-        self._torch.step()
-        self.parameters_from_master()
-
-    def set_steps(self, steps: int) -> None:
-        """Tell adam how many updates were applied before: its bias correction counts them."""
-        if self._torch is not None and self._config.optimizer == "adam":
-            for state in self._torch.state.values():
-                state["step"].fill_(steps)
-
-    def master_from_parameters(self) -> None:
-        """Rebuild the fp32 master from the model's weights."""
-        if self.master is not self.bucket.param_shard:
-            self.master.copy_(self.bucket.param_shard)
-
-    def parameters_from_master(self) -> None:
-        """Round the master into the model's weights."""
-        if self.master is not self.bucket.param_shard:
-            self.bucket.param_shard.copy_(self.master)
-
-
 class Optimizer:
     """Updates a model's parameters from reduced gradients, bucket by bucket in forward order."""
 
-    def __init__(self, config: OptimizerConfig, data_parallel: DataParallel, groups: Groups, *, fp16: bool) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        data_parallel: DataParallel,
+        groups: Groups,
+        *,
+        fp16: bool,
+        offload: OffloadSettings = ON_DEVICE,
+    ) -> None:
+        """Raises ConfigError when --offload-dir cannot hold what it has to. No communication."""
         self.loss_scale = LossScale(config, fp16)
-        self.slices = [Slice(config, bucket) for bucket in data_parallel.buckets]
         self._config, self._data_parallel, self._groups = config, data_parallel, groups
-        self._steps = 0
         self._device = data_parallel.device
-
-    @property
-    def steps(self) -> int:
-        """Updates applied so far."""
-        return self._steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self._steps = value
-        for owned in self.slices:
-            owned.set_steps(value)
+        self._scratch = Scratch(self._device)
+        self.steps = 0  # updates applied so far: adam's bias correction counts them
+        self.chunks = self._cut(offload.chunk_size if is_cut(config, offload) else None)
+        self.far: FarUpdates | None = None
+        self.parked: ParkedStates | None = None
+        self._auto: AutoOffload | None = None
+        if offload.mode == UPDATE:
+            self._offload_updates(offload)
+        elif offload.mode == STATES:
+            order = [chunk for bucket in reversed(data_parallel.buckets) for chunk in self.chunks[bucket.index]]
+            self.parked = ParkedStates(order, self._memory(offload), self._device)
+        else:
+            for chunk in self._all():
+                chunk.begin(chunk.on_device(), far=False)
 
     def step(self, lr: float, weight_decay: float, *, count_zeros: bool = False) -> Update:
         """Update masters and parameters from reduced gradients. Communication: grad_norm.py; then the gathers."""
-        scale, timeline = self.loss_scale.value, self._data_parallel.timeline
+        scale, timeline, buckets = self.loss_scale.value, self._data_parallel.timeline, self._data_parallel.buckets
         with timeline.span("step", "gradient norm"):
-            gradients = self._counted([owned.bucket.grad_shard for owned in self.slices])
-            norm = global_norm(gradients, self._groups, self._device) / scale
+            norm = self._norm(bucket.grad_shard for bucket in buckets) / scale
         if not math.isfinite(norm) and (self._config.check_for_nan_in_loss_and_grad or self.loss_scale.dynamic):
             self.loss_scale.update(overflow=True)
+            if self.far is not None:
+                self.far.discard()
             return Update(False, norm, None)
         num_zeros = global_zeros(self._counted_gradients(), self._groups, self._device) if count_zeros else None
         clip = self._config.clip_grad
         divisor = scale * max(1.0, norm / clip) if clip > 0 else scale
-        on_device = torch.full((), divisor, device=self._device) if divisor != 1.0 else None
-        for owned in reversed(self.slices):
-            with timeline.span("step", owned.bucket.label):
-                owned.update(lr, weight_decay, on_device)
-            self._data_parallel.publish(owned.bucket)
+        inputs = Inputs(self.steps + 1, lr, weight_decay, divisor)
+        if self._auto is not None:
+            self._auto.replace()
+        if self.far is not None:
+            self.far.start(inputs)
+        for bucket in reversed(buckets):
+            with timeline.span("step", bucket.label):
+                self._step_near(bucket, inputs)
+            self._data_parallel.publish(bucket, self._finish(bucket))
         self._data_parallel.end_step()
-        self._steps += 1
+        if self._auto is not None:
+            self._auto.end_step()
+        self.steps += 1
         self.loss_scale.update(overflow=False)
         return Update(True, norm, num_zeros)
 
     def params_norm(self) -> float:
         """2-norm of all parameters (of the masters). Communication as `global_norm`."""
-        return global_norm(self._counted([owned.master for owned in self.slices]), self._groups, self._device)
+        self._settle()
+        return global_norm(self._counted_masters(), self._groups, self._device)
 
     def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
-        """This rank's state by parameter: (piece, key, its elements [stop - start])."""
-        for owned in self.slices:
-            for piece in owned.bucket.pieces:
-                for key, flat in owned.state.items():
-                    yield piece, key, flat[piece.at : piece.at + piece.stop - piece.start]
+        """This rank's state by parameter, fp32: (piece, key, its elements [stop - start]). A parameter may have several.
+
+        Views of the state, or copies in host memory where it is stored in less: after writing into those call `load`.
+        """
+        self._settle()
+        for chunk in self._all():
+            yield from chunk.pieces()
+
+    def load(self, pieces: Iterable[tuple[Piece, str, Tensor]]) -> None:
+        """Make what was written into `pieces`, and the weights that were loaded beside them, the state."""
+        by_place = {(piece.name, piece.start, key): tensor for piece, key, tensor in pieces}
+        for chunk in self._all():
+            chunk.load(by_place)
 
     def masters_from_parameters(self) -> None:
         """Rebuild the fp32 masters from the model's weights, after weights were loaded without optimizer state."""
-        for owned in self.slices:
-            owned.master_from_parameters()
+        self._settle()
+        for chunk in self._all():
+            chunk.master_from_parameters()
 
     def parameters_from_masters(self) -> None:
         """Round the masters into this rank's slices of the model's weights."""
-        for owned in self.slices:
-            owned.parameters_from_master()
+        self._settle()
+        for chunk in self._all():
+            chunk.parameters_from_master()
 
-    def _counted(self, flat: list[Tensor]) -> Iterator[Tensor]:
-        """The runs of each slice, given as a tensor of its size, that this rank counts."""
-        for owned, tensor in zip(self.slices, flat, strict=True):
-            for start, stop, counted in owned.bucket.runs(lambda parameter: counted_here(parameter, self._groups)):
-                if counted:
-                    yield tensor[start:stop]
+    @property
+    def far_chunks(self) -> tuple[int, int]:
+        """(chunks that the CPU updates, all)"""
+        chunks = list(self._all())
+        return sum(chunk.is_far for chunk in chunks), len(chunks)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of state on the device, and of its buffers there."""
+        here = sum(chunk.nbytes for chunk in self._all() if self.parked is None and not chunk.is_far)
+        return here + self._scratch.nbytes + (self.parked.staging_bytes if self.parked else 0)
+
+    @property
+    def far_bytes(self) -> int:
+        """Of state away from the device, and of what is on its way."""
+        return sum(owner.nbytes for owner in (self.far, self.parked) if owner is not None)
+
+    def _cut(self, chunk_size: int | None) -> list[list[Chunk]]:
+        """The chunks of every bucket's slice, by the bucket's index."""
+        return [
+            [Chunk(self._config, bucket, *each) for each in cut(len(bucket.param_shard), chunk_size or bucket.size)]
+            for bucket in self._data_parallel.buckets
+        ]
+
+    def _offload_updates(self, offload: OffloadSettings) -> None:
+        host = self._host()
+        self.far = FarUpdates(self._memory(offload), host, self._device, overlap=offload.overlap)
+        chunks = list(self._all())
+        for chunk, is_far in zip(chunks, first_far([chunk.size for chunk in chunks], offload.far), strict=True):
+            if is_far:
+                self.far.take(chunk)
+            else:
+                chunk.begin(chunk.on_device(), far=False)
+        if offload.overlap:
+            self._data_parallel.when_reduced(self.far.send_gradients)
+        if offload.is_auto:
+            self._auto = AutoOffload(self._config, offload, self.far, chunks, host, self._data_parallel)
+
+    def _host(self) -> HostMemory:
+        return HostMemory(pinned=self._device.type == "cuda")
+
+    def _memory(self, offload: OffloadSettings) -> HostMemory | DiskMemory:
+        if offload.directory is None:
+            return self._host()
+        slices = [len(bucket.param_shard) for bucket in self._data_parallel.buckets]
+        half = any(bucket.dtype != torch.float32 for bucket in self._data_parallel.buckets)
+        return DiskMemory(offload.directory, optimizer_bytes(slices, self._config, offload, half=half).disk)
+
+    def _step_near(self, bucket: Bucket, inputs: Inputs) -> None:
+        for chunk in self.chunks[bucket.index]:
+            if self.parked is not None:
+                self.parked.update(chunk, self._scratch, inputs)
+            elif not chunk.is_far:
+                chunk.step(chunk.state, chunk.gradient, chunk.parameters, self._scratch, inputs)
+
+    def _finish(self, bucket: Bucket) -> Callable[[], None] | None:
+        """What completes the bucket's update; None when it is complete."""
+        if self.far is None or not any(chunk.is_far for chunk in self.chunks[bucket.index]):
+            return None
+        return functools.partial(self.far.finish, bucket)
+
+    def _settle(self) -> None:
+        """All state is current, wherever it is."""
+        if self.far is not None:
+            self.far.settle()
+        if self.parked is not None:
+            self.parked.settle()
+
+    def _all(self) -> Iterator[Chunk]:
+        """In the order of backward."""
+        for chunks in self.chunks:
+            yield from chunks
+
+    def _norm(self, slices: Iterable[Tensor]) -> float:
+        """2-norm of flat tensors, one of each bucket's slice."""
+        buckets = self._data_parallel.buckets
+        counted = (
+            tensor[start:stop]
+            for bucket, tensor in zip(buckets, slices, strict=True)
+            for start, stop, counts in bucket.runs(self._counts)
+            if counts
+        )
+        return global_norm(counted, self._groups, self._device)
+
+    def _counted_masters(self) -> Iterator[Tensor]:
+        for chunk in self._all():
+            master = chunk.master()
+            for start, stop, counts in chunk.bucket.runs(self._counts):
+                first, last = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
+                if counts and first < last:
+                    yield master[first:last]
 
     def _counted_gradients(self) -> Iterator[Tensor]:
-        """The same of gradients, without padding."""
-        for owned in self.slices:
-            for piece in owned.bucket.pieces:
-                if counted_here(owned.bucket.parameters[piece.name], self._groups):
-                    yield owned.bucket.grad_shard[piece.at : piece.at + piece.stop - piece.start]
+        """Gradients that this rank counts, without padding."""
+        for bucket in self._data_parallel.buckets:
+            for piece in bucket.pieces:
+                if self._counts(bucket.parameters[piece.name]):
+                    yield bucket.grad_shard[piece.at : piece.at + piece.stop - piece.start]
 
-
-def _torch_optimizer(
-    config: OptimizerConfig, tensors: list[Tensor], decayed: list[bool]
-) -> torch.optim.AdamW | torch.optim.SGD | None:
-    groups = [
-        {"params": [tensor for tensor, its in zip(tensors, decayed, strict=True) if its == decay], "decay": decay}
-        for decay in set(decayed)
-    ]
-    if not groups:
-        return None
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
+    def _counts(self, parameter: Parameter) -> bool:
+        return counted_here(parameter, self._groups)

@@ -66,6 +66,18 @@ class Post(Protocol):
         ...
 
 
+class Offload(Protocol):
+    """Where activations wait for their backward; see core/memory/activation_offload.py."""
+
+    def offload(self, stage: int, microbatch: int) -> None:
+        """Start to move what the forward keeps to far memory."""
+        ...
+
+    def reload(self, stage: int, microbatch: int) -> None:
+        """Start to bring it back; the backward waits for it."""
+        ...
+
+
 class Message(Protocol):
     """Something on its way here."""
 
@@ -97,9 +109,12 @@ class Engine:
         post: Post,
         dtype: torch.dtype,
         gradients: Gradients | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        """`dtype`: of the hidden states between stages. `gradients`: None where the schedule holds forwards only."""
+        """`dtype`: of the hidden states between stages. `gradients`: None where the schedule holds forwards only, and
+        `offload` where it moves no activations."""
         self._schedule, self._program, self._post, self._dtype = schedule, program, post, dtype
+        self._offload = offload
         self._differentiation = gradients
         self._actions = schedule.actions[rank]
         self._last_stage = schedule.placement.num_stages - 1
@@ -136,6 +151,10 @@ class Engine:
                 case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
                     peer = self._schedule.peer(action)
                     self._messages[action] = self._post.receive(self._program.shape(m), self._dtype, peer, str(action))
+                case Kind.OFFLOAD:
+                    self._mover.offload(stage, m)
+                case Kind.RELOAD:
+                    self._mover.reload(stage, m)
         self._post.flush()
         return [objectives[m] for m in sorted(objectives)]
 
@@ -143,6 +162,11 @@ class Engine:
     def _backwards(self) -> Gradients:
         assert self._differentiation is not None, f"{self._schedule.name} has backwards, and nobody to run them"
         return self._differentiation
+
+    @property
+    def _mover(self) -> Offload:
+        assert self._offload is not None, f"{self._schedule.name} moves activations, and nobody to move them"
+        return self._offload
 
     def _forward(self, stage: int, m: int) -> Tensor | None:
         received = self._arrived(Kind.RECV_FORWARD, stage, m, self._outputs, (stage - 1, m)) if stage else None

@@ -28,6 +28,8 @@ class Kind(str, Enum):
     RECV_BACKWARD = "RB"  # the gradient of the stage's output, from the next stage
     REDUCE = "R"  # the stage's gradients are complete: they may be reduced
     GATHER = "G"  # the stage's parameters are needed soon: they may be gathered
+    OFFLOAD = "O"  # what the forward keeps for its backward starts to move to far memory
+    RELOAD = "L"  # it starts to come back
 
     def __str__(self) -> str:
         return self.value
@@ -37,6 +39,7 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_G
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 TRANSFERS = SENDS | RECEIVES
+COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 GRADIENTS_OF_INPUT = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD})
 GRADIENTS_OF_WEIGHTS = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})
 

@@ -3,7 +3,8 @@
 A rank runs its list in order. A computation starts when the rank is free and its inputs are there. A send is posted when
 its turn comes, a receive likewise; neither holds up the rank, and a transfer begins when both are posted and the one
 before it from the same rank to the same rank has left. REDUCE and GATHER run beside computation, one after the other on
-a rank; the first forward of a stage waits for its GATHER.
+a rank; the first forward of a stage waits for its GATHER. OFFLOAD and RELOAD run beside both, each kind one after the
+other: the backward waits for its RELOAD, and an OFFLOAD has one computation to be done in; the one after that waits for it.
 
 With `Costs.blocking`, instead, a rank stands still at a send or a receive until the other end has come to it and the data
 has moved: the least that a transport can do.
@@ -19,6 +20,8 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import (
     COMPUTE,
+    COPIES,
+    GRADIENTS_OF_INPUT,
     RECEIVES,
     TRANSFERS,
     Action,
@@ -34,7 +37,8 @@ class Costs:
     """Seconds. forward, input_grad, weight_grad, reduce, gather: one number a stage.
 
     backward: of a whole backward, one number a stage; by default the sum of its halves. transfer: what a send keeps the
-    way from one rank to another busy; latency: until it arrives after that.
+    way from one rank to another busy; latency: until it arrives after that. offload, reload: a copy of what goes out of
+    one microbatch's activations of any stage.
     """
 
     forward: tuple[float, ...]
@@ -45,6 +49,8 @@ class Costs:
     gather: tuple[float, ...]
     latency: float = 0.0
     transfer: float = 0.0
+    offload: float = 0.0
+    reload: float = 0.0
     blocking: bool = False
 
     @classmethod
@@ -60,6 +66,8 @@ class Costs:
         gather: float = 0.0,
         latency: float = 0.0,
         transfer: float = 0.0,
+        offload: float = 0.0,
+        reload: float = 0.0,
         blocking: bool = False,
     ) -> Costs:
         """The same numbers for every stage."""
@@ -76,6 +84,8 @@ class Costs:
             **{name: (seconds,) * num_stages for name, seconds in a_stage.items()},
             latency=latency,
             transfer=transfer,
+            offload=offload,
+            reload=reload,
             blocking=blocking,
         )
 
@@ -157,6 +167,9 @@ class _Play:
         self._free = [0.0] * ranks  # when the rank is done with what it has run
         self._beside = [0.0] * ranks  # when its reductions and gathers are
         self._exposed = [0.0] * ranks
+        self._copied = {kind: [0.0] * ranks for kind in COPIES}  # when the rank's copies of this direction are done
+        self._due = [0.0] * ranks  # when the offloads are done that have had their computation
+        self._reloaded: dict[Action, float] = {}
         self._made: dict[Action, float] = {}  # FORWARD or, for a backward of either form, INPUT_GRAD -> when made
         self._posted: dict[Action, float] = {}  # send or receive -> when posted
         self._moved: dict[Action, float] = {}  # send or receive -> when the data is there
@@ -205,6 +218,9 @@ class _Play:
             return self._compute(rank, action)
         if action.kind in TRANSFERS:
             return self._transfer(rank, action)
+        if action.kind in COPIES:
+            self._copy(rank, action)
+            return None
         start = max(self._free[rank], self._beside[rank])
         stop = self._beside[rank] = start + self._seconds[action.kind][action.stage]
         self._intervals[action] = Interval(action, start, stop)
@@ -230,6 +246,10 @@ class _Play:
         start = max(there, made)
         if kind is Kind.FORWARD and self._gathered:
             start = max(start, self._gathered.get(stage, 0.0))
+        if kind in GRADIENTS_OF_INPUT:
+            start = max(start, self._reloaded.get(Action(Kind.RELOAD, stage, microbatch), 0.0))
+        start = max(start, self._due[rank])
+        self._due[rank] = self._copied[Kind.OFFLOAD][rank]
         stop = self._free[rank] = start + self._seconds[kind][stage]
         self._exposed[rank] += start - made
         self._intervals[action] = Interval(action, start, stop)
@@ -238,6 +258,18 @@ class _Play:
             self._made[result] = stop
             self._wake(result)
         return None
+
+    def _copy(self, rank: int, action: Action) -> None:
+        """A reload may wait for its own offload: both are of this rank, and the validator holds them to their order."""
+        begun, seconds = self._free[rank], self._costs.offload
+        if action.kind is Kind.RELOAD:
+            begun = max(begun, self._intervals[Action(Kind.OFFLOAD, action.stage, action.microbatch)].stop)
+            seconds = self._costs.reload
+        start = max(begun, self._copied[action.kind][rank])
+        stop = self._copied[action.kind][rank] = start + seconds
+        self._intervals[action] = Interval(action, start, stop)
+        if action.kind is Kind.RELOAD:
+            self._reloaded[action] = stop
 
     def _transfer(self, rank: int, action: Action) -> Action | None:
         if action not in self._posted:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.schedule import (
     COMPUTE,
+    COPIES,
     GRADIENTS_OF_INPUT,
     GRADIENTS_OF_WEIGHTS,
     NO_MICROBATCH,
@@ -30,12 +32,14 @@ def check(schedule: Schedule, *, blocking: bool = False) -> None:
     is on the stage's rank and after what it needs there. If there are transfers, there is one for every edge that
     crosses ranks, sends are after what they send, receives before what needs them, and both ends of each direction
     between two ranks have the same order. Stages are gathered before their first forward, and reduced after their last
-    gradient, if at all once. And nobody waits for ever: with sends and receives that do not hold up their rank, or,
-    `blocking`, even with a transport that keeps both ends standing until the data has moved.
+    gradient, if at all once. What is offloaded has been made, and is reloaded once, before its backward. And nobody
+    waits for ever: with sends and receives that do not hold up their rank, or, `blocking`, even with a transport that
+    keeps both ends standing until the data has moved.
     """
     where = _places(schedule)
     _check_each_once(schedule, where)
     _check_order_on_rank(schedule, where)
+    _check_moves(schedule, where)
     if any(action.kind in TRANSFERS for action in where):
         _check_transfers(schedule, where)
     simulate(schedule, Costs.uniform(schedule.placement.num_stages, blocking=blocking))
@@ -77,6 +81,42 @@ def _in_flight(actions: Iterable[Action]) -> InFlight:
         before_input_most = max(before_input_most, before_input)
         before_weights_most = max(before_weights_most, before_weights)
     return InFlight(most, before_input_most, before_weights_most)
+
+
+def chunks_near(schedule: Schedule, ratio: float, *, unmoved: float = 1.0) -> tuple[float, ...]:
+    """The most that each rank holds in near memory at once, in chunks of a microbatch's activations.
+
+    `ratio`: the share of a group's bytes that its OFFLOAD moves. Near are: what a forward makes, until the computation
+    after it is over; what comes back, from the computation before its backward. `unmoved`: the share that a group keeps
+    which the schedule does not move, once its forward is over. Whole backwards; a split one frees less at first.
+    """
+    return tuple(_chunks_near(actions, ratio, unmoved) for actions in schedule.actions)
+
+
+def _chunks_near(actions: Iterable[Action], ratio: float, unmoved: float) -> float:
+    """A group counts whole in the computations beside which it moves."""
+    actions = tuple(actions)
+    moved = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.OFFLOAD}
+    near: dict[tuple[int, int], float] = {}
+    leaving: list[tuple[int, int]] = []  # since before the last computation
+    left: list[tuple[int, int]] = []
+    most = 0.0
+    for kind, stage, microbatch in actions:
+        group = (stage, microbatch)
+        if kind is Kind.OFFLOAD:
+            leaving.append(group)
+        elif kind is Kind.RELOAD:
+            near[group] = 1.0
+        elif kind in COMPUTE:
+            for gone in left:
+                near[gone] = 1.0 - ratio
+            left, leaving = leaving, []
+            if kind is Kind.FORWARD:
+                near[group] = 1.0 if group in moved else unmoved
+            most = max(most, sum(near.values()))
+            if kind in GRADIENTS_OF_WEIGHTS:
+                del near[group]
+    return most
 
 
 def _places(schedule: Schedule) -> dict[Action, int]:
@@ -132,6 +172,23 @@ def _check_order_on_rank(schedule: Schedule, where: dict[Action, int]) -> None:
                 counts = Counter(a.kind for a in actions[:index] if a.stage == stage)
                 if counts[Kind.BACKWARD] + counts[Kind.WEIGHT_GRAD] < schedule.num_microbatches:
                     raise _error(schedule, rank, actions[index], "comes before the stage's gradients are complete")
+
+
+def _check_moves(schedule: Schedule, where: dict[Action, int]) -> None:
+    """Forward, OFFLOAD, RELOAD, backward."""
+    split = any(action.kind is Kind.INPUT_GRAD for action in where)
+    for action in where:
+        if action.kind not in COPIES:
+            continue
+        _, stage, microbatch = action
+        rank = schedule.placement.rank_of[stage]
+        backward = Kind.INPUT_GRAD if split else Kind.BACKWARD
+        order = [Action(kind, stage, microbatch) for kind in (Kind.FORWARD, Kind.OFFLOAD, Kind.RELOAD, backward)]
+        for step in order:
+            if step not in where:
+                raise _error(schedule, rank, action, f"has no {step}")
+        for first, then in itertools.pairwise(order):
+            _check_before(schedule, where, first, then)
 
 
 def _check_before(schedule: Schedule, where: dict[Action, int], first: Action, then: Action) -> None:

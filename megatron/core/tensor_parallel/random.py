@@ -42,6 +42,19 @@ class RngTracker:
             self._states[name] = self._get()
             self._set(before)
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """For `replay`. States are replaced, never changed: nothing is copied."""
+        return dict(self._states)
+
+    @contextlib.contextmanager
+    def replay(self, snapshot: dict[str, Tensor]) -> Iterator[None]:
+        """Streams of the body draw again what they drew after `snapshot` was taken, and are left as they were."""
+        before, self._states = self._states, dict(snapshot)
+        try:
+            yield
+        finally:
+            self._states = before
+
     def state(self) -> dict[str, Tensor]:
         """Generator states (uint8 tensors on the CPU) by stream, for the checkpoint."""
         return {name: state.clone() for name, state in self._states.items()}

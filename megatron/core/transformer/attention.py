@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel.steps import Keys, LayerAttention
 from megatron.core.parameter import Init
+from megatron.core.tensor_parallel.gemm_last import Prologue
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
@@ -67,14 +68,19 @@ class SelfAttention(nn.Module):
         self._attention, self._rng, self._dropout = attention, build.rng, config.attention_dropout
         self._window = window
 
-    def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> tuple[Tensor, Keys]:
+    def forward(
+        self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None, norm: Prologue | None = None
+    ) -> tuple[Tensor, Keys]:
         """(output, the keys and values that were attended). With a cache, x holds only the new positions and attends to
-        all."""
-        qkv = self.linear_qkv(x)  # [s, b, g/tp * (q + 2) * d]
+        all. `norm`: of x, which the projection computes, and again in its backward."""
+        qkv = self.linear_qkv(x, norm)  # [s, b, g/tp * (q + 2) * d]
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, self._local_groups, self._per_group + 2, self._d)
         k, v = heads[:, :, :, -2], heads[:, :, :, -1]  # [s, b, g/tp, d]
         k = _normed_and_rotated(k, self.k_layernorm, positions)
+        if v.requires_grad and positions.rotary is not None and self.k_layernorm is None:
+            # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
+            v = v.contiguous()
         if cache is not None:
             k, v = cache.append(k, v)
         keys = self._attention.start(k, v)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
 from megatron.core.context_parallel.watch import UNWATCHED, Watch
 from megatron.core.groups import Groups
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain
@@ -29,6 +30,7 @@ class Build:
     overlap: Plain = PLAIN
     cp_comm_types: tuple[str, ...] = ()  # of each layer; read where the sequence is cut
     cp_watch: Watch = UNWATCHED
+    recompute: RecomputeConfig | LayerChoices = KEEP_ALL
 
     @property
     def dtype(self) -> torch.dtype:

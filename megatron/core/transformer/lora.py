@@ -9,7 +9,7 @@ Over tp, A is whole and B is cut beside a column layer, A is cut and B is whole 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,14 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shard, to_shards
 from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.memory.checkpoint import checkpoint
 from megatron.core.parameter import Init, Parameter, make_parameter
+from megatron.core.tensor_parallel.gemm_last import Prologue
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops.gemm import linear
+
+Source = tuple[Prologue, Tensor]  # a norm or an activation, and what it reads
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,11 @@ class ColumnAdapters(nn.Module):
         ]
         self._join, self._build = adapted.join, build
 
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+    def forward(self, x: Tensor, source: Source | None = None) -> Tensor:
+        """See the class, and `_narrowed` for `source`."""
+        return _narrowed(self._product, x, source, self._build)
+
+    def _product(self, x: Tensor) -> Tensor:
         build = self._build
         pairs = {name: pair for name, pair in self.named_children() if isinstance(pair, Pair)}
         x = _dropout(x, build, "sharded" if build.sequence_parallel else "replicated", self.training)
@@ -177,14 +184,25 @@ class RowAdapter(nn.Module):
         )
         self._build = build
 
-    def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+    def forward(self, x: Tensor, source: Source | None = None) -> Tensor:
+        """See the class, and `_narrowed` for `source`."""
+        return _narrowed(self._product, x, source, self._build)
+
+    def _product(self, x: Tensor) -> Tensor:
         build = self._build
         (pair,) = self.children()
         assert isinstance(pair, Pair)
         narrow = linear(_dropout(x, build, "sharded", self.training), pair.a) * _scale(build.config)
         total = sum_partial_to_sequence_shard if build.sequence_parallel else sum_partial
         return linear(total(narrow, build.groups.tp), pair.b)
+
+
+def _narrowed(product: Callable[[Tensor], Tensor], x: Tensor, source: Source | None, build: Build) -> Tensor:
+    """product(x). With `source`, x is computed from it again in backward, and the products with r channels with it."""
+    if source is None:
+        return product(x)
+    first, before = source
+    return checkpoint(product, [x], build.rng, source=(lambda *xs: [first.compute(*xs)[0]], first.operands(before)))
 
 
 def _whole(projection: str, outputs: int) -> tuple[Piece, ...]:

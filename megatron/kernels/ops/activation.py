@@ -1,7 +1,12 @@
-"""MLP activations. The gated one keeps only its input and recomputes silu in backward."""
+"""MLP activations. The gated one keeps only its input and computes silu again in backward.
+
+An activation is called like a function. `compute` and `gradient` are its two halves without autograd, for a product that
+takes its result and computes it again in backward (core/tensor_parallel/gemm_last.py).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -9,40 +14,98 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)  # silu(gate) rounds first, as in Hugging Face's MLP
+
+
+def _swiglu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    grad_x = torch.empty_like(x)
+    grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+    torch.mul(grad, F.silu(gate), out=grad_up)
+    grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+    return grad_x
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)  # silu(gate) rounds first, as in Hugging Face's MLP
+        return _swiglu(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return (grad_x,)
+        return _swiglu_gradient(grad, x)
 
 
-def swiglu(x: Tensor) -> Tensor:
+class Activation(ABC):
+    """[..., w] -> [..., f]. The base of all: what makes one a Prologue of core/tensor_parallel/gemm_last.py."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """Differentiable."""
+
+    @abstractmethod
+    def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Not differentiable."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See Prologue."""
+        return (x,)
+
+    def compute(self, x: Tensor) -> tuple[Tensor, None]:
+        """See Prologue."""
+        return self(x), None
+
+    def gradient(self, grad: Tensor, rest: None, x: Tensor) -> tuple[Tensor, ...]:
+        """See Prologue."""
+        return (self.gradient_of_input(grad, x),)
+
+
+class SwiGLU(Activation):
     """[..., 2 f] (gate then up) -> silu(gate) * up of shape [..., f] (Shazeer, arXiv 2002.05202)."""
-    result: Tensor = _SwiGLU.apply(x)
-    return result
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Activation."""
+        result: Tensor = _SwiGLU.apply(x)
+        return result
+
+    def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
+        """See Activation."""
+        return _swiglu_gradient(grad, x)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """Exact GELU."""
-    return F.gelu(x)
+class GELU(Activation):
+    """Exact GELU, or its tanh approximation as GPT-2 has it."""
+
+    def __init__(self, approximate: str) -> None:
+        """`approximate`: "none" or "tanh"."""
+        self._approximate = approximate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Activation."""
+        return F.gelu(x, approximate=self._approximate)
+
+    def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
+        """See Activation."""
+        result: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate=self._approximate)
+        return result
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU's tanh approximation, as GPT-2 has it."""
-    return F.gelu(x, approximate="tanh")
-
-
-def squared_relu(x: Tensor) -> Tensor:
+class SquaredReLU(Activation):
     """relu(x)^2 (So et al., arXiv 2109.08668)."""
-    return F.relu(x).square()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Activation."""
+        return F.relu(x).square()
+
+    def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
+        """See Activation."""
+        positive = F.relu(x)
+        result: Tensor = torch.ops.aten.threshold_backward(grad * (2 * positive), positive, 0)
+        return result
+
+
+swiglu, gelu, gelu_tanh, squared_relu = SwiGLU(), GELU("none"), GELU("tanh"), SquaredReLU()

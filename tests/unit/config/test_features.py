@@ -217,3 +217,82 @@ def test_products_of_a_slow_dtype_are_said_to_be_taken_in_fp32():
     slow = dataclasses.replace(ALONE, upcast_products=True)
     assert row("matrix products", slow, bf16=True) == ("bfloat16", "float32", "this CPU has no fast bfloat16 products")
     assert row("matrix products") == ("float32", "float32", "")
+
+
+OFFLOAD, CPU_OFFLOAD = "optimizer offload", {"optimizer_cpu_offload": True}
+FAR = dataclasses.replace(ALONE, far_chunks=(3, 10), device="cuda")
+
+
+class TestOptimizerOffload:
+    def test_off_and_a_fraction_of_0(self):
+        assert row(OFFLOAD) == ("off", "off", "")
+        assert row(OFFLOAD, **CPU_OFFLOAD, optimizer_offload_fraction=0.0) == ("fraction 0", "off", "")
+
+    def test_static_and_auto(self):
+        static = {**CPU_OFFLOAD, "optimizer_offload_fraction": 0.3}
+        assert row(OFFLOAD, FAR, **static) == ("static 0.3", "static 0.3: 3 of 10 chunks in host memory", "")
+        assert row(OFFLOAD, FAR, optimizer="hybridadam") == (
+            "auto",
+            "auto: 3 of 10 chunks in host memory at first",
+            "",
+        )
+
+    def test_the_cpu_has_one_memory(self):
+        here = dataclasses.replace(FAR, device="cpu")
+        assert row(OFFLOAD, here, **CPU_OFFLOAD)[2] == "the device is the CPU, and host memory its own"
+        on_disk = row(OFFLOAD, here, **CPU_OFFLOAD, offload_dir="far")
+        assert on_disk == ("static 1", "static 1: 3 of 10 chunks in files in far", "")
+
+    def test_states(self):
+        assert row(OFFLOAD, FAR, offload_optimizer_states=True)[:2] == ("states", "states wait in host memory")
+
+    def test_what_overlap_does_not_hide(self):
+        overlap = {**CPU_OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": True}
+        assert row(OFFLOAD, FAR, **overlap)[::2] == ("static 1, overlapped", "")
+        ranks = dataclasses.replace(FAR, dp=2, shards=2)
+        assert row(OFFLOAD, ranks, **overlap, use_distributed_optimizer=True)[2] == (
+            "backward hides nothing: gradients are reduced after it; "
+            "the next forward hides nothing: parameters are gathered before it"
+        )
+        assert row(OFFLOAD, ranks, **overlap, overlapped_distributed_optimizer=True)[2] == ""
+
+
+def test_optimizer_state():
+    assert row("optimizer state") == ("fp32", "fp32", "")
+    low = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "main_params_dtype": "bf16", "bf16": True}
+    assert row("optimizer state", **low)[1] == "exp_avg bf16, masters bf16"
+
+
+def test_recompute():
+    name, full = "activation recompute", {"recompute_granularity": "full", "recompute_num_layers": 2}
+    assert row(name) == ("off", "off", "")
+    assert row(name, recompute_granularity="selective")[1] == "core_attn"
+    parts = {"recompute_modules": ("mlp_act", "layernorm"), "recompute_activations": True, "kaimm_recompute_norm": True}
+    assert row(name, **parts) == ("norm mlp_act", "norm mlp_act", "")
+    assert row(name, **full, recompute_method="uniform")[1] == "layers, in groups of 2"
+    assert row(name, **full, recompute_method="block")[1] == "layers, first 2 of a stage"
+    assert row(name, **parts, skip_train=True) == ("norm mlp_act", "off", "evaluation only")
+
+
+def test_activation_offload_says_what_moves():
+    name, four = "activation offload", {"pipeline_model_parallel_size": 4, "num_layers": 16, "global_batch_size": 16}
+    assert row(name) == row(name, pipeline_offload_ratio="0") == ("off", "off", "")
+    by_layer = "all but the last 2 of a stage, one by one"
+    half = "0.5 of the bytes"
+    assert row(name, pipeline_offload_ratio="0.5", num_layers=8) == (half, f"{half}: layers, {by_layer}", "")
+    assert row(name, pipeline_offload_ratio="0.5") == (
+        half,
+        "off",
+        "a stage has 2 layers, which its backward needs at once",
+    )
+    assert row(name, pipeline_offload_ratio="0.5", **four)[1] == (
+        f"{half}: whole microbatches on 2 of 4 ranks; where a backward follows sooner layers, {by_layer}"
+    )
+    gpipe = {**four, "num_layers": 8, "pipeline_schedule": "gpipe"}
+    assert row(name, pipeline_offload_ratio="0.5", **gpipe)[1] == f"{half}: whole microbatches"
+    auto = row(name, pipeline_offload_ratio="auto", **gpipe)
+    assert auto == ("auto", "off at first", "decided after the second step, and logged; whole microbatches")
+    layers = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+    assert row(name, **layers)[:2] == ("first 1 layers of a stage",) * 2
+    modules = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn", "mlp_act")}
+    assert row(name, **modules) == ("core_attn mlp_act",) * 2 + ("in all layers but a stage's last 2",)

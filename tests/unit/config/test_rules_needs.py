@@ -6,6 +6,7 @@ from megatron.config.run import flag_fields, flag_name
 from megatron.core.errors import ConfigError
 from tests.unit.config.runs import make_run
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ROPE = {"position_embedding_type": "rope"}
 LLAMA31 = {**ROPE, "use_rope_scaling": True}
 YARN = {"position_embedding_type": "yarn"}
@@ -28,14 +29,50 @@ CP = {"context_parallel_size": 2, "attention_dropout": 0.0}
 PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 INTERLEAVED = {**PIPELINE, "num_virtual_stages_per_pipeline_rank": 2}
 OVERLAPPED = {"overlapped_distributed_optimizer": True}
+DEEP = {"num_layers": 4}
 TP = {"tp_comm_overlap": True}
 SP = {"sequence_parallel": True}
 TP_SP = {**TP, **SP}
+CPU_OFFLOAD = {"optimizer_cpu_offload": True}
+AUTO_OFFLOAD = {**CPU_OFFLOAD, "optimizer_offload_policy": "auto"}
+HYBRID = {"optimizer": "hybridadam"}
+STATES = {"offload_optimizer_states": True}
+NO_FRACTION = {**CPU_OFFLOAD, "optimizer_offload_fraction": 0.0}
+LOW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
 AG_OFF = {"tp_comm_overlap_ag": False}
 RS_OFF = {"tp_comm_overlap_rs": False}
 
 # field, value that was typed, fields beside which it has no effect, fields beside which it has one, part of the message
 CASES = [
+    ("optimizer_offload_policy", "auto", STATES, CPU_OFFLOAD, "the device updates"),
+    ("optimizer_offload_policy", "static", {}, HYBRID, "the device updates"),
+    ("optimizer_offload_fraction", 0.5, {}, CPU_OFFLOAD, "the device updates"),
+    ("optimizer_offload_fraction", 0.5, AUTO_OFFLOAD, CPU_OFFLOAD, "is auto"),
+    ("optimizer_offload_fraction", 0.5, HYBRID, {**HYBRID, "optimizer_offload_policy": "static"}, "is auto"),
+    ("optimizer_offload_auto_threshold", 1000, CPU_OFFLOAD, AUTO_OFFLOAD, "is static"),
+    ("optimizer_offload_auto_threshold", 1000, {}, HYBRID, "the device updates"),
+    ("overlap_cpu_optimizer_d2h_h2d", True, NO_FRACTION, CPU_OFFLOAD, "fraction is 0"),
+    ("overlap_cpu_optimizer_d2h_h2d", True, STATES, HYBRID, "the device updates"),
+    ("offload_dir", "d", {}, CPU_OFFLOAD, "nothing is offloaded"),
+    ("offload_dir", "d", NO_FRACTION, STATES, "nothing is offloaded"),
+    ("offload_dir", "d", {"pipeline_offload_ratio": "0"}, {"pipeline_offload_ratio": "0.5"}, "nothing is offloaded"),
+    ("optimizer_offload_chunk_size", 640, {}, STATES, "into chunks"),
+    ("optimizer_offload_chunk_size", 640, NO_FRACTION, LOW, "into chunks"),
+    ("use_precision_aware_optimizer", True, {}, LOW, "all state is fp32"),
+    ("use_precision_aware_optimizer", True, STATES, CPU_OFFLOAD, "all state is fp32"),
+    ("recompute_method", "uniform", {}, FULL, "--recompute-granularity full"),
+    ("recompute_num_layers", 1, {"recompute_activations": True}, FULL, "not recomputed"),
+    ("recompute_modules", ("mlp",), {}, {"recompute_granularity": "selective"}, "by parts"),
+    ("activation_memory_budget", 0.5, {}, {"recompute_policy": "balanced"}, "by measuring"),
+    (
+        "activation_memory_plot",
+        "p.png",
+        {},
+        {"recompute_policy": "balanced", "activation_memory_budget": 0.5},
+        "measuring",
+    ),
+    ("recompute_modules", ("mlp",), {"kaimm_recompute_norm": True}, {"recompute_activations": True}, "by parts"),
+    ("recompute_modules", ("norm",), FULL, {"recompute_granularity": "selective"}, "recomputed whole"),
     ("num_query_groups", 2, {}, GQA, "--group-query-attention"),
     ("rotary_base", 1e6, {}, ROPE, "learned_absolute"),
     ("rotary_percent", 0.5, {"position_embedding_type": "none"}, YARN, "is none"),
@@ -121,6 +158,8 @@ CASES = [
         "writes the stages out",
     ),
     ("microbatch_group_size_per_virtual_pipeline_stage", 2, None, INTERLEAVED, ""),  # under others a contradiction
+    ("cpu_offloading_num_layers", 1, {}, {"cpu_offloading": True}, "--cpu-offloading"),
+    ("offload_modules", ("core_attn",), {}, {**DEEP, "fine_grained_activation_offloading": True}, "--fine-grained"),
     ("split", "9,1,0", {}, FILES, "--mock-data"),
     ("split", "9,1,0", SPLITS, FILES, "its own data path"),
     ("data_cache_path", "c", {}, FILES, "--mock-data"),
@@ -146,6 +185,7 @@ CASES = [
     ("save_optim", False, {}, SAVE, "--save"),
     ("save_rng", False, {}, SAVE, "--save"),
     ("log_progress", True, {}, SAVE, "--save"),
+    ("log_memory", True, LORA, {}, "adapters"),
     ("ckpt_step", 5, {}, LOAD, "--load"),
     ("exit_on_missing_checkpoint", True, {}, LOAD, "--load"),
     ("finetune", True, {}, LOAD, "--load"),
@@ -167,6 +207,9 @@ CASES = [
 
 # Fields that change every run, or that ask for a state (an axis of size 1, a kernel) the start-up table reports on.
 ALWAYS = """
+    recompute_policy recompute_granularity recompute_activations kaimm_recompute_norm kaimm_recompute_mlp_activation_func
+    optimizer_cpu_offload offload_optimizer_states exp_avg_dtype exp_avg_sq_dtype main_params_dtype
+    pipeline_offload_ratio cpu_offloading fine_grained_activation_offloading
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention lora_rank
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
     openai_gelu add_bias_linear qk_layernorm untie_embeddings_and_output_weights attention_dropout hidden_dropout

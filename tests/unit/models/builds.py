@@ -9,7 +9,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.optimizer import ON_DEVICE, Optimizer
 from megatron.core.parameter import GradSlot, initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
@@ -78,14 +78,15 @@ def place(offset, shape):
     return tuple(slice(start, start + n) for start, n in zip(offset, shape))
 
 
-def make_data_parallel(model, groups, bucket_size=3000, **settings):
+def make_data_parallel(model, groups, bucket_size=3000, late_updates=False, **settings):
     """Several buckets; whole gradients, summed after backward, unless `settings` say otherwise."""
     device = next(model.parameters()).device
-    return DataParallel(model, groups, DataParallelSettings(bucket_size=bucket_size, **settings), device)
+    settings = DataParallelSettings(bucket_size=bucket_size, **settings)
+    return DataParallel(model, groups, settings, device, late_updates=late_updates)
 
 
-def make_optimizer(data_parallel, groups, *, fp16=False, **fields):
-    return Optimizer(OptimizerConfig(**fields), data_parallel, groups, fp16=fp16)
+def make_optimizer(data_parallel, groups, *, fp16=False, offload=ON_DEVICE, **fields):
+    return Optimizer(OptimizerConfig(**fields), data_parallel, groups, fp16=fp16, offload=offload)
 
 
 def accumulate(model, data_parallel, batches):

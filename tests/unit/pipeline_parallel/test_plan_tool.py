@@ -140,3 +140,23 @@ def test_runs_without_torch():
     assert done.stderr.splitlines()[-1] == "error: --num-microbatches 0 must be above 0"
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert "megatron" in imported and not {"torch", "matplotlib"} & imported
+
+
+def test_offload(plan, capsys, tmp_path):
+    """Copies that fit cost nothing; longer ones do. They are in the trace, and lines in the picture."""
+    half = (*SIZES, "--offload-ratio", 0.5)
+    assert plan(*half, "--copy-time", 2, "--trace", tmp_path / "t.json", "--png", tmp_path / "t.png") == 0
+    out = capsys.readouterr().out
+    assert "8 microbatches, 33 ms" in out and "near memory by rank, in chunks: 3.5, 3, 2, 1" in out
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    copies = [event["dur"] for event in events if event.get("cat") in ("offload activations", "reload activations")]
+    assert copies and set(copies) == {1000.0}
+    picture = imread(tmp_path / "t.png")[..., :3]
+    for kind in (Kind.OFFLOAD, Kind.RELOAD):
+        assert (np.abs(picture - COLOURS[kind]).max(axis=-1) < 0.01).any()
+    assert plan(*half, "--copy-time", 5) == 0
+    assert "8 microbatches, 33 ms" not in capsys.readouterr().out
+    assert plan(*SIZES, "--copy-time", 1) == 2
+    assert "no effect without --offload-ratio" in capsys.readouterr().err
+    assert plan(*SIZES, "--offload-ratio", 1.5) == 2
+    assert "must be from 0 to 1" in capsys.readouterr().err

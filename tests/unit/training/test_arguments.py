@@ -126,9 +126,9 @@ class TestRefusals:
         assert refusal(line) == message
 
     def test_all_unknown_flags_are_named_at_once(self):
-        message = refusal("--use-flash-attn --recompute-granularity full --lrr 1 --bf16")
+        message = refusal("--use-flash-attn --moe-router-topk 2 --lrr 1 --bf16")
         assert "--use-flash-attn is now --attention-backend flash" in message
-        assert "--recompute-granularity full is not available yet (activation recompute)" in message
+        assert "--moe-router-topk 2 is not available yet (mixture of experts)" in message
         assert "--lrr 1 is not a known flag; did you mean --lr?" in message
 
     def test_flags_are_not_abbreviated(self):

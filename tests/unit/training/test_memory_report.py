@@ -7,12 +7,8 @@ import torch
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.device import MemoryReport
-from megatron.training.memory_report import (
-    format_footprint,
-    format_memory,
-    memory_line,
-    weight_and_optimizer_footprint,
-)
+from megatron.planner.footprint import weight_and_optimizer_footprint
+from megatron.training.memory_report import format_footprint, format_memory, memory_line
 
 MIB = 1024**2
 

@@ -29,6 +29,13 @@ def test_waits_are_taken_out_of_compute():
     assert found == pytest.approx({"compute": 0.5, "tp": 0.05, "dp": 0.2, "other": 0.25})
 
 
+def test_copies_to_far_memory_have_a_share_of_their_own():
+    spans = [("compute", "forward 0", 1.0, 5.0), ("wait offload", "0 of stage 0", 2.0, 3.0)]
+    assert shares(rank(*spans, ("reload", "0 of stage 0", 1.0, 3.0))) == pytest.approx(
+        {"compute": 0.3, "offload": 0.1, "other": 0.6}
+    )
+
+
 def test_other_iterations_do_not_count():
     before = [("compute", "forward 0", 0.0, 1.0), ("wait cp", "shift", 0.5, 0.6)]
     after = [("compute", "forward 0", 11.0, 12.0), ("iteration", "iteration 4", 11.0, 12.0)]

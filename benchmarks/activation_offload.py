@@ -1,0 +1,164 @@
+"""What activation offload saves and costs on this machine, and on pipelines by the simulator. Prints tables.
+
+    python -m benchmarks.activation_offload
+
+On a CPU near and far memory are the same chips: the copies are real and the near copies are freed, but they take cores and
+bandwidth from compute, which a GPU's copy engines do not. Step times here say that nothing is lost; what is hidden on a
+GPU they do not say. The second table plays schedules with the copy as a multiple of a rank's forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.memory.activation_offload import ActivationOffload, ByRatio, Policy
+from megatron.core.memory.copier import Copier, StreamCopier, ThreadCopier, measured_bandwidth
+from megatron.core.memory.layerwise import FirstLayers, mark_layers
+from megatron.core.memory.modulewise import ByModules
+from megatron.core.memory.tiers import FarMemory
+from megatron.core.pipeline_parallel.offload_pass import with_offload
+from megatron.core.pipeline_parallel.passes import with_transfers
+from megatron.core.pipeline_parallel.schedules.named import build
+from megatron.core.pipeline_parallel.simulate import Costs, simulate
+from megatron.core.pipeline_parallel.validate import chunks_near
+from megatron.core.timeline import Timeline
+from tests import pool
+from tests.unit.memory.live import LiveBytes
+from tests.unit.models.builds import LLAMA, losses, make_ids, make_model
+
+LAYERS = 8
+FIELDS = {
+    **LLAMA,
+    "num_layers": LAYERS,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 688,
+    "max_position_embeddings": 512,
+}
+
+
+class Trial:
+    """One way of offload on one model."""
+
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self.model = make_model(FIELDS, pool.groups(), device=device)
+        layers = list(self.model.decoder.layers.values())
+        timeline = Timeline(device)
+        copier: Copier = StreamCopier(device, timeline) if device.type == "cuda" else ThreadCopier(timeline)
+        far = FarMemory(pinned=device.type == "cuda")
+        self.offload = ActivationOffload(policy, copier, far, self.model, {0: LAYERS}, device)
+        mark_layers(self.offload, layers)
+        if isinstance(policy, ByModules):
+            policy.mark(layers)
+        self.ids = make_ids(4, 512).to(device)
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """Forward and backward of one microbatch."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.offload.begin_step(frozenset(), [self.ids])
+        with self.offload.forward(0, 0, None):
+            loss = losses(self.model, self.ids).sum()
+        self.offload.begin_backward()
+        loss.backward()
+        self.offload.end_step()
+        if self.ids.is_cuda:
+            torch.cuda.synchronize()
+
+    def timed(self) -> None:
+        """A step whose time counts."""
+        begun = time.perf_counter()
+        self.step()
+        self.seconds.append(time.perf_counter() - begun)
+
+    def peak(self) -> int:
+        """Bytes of a step above those before it."""
+        if self.ids.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.step()
+            return torch.cuda.max_memory_allocated() - before
+        with LiveBytes() as live:
+            self.step()
+        return live.peak
+
+
+def by_layer(rounds: int) -> None:
+    """One stage, no pipeline: steps in turn, so that all ways meet the same machine."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ways: dict[str, Policy] = {
+        "none": ByRatio(0.0),
+        **{f"ratio {ratio}": ByRatio(ratio) for ratio in (0.25, 0.5, 0.75, 1.0)},
+        f"first {LAYERS - 2} of {LAYERS} layers": FirstLayers(LAYERS - 2),
+        "core_attn, mlp_act": ByModules(["core_attn", "mlp_act"]),
+    }
+    trials = {name: Trial(policy, device) for name, policy in ways.items()}
+    for trial in trials.values():
+        trial.step()
+    for _ in range(rounds):
+        for trial in trials.values():
+            trial.timed()
+    gradients = {name: [p.grad for p in trial.model.parameters()] for name, trial in trials.items()}
+    plain = trials["none"]
+    copier = ThreadCopier(Timeline(device)) if device.type == "cpu" else StreamCopier(device, Timeline(device))
+    out, back = measured_bandwidth(copier, FarMemory(pinned=device.type == "cuda"), device)
+    print(
+        f"{LAYERS} layers on {device.type}, {rounds} steps each in turn; "
+        f"copies {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} in\n"
+    )
+    print("| way | moved a step, MiB | far memory, MiB | peak of a step, MiB | median step, ms | of none | same bits |")
+    print("|---|---|---|---|---|---|---|")
+    for name, trial in trials.items():
+        steps = len(trial.seconds) + 1
+        same = all(map(torch.equal, gradients[name], gradients["none"]))
+        ratio = statistics.median(trial.seconds) / statistics.median(plain.seconds)
+        moved = trial.offload.bytes_out / steps / 2**20
+        far, peak = trial.offload.far.nbytes / 2**20, trial.peak() / 2**20
+        median = 1e3 * statistics.median(trial.seconds)
+        print(
+            f"| {name} | {moved:.1f} | {far:.1f} | {peak:.1f} | {median:.0f} | {ratio:.2f} | {'yes' if same else 'NO'} |"
+        )
+
+
+def by_schedule(p: int, m: int) -> None:
+    """Played with F = 1, B = 2 a rank: what is near at most, and what the step costs more."""
+    print(
+        f"\n{p} ranks, {m} microbatches; kept near in microbatches of all of a rank's layers (worst rank), and the step's"
+    )
+    print("time against none, where all of a microbatch's activations take so many forwards to copy, one way\n")
+    copies = (0.5, 1.0, 1.5, 2.0)
+    print("| schedule | ratio | kept near | " + " | ".join(f"{copy:g} F" for copy in copies) + " |")
+    print("|---|---|---|" + "---|" * len(copies))
+    for name, v in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("gpipe", 1), ("zb-h1", 1)):
+        sent = with_transfers(build(name, p, m, v=v), overlap=True)
+        moved = with_offload(sent)
+        plain = simulate(sent, costs(p * v, v, 0.0)).makespan
+        for ratio in (0.0, 0.5, 1.0):
+            near = max(chunks_near(moved, ratio)) / v
+            longer = [simulate(moved, costs(p * v, v, ratio * copy)).makespan / plain - 1 for copy in copies]
+            label = name if v == 1 else f"{name}, v = {v}"
+            print(f"| {label} | {ratio:g} | {near:g} | " + " | ".join(f"{100 * more:+.1f} %" for more in longer) + " |")
+
+
+def costs(stages: int, v: int, copy: float) -> Costs:
+    """Of chunks that are 1/v of a rank's layers."""
+    return Costs.uniform(stages, forward=1 / v, input_grad=1 / v, weight_grad=1 / v, offload=copy / v, reload=copy / v)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
+    args = parser.parse_args(argv)
+    by_layer(args.rounds)
+    by_schedule(8, 32)
+
+
+if __name__ == "__main__":
+    main()

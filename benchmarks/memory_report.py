@@ -1,0 +1,212 @@
+"""Planned beside measured peak memory of small runs on the CPU, a row a run and pipeline rank.
+
+Measured is every allocation of torch's CPU allocator, kernels' temporaries included (kernels/backends/cpu_allocator.py),
+in the third step of a run. Processes are started once for each number of ranks.
+
+python -m benchmarks.memory_report [name ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import socket
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.data_parallel import data_parallel_settings
+from megatron.config.layout import mesh_of
+from megatron.config.rules import check
+from megatron.config.run import RunConfig
+from megatron.core.groups import create_groups
+from megatron.core.heartbeat import Heartbeat
+from megatron.core.mesh import Mesh
+from megatron.kernels.backends.cpu_allocator import CpuMemory
+from megatron.kernels.ops.gemm import slow_half
+from megatron.planner.memory import RankMemory, plan_memory
+from megatron.planner.sizes import Target
+from megatron.training.arguments import parse
+from megatron.training.setup import build
+
+MIB = 1024**2
+STEPS = 3
+TIMEOUT = 600.0  # seconds
+CPU = torch.device("cpu")
+
+COMMON = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --micro-batch-size 2 --vocab-size 1024 "
+    "--tokenizer-type NullTokenizer --mock-data --train-iters 9 --lr 1e-3 --eval-iters 0 --num-workers 0 --device cpu "
+    "--log-interval 100"
+)
+LLAMA = (
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --ffn-hidden-size 704 "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
+)
+GPT = "--attention-dropout 0 --hidden-dropout 0.1"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+# As those of a large model are, beside it: how many are under way at once is the wire's.
+SMALL_BUCKETS = "--ddp-bucket-size 100000 --num-layers 10"
+# name -> (processes, flags)
+RUNS = {
+    "llama, fp32": (1, LLAMA),
+    "llama, bf16": (1, f"{LLAMA} --bf16"),
+    "llama, bf16, fp32 residual, qk norm": (1, f"{LLAMA} --bf16 --fp32-residual-connection --qk-layernorm"),
+    "GQA, tied, sequence 1024": (
+        1,
+        f"{LLAMA.replace('--untie-embeddings-and-output-weights', '')} --group-query-attention --num-query-groups 2 "
+        "--seq-length 1024 --micro-batch-size 1",
+    ),
+    "GPT-2 layer, dropout, tied": (1, GPT),
+    "GPT-2 layer, attention dropout, sgd": (1, "--seq-length 128 --optimizer sgd"),
+    "squared ReLU, unfused attention": (1, f"{GPT} --squared-relu --attention-backend unfused"),
+    "large vocabulary, bf16": (1, f"{LLAMA} --bf16 --vocab-size 16384 --num-layers 1"),
+    "4 microbatches": (1, f"{LLAMA} --global-batch-size 8"),
+    "GEMM-last": (1, f"{LLAMA} --bf16 --recompute-granularity selective --recompute-modules norm mlp_act"),
+    "core attention again": (1, f"{LLAMA} --recompute-activations --attention-backend unfused"),
+    "MLP and norms again": (1, f"{GPT} --recompute-granularity selective --recompute-modules mlp norm"),
+    "full recompute, groups of 2": (
+        1,
+        f"{LLAMA} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    ),
+    "full recompute of 3 layers": (
+        1,
+        f"{LLAMA} --bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 3",
+    ),
+    "tp 2": (2, f"{LLAMA} {TP2}"),
+    "tp 2, sequence parallel, GPT-2, bf16": (2, f"{GPT} {TP2} --sequence-parallel --bf16"),
+    "pp 2, 1f1b": (2, f"{LLAMA} {PP2} --global-batch-size 8"),
+    "pp 2, gpipe, GEMM-last": (
+        2,
+        f"{LLAMA} {PP2} --global-batch-size 8 --pipeline-schedule gpipe --kaimm-recompute-norm "
+        "--kaimm-recompute-mlp-activation-func",
+    ),
+    "pp 2, zb-h1": (2, f"{LLAMA} {PP2} --global-batch-size 8 --pipeline-schedule zb-h1"),
+    "pp 2, zb-v": (2, f"{LLAMA} {PP2} --global-batch-size 8 --pipeline-schedule zb-v"),
+    "pp 2, 2 virtual stages, tied": (
+        2,
+        f"{GPT} {PP2} --global-batch-size 8 --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "dp 2, ZeRO-1, bf16": (2, f"{LLAMA} --bf16 --use-distributed-optimizer"),
+    "dp 2, overlapped": (
+        2,
+        f"{LLAMA} --overlapped-distributed-optimizer --grad-reduce-mode last-microbatch --global-batch-size 8",
+    ),
+    "dp 2, ZeRO-2": (
+        2,
+        f"{LLAMA} --data-parallel-sharding-strategy optim_grads --ddp-bucket-size 100000 --num-layers 10",
+    ),
+    "dp 2, ZeRO-3": (
+        2,
+        f"{LLAMA} --data-parallel-sharding-strategy optim_grads_params --ddp-bucket-size 100000 --num-layers 10",
+    ),
+    "cp 2": (2, f"{LLAMA} --context-parallel-size 2 --seq-length 512"),
+    "tp 2, pp 2, sequence parallel, bf16": (4, f"{LLAMA} {TP2} --sequence-parallel {PP2} --global-batch-size 8 --bf16"),
+    "pp 2, dp 2, ZeRO-1, full recompute": (
+        4,
+        f"{LLAMA} {PP2} --global-batch-size 16 --use-distributed-optimizer --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank: its pipeline rank, what was planned for that, and the peak of its third step, bytes."""
+
+    pp_rank: int
+    planned: RankMemory
+    peak: int
+
+
+def configured(flags: str, world_size: int) -> RunConfig:
+    """A checked run."""
+    run = parse(f"{COMMON} {flags}".split(), description=__doc__ or "")
+    check(run, world_size)
+    return run
+
+
+def measure(rank: int, world_size: int, flags: str) -> Measured:
+    """Build the run, take some steps, and count. Collective over the world, which torch.distributed knows already."""
+    run = configured(flags, world_size)
+    instances = data_parallel_settings(run.parallel).optimizer_instances
+    mesh = mesh_of(run.parallel, world_size) if world_size > 1 else Mesh.create(1)
+    groups = create_groups(mesh, rank, Heartbeat(rank), TIMEOUT, optimizer_instances=instances)
+    memory = CpuMemory()
+    gc.collect()
+    before = memory.allocated
+    trainer = build(run, groups, CPU)
+    for _ in range(STEPS - 1):
+        trainer.train_step()
+    memory.reset_peak()
+    trainer.train_step()
+    peak = memory.peak - before
+    wide = any(slow_half(CPU, bucket.dtype) for bucket in trainer.data_parallel.buckets)
+    planned = plan_memory(run, world_size, Target(cpu=True, wide=wide))[groups.pp.rank]
+    return Measured(groups.pp.rank, planned, peak)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *RUNS], metavar="name", help="runs, default all of them")
+    names = parser.parse_args().names or list(RUNS)
+    print("| run | rank | planned MiB | measured MiB | planned / measured - 1 | planned at |")
+    print("|---|---|---|---|---|---|")
+    worst = 0.0
+    for world_size in sorted({RUNS[name][0] for name in names}):
+        chosen = [name for name in names if RUNS[name][0] == world_size]
+        for name, ranks in zip(chosen, run_all(world_size, [RUNS[name][1] for name in chosen]), strict=True):
+            for found in ranks:
+                error = found.planned.peak / found.peak - 1
+                worst = max(worst, abs(error))
+                print(
+                    f"| {name} | {found.pp_rank} | {found.planned.peak / MIB:.2f} | {found.peak / MIB:.2f} | "
+                    f"{error:+.2%} | {found.planned.moment} |",
+                    flush=True,
+                )
+    print(f"\n{len(names)} runs; largest difference {worst:.2%}")
+
+
+def run_all(world_size: int, runs: list[str]) -> list[list[Measured]]:
+    """For each run its pipeline ranks, each as the one of its neighbours with the largest peak."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(world_size):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(rank, world_size, port, runs, there), daemon=True)
+        process.start()
+        there.close()  # so that the end of the process is the end of the pipe
+        pipes.append(here)
+        processes.append(process)
+    found = []
+    for _ in runs:
+        ranks = [pipe.recv() for pipe in pipes]
+        stages = sorted({each.pp_rank for each in ranks})
+        found.append([max((e for e in ranks if e.pp_rank == s), key=lambda e: e.peak) for s in stages])
+    for process in processes:
+        process.join()
+    return found
+
+
+def work(rank: int, world_size: int, port: int, runs: list[str], out: Connection) -> None:
+    """One rank of all runs."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    if world_size > 1:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    for flags in runs:
+        out.send(measure(rank, world_size, flags))
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Activations that wait for their backward in far memory, and what the flags amount to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+AUTO = "auto"
+# Parts of a layer, in the order in which they run.
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationOffloadConfig:
+    """Which of what a forward saves moves to host memory until its backward. One of three ways."""
+
+    pipeline_offload_ratio: str | None = flag(
+        None,
+        "share of the activations, 0 to 1, that waits in host memory for its backward; copied beside compute as the "
+        "pipeline's schedule leaves room for, or layer by layer; auto is the largest that costs no time, measured in the "
+        "first steps",
+        aliases=("--kaimm-offload-activation-ratio",),
+        metavar="X|auto",
+    )
+    cpu_offloading: bool = flag(
+        False, "keep all activations of each stage's first --cpu-offloading-num-layers layers in host memory"
+    )
+    cpu_offloading_num_layers: int = flag(0, "how many layers of a stage --cpu-offloading moves; the others stay")
+    fine_grained_activation_offloading: bool = flag(
+        False, "keep what --offload-modules save in host memory, in all layers of a stage but the last two"
+    )
+    offload_modules: tuple[str, ...] | None = flag(
+        None, "parts of a layer whose activations move", choices=OFFLOAD_MODULES, nargs="+", metavar="PART"
+    )
+
+    @property
+    def kind(self) -> str | None:
+        """ "ratio", "layers" or "modules"; None where nothing moves. Conflicting flags are refused before, by rules."""
+        if self.cpu_offloading:
+            return "layers"
+        if self.fine_grained_activation_offloading:
+            return "modules"
+        return "ratio" if self.pipeline_offload_ratio is not None and self.ratio != 0.0 else None
+
+    @property
+    def ratio(self) -> float | None:
+        """--pipeline-offload-ratio as a number; None for auto. Raises ValueError for what is neither."""
+        given = self.pipeline_offload_ratio
+        return None if given == AUTO else float(given or 0.0)

@@ -1,0 +1,94 @@
+"""Where the optimizer's state lives and who steps it, and what the flags amount to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+from megatron.config.optimizer import OptimizerConfig
+
+OFF, UPDATE, STATES = "off", "update", "states"
+_MIB = 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOffloadConfig:
+    """Masters and moments away from the device."""
+
+    optimizer_cpu_offload: bool = flag(
+        False, "keep masters and moments of a part of the model in host memory, where the CPU updates them"
+    )
+    optimizer_offload_policy: str | None = flag(
+        None,
+        "which part: static is --optimizer-offload-fraction of it; auto is what the device has no room for, measured and "
+        "moved during the run; default static, and auto with --optimizer hybridadam",
+        choices=("static", "auto"),
+    )
+    optimizer_offload_fraction: float = flag(
+        1.0, "share of the elements that --optimizer-offload-policy static offloads"
+    )
+    optimizer_offload_chunk_size: int = flag(
+        4 * _MIB, "elements of a chunk, the unit that is placed and copied; a multiple of 64, best a power of two"
+    )
+    optimizer_offload_auto_threshold: int = flag(
+        2 * 1024 * _MIB,
+        "bytes of device memory that --optimizer-offload-policy auto keeps free; chunks come back when twice as much would "
+        "stay free",
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False,
+        "copy gradients out while backward runs, and update while the next forward runs until it reads a parameter",
+    )
+    offload_optimizer_states: bool = flag(
+        False, "keep masters and moments in host memory between steps; the device updates them, chunk by chunk"
+    )
+    offload_dir: str | None = flag(None, "keep what is offloaded in files of this folder instead of in host memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSettings:
+    """mode: "off"; "update": the CPU updates far chunks; "states": the device updates all, states wait far away.
+
+    far: share of the elements that begin far away. is_auto: chunks move during the run. chunk_size: elements.
+    threshold: bytes. overlap: far chunks are updated beside backward and the next forward. directory: of the files that
+    are the far memory, None for host memory.
+    """
+
+    mode: str = OFF
+    far: float = 0.0
+    is_auto: bool = False
+    chunk_size: int = 4 * _MIB
+    threshold: int = 0
+    overlap: bool = False
+    directory: str | None = None
+
+
+def offload_settings(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig) -> OffloadSettings:
+    """The settings that the flags ask for. Conflicting flags are refused before, by rules."""
+    if offload.offload_optimizer_states:
+        return OffloadSettings(
+            mode=STATES, far=1.0, chunk_size=offload.optimizer_offload_chunk_size, directory=offload.offload_dir
+        )
+    if not updates_on_cpu(optimizer, offload):
+        return OffloadSettings(chunk_size=offload.optimizer_offload_chunk_size)
+    is_auto = policy_of(optimizer, offload) == "auto"
+    far = 1.0 if is_auto else offload.optimizer_offload_fraction
+    return OffloadSettings(
+        mode=UPDATE if far > 0 else OFF,
+        far=far,
+        is_auto=is_auto,
+        chunk_size=offload.optimizer_offload_chunk_size,
+        threshold=offload.optimizer_offload_auto_threshold,
+        overlap=offload.overlap_cpu_optimizer_d2h_h2d and far > 0,
+        directory=offload.offload_dir,
+    )
+
+
+def updates_on_cpu(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig) -> bool:
+    """Whether the flags ask for updates on the CPU; a fraction of 0 asks for none of them all the same."""
+    return offload.optimizer_cpu_offload or optimizer.optimizer == "hybridadam"
+
+
+def policy_of(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig) -> str:
+    """static or auto."""
+    return offload.optimizer_offload_policy or ("auto" if optimizer.optimizer == "hybridadam" else "static")

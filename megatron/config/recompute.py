@@ -1,0 +1,125 @@
+"""Activation recompute: what is computed again in backward instead of being kept, and what the flags amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.config.flag import flag
+
+FULL, SELECTIVE = "full", "selective"
+BALANCED = "balanced"
+UNIFORM, BLOCK = "uniform", "block"
+CORE_ATTN, NORM, MLP_ACT, WHOLE_MLP = "core_attn", "norm", "mlp_act", "mlp"
+# Parts of a layer, in the order in which they run.
+RECOMPUTE_MODULES = (CORE_ATTN, NORM, MLP_ACT, WHOLE_MLP)
+_OTHER_NAMES = {"layernorm": NORM}  # Megatron-LM's
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Whole layers (full), or parts of all layers."""
+
+    recompute_granularity: str | None = flag(
+        None,
+        "what is computed again in backward: whole layers (full), or the --recompute-modules of every layer (selective)",
+        choices=(FULL, SELECTIVE),
+    )
+    recompute_method: str | None = flag(
+        None,
+        "which layers of a stage, with full: all, in groups of --recompute-num-layers that keep one input each "
+        "(uniform), or the first --recompute-num-layers, one by one (block)",
+        choices=(UNIFORM, BLOCK),
+    )
+    recompute_num_layers: int | None = flag(None, "layers of a group (uniform), or of a stage (block)")
+    recompute_modules: tuple[str, ...] | None = flag(
+        None,
+        "parts of a layer, with selective: attention between its projections (core_attn), both norms (norm), the MLP's "
+        "activation (mlp_act), the whole MLP (mlp); norm and mlp_act cost no matrix product; default core_attn",
+        choices=(*RECOMPUTE_MODULES, *_OTHER_NAMES),
+        nargs="+",
+        metavar="MODULE",
+    )
+    recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
+    recompute_policy: str | None = flag(
+        None,
+        "balanced: measure at start what recomputing each part of a layer costs and saves here, and let every layer "
+        "keep, recompute or offload what meets --activation-memory-budget at the least time",
+        choices=(BALANCED,),
+    )
+    activation_memory_budget: float | None = flag(
+        None,
+        "what the layers of a rank may keep for backward: bytes, or up to 1 the share of what they keep without recompute",
+        metavar="BYTES|SHARE",
+    )
+    activation_memory_plot: str | None = flag(
+        None, "draw memory against time of --recompute-policy balanced here, as a PNG", metavar="FILE"
+    )
+    kaimm_recompute_norm: bool = flag(False, "norm of --recompute-modules, beside what is named there")
+    kaimm_recompute_mlp_activation_func: bool = flag(
+        False, "mlp_act of --recompute-modules, beside what is named there"
+    )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether whole layers are recomputed."""
+        return self.recompute_granularity == FULL
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Parts of every layer that are recomputed, of RECOMPUTE_MODULES."""
+        found = set[str]()
+        if self.recompute_granularity == SELECTIVE or self.recompute_activations:
+            found |= {_OTHER_NAMES.get(name, name) for name in self.recompute_modules or (CORE_ATTN,)}
+        if self.kaimm_recompute_norm:
+            found.add(NORM)
+        if self.kaimm_recompute_mlp_activation_func:
+            found.add(MLP_ACT)
+        return frozenset(found)
+
+    def parts_of(self, layer: int) -> frozenset[str]:
+        """`modules` of the layer of this number: the same for all."""
+        return self.modules
+
+    def groups(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
+        """The layers of a stage in order, cut into (layers, whether they are recomputed as one)."""
+        if not self.is_full:
+            return [(layers, False)]
+        assert self.recompute_num_layers
+        if self.recompute_method == BLOCK:
+            again, kept = layers[: self.recompute_num_layers], layers[self.recompute_num_layers :]
+            return [((number,), True) for number in again] + [(kept, False)] * bool(kept)
+        size = self.recompute_num_layers
+        return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
+
+    def __str__(self) -> str:
+        """For the start-up table."""
+        if self.recompute_policy == BALANCED:
+            return f"balanced, budget {self.activation_memory_budget:g}"
+        if self.is_full:
+            number = self.recompute_num_layers
+            which = f"in groups of {number}" if self.recompute_method == UNIFORM else f"first {number} of a stage"
+            return f"layers, {which}"
+        return " ".join(name for name in RECOMPUTE_MODULES if name in self.modules) or "off"
+
+
+@dataclass(frozen=True)
+class LayerChoices:
+    """What each layer recomputes, by its number, where they differ; read as a RecomputeConfig is.
+
+    moved: layers of which all that is kept waits in far memory.
+    """
+
+    of_layer: Mapping[int, RecomputeConfig]
+    moved: frozenset[int] = frozenset()
+
+    def parts_of(self, layer: int) -> frozenset[str]:
+        """Parts of one layer that are recomputed, of RECOMPUTE_MODULES."""
+        return self.of_layer[layer].modules
+
+    def groups(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
+        """See RecomputeConfig: each layer is one."""
+        return [((number,), self.of_layer[number].is_full) for number in layers]
+
+
+KEEP_ALL = RecomputeConfig()

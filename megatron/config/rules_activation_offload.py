@@ -1,0 +1,116 @@
+"""Rules about activation offload. See `rules_model` for what a rule is."""
+
+from __future__ import annotations
+
+from megatron.config.activation_offload import AUTO, OFFLOAD_MODULES
+from megatron.config.data_parallel import data_parallel_settings
+from megatron.config.pipeline import pipeline_settings
+from megatron.config.recompute import MLP_ACT, NORM, WHOLE_MLP
+from megatron.config.run import RunConfig
+
+# Recomputed part -> parts of --offload-modules that then save nothing.
+_KEPT_NO_MORE = {
+    NORM: {"attn_norm", "mlp_norm"},
+    MLP_ACT: {"mlp_act"},
+    WHOLE_MLP: {"mlp_fc1", "mlp_act", "mlp_fc2"},
+}
+
+
+def offload_ratio_is_a_share(run: RunConfig, world_size: int) -> str | None:
+    """--pipeline-offload-ratio is a number from 0 to 1, or auto."""
+    given = run.activation_offload.pipeline_offload_ratio
+    if given in (None, AUTO):
+        return None
+    try:
+        fits = 0.0 <= float(given or "") <= 1.0
+    except ValueError:
+        fits = False
+    return None if fits else f"--pipeline-offload-ratio {given} is no share; give a number from 0 to 1, or auto"
+
+
+def one_way_of_activation_offload(run: RunConfig, world_size: int) -> str | None:
+    """A saved tensor moves for one reason."""
+    offload = run.activation_offload
+    given = [
+        name
+        for name, on in (
+            ("--pipeline-offload-ratio", offload.pipeline_offload_ratio is not None),
+            ("--cpu-offloading", offload.cpu_offloading),
+            ("--fine-grained-activation-offloading", offload.fine_grained_activation_offloading),
+        )
+        if on
+    ]
+    if len(given) < 2:
+        return None
+    return f"{' and '.join(given)} each say which activations move; give one of them"
+
+
+def offloaded_layers_exist(run: RunConfig, world_size: int) -> str | None:
+    """--cpu-offloading moves some layers of every stage that has any, and leaves the last one: its backward comes first."""
+    number = run.activation_offload.cpu_offloading_num_layers
+    if not run.activation_offload.cpu_offloading:
+        return None
+    assert run.model.num_layers
+    layers = [len(stage.layers) for stage in pipeline_settings(run.parallel, run.model.num_layers).stages]
+    fewest = min(count for count in layers if count)
+    if 0 < number < fewest:
+        return None
+    if fewest == 1:
+        return (
+            f"--cpu-offloading-num-layers {number} moves nothing of a stage with one layer, which its backward needs at "
+            "once; remove --cpu-offloading, or use fewer pipeline stages"
+        )
+    return (
+        f"--cpu-offloading-num-layers {number} must be 1 to {fewest - 1}: a pipeline stage has {fewest} layers, and the "
+        f"last one stays; {max(1, fewest - 2)} needs the least memory"
+    )
+
+
+def offloaded_modules_are_given(run: RunConfig, world_size: int) -> str | None:
+    """--fine-grained-activation-offloading moves something."""
+    offload = run.activation_offload
+    if not offload.fine_grained_activation_offloading:
+        return None
+    if not offload.offload_modules:
+        return "--fine-grained-activation-offloading moves no part of a layer; give --offload-modules, say core_attn"
+    assert run.model.num_layers
+    layers = [len(stage.layers) for stage in pipeline_settings(run.parallel, run.model.num_layers).stages]
+    if max(layers) < 3:
+        return (
+            f"--fine-grained-activation-offloading moves nothing: a pipeline stage has {max(layers)} layers at most, and "
+            "the last two stay; remove it, or use fewer pipeline stages"
+        )
+    return None
+
+
+def offloaded_modules_keep_something(run: RunConfig, world_size: int) -> str | None:
+    """What is recomputed is not kept, and cannot move."""
+    offload, recompute = run.activation_offload, run.recompute
+    if not offload.fine_grained_activation_offloading:
+        return None
+    gone = set(OFFLOAD_MODULES) if recompute.is_full else set[str]()
+    for name in recompute.modules:
+        gone |= _KEPT_NO_MORE.get(name, set())
+    if found := [part for part in offload.offload_modules or () if part in gone]:
+        return f"--offload-modules {' '.join(found)} names what recompute ({recompute}) keeps nothing of; remove one of them"
+    return None
+
+
+def offload_leaves_parameters_alone(run: RunConfig, world_size: int) -> str | None:
+    """Parameters that come and go cannot be told from activations."""
+    if run.activation_offload.kind is None or data_parallel_settings(run.parallel).shards != "optim_grads_params":
+        return None
+    return (
+        "activations are not offloaded beside --data-parallel-sharding-strategy optim_grads_params, which frees parameters "
+        "that backward saved; give optim_grads"
+    )
+
+
+RULES = (
+    offload_ratio_is_a_share,
+    one_way_of_activation_offload,
+    offloaded_modules_keep_something,
+    offload_leaves_parameters_alone,
+)
+# Of the model's shape: they have to wait for it.
+SHAPE_RULES = (offloaded_layers_exist, offloaded_modules_are_given)

@@ -1,0 +1,1 @@
+"""Memory against time: what is recomputed, and what waits in far memory."""

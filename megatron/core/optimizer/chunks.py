@@ -1,0 +1,161 @@
+"""A chunk: a run of this rank's slice of a bucket with its optimizer state, the unit that is updated, placed and copied."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.buckets import Piece
+from megatron.core.optimizer.precision import DTYPES, Scratch, random_bits, read, split, write
+from megatron.core.optimizer.update_rule import Inputs, update
+from megatron.planner.optimizer_memory import state_layout
+
+
+class Chunk:
+    """Elements start .. stop of the slice, multiples of 64.
+
+    state: its stored tensors by key, flat, wherever they live: moments, and "master", or "remainder" and "ties" (see
+    precision.py). An fp32 model is its own master as long as the device updates it. is_far: the CPU updates it, in far
+    memory.
+    """
+
+    def __init__(self, config: OptimizerConfig, bucket: Bucket, start: int, stop: int) -> None:
+        self.bucket, self.start, self.stop = bucket, start, stop
+        self.half = bucket.param_shard.dtype != torch.float32
+        self.is_far = False
+        self.state: dict[str, Tensor] = {}
+        self.runs = [
+            (max(first, start) - start, min(last, stop) - start, decay)
+            for first, last, decay in bucket.runs(lambda parameter: parameter.info.decay)
+            if max(first, start) < min(last, stop)
+        ]
+        self._config = config
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+    @property
+    def parameters(self) -> Tensor:
+        """[size] of the model, in its dtype, on the device."""
+        return self.bucket.param_shard[self.start : self.stop]
+
+    @property
+    def gradient(self) -> Tensor:
+        """[size] fp32, on the device."""
+        return self.bucket.grad_shard[self.start : self.stop]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its state."""
+        return sum(tensor.nbytes for tensor in self.state.values())
+
+    def shapes(self, *, far: bool) -> dict[str, tuple[int, torch.dtype]]:
+        """(elements, dtype) of each stored tensor, in either place."""
+        layout = state_layout(self._config, half=self.half, far=far)
+        return {key: (self.size // share, DTYPES[dtype]) for key, (dtype, share) in layout.items()}
+
+    def on_device(self) -> dict[str, Tensor]:
+        """Undefined tensors for its state on the device."""
+        device = self.parameters.device
+        return {k: torch.empty(n, dtype=dtype, device=device) for k, (n, dtype) in self.shapes(far=False).items()}
+
+    def begin(self, state: dict[str, Tensor], *, far: bool) -> None:
+        """Take undefined tensors as `state`: moments become zero, masters the parameters."""
+        self.state, self.is_far = state, far
+        for tensor in state.values():
+            tensor.zero_()
+        self.master_from_parameters()
+
+    def move(self, state: dict[str, Tensor], *, far: bool) -> None:
+        """Go on in another place. An fp32 model's masters come out of its parameters, and are left in them."""
+        for key, tensor in state.items():
+            tensor.copy_(self.state.get(key, self.parameters))
+        self.state, self.is_far = state, far
+
+    def step(
+        self, stored: Mapping[str, Tensor], gradient: Tensor, parameters: Tensor, scratch: Scratch, inputs: Inputs
+    ) -> None:
+        """Update `stored`, the state or a copy of it, and round its masters into `parameters`.
+
+        All tensors are in one place: on the device, or in host memory.
+        """
+        values = read(stored, parameters, scratch.take)
+        out = None if values["master"] is parameters else parameters
+        update(self._config, self.runs, values, gradient, out, inputs)
+        write(stored, values, functools.partial(self._random_bits, inputs.step, gradient.device))
+
+    def master(self) -> Tensor:
+        """[size] fp32, wherever its state lives; the stored tensor or a new one."""
+        device = next(iter(self.state.values())).device
+        return read(self.state, self.parameters.to(device), Scratch(device).take)["master"]
+
+    def master_from_parameters(self) -> None:
+        """Rebuild the master from the model's weights."""
+        if "master" in self.state:
+            self.state["master"].copy_(self.parameters)
+        elif "remainder" in self.state:
+            self.state["remainder"].zero_()
+            self.state["ties"].zero_()
+
+    def parameters_from_master(self) -> None:
+        """Round the master into the model's weights."""
+        if "master" in self.state:
+            self.parameters.copy_(self.state["master"])
+
+    def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
+        """(piece, key, its elements) in fp32, for a checkpoint: views of the state, or copies in host memory.
+
+        Keys are those of an unpacked state: moments, and "master" unless the model is fp32.
+        """
+        values = self._unpacked()
+        for piece in self._cut_pieces():
+            for key, flat in values.items():
+                yield piece, key, flat[self._place(piece)]
+
+    def load(self, pieces: Mapping[tuple[str, int, str], Tensor]) -> None:
+        """Take over what was written into the tensors of `pieces`, by (name, start, key), where they are copies.
+
+        An fp32 model's masters are its weights, which have been loaded before.
+        """
+        master = torch.zeros(self.size)
+        for piece in self._cut_pieces():
+            for key, tensor in self.state.items():
+                if tensor.dtype == torch.bfloat16:
+                    tensor[self._place(piece)] = pieces[piece.name, piece.start, key].to(tensor)
+            if "remainder" in self.state:
+                master[self._place(piece)] = pieces[piece.name, piece.start, "master"]
+        if "remainder" in self.state:
+            self.parameters.copy_(master)
+            split(master.to(self.state["remainder"].device), self.state["remainder"], self.state["ties"])
+        if not self.half:
+            self.master_from_parameters()
+
+    def _cut_pieces(self) -> Iterator[Piece]:
+        """The parts of parameters that lie in this chunk; `at` counts from the beginning of the slice."""
+        for piece in self.bucket.pieces:
+            first, last = max(self.start, piece.at), min(self.stop, piece.at + piece.stop - piece.start)
+            if first < last:
+                yield Piece(piece.name, piece.start + first - piece.at, piece.start + last - piece.at, first)
+
+    def _place(self, piece: Piece) -> slice:
+        return slice(piece.at - self.start, piece.at - self.start + piece.stop - piece.start)
+
+    def _unpacked(self) -> dict[str, Tensor]:
+        values = {key: tensor for key, tensor in self.state.items() if tensor.dtype == torch.float32}
+        if len(values) < len(self.state):
+            host = torch.device("cpu")
+            copies = {key: tensor.to(host) for key, tensor in self.state.items()}
+            values = {**read(copies, self.parameters.to(host), Scratch(host).take), **values}
+        if not self.half:
+            values.pop("master", None)
+        return values
+
+    def _random_bits(self, step: int, device: torch.device, first: int, last: int) -> Tensor:
+        return random_bits(self.bucket, self.start + first, self.start + last, step, device)

@@ -1,0 +1,46 @@
+"""AdamW in one pass over host memory: the compiled module of cpu_adam.cpp, called with the addresses of tensors.
+
+setup.py builds it where there is a compiler. It needs AVX2 with FMA, AVX-512 or NEON.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    from megatron.kernels.backends import _cpu_adam
+except ImportError:
+    _cpu_adam = None  # type: ignore[assignment]
+
+
+def missing() -> str | None:
+    """Why the kernel cannot run here, or None when it can."""
+    if _cpu_adam is None:
+        return "it was not built; install the package again with a C++ compiler (pip install -v shows its messages)"
+    return None if _cpu_adam.runs_here() else "the CPU has neither AVX2 with FMA nor AVX-512"
+
+
+def step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Tensor | None,
+    coefficients: tuple[float, ...],
+) -> None:
+    """One step on torch's number of threads, without Python's lock.
+
+    Shapes, formats and meaning: ops/adam.py, which also computes the eight coefficients. The writes do not count in the
+    tensors' version numbers.
+    """
+    tensors = [t for t in (param, grad, exp_avg, exp_avg_sq, out) if t is not None]
+    assert all(t.is_contiguous() and t.device.type == "cpu" for t in tensors), [(t.stride(), t.device) for t in tensors]
+    _cpu_adam.step(
+        _format(grad), _format(out), grad.data_ptr(), param.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(),
+        param.data_ptr() if out is None else out.data_ptr(), param.numel(), torch.get_num_threads(), *coefficients,
+    )  # fmt: skip
+
+
+def _format(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,94 @@
+"""What a rank holds all the time: parameters, gradients and optimizer state, and the memory that moves them.
+
+With P parameters on the rank, padded as buckets are, and S ranks that share: G is S when gradients are sharded, else 1; W
+is S when parameters are. Bytes in half precision, in fp32 in brackets: parameters 2 P / W (4 P / W); gradients, fp32,
+4 P / G; masters 4 P / S (0: the parameters are the masters); adam's moments 8 P / S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.data_parallel import LAST, data_parallel_settings
+from megatron.config.optimizer_offload import offload_settings
+from megatron.config.run import RunConfig
+from megatron.core.distributed.buckets import BucketLayout
+from megatron.core.pipeline_parallel.partition import Stage
+from megatron.planner.optimizer_memory import OptimizerBytes, optimizer_bytes
+from megatron.planner.parameters import rank_buckets, rank_parameters
+from megatron.planner.sizes import FP32, Target
+
+_BLOCKS = 4  # gradient memories in use at once when none is kept (core/distributed/data_parallel.py)
+_IN_FLIGHT = 4  # buckets on the wire at once (core/comm/bucket_comm.py)
+_ROW = 64  # elements that the gradient norm sums in fp32 (core/optimizer/grad_norm.py)
+_ROW_BYTES = 4 + 8
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """Bytes. parameters, gradients, optimizer: all the time. blocks: gradient memory that passes through, kept between
+    steps. gathered: parameters that are whole for a while where they are sharded.
+
+    staging: beside the last backward, when buckets leave as they fill, and at_end: when the step's gradients are awaited.
+    norm: work space of the gradient norm.
+    """
+
+    numel: int
+    parameters: int
+    gradients: int
+    optimizer: OptimizerBytes
+    blocks: int
+    gathered: int
+    staging: int
+    at_end: int
+    norm: int
+
+
+def state_memory(run: RunConfig, target: Target, stages: Sequence[Stage], dp: int) -> StateMemory:
+    """Of a rank that holds `stages`. dp: data-parallel ranks, without those of cp."""
+    settings = data_parallel_settings(run.parallel)
+    replicas = dp * run.parallel.context_parallel_size
+    shards = 1 if settings.shards == "no_shard" else replicas // settings.instances
+    weights = rank_parameters(run.model, run.parallel.tensor_model_parallel_size, stages)
+    buckets = rank_buckets(weights, settings.bucket_size, shards)
+    width = FP32 if run.model.dtype_name == "float32" else 2
+    size = sum(bucket.size for bucket in buckets)
+    largest = max(bucket.size for bucket in buckets)
+    keeps = settings.mode == LAST or shards == 1
+    sharded = settings.shards == "optim_grads_params" and shards > 1
+    slices = [bucket.size // shards for bucket in buckets]
+    wire = FP32 // 2 if settings.reduce_in_bf16 else FP32
+    staging = _staging(buckets, shards, replicas // shards, wire, target)
+    return StateMemory(
+        numel=sum(weight.numel for weight in weights.values()),
+        parameters=width * size // (shards if sharded else 1),
+        gradients=FP32 * (size if keeps else size // shards),
+        optimizer=optimizer_bytes(
+            slices, run.optimizer, offload_settings(run.optimizer, run.optimizer_offload), half=width == 2
+        ),
+        blocks=0 if keeps else FP32 * sum(sorted((bucket.size for bucket in buckets), reverse=True)[:_BLOCKS]),
+        gathered=2 * width * largest if sharded else 0,
+        staging=staging[0] if settings.overlap_reduce and staging else 0,
+        at_end=sum(staging[:_IN_FLIGHT]),
+        norm=max(slices) // _ROW * _ROW_BYTES,
+    )
+
+
+def _staging(buckets: Sequence[BucketLayout], shards: int, copies: int, wire: int, target: Target) -> list[int]:
+    """Bytes that each bucket's reduction takes on its way, the largest first.
+
+    On the CPU every other rank's version of this rank's piece is received before they are added; NCCL adds on the way.
+    In bf16 the bucket is converted first.
+    """
+    if shards == 1 and copies == 1:
+        return []
+    found = []
+    for bucket in buckets:
+        converted = wire * bucket.size if wire < FP32 else 0
+        received = 0
+        if target.cpu:
+            piece = bucket.size // shards
+            received = max((shards - 1) * piece if shards > 1 else 0, (copies - 1) * -(-piece // copies)) * wire
+        found.append(converted + received)
+    return sorted(found, reverse=True)

@@ -1,0 +1,267 @@
+"""--recompute-policy balanced: what each layer keeps, computes again or moves away, from what that costs and saves here.
+
+Before the model is built, one layer of each kind runs on random numbers of a microbatch's shape, apart from the model: bytes
+that autograd keeps are counted, forward and backward are timed with and without each part recomputed, and so are copies
+to far memory. planner/balance.py then picks what every layer of this rank does. Nothing of it changes a result.
+
+[Note: what a move costs]
+The time by which a copy takes longer than what runs beside it: out, the forward of a layer, a third of its time; back in,
+the backward. The last layers of a stage stay (core/memory/activation_offload.py says why). On a device that computes in host
+memory a move there saves nothing, so layers move only where --offload-dir names other memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.config.data_parallel import data_parallel_settings
+from megatron.config.recompute import (
+    BLOCK,
+    CORE_ATTN,
+    FULL,
+    KEEP_ALL,
+    MLP_ACT,
+    NORM,
+    SELECTIVE,
+    WHOLE_MLP,
+    LayerChoices,
+    RecomputeConfig,
+)
+from megatron.config.run import RunConfig
+from megatron.core.comm.collectives import all_reduce
+from megatron.core.device import synchronize
+from megatron.core.errors import ConfigError
+from megatron.core.groups import Groups
+from megatron.core.log import get_logger
+from megatron.core.memory.activation_offload import NEAR_LAYERS
+from megatron.core.memory.copier import measured_bandwidth
+from megatron.core.parameter import initialize, local_parameters
+from megatron.core.pipeline_parallel.partition import Stage
+from megatron.core.pipeline_parallel.schedule import Schedule
+from megatron.core.pipeline_parallel.validate import memory_in_flight
+from megatron.core.timeline import Timeline
+from megatron.core.transformer.block import TransformerBlock
+from megatron.core.transformer.context import Build, Positions
+from megatron.core.transformer.lora import freeze_all_but_adapters
+from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
+from megatron.planner.balance import Choice, Option, cheapest, front
+from megatron.planner.front_report import MIB, draw, table
+from megatron.training.activation_offload import copying
+from megatron.training.batch import part_of
+
+log = get_logger(__name__)
+
+_ROUNDS = 3  # timed, after one that is not
+WHOLE_LAYER = RecomputeConfig(recompute_granularity=FULL, recompute_method=BLOCK, recompute_num_layers=1)
+
+
+def parts(*names: str) -> RecomputeConfig:
+    """The configuration that recomputes these parts of a layer."""
+    return RecomputeConfig(recompute_granularity=SELECTIVE, recompute_modules=names) if names else KEEP_ALL
+
+
+# Each is timed alone; of several together the times add up.
+_TIMED = (*(parts(name) for name in (NORM, MLP_ACT, CORE_ATTN, WHOLE_MLP)), WHOLE_LAYER)
+_SETS = tuple(
+    parts(*attention, *norm, *mlp)
+    for attention in ((), (CORE_ATTN,))
+    for norm in ((), (NORM,))
+    for mlp in ((), (MLP_ACT,), (WHOLE_MLP,))
+)
+
+
+def choose(
+    run: RunConfig, build: Build, groups: Groups, stages: Sequence[Stage], schedule: Schedule, timeline: Timeline
+) -> tuple[LayerChoices, str]:
+    """What every layer of this rank does, and in words how many do what. Raises ConfigError for too small a budget.
+
+    Communication: that of the layers, and two max all-reduces of some numbers: the ranks of a stage choose alike.
+    """
+    rates = _seconds_a_byte(run, build, timeline)
+    numbers = [number for stage in stages for number in stage.layers]
+    kinds = {number: _kind(build, number) for number in numbers}
+    measured = {kind: _measure(run, build, groups, number, rates) for number, kind in reversed(kinds.items())}
+    near = {number for stage in stages for number in list(stage.layers)[-NEAR_LAYERS:]}
+    # A chunk of a microbatch keeps what its own stage's layers keep.
+    at_once = memory_in_flight(schedule)[groups.pp.rank].activations / max(1, len(stages))
+    options = [
+        [_at_once(way.option, at_once) for way in measured[kinds[number]][0] if not (way.moves and number in near)]
+        for number in numbers
+    ]
+    ways = {way.option.name: way for found, _ in measured.values() for way in found}
+    choices = front(options)
+    keep = sum(found[0].nbytes for found in options)  # nothing is recomputed
+    asked = run.recompute.activation_memory_budget
+    assert asked is not None
+    budget = asked * keep if asked <= 1 else asked
+    chosen = cheapest(choices, budget)
+    if chosen is None:
+        raise ConfigError(
+            f"--activation-memory-budget {asked:g} is {budget / MIB:.1f} MiB on pipeline rank {groups.pp.rank}, whose "
+            f"layers keep {choices[-1].nbytes / MIB:.1f} MiB at the least; give that much, or a smaller "
+            "--micro-batch-size"
+        )
+    seconds = sum(measured[kind][1] for kind in kinds.values())
+    _report(run, groups, choices, chosen, budget, seconds)
+    picked = {number: ways[option.name] for number, option in zip(numbers, chosen.options, strict=True)}
+    configs = {number: way.config for number, way in picked.items()}
+    return LayerChoices(configs, frozenset(number for number, way in picked.items() if way.moves)), ", ".join(
+        f"{count} x {name}" for name, count in chosen.counts().items()
+    )
+
+
+def _report(
+    run: RunConfig, groups: Groups, choices: list[Choice], chosen: Choice, budget: float, seconds: float
+) -> None:
+    log.info("what layers of pipeline rank 0 may keep for backward, and the time it costs them:")
+    for line in table(choices, chosen, budget, seconds):
+        log.info("%s", line)
+    path = run.recompute.activation_memory_plot
+    if path is not None and groups.rank == 0:
+        try:
+            draw(Path(path), choices, chosen, budget, seconds)
+        except OSError as error:  # the run goes on
+            log.warning("--activation-memory-plot %s could not be written: %s", path, error.strerror)
+
+
+def _kind(build: Build, number: int) -> tuple[int | None, str]:
+    """Layers of one kind cost the same."""
+    comm_type = build.cp_comm_types[number] if build.cp_comm_types else ""
+    return build.config.windows[number], comm_type
+
+
+def _at_once(option: Option, times: float) -> Option:
+    """Of all microbatches that a rank holds at once."""
+    return dataclasses.replace(option, nbytes=int(option.nbytes * times))
+
+
+class Way(NamedTuple):
+    """An option of a layer and what it stands for. moves: what is kept waits in far memory."""
+
+    option: Option
+    config: RecomputeConfig
+    moves: bool = False
+
+
+def _measure(
+    run: RunConfig, build: Build, groups: Groups, number: int, rates: tuple[float, float] | None
+) -> tuple[list[Way], float]:
+    """The options of a layer, and the seconds of its forward and backward without any.
+
+    rates: seconds a byte out and in, where layers may move.
+    """
+    with build.rng.replay(build.rng.snapshot()):  # the run draws the numbers it would draw anyway
+        keep = _Probe(run, build, groups, number, KEEP_ALL)
+        added: list[float] = []
+        base: list[float] = []
+        for config in _TIMED:
+            probe = _Probe(run, build, groups, number, config)
+            pairs = [(keep.seconds(), probe.seconds()) for _ in range(_ROUNDS + 1)][1:]
+            base += [without for without, _ in pairs]
+            added.append(statistics.median(again - without for without, again in pairs))
+        sizes = [_Probe(run, build, groups, number, config).saved_bytes() for config in (*_SETS, WHOLE_LAYER)]
+    found = [*added, statistics.median(base), *(rates or (0.0, 0.0))]
+    times = torch.tensor(found, dtype=torch.float64, device=build.device).clamp_(min=0.0)
+    for group in (groups.tp, groups.dp_cp):
+        all_reduce(times, group, "max")
+    *added, alone, out, back = times.tolist()
+    seconds = {str(config): cost for config, cost in zip(_TIMED, added, strict=True)}
+    ways = [
+        Way(Option(_name(config), size, sum(seconds[str(parts(name))] for name in config.modules)), config)
+        for config, size in zip(_SETS, sizes, strict=False)
+    ]
+    ways.append(Way(Option("layer", sizes[-1], seconds[str(WHOLE_LAYER)]), WHOLE_LAYER))
+    if rates is not None:
+        ways += [Way(_moved(way.option, alone, out, back), way.config, moves=True) for way in ways]
+    return ways, alone
+
+
+def _moved(option: Option, alone: float, out: float, back: float) -> Option:
+    """The same with all that it keeps in far memory; see the note."""
+    exposed = max(0.0, option.nbytes * out - alone / 3) + max(0.0, option.nbytes * back - 2 * alone / 3)
+    return Option(f"{option.name} (moved)", 0, option.seconds + exposed)
+
+
+def _seconds_a_byte(run: RunConfig, build: Build, timeline: Timeline) -> tuple[float, float] | None:
+    """Of copies out and in; None where layers do not move."""
+    if build.device.type != "cuda" and run.optimizer_offload.offload_dir is None:
+        return None
+    if data_parallel_settings(run.parallel).shards == "optim_grads_params":
+        return None  # see the rule offload_leaves_parameters_alone
+    far, copier = copying(run, build.device, timeline)
+    out, back = measured_bandwidth(copier, far, build.device)
+    return 1 / out, 1 / back
+
+
+def _name(config: RecomputeConfig) -> str:
+    return "keep" if config is KEEP_ALL else str(config).replace(" ", "+")
+
+
+class _Probe:
+    """One layer of this run, with weights of its own, and what it is given."""
+
+    def __init__(self, run: RunConfig, build: Build, groups: Groups, number: int, recompute: RecomputeConfig) -> None:
+        self._number, self._device = number, build.device
+        self._block = TransformerBlock(dataclasses.replace(build, recompute=recompute), [number], final_norm=False)
+        parameters = local_parameters(self._block)
+        initialize(parameters, run.train.seed)
+        if build.config.lora_rank:
+            freeze_all_but_adapters(parameters)
+        assert run.data.seq_length and run.train.micro_batch_size and build.config.hidden_size
+        b, shards = run.train.micro_batch_size, groups.tp.size if build.sequence_parallel else 1
+        places = part_of(torch.arange(run.data.seq_length, device=build.device).unsqueeze(0), groups.cp, shards)
+        rotary = None
+        if build.config.rotary_dim:
+            frequencies, factor = rotary_frequencies(build.config, build.device)
+            rotary = rotary_tables(places, frequencies, factor, build.dtype)
+        segments = None
+        if run.data.reset_attention_mask or run.data.sft:
+            segments = torch.zeros(b, places.shape[1] * groups.cp.size, dtype=torch.int64, device=build.device)
+        self._positions = Positions(rotary, segments)
+        dtype = torch.float32 if build.config.fp32_residual_connection else build.dtype
+        shape = (places.shape[1] // shards, b, build.config.hidden_size)
+        self._x = torch.rand(shape, dtype=dtype, device=build.device).requires_grad_()
+        self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+
+    def seconds(self) -> float:
+        """Of a forward and a backward."""
+        synchronize(self._device)
+        started = time.perf_counter()
+        out = self._forward()
+        torch.autograd.grad(out, [self._x, *self._trained], torch.ones_like(out))
+        synchronize(self._device)
+        return time.perf_counter() - started
+
+    def saved_bytes(self) -> int:
+        """What a forward keeps for its backward: distinct storages, without parameters and what all layers share."""
+        shared = [*self._block.parameters(), *(self._positions.rotary or ())]
+        if self._positions.segments is not None:
+            shared.append(self._positions.segments)
+        known = {tensor.untyped_storage().data_ptr() for tensor in shared}
+        sizes: dict[int, int] = {}
+
+        def count(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor  # kept with the graph, so no address is used twice
+
+        with saved_tensors_hooks(count, lambda tensor: tensor):
+            out = self._forward()
+        del out
+        return sum(sizes.values())
+
+    def _forward(self) -> Tensor:
+        out: Tensor = self._block(
+            self._x, self._positions, layers=range(self._number, self._number + 1), final_norm=False
+        )
+        return out

@@ -1,0 +1,31 @@
+"""The memory plan of runs with several ranks, against what torch allocates on each of them."""
+
+import pytest
+
+from benchmarks.memory_report import LLAMA, PP2, TP2, measure
+from tests import pool
+
+SMALL = "--hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 4 --seq-length 128"
+# Messages and reductions that are under way are a few tensors more or less: the issue's 3 % hold for all of it.
+RUNS = {
+    "tp, sequence parallel, bf16": (2, f"{TP2} --sequence-parallel --bf16 --num-layers 2"),
+    "1f1b, norms again": (2, f"{PP2} --global-batch-size 8 --kaimm-recompute-norm"),
+    "zb-h1": (2, f"{PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8"),
+    "ZeRO-1, overlapped": (
+        2,
+        "--bf16 --num-layers 2 --overlapped-distributed-optimizer --grad-reduce-mode last-microbatch",
+    ),
+    "tp, interleaved": (
+        4,
+        f"{TP2} {PP2} --global-batch-size 8 --num-virtual-stages-per-pipeline-rank 2 --sequence-parallel",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_planned_is_measured(name):
+    world_size, flags = RUNS[name]
+    ranks = pool.run(world_size, measure, f"{LLAMA} {SMALL} {flags}")
+    assert len(ranks) == world_size
+    for found in ranks:
+        assert found.planned.peak == pytest.approx(found.peak, rel=0.03), (found.pp_rank, found.planned.moment)

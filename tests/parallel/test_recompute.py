@@ -1,0 +1,130 @@
+"""Recompute changes no bit of a run: losses and parameters after some steps, under layouts that meet its corners."""
+
+import dataclasses
+
+import pytest
+
+from megatron.config.context import inner_size
+from megatron.config.data_parallel import data_parallel_settings
+from megatron.config.recompute import KEEP_ALL
+from megatron.config.rules import check
+from megatron.core.parameter import local_parameters
+from megatron.core.transformer.lora import freeze_all_but_adapters
+from megatron.training.layout_parity import Layout, reduced, under
+from megatron.training.setup import build
+from tests import pool
+from tests.parallel.test_layout_parity import MODELS
+from tests.unit.config.runs import make_run
+from tests.unit.models.builds import CPU, GPT, LLAMA, accumulate, make_data_parallel, make_ids, make_model, pieces
+from tests.unit.transformer.test_recompute import MODES, full, selective
+
+STEPS = 3
+SOME = {
+    "parts": selective("core_attn", "norm", "mlp_act"),
+    "mlp": selective("core_attn", "layernorm", "mlp"),
+    "full, uniform 2": full("uniform", 2),
+    "full, block 1": full("block", 1),
+}
+OVERLAPPED = {"overlapped_distributed_optimizer": True}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params", "grad_reduce_mode": "every-microbatch"}
+OVER_TP = {"tp_comm_overlap": True}
+# model, layout, microbatches a step, dropout of attention and of hidden states, flags
+CASES = {
+    "overlapped optimizer": ("llama", Layout(2, 2, True), 1, (0.1, 0.1), OVERLAPPED),
+    "split backward": ("gpt", Layout(1, 2, pp=2, schedule="zb-v"), 4, (0.1, 0.1), OVERLAPPED),
+    "1f1b, tensor overlap": ("llama", Layout(2, 1, pp=2, schedule="1f1b"), 4, (0.0, 0.0), OVER_TP),
+    "split backward, sequence parallel": ("llama", Layout(2, 1, True, 2, "zb-h1"), 4, (0.0, 0.1), OVER_TP),
+    "sharded parameters": ("gpt", Layout(1, 2), 4, (0.1, 0.1), ZERO3),
+    "gathered keys": ("llama", Layout(1, 1, cp=2, comm_type="all_gather"), 1, (0.0, 0.1), {}),
+    "ring": ("gpt", Layout(1, 1, cp=2, comm_type="p2p"), 1, (0.0, 0.0), {}),
+    "heads for tokens": ("llama", Layout(1, 1, cp=2, comm_type="a2a"), 1, (0.1, 0.1), {}),
+}
+
+
+def make(case):
+    model, layout, microbatches, (attention, hidden), flags = CASES[case]
+    run = under(reduced(make_run(**MODELS[model], **flags), STEPS), layout)
+    shape = {"hidden_size": 32, "kv_channels": 8, "num_attention_heads": 4, "ffn_hidden_size": 32}
+    groups = {"num_query_groups": 2} if run.model.group_query_attention else {}
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(
+            run.model,
+            num_layers=8 if layout.schedule == "zb-v" else 4,
+            attention_dropout=attention,
+            hidden_dropout=hidden,
+            **shape,
+            **groups,
+        ),
+        train=dataclasses.replace(run.train, global_batch_size=layout.dp * microbatches),
+    ), layout
+
+
+def trained(run, layout):
+    """Losses, and a copy of what this rank owns of the parameters."""
+    instances = data_parallel_settings(run.parallel).optimizer_instances
+    inner = inner_size(run.parallel)
+    groups = pool.groups(tp=layout.tp, cp=layout.cp, pp=layout.pp, instances=instances, inner=inner)
+    trainer = build(run, groups, CPU)
+    losses = [trainer.train_step().loss for _ in range(STEPS)]
+    trainer.data_parallel.settle()
+    return losses, [(piece.name, part.clone()) for piece, part in trainer.data_parallel.weights()]
+
+
+def differences(rank, size, case):
+    """(losses without recompute, mode -> what is not the same with it)"""
+    run, layout = make(case)
+    losses, expected = trained(run, layout)
+    found = {}
+    for name, recompute in SOME.items():
+        again = dataclasses.replace(run, recompute=recompute)
+        check(again, size)
+        other, weights = trained(again, layout)
+        wrong = [n for (n, a), (_, b) in zip(weights, expected, strict=True) if not a.equal(b)]
+        found[name] = wrong if other == losses else ["loss", *wrong]
+    return losses, found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits(case):
+    for losses, found in pool.run(CASES[case][1].world_size, differences, case):
+        assert found == {name: [] for name in SOME}
+        assert len(set(losses)) == STEPS, "nothing was learned"
+
+
+def adapted(rank, size, fields, sequence_parallel):
+    """Gradient pieces of adapters, by mode."""
+    groups, found = pool.groups(tp=size), {}
+    for mode, recompute in {"none": KEEP_ALL, **MODES}.items():
+        model = make_model(fields, groups, spread=0.3, sequence_parallel=sequence_parallel, recompute=recompute)
+        freeze_all_but_adapters(local_parameters(model.train()))
+        data_parallel = make_data_parallel(model, groups)
+        accumulate(model, data_parallel, [make_ids(2, 8, seed) for seed in range(2)])
+        found[mode] = pieces(data_parallel)
+    return found
+
+
+@pytest.mark.parametrize(("fields", "sequence_parallel"), [(LLAMA, True), (GPT, False)], ids=["llama, sp", "gpt"])
+def test_adapters(fields, sequence_parallel):
+    fields = {**fields, "lora_rank": 3, "lora_dropout": 0.2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    for found in pool.run(2, adapted, fields, sequence_parallel):
+        for mode in MODES:
+            for (name, *_, a), (*_, b) in zip(found[mode], found["none"], strict=True):
+                assert (a == b).all(), (mode, name)
+
+
+def gathered(rank, size, recompute):
+    """All-gathers of the third step with sharded parameters."""
+    run = dataclasses.replace(make("sharded parameters")[0], recompute=recompute)
+    groups = pool.groups(instances=data_parallel_settings(run.parallel).optimizer_instances)
+    trainer = build(run, groups, CPU)
+    for _ in range(STEPS - 1):
+        trainer.train_step()
+    with groups.heartbeat.record() as calls:
+        trainer.train_step()
+    return sum(call.op == "all_gather" for call in calls)
+
+
+def test_sharded_parameters_are_gathered_once_for_recomputation_and_backward():
+    kept, again = (pool.run(2, gathered, r)[0] for r in (KEEP_ALL, SOME["full, uniform 2"]))
+    assert 0 < again <= kept

@@ -1,0 +1,375 @@
+"""The memory plan: its parts against the model's own tensors, and its peak against what torch allocates."""
+
+import dataclasses
+import importlib.util
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.memory_report import COMMON, GPT, LLAMA, measure
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import pipeline_settings
+from megatron.core.distributed.buckets import default_bucket_size
+from megatron.core.errors import ConfigError
+from megatron.core.parameter import local_parameters
+from megatron.core.pipeline_parallel.offload_pass import with_offload
+from megatron.core.pipeline_parallel.partition import whole_model
+from megatron.core.pipeline_parallel.validate import chunks_near
+from megatron.planner.activations import Place, layer_bytes
+from megatron.planner.attention_memory import AttentionMemory
+from megatron.planner.layer_memory import LayerMemory
+from megatron.planner.memory import num_microbatches, plan_memory
+from megatron.planner.parameters import rank_buckets, rank_parameters
+from megatron.planner.sizes import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER,
+    PARAMETERS,
+    Target,
+    place_of,
+    sizes_of,
+)
+from megatron.planner.tally import Profile, Tally, profile_of
+from megatron.training.arguments import parse
+from tests import pool
+from tests.unit.config.runs import make_run
+from tests.unit.models.builds import make_model
+
+ROOT = Path(__file__).parents[3]
+CUDA, CPU, WIDE = Target(cpu=False), Target(cpu=True), Target(cpu=True, wide=True)
+LLAMA_LIKE = {
+    "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+}  # fmt: skip
+
+
+def peak(target=CUDA, world=1, **fields):
+    """The plan of the only pipeline rank, or of all."""
+    ranks = plan_memory(make_run(**fields), world, target)
+    return ranks if len(ranks) > 1 else ranks[0]
+
+
+class TestTally:
+    def test_the_peak_has_a_place(self):
+        tally = Tally()
+        with tally.doing("a"):
+            tally.take("x", 5)
+            with tally.doing("b"):
+                tally.brief("y", 7)
+        tally.free("x", 2)
+        assert (dict(tally.top), tally.moment, tally.now["x"]) == ({"x": 5, "y": 7}, "a: b", 3)
+
+    def test_a_profile_is_what_its_events_are(self):
+        def work(tally):
+            with tally.doing("inner"):
+                tally.free("x", 3)
+                tally.take("y", 4)
+                tally.brief("z", 2)
+
+        apart, together = Tally(), Tally()
+        for tally in (apart, together):
+            tally.take("x", 3)
+        with apart.doing("outer"):
+            work(apart)
+        with together.doing("outer"):
+            together.play(profile_of(work))
+        assert +apart.now == +together.now == {"y": 4}
+        assert apart.moment == together.moment == "outer: inner"
+        assert sum(apart.top.values()) == sum(together.top.values()) == 6
+
+    def test_a_profile_below_the_peak_changes_nothing_about_it(self):
+        tally = Tally()
+        tally.brief("x", 10)
+        tally.play(Profile({"y": 1}, {"y": 2}, "later"))
+        assert dict(tally.top) == {"x": 10} and tally.now["y"] == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [{}, {"qk_layernorm": True, "num_query_groups": 2, "group_query_attention": True}])
+@pytest.mark.parametrize("like", [{}, LLAMA_LIKE])
+def test_parameters_are_the_models(tied, kind, like):
+    run = make_run(**{**like, **kind, "untie_embeddings_and_output_weights": not tied, "max_position_embeddings": 32})
+    model = make_model(dataclasses.asdict(run.model), pool.groups())
+    expected = {name: parameter.numel() for name, parameter in local_parameters(model).items()}
+    planned = rank_parameters(run.model, 1, [whole_model(2)])
+    assert {name: weight.numel for name, weight in planned.items()} == expected
+    assert list(planned) == list(expected), "the order decides what lies in which bucket"
+
+
+def test_pipeline_ranks_hold_the_whole_model_once_and_a_tied_embedding_twice():
+    run = make_run(pipeline_model_parallel_size=2, num_layers=4, max_position_embeddings=32)
+    settings = pipeline_settings(run.parallel, 4)
+    first, last = (rank_parameters(run.model, 1, settings.stages_of(rank)) for rank in (0, 1))
+    whole = rank_parameters(run.model, 1, [whole_model(4)])
+    assert set(first) | set(last) == set(whole)
+    assert set(first) & set(last) == {"embedding.word_embeddings.weight"}
+    assert first["embedding.word_embeddings.weight"].on_both_ends
+
+
+def test_buckets_are_padded_and_whole():
+    run = make_run(**LLAMA_LIKE)
+    weights = rank_parameters(run.model, 1, [whole_model(2)])
+    buckets = rank_buckets(weights, None, 3)
+    assert [name for bucket in buckets for name in bucket.offsets] == list(reversed(weights))
+    assert all(bucket.size % (64 * 3) == 0 for bucket in buckets)
+    numel = sum(weight.numel for weight in weights.values())
+    assert len(buckets) > 1 and max(b.size for b in buckets) >= default_bucket_size(numel, 3)
+
+
+MODULES = [(), ("norm",), ("mlp_act",), ("core_attn",), ("mlp",), ("norm", "mlp_act", "core_attn"), ("mlp", "norm")]
+MODELS = {
+    "llama": LLAMA_LIKE,
+    "llama, gqa": {**LLAMA_LIKE, "group_query_attention": True, "num_query_groups": 2},
+    "llama, qk norm": {**LLAMA_LIKE, "qk_layernorm": True},
+    "gpt": {"attention_dropout": 0.0},
+    "gpt, no dropout, no positions": {
+        "attention_dropout": 0.0, "hidden_dropout": 0.0, "position_embedding_type": "none",
+        "num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 4,
+    },
+    "squared relu, fp32 residual": {
+        **LLAMA_LIKE, "swiglu": False, "squared_relu": True, "bf16": True, "fp32_residual_connection": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("modules", MODULES, ids=" ".join)
+def test_a_layer_keeps_what_the_formula_says(name, modules):
+    """Two descriptions of one thing: the events here, and the tensors of planner/activations.py."""
+    again = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+    for target, tp, bf16 in itertools.product((CUDA, CPU), (1, 2), (False, True)):
+        fields = {**MODELS[name], **again}
+        fields["bf16"] = bf16 or fields.get("bf16", False)
+        run = make_run(**fields, tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
+        wide = target.cpu and run.model.bf16
+        assert kept_by_layer(run, Target(target.cpu, wide)) == by_formula(run, target, wide), (target, tp, bf16)
+
+
+def kept_by_layer(run, target):
+    sizes = sizes_of(run, target)
+    attention = AttentionMemory(run.model, sizes, "p2p", run.recompute.modules, split=False)
+    layer = LayerMemory(run.model, sizes, attention, run.recompute.modules, split=False)
+    forward, backward = profile_of(layer.forward), profile_of(layer.backward)
+    assert all(forward.net.get(k, 0) + backward.net.get(k, 0) == 0 for k in {*forward.net, *backward.net})
+    return forward.kept
+
+
+def by_formula(run, target, wide):
+    place = place_of(run, sizes_of(run, Target(target.cpu, wide)))
+    return sum(layer_bytes(run.model, run.recompute, place).values())
+
+
+@pytest.mark.parametrize("attention", ["unfused", "math"])
+@pytest.mark.parametrize("name", ["llama", "llama, gqa", "gpt"])
+def test_what_attention_without_a_fused_kernel_keeps(attention, name):
+    fields = {**MODELS[name], "attention_dropout": 0.1}
+    fields |= {"attention_backend": "unfused"} if attention == "unfused" else {}
+    run = make_run(**fields)
+    place = Place(run.data.seq_length, run.train.micro_batch_size, attention=attention, device="cpu")
+    assert kept_by_layer(run, CPU) == sum(layer_bytes(run.model, run.recompute, place).values())
+
+
+STATE_SHAPE = {**LLAMA_LIKE, "hidden_size": 64, "vocab_size": 1024}
+STEP_SHAPE = {**LLAMA_LIKE, "num_layers": 8, "hidden_size": 256, "vocab_size": 128, "seq_length": 512, "bf16": True}
+
+
+class TestState:
+    @pytest.mark.parametrize(
+        ("fields", "parameters", "gradients", "optimizer"),
+        [
+            ({}, 4, 4, 8),
+            ({"bf16": True}, 2, 4, 12),
+            ({"bf16": True, "use_distributed_optimizer": True}, 2, 4, 12 / 4),
+            ({"bf16": True, "data_parallel_sharding_strategy": "optim_grads"}, 2, 4 / 4, 12 / 4),
+            ({"bf16": True, "data_parallel_sharding_strategy": "optim_grads_params"}, 2 / 4, 4 / 4, 12 / 4),
+            ({"optimizer": "sgd"}, 4, 4, 4),
+            ({"bf16": True, "use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}, 2, 4, 12 / 2),
+        ],
+    )
+    def test_bytes_a_parameter(self, fields, parameters, gradients, optimizer):
+        rank = peak(world=4, **STATE_SHAPE, **fields)
+        for kind, expected in ((PARAMETERS, parameters), (GRADIENTS, gradients), (OPTIMIZER, optimizer)):
+            assert rank.at_peak[kind] / rank.parameters == pytest.approx(expected, rel=0.01)  # buckets are padded
+
+    def test_offloaded_state_is_in_host_memory(self):
+        here = peak(**STATE_SHAPE, bf16=True)
+        away = peak(**STATE_SHAPE, bf16=True, optimizer_cpu_offload=True)
+        assert here.host == 0 and here.at_peak[OPTIMIZER] > 0
+        assert away.at_peak[OPTIMIZER] == 0 and away.host >= here.at_peak[OPTIMIZER]
+
+
+class TestStep:
+    def test_kinds_sum_to_the_peak(self):
+        rank = peak(**STEP_SHAPE)
+        assert rank.peak == sum(rank.at_peak[kind] for kind in KINDS if kind in rank.at_peak)
+        assert min(rank.at_peak.values()) >= 0 and set(rank.at_peak) <= set(KINDS)
+
+    @pytest.mark.parametrize(
+        ("schedule", "kept"), [("1f1b", (4, 3, 2, 1)), ("gpipe", (8, 8, 8, 8)), ("zb-h1", (4, 4, 4, 4))]
+    )
+    def test_what_the_schedule_keeps_in_flight(self, schedule, kept):
+        fields = {"pipeline_model_parallel_size": 4, "global_batch_size": 16, "pipeline_schedule": schedule}
+        ranks = peak(world=4, **STEP_SHAPE, **fields)
+        assert tuple(rank.in_flight for rank in ranks) == kept
+        if schedule == "zb-h1":
+            return  # some of what is in flight waits for its weights' gradients alone
+        for rank in ranks[:-1]:
+            activations = sum(rank.at_peak.get(kind, 0) for kind in ACTIVATIONS)
+            assert activations == pytest.approx(rank.in_flight * rank.a_microbatch, rel=0.1)
+
+    def test_more_microbatches_cost_their_tokens_alone(self):
+        one, many = (peak(**STEP_SHAPE, global_batch_size=size) for size in (2, 64))
+        assert 0 < many.peak - one.peak < 0.02 * one.peak
+
+    def test_a_large_vocabulary_moves_the_peak_to_the_head(self):
+        assert peak(**{**STEP_SHAPE, "vocab_size": 100_000}).moment.endswith(("logits", "loss"))
+        assert not peak(**STEP_SHAPE).moment.endswith(("logits", "loss"))
+
+    def test_sequence_parallelism_and_recompute_save(self):
+        fields = STEP_SHAPE
+        whole = peak(world=2, **fields, tensor_model_parallel_size=2)
+        cut = peak(world=2, **fields, tensor_model_parallel_size=2, sequence_parallel=True)
+        assert cut.a_microbatch < whole.a_microbatch and cut.peak < whole.peak
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        again = peak(world=2, **fields, **full, tensor_model_parallel_size=2)
+        assert again.a_microbatch < 0.2 * whole.a_microbatch and again.peak < cut.peak
+
+    @pytest.mark.parametrize(("schedule", "ratio"), [("1f1b", 0.5), ("gpipe", 1.0)])
+    def test_offloaded_activations(self, schedule, ratio):
+        """What the schedule moves is as much as `chunks_near` says of it."""
+        fields = {"pipeline_model_parallel_size": 4, "global_batch_size": 16, "pipeline_schedule": schedule}
+        kept = peak(world=4, **STEP_SHAPE, **fields)[0]
+        moved = peak(world=4, **STEP_SHAPE, **fields, pipeline_offload_ratio=str(ratio))[0]
+        run = make_run(**STEP_SHAPE, **fields)
+        actions = with_offload(pipeline_settings(run.parallel, 8).schedule_of(8))
+        near = chunks_near(actions, ratio)[0]
+        saved = sum(kept.at_peak.get(kind, 0) - moved.at_peak.get(kind, 0) for kind in ACTIVATIONS)
+        assert saved == pytest.approx((kept.in_flight - near) * kept.a_microbatch, rel=0.1) and saved > 0
+        assert moved.host >= saved
+
+    @pytest.mark.parametrize(
+        "how",
+        [
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 6},
+            {"fine_grained_activation_offloading": True, "offload_modules": ("mlp_fc1", "core_attn")},
+        ],
+    )
+    def test_layers_and_parts_move_for_as_long_as_others_run(self, how):
+        fields = {"pipeline_model_parallel_size": 2, "num_layers": 16, "global_batch_size": 8}
+        kept, moved = (peak(world=2, **{**STEP_SHAPE, **fields}, **more)[0] for more in ({}, how))
+        assert moved.peak < kept.peak and moved.host > 0 and kept.host == 0
+
+    def test_messages_and_gathered_keys_are_communication(self):
+        assert COMMUNICATION not in +dict_of(peak(**STEP_SHAPE))
+        pipeline = peak(world=2, **STEP_SHAPE, pipeline_model_parallel_size=2, global_batch_size=8)
+        context = peak(world=2, **STEP_SHAPE, context_parallel_size=2, cp_comm_type=("all_gather",))
+        assert pipeline[0].at_peak[COMMUNICATION] > 0 and context.at_peak[COMMUNICATION] > 0
+
+
+def dict_of(rank):
+    return type(Tally().now)(rank.at_peak)
+
+
+def test_microbatches():
+    assert num_microbatches(make_run(global_batch_size=16), 4) == 2
+    assert num_microbatches(make_run(), 4) == 1
+
+
+@pytest.mark.parametrize(("fields", "word"), [({"vocab_size": None}, "--vocab-size"), ({"lora_rank": 4}, "adapters")])
+def test_what_is_not_planned(fields, word):
+    with pytest.raises(ConfigError, match=word):
+        plan_memory(make_run(**fields), 1, CUDA)
+
+
+SMALL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
+CASES = {
+    "llama": f"{LLAMA} --ffn-hidden-size 320",
+    "llama, bf16, GEMM-last": f"{LLAMA} --bf16 --kaimm-recompute-norm --kaimm-recompute-mlp-activation-func",
+    "llama, GQA, full": (
+        f"{LLAMA} --group-query-attention --num-query-groups 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --global-batch-size 4"
+    ),
+    "gpt, dropout": GPT,
+    "gpt, attention dropout, selective": "--recompute-activations",
+    "tied, large vocabulary": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_is_measured(name):
+    """In the issue's words within 3 %; here to 0.5 % and 20 KB, the states of random streams."""
+    found = measure(0, 1, f"{CASES[name]} {SMALL}" if "vocab" not in CASES[name] else f"{SMALL} {CASES[name]}")
+    assert found.planned.peak == pytest.approx(found.peak, rel=0.005, abs=20_000), found.planned.moment
+
+
+class TestTool:
+    FLAGS = f"{COMMON} {LLAMA}".split()
+
+    @pytest.fixture(scope="class")
+    def plan(self):
+        spec = importlib.util.spec_from_file_location("plan", ROOT / "tools" / "plan.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return lambda *flags: module.main(["memory", *map(str, flags)])
+
+    def test_a_column_a_rank(self, plan, capsys):
+        flags = ["--pipeline-model-parallel-size", 2, "--global-batch-size", 8, "--world-size", 4]
+        assert plan(*self.FLAGS, *flags) == 0
+        out = capsys.readouterr().out
+        rows = {line[:20].strip(): line[20:].split() for line in out.splitlines()}
+        run = parse([*self.FLAGS, *map(str, flags[:-2])], description="")
+        ranks = plan_memory(run, 4, Target(cpu=True))
+        assert rows["most at once"] == [f"{rank.peak / 2**20:.1f}" for rank in ranks]
+        assert rows["layers"] == ["2", "2"]
+        assert "dp 2 x pp 2, 2 microbatches a step, float32 on CPU" in out
+        for rank in ranks:
+            assert f"rank {rank.rank}: most, {rank.peak / 2**20:.1f} MiB, at {rank.moment}" in out
+
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            ["--activation-memory-budget", 0.5, "--recompute-policy", "balanced"],
+            ["--pipeline-offload-ratio", "auto"],
+            ["--optimizer-cpu-offload", "--optimizer-offload-policy", "auto"],
+        ],
+    )
+    def test_what_the_run_decides_is_said(self, plan, capsys, flags):
+        assert plan(*self.FLAGS, *flags) == 0
+        assert flags[-2] in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("flags", "word"),
+        [
+            (["--world-size", 3, "--tensor-model-parallel-size", 2], "world size 3"),
+            (["--sequence-parallell"], "did you mean --sequence-parallel"),
+            (["--lora-rank", 4, "--load", "x"], "adapters"),
+        ],
+    )
+    def test_refusals_are_one_line(self, plan, capsys, flags, word):
+        assert plan(*self.FLAGS, *flags) == 2
+        error = capsys.readouterr().err
+        assert word in error and error.count("\n") == 1
+
+    def test_it_starts_without_torch(self):
+        code = (
+            "import runpy, sys; sys.argv = ['plan.py', *sys.argv[1:]]\n"
+            "try: runpy.run_path('tools/plan.py', run_name='__main__')\n"
+            "except SystemExit as end: assert end.code == 0, end.code\n"
+            "assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code, "memory", *self.FLAGS], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_a_model_config_alone_is_enough_for_parameters():
+    config = dataclasses.replace(ModelConfig(), num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    config = dataclasses.replace(config, max_position_embeddings=4, make_vocab_size_divisible_by=1)
+    planned = rank_parameters(config, 1, [whole_model(1)])
+    # Embeddings; per layer two norms, QKV, projection, two products with biases; the final norm.
+    layer = 2 * 16 + (24 * 8 + 24) + (64 + 8) + (32 * 8 + 32) + (32 * 8 + 8)
+    assert sum(weight.numel for weight in planned.values()) == 16 * 8 + 4 * 8 + layer + 16
+    assert planned["embedding.word_embeddings.weight"].numel == 16 * 8
