@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test check bench bench-dp bench-tp bench-cp bench-pp bench-adam format
+.PHONY: quickstart test test-all check bench bench-dp bench-tp bench-cp bench-pp bench-adam format
 $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; give one with make PYTHON=python3.12")'
 	@echo "Installing into $(VENV). This happens once; torch is large."
@@ -18,6 +18,10 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# With the layouts and scripts that `make test` leaves out to stay short.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m "slow or not slow"
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,29 +16,42 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+from megatron.core.device import synchronize
+from megatron.core.groups import create_groups
+from megatron.core.heartbeat import Heartbeat
 from megatron.core.memory.activation_offload import ActivationOffload, ByRatio, Policy
 from megatron.core.memory.copier import Copier, StreamCopier, ThreadCopier, measured_bandwidth
 from megatron.core.memory.layerwise import FirstLayers, mark_layers
 from megatron.core.memory.modulewise import ByModules
 from megatron.core.memory.tiers import FarMemory
+from megatron.core.mesh import Mesh
+from megatron.core.models.presets import preset
+from megatron.core.parameter import initialize, local_parameters
 from megatron.core.pipeline_parallel.offload_pass import with_offload
 from megatron.core.pipeline_parallel.passes import with_transfers
 from megatron.core.pipeline_parallel.schedules.named import build
 from megatron.core.pipeline_parallel.simulate import Costs, simulate
 from megatron.core.pipeline_parallel.validate import chunks_near
+from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
-from tests import pool
-from tests.unit.memory.live import LiveBytes
-from tests.unit.models.builds import LLAMA, losses, make_ids, make_model
+from megatron.kernels.backends.cpu_allocator import CpuMemory
+from megatron.kernels.choose import choose_kernels
+from megatron.training.batch import make_batch
+from megatron.training.setup import build_model
+from megatron.training.step import tensors_of, weighted_loss
 
-LAYERS = 8
-FIELDS = {
-    **LLAMA,
+LAYERS, SAMPLES, TOKENS = 8, 4, 512
+SHAPE = {
+    **preset("llama-tiny"),
     "num_layers": LAYERS,
     "hidden_size": 256,
     "num_attention_heads": 8,
+    "num_query_groups": 4,
     "ffn_hidden_size": 688,
-    "max_position_embeddings": 512,
+    "vocab_size": 512,
 }
 
 
@@ -46,7 +59,10 @@ class Trial:
     """One way of offload on one model."""
 
     def __init__(self, policy: Policy, device: torch.device) -> None:
-        self.model = make_model(FIELDS, pool.groups(), device=device)
+        run = RunConfig(model=ModelConfig(**SHAPE))
+        groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
+        self.model = build_model(run, groups, device, choose_kernels(run.model, device), RngTracker(1, groups, device))
+        initialize(local_parameters(self.model), 1)
         layers = list(self.model.decoder.layers.values())
         timeline = Timeline(device)
         copier: Copier = StreamCopier(device, timeline) if device.type == "cuda" else ThreadCopier(timeline)
@@ -55,21 +71,21 @@ class Trial:
         mark_layers(self.offload, layers)
         if isinstance(policy, ByModules):
             policy.mark(layers)
-        self.ids = make_ids(4, 512).to(device)
+        ids = torch.randint(512, (SAMPLES, TOKENS + 1), generator=torch.Generator().manual_seed(1)).to(device)
+        self.batch, self._device = make_batch(ids, -1, DataConfig()), device
         self.seconds: list[float] = []
 
     def step(self) -> None:
         """Forward and backward of one microbatch."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        self.offload.begin_step(frozenset(), [self.ids])
+        self.offload.begin_step(frozenset(), tensors_of([self.batch], []))
         with self.offload.forward(0, 0, None):
-            loss = losses(self.model, self.ids).sum()
+            loss = weighted_loss(self.model, self.batch, self.batch.loss_mask)
         self.offload.begin_backward()
         loss.backward()
         self.offload.end_step()
-        if self.ids.is_cuda:
-            torch.cuda.synchronize()
+        synchronize(self._device)
 
     def timed(self) -> None:
         """A step whose time counts."""
@@ -79,14 +95,16 @@ class Trial:
 
     def peak(self) -> int:
         """Bytes of a step above those before it."""
-        if self.ids.is_cuda:
+        if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             self.step()
             return torch.cuda.max_memory_allocated() - before
-        with LiveBytes() as live:
-            self.step()
-        return live.peak
+        memory = CpuMemory()
+        before = memory.allocated
+        memory.reset_peak()
+        self.step()
+        return memory.peak - before
 
 
 def by_layer(rounds: int) -> None:

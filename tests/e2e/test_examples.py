@@ -37,7 +37,13 @@ def test_every_family_has_both():
     assert set(SCRIPTS) == both
 
 
-@pytest.mark.parametrize("path", SCRIPTS)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if "llama" in path or "qwen/finetune" in path else [pytest.mark.slow])
+        for path in SCRIPTS
+    ],
+)
 def test_every_script(path, made, tmp_path):
     """Two steps from a Hugging Face folder, by the command that the script prints, without torchrun's start-up.
 
@@ -75,6 +81,7 @@ def test_pretrain_under_torchrun(first_run):
     assert (folder / "run/latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
 
+@pytest.mark.slow
 def test_slurm_on_two_nodes_goes_on_under_another_layout(first_run):
     folder, options, _ = first_run
     for name, text in EXECUTABLES.items():

@@ -47,7 +47,9 @@ def reference(model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=[pytest.mark.slow] if each.tp == 4 else []) for each in LAYOUTS], ids=str
+)
 def test_layout(model, layout):
     run, expected = reference(model)
     check(under(run, layout), layout.world_size)

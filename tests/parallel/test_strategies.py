@@ -67,7 +67,7 @@ def names_of(mode, world):
     return [name for name in chosen if ("mode" in STRATEGIES[name]) == (mode == "every-microbatch")]
 
 
-@pytest.mark.parametrize(("world", "accumulation"), [(2, 4), (3, 1), (4, 1)])
+@pytest.mark.parametrize(("world", "accumulation"), [(2, 4), (3, 1), pytest.param(4, 1, marks=pytest.mark.slow)])
 class TestReplicas:
     def test_same_bits_when_gradients_are_reduced_once(self, world, accumulation):
         """Sums are taken in rank order, whatever is sharded and whenever it travels."""

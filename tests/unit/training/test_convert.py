@@ -105,6 +105,7 @@ def test_several_shards_have_an_index(tmp_path, monkeypatch):
     assert all(torch.equal(p, expected[key]) for key, p in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_small_blocks_give_the_same_files(tmp_path, monkeypatch):
     save_hf_model("llama with biases", tmp_path / "hf")
     source = HFSource(tmp_path / "hf")
