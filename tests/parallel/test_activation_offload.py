@@ -83,13 +83,13 @@ CASES = [
     (Layout(2, 1, True), 4, 4, 0.1, ALL, {0, 1}),
     (Layout(1, 1, cp=2), 4, 1, 0.0, ALL, {0, 1}),
     (Layout(1, 1, pp=2, schedule="interleaved", chunks=2), 8, 4, 0.1, HALF, {0, 1}),
-    (Layout(1, 1, pp=2, schedule="1f1b"), 8, 4, 0.0, ALL, {0, 1}),
+    pytest.param(Layout(1, 1, pp=2, schedule="1f1b"), 8, 4, 0.0, ALL, {0, 1}, marks=pytest.mark.slow),
     (Layout(1, 1, pp=2, schedule="zb-v"), 8, 4, 0.1, ALL, {0, 1}),
-    (Layout(2, 1, pp=2, schedule="gpipe"), 8, 4, 0.1, HALF, {0, 1, 2, 3}),
+    pytest.param(Layout(2, 1, pp=2, schedule="gpipe"), 8, 4, 0.1, HALF, {0, 1, 2, 3}, marks=pytest.mark.slow),
     (Layout(1, 1, pp=4, schedule="1f1b"), 12, 4, 0.1, HALF, {0, 1, 2, 3}),
     (Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, ALL, {0, 1, 2, 3}),
-    (Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, MODULES, {0, 1, 2, 3}),
-    (Layout(1, 1, pp=4, schedule="1f1b"), 12, 4, 0.1, LAYERS, {0, 1, 2, 3}),
+    pytest.param(Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, MODULES, {0, 1, 2, 3}, marks=pytest.mark.slow),
+    pytest.param(Layout(1, 1, pp=4, schedule="1f1b"), 12, 4, 0.1, LAYERS, {0, 1, 2, 3}, marks=pytest.mark.slow),
 ]
 
 

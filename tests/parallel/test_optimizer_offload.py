@@ -49,7 +49,7 @@ def assert_same(found, expected):
     ("world", "names", "accumulation", "fields"),
     [
         (2, ("plain, overlapped", "optim, overlapped", "grads, overlapped"), 4, SMALL),
-        (3, ("plain", "optim", "params"), 1, BF16),
+        pytest.param(3, ("plain", "optim", "params"), 1, BF16, marks=pytest.mark.slow),
     ],
     ids=["fp32", "bf16"],
 )

@@ -67,7 +67,9 @@ def names_of(mode, world):
     return [name for name in chosen if ("mode" in STRATEGIES[name]) == (mode == "every-microbatch")]
 
 
-@pytest.mark.parametrize(("world", "accumulation"), [(2, 4), (3, 1), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "accumulation"), [(2, 4), *(pytest.param(world, 1, marks=pytest.mark.slow) for world in (3, 4))]
+)
 class TestReplicas:
     def test_same_bits_when_gradients_are_reduced_once(self, world, accumulation):
         """Sums are taken in rank order, whatever is sharded and whenever it travels."""
@@ -99,7 +101,7 @@ def test_it_learns():
     assert losses[-1] < 0.95 * losses[0] and norms[0] > 0.5
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_with_tensor_parallelism(sequence_parallel):
     """Tied embeddings, biases and norms whose gradients are parts over tp, and slices that cut them."""
     names = ("plain", "optim", "grads, overlapped", "params")
