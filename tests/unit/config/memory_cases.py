@@ -1,0 +1,211 @@
+"""What each rule about memory refuses, and what it lets through; see test_rules.py."""
+
+from megatron.config import rules_activation_offload, rules_optimizer_offload, rules_recompute
+
+BALANCED = {"recompute_policy": "balanced", "activation_memory_budget": 0.5}
+PARTS_MOVE = {"fine_grained_activation_offloading": True, "num_layers": 4}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
+
+# rule, a run that it stops, the same run mended, world size, words of its message
+MEMORY_CASES = [
+    (
+        rules_recompute.full_recompute_is_complete,
+        {"recompute_granularity": "full"},
+        FULL,
+        1,
+        ["--recompute-method and --recompute-num-layers"],
+    ),
+    (
+        rules_recompute.full_recompute_is_complete,
+        {**FULL, "recompute_num_layers": None},
+        {"recompute_granularity": "selective"},
+        1,
+        ["needs --recompute-num-layers;"],
+    ),
+    (
+        rules_recompute.full_recompute_is_alone,
+        {**FULL, "recompute_activations": True},
+        {"recompute_granularity": "selective", "recompute_activations": True},
+        1,
+        ["--recompute-activations asks for parts"],
+    ),
+    (
+        rules_recompute.full_recompute_is_alone,
+        {**FULL, "kaimm_recompute_norm": True},
+        {"kaimm_recompute_norm": True, "kaimm_recompute_mlp_activation_func": True},
+        1,
+        ["--kaimm-recompute-norm", "full"],
+    ),
+    (
+        rules_recompute.balanced_recompute_is_alone,
+        {**BALANCED, "recompute_activations": True},
+        BALANCED,
+        1,
+        ["--recompute-activations", "balanced", "remove one"],
+    ),
+    (
+        rules_recompute.balanced_recompute_has_a_budget,
+        {"recompute_policy": "balanced"},
+        BALANCED,
+        1,
+        ["--activation-memory-budget", "0.5"],
+    ),
+    (
+        rules_recompute.recomputed_parts_are_apart,
+        {"recompute_activations": True, "recompute_modules": ("mlp",), "kaimm_recompute_mlp_activation_func": True},
+        {"recompute_activations": True, "recompute_modules": ("mlp", "layernorm"), "kaimm_recompute_norm": True},
+        1,
+        ["mlp_act", "remove one"],
+    ),
+    (
+        rules_recompute.recomputed_layers_exist,
+        {**FULL, "recompute_num_layers": 5, **PP2},
+        {**FULL, "recompute_num_layers": 4, **PP2},
+        2,
+        ["5", "the 4 layers"],
+    ),
+    (
+        rules_optimizer_offload.one_optimizer_offload,
+        {"offload_optimizer_states": True, "optimizer": "hybridadam"},
+        {"offload_optimizer_states": True},
+        1,
+        ["--optimizer hybridadam", "--offload-optimizer-states", "remove one"],
+    ),
+    (
+        rules_optimizer_offload.one_optimizer_offload,
+        {"offload_optimizer_states": True, "optimizer_cpu_offload": True},
+        {"optimizer_cpu_offload": True},
+        1,
+        ["--optimizer-cpu-offload updates"],
+    ),
+    (
+        rules_optimizer_offload.cpu_offload_is_adam,
+        {"optimizer_cpu_offload": True, "optimizer": "sgd"},
+        {"offload_optimizer_states": True, "optimizer": "sgd"},
+        1,
+        ["sgd", "--offload-optimizer-states instead"],
+    ),
+    (
+        rules_optimizer_offload.chunks_are_aligned,
+        {"optimizer_offload_chunk_size": 1000},
+        {"optimizer_offload_chunk_size": 960},
+        1,
+        ["1000", "give 960"],
+    ),
+    (
+        rules_optimizer_offload.low_precision_state_is_allowed,
+        {"exp_avg_sq_dtype": "bf16"},
+        {"exp_avg_sq_dtype": "bf16", "use_precision_aware_optimizer": True},
+        1,
+        ["--exp-avg-sq-dtype bf16 needs --use-precision-aware-optimizer"],
+    ),
+    (
+        rules_optimizer_offload.low_precision_state_is_allowed,
+        {"optimizer": "sgd", "use_precision_aware_optimizer": True},
+        {"optimizer": "hybridadam", "use_precision_aware_optimizer": True},
+        1,
+        ["is for adam", "sgd"],
+    ),
+    (
+        rules_optimizer_offload.remainders_have_weights,
+        {"main_params_dtype": "bf16", "use_precision_aware_optimizer": True, "fp16": True},
+        {"main_params_dtype": "bf16", "use_precision_aware_optimizer": True, "bf16": True},
+        1,
+        ["float16", "add --bf16"],
+    ),
+    (
+        rules_optimizer_offload.remainders_have_weights,
+        {
+            "main_params_dtype": "bf16",
+            "use_precision_aware_optimizer": True,
+            "bf16": True,
+            "optimizer_cpu_offload": True,
+        },
+        {
+            "main_params_dtype": "bf16",
+            "use_precision_aware_optimizer": True,
+            "bf16": True,
+            "offload_optimizer_states": True,
+        },
+        1,
+        ["host memory", "--offload-optimizer-states"],
+    ),
+    (
+        rules_activation_offload.offload_ratio_is_a_share,
+        {"pipeline_offload_ratio": "half"},
+        {"pipeline_offload_ratio": "auto"},
+        1,
+        ["half", "0 to 1"],
+    ),
+    (
+        rules_activation_offload.offload_ratio_is_a_share,
+        {"pipeline_offload_ratio": "1.5"},
+        {"pipeline_offload_ratio": "1"},
+        1,
+        ["1.5", "auto"],
+    ),
+    (
+        rules_activation_offload.offload_ratio_is_a_share,
+        {"pipeline_offload_ratio": "nan"},
+        {"pipeline_offload_ratio": "0"},
+        1,
+        ["nan"],
+    ),
+    (
+        rules_activation_offload.one_way_of_activation_offload,
+        {"pipeline_offload_ratio": "0.5", "cpu_offloading": True},
+        {"pipeline_offload_ratio": "0.5"},
+        1,
+        ["--pipeline-offload-ratio and --cpu-offloading", "one of them"],
+    ),
+    (
+        rules_activation_offload.offload_leaves_parameters_alone,
+        {"pipeline_offload_ratio": "0.5", "data_parallel_sharding_strategy": "optim_grads_params"},
+        {"pipeline_offload_ratio": "0.5", "data_parallel_sharding_strategy": "optim_grads"},
+        2,
+        ["optim_grads_params", "give optim_grads"],
+    ),
+    (
+        rules_activation_offload.offloaded_layers_exist,
+        {**PP2, "cpu_offloading": True, "cpu_offloading_num_layers": 4},
+        {**PP2, "cpu_offloading": True, "cpu_offloading_num_layers": 3},
+        2,
+        ["1 to 3", "2 needs the least"],
+    ),
+    (
+        rules_activation_offload.offloaded_layers_exist,
+        {**PP2, "num_layers": 2, "cpu_offloading": True, "cpu_offloading_num_layers": 1},
+        {**PP2, "num_layers": 4, "cpu_offloading": True, "cpu_offloading_num_layers": 1},
+        2,
+        ["one layer", "fewer pipeline stages"],
+    ),
+    (
+        rules_activation_offload.offloaded_modules_are_given,
+        {"fine_grained_activation_offloading": True, "num_layers": 4},
+        {"fine_grained_activation_offloading": True, "num_layers": 4, "offload_modules": ("mlp_act",)},
+        1,
+        ["--offload-modules"],
+    ),
+    (
+        rules_activation_offload.offloaded_modules_are_given,
+        {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
+        {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",), "num_layers": 3},
+        1,
+        ["2 layers at most"],
+    ),
+    (
+        rules_activation_offload.offloaded_modules_keep_something,
+        {**PARTS_MOVE, "offload_modules": ("attn_norm", "mlp_fc1"), "kaimm_recompute_norm": True},
+        {**PARTS_MOVE, "offload_modules": ("mlp_fc1",), "kaimm_recompute_norm": True},
+        1,
+        ["attn_norm names", "norm"],
+    ),
+    (
+        rules_activation_offload.offloaded_modules_keep_something,
+        {**PARTS_MOVE, "offload_modules": ("core_attn",), **FULL},
+        {**PARTS_MOVE, "offload_modules": ("core_attn",)},
+        1,
+        ["core_attn"],
+    ),
+]
