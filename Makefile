@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test test-all check bench bench-dp bench-tp bench-cp bench-pp bench-adam format
+.PHONY: quickstart test test-all check bench bench-dp bench-tp bench-cp bench-pp bench-adam bench-recompute \
+	bench-offload bench-memory format
 $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; give one with make PYTHON=python3.12")'
 	@echo "Installing into $(VENV). This happens once; torch is large."
@@ -53,3 +54,14 @@ bench-pp: $(STAMP)
 # 3 GB of memory; a quiet machine.
 bench-adam: $(STAMP)
 	$(BIN)/python benchmarks/cpu_adam.py
+
+bench-recompute: $(STAMP)
+	$(BIN)/python -m benchmarks.recompute
+
+bench-offload: $(STAMP)
+	$(BIN)/python -m benchmarks.activation_offload
+	$(BIN)/python -m benchmarks.optimizer_offload
+
+# Planned beside measured memory, counted to the byte: any machine, however busy.
+bench-memory: $(STAMP)
+	$(BIN)/python -m benchmarks.memory_report

@@ -119,7 +119,7 @@ def report(args: argparse.Namespace, sides: dict[str, Side]) -> None:
     print(
         f"{count / 1e6:.1f} M parameters, {args.dtype}, {args.batch} x {args.seq} tokens in {args.microbatches} "
         f"microbatches, chunks of {args.chunk}, {torch.get_num_threads()} threads of {os.cpu_count()} cores, torch "
-        f"{torch.__version__}"
+        f"{torch.__version__}\n"
     )
     for side in sides.values():
         side.steps(2)

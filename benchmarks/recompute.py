@@ -1,68 +1,84 @@
-"""What recompute costs and saves: steps of a small Llama with every mode, in turn, in one process.
+"""What recompute costs and saves: steps of a small Llama with every mode, in one process, and what `balanced` makes of it.
 
-A step is forward, loss, backward, clipping and update. Rounds go through all modes; the ratio is the median over rounds of a
-mode's time to that of the step without recompute in the same round, by the wall clock and by the process's own CPU time,
-which other work on the machine disturbs less. Saved bytes are counted: distinct storages that autograd keeps for one
-microbatch, without parameters. All modes train the same model on the same batch, and their losses have to be equal.
+    python -m benchmarks.recompute
+
+A step is forward, loss, backward, clipping and update. On the CPU rounds go through all modes, so all meet the same machine;
+the ratio is the median over rounds of a mode's time to that of the step without recompute in the same round, by the wall
+clock and by the process's own CPU time, which other work on the machine disturbs less. On CUDA one mode after the
+other has the device to itself, and a row has the peak of a step in allocated memory, all state included.
+Saved bytes are counted: distinct storages that autograd keeps for one microbatch, without parameters and without what
+moves to host memory. All modes train the same model on the same batch, and their losses have to be equal.
+
+The second table is of the balanced policy: what it predicted, what was measured, and what fixed choices would take for
+the same bytes: on the straight line between the two nearest of those modes that no other beats in both.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
+from benchmarks.recompute_trial import Trial
 from megatron.config.data import DataConfig
-from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.model import ModelConfig
-from megatron.config.recompute import RecomputeConfig
-from megatron.config.run import RunConfig
+from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.core.device import choose_device, synchronize
-from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.groups import create_groups
-from megatron.core.heartbeat import Heartbeat
-from megatron.core.mesh import Mesh
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.presets import preset
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.parameter import initialize, local_parameters
-from megatron.core.tensor_parallel.random import RngTracker
-from megatron.kernels.choose import choose_kernels
+from megatron.planner.balance import Option, not_beaten
+from megatron.training.balanced_recompute import Balanced
 from megatron.training.batch import Batch, make_batch
-from megatron.training.setup import build_model
-from megatron.training.step import TrainStep, weighted_loss
-from megatron.training.timers import Timers
 
-LR, WEIGHT_DECAY = 1e-4, 0.01
+NONE, BUDGETS = "none", (0.9, 0.6, 0.35)
+Times = tuple[float, float]  # seconds by the clock, and of all cores of the process
 
 
 def _parts(*names: str) -> RecomputeConfig:
     return RecomputeConfig(recompute_granularity="selective", recompute_modules=names)
 
 
-MODES = {
-    "none": RecomputeConfig(),
-    "norm": _parts("norm"),
-    "mlp_act": _parts("mlp_act"),
-    "norm mlp_act (GEMM-last)": _parts("norm", "mlp_act"),
-    "core_attn": _parts("core_attn"),
-    "core_attn norm mlp_act": _parts("core_attn", "norm", "mlp_act"),
-    "mlp": _parts("mlp"),
-    "norm mlp": _parts("norm", "mlp"),
-    "full, uniform 1": RecomputeConfig(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    ),
-    "full, block, half": RecomputeConfig(recompute_granularity="full", recompute_method="block"),
-}
+def _full(method: str, number: int) -> RecomputeConfig:
+    return RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
+
+
+def _balanced(share: float) -> RecomputeConfig:
+    return RecomputeConfig(recompute_policy=BALANCED, activation_memory_budget=share)
+
+
+def modes(layers: int) -> dict[str, RecomputeConfig]:
+    """Rows of the table, of a model with so many layers."""
+    return {
+        NONE: RecomputeConfig(),
+        "norm": _parts("norm"),
+        "mlp_act": _parts("mlp_act"),
+        "norm mlp_act (GEMM-last)": _parts("norm", "mlp_act"),
+        "core_attn": _parts("core_attn"),
+        "core_attn norm mlp_act": _parts("core_attn", "norm", "mlp_act"),
+        "mlp": _parts("mlp"),
+        "norm mlp": _parts("norm", "mlp"),
+        "full, uniform 1": _full("uniform", 1),
+        "full, block, half": _full("block", layers // 2),
+        **{f"balanced, {share:g}": _balanced(share) for share in BUDGETS},
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was measured of one mode. saved: bytes; loss: of the first step; peak: bytes, on CUDA."""
+
+    saved: int
+    loss: float
+    times: Sequence[Times]
+    peak: int | None
+    balanced: Balanced | None
 
 
 def main() -> None:
-    """Print one table, a row a mode."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
@@ -77,87 +93,115 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args()
     device = choose_device(args.device, 0)
-    ids = torch.randint(0, args.vocab, (args.batch, args.seq + 1), device=device)
-    batch = make_batch(ids, args.vocab, dataclasses.replace(DataConfig(), seq_length=args.seq))
-    steps, saved = {}, {}
-    for name, recompute in MODES.items():
-        if recompute.recompute_method == "block":
-            recompute = dataclasses.replace(recompute, recompute_num_layers=args.layers // 2)
-        model, steps[name] = make(args, recompute, batch, device)
-        saved[name] = saved_bytes(model, batch)
-    losses = {name: step() for name, step in steps.items()}  # warm-up
-    assert len(set(losses.values())) == 1, f"losses differ: {losses}"
-    times = measure(steps, args.rounds, device)
     print(
         f"{args.layers} layers, hidden {args.hidden}, ffn {args.ffn}, heads {args.heads}/{args.kv_heads}, vocabulary "
         f"{args.vocab}, batch {args.batch} x {args.seq} tokens, {args.dtype}, {device.type}, {torch.get_num_threads()} "
         f"threads, torch {torch.__version__}, {args.rounds} rounds\n"
     )
-    print("| recomputed | saved, MB | of none | step, ms | ratio | CPU ratio |\n|---|---|---|---|---|---|")
-    for name in MODES:
-        wall, cpu = (
-            statistics.median(mine[which] / none[which] for mine, none in zip(times[name], times["none"], strict=True))
-            for which in (0, 1)
-        )
-        median = statistics.median(seconds for seconds, _ in times[name]) * 1000
-        share = saved[name] / saved["none"]
-        print(f"| {name} | {saved[name] / 1e6:.1f} | {share:.0%} | {median:.0f} | {wall:.3f} | {cpu:.3f} |")
-
-
-def make(
-    args: argparse.Namespace, recompute: RecomputeConfig, batch: Batch, device: torch.device
-) -> tuple[GPTModel, Callable[[], float]]:
-    """A model, and a step of it, which returns the loss."""
-    shape = {
-        **preset("llama-tiny"),
-        "num_layers": args.layers,
-        "hidden_size": args.hidden,
-        "ffn_hidden_size": args.ffn,
-        "num_attention_heads": args.heads,
-        "num_query_groups": args.kv_heads,
-        "vocab_size": args.vocab,
-        "bf16": args.dtype == "bfloat16",
-    }
-    run = RunConfig(model=ModelConfig(**shape), recompute=recompute)
-    groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
-    model = build_model(run, groups, device, choose_kernels(run.model, device), RngTracker(1, groups, device))
-    initialize(local_parameters(model), 1)
-    data_parallel = DataParallel(model, groups, data_parallel_settings(run.parallel), device)
-    optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=False)
-    step = TrainStep(model, data_parallel, optimizer, groups, Timers(0, lambda: None), per_token=True)
-    return model, lambda: step([batch], LR, WEIGHT_DECAY)[0]
-
-
-def saved_bytes(model: GPTModel, batch: Batch) -> int:
-    """Bytes of distinct storages that autograd keeps of a forward, head and loss included."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in weights:
-            found[address] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = weighted_loss(model, batch, batch.loss_mask)
-    assert loss.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    ids = torch.randint(0, args.vocab, (args.batch, args.seq + 1), device=device)
+    batch = make_batch(ids, args.vocab, DataConfig(seq_length=args.seq))
+    rows = measure(args, modes(args.layers), batch, device)
+    assert rows, "nothing fits on the device"
+    losses = {name: row.loss for name, row in rows.items()}
+    assert len(set(losses.values())) == 1, f"losses differ: {losses}"
+    report(rows)
+    report_balanced(rows)
 
 
 def measure(
-    steps: dict[str, Callable[[], float]], rounds: int, device: torch.device
-) -> dict[str, list[tuple[float, float]]]:
-    """Of each mode and round: (seconds by the clock, by the process)."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
+    args: argparse.Namespace, wanted: Mapping[str, RecomputeConfig], batch: Batch, device: torch.device
+) -> dict[str, Row]:
+    """A row a mode. On CUDA one after the other, without those that do not fit on the device."""
+    if device.type != "cuda":
+        return measure_in_turn(args, wanted, batch, device)
+    rows: dict[str, Row] = {}
+    for name, recompute in wanted.items():
+        try:
+            rows |= measure_in_turn(args, {name: recompute}, batch, device)
+        except torch.OutOfMemoryError:
+            print(f"{name}: does not fit")
+        gc.collect()  # a model and its hooks hold each other
+        torch.cuda.empty_cache()
+    return rows
+
+
+def measure_in_turn(
+    args: argparse.Namespace, wanted: Mapping[str, RecomputeConfig], batch: Batch, device: torch.device
+) -> dict[str, Row]:
+    """A row a mode; all of them are in memory together."""
+    trials = {name: Trial(args, recompute, batch, device) for name, recompute in wanted.items()}
+    losses = {name: trial.step() for name, trial in trials.items()}  # warm-up
+    saved = {name: trial.saved() for name, trial in trials.items()}
+    times: dict[str, list[Times]] = {name: [] for name in trials}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(args.rounds):
+        for name, trial in trials.items():
             synchronize(device)
             started, used = time.perf_counter(), time.process_time()
-            step()
+            trial.step()
             synchronize(device)
             times[name].append((time.perf_counter() - started, time.process_time() - used))
-    return times
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {name: Row(saved[name], losses[name], times[name], peak, trials[name].balanced) for name in trials}
+
+
+def report(rows: Mapping[str, Row]) -> None:
+    """Print the first table. Ratios are to the first row, which is `none` where that fits."""
+    base = next(iter(rows.values()))
+    peaks = base.peak is not None
+    print("| recomputed | saved, MB | of none | step, ms | ratio |" + (" peak, MB |" if peaks else " CPU ratio |"))
+    print("|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        wall, cpu = (
+            statistics.median(mine[which] / none[which] for mine, none in zip(row.times, base.times, strict=True))
+            for which in (0, 1)
+        )
+        last = f"{row.peak / 1e6:.0f}" if row.peak is not None else f"{cpu:.3f}"
+        median = 1e3 * statistics.median(seconds for seconds, _ in row.times)
+        share = row.saved / base.saved
+        print(f"| {name} | {row.saved / 1e6:.1f} | {share:.0%} | {median:.0f} | {wall:.3f} | {last} |")
+
+
+def report_balanced(rows: Mapping[str, Row]) -> None:
+    """Print the second table, if there is a step without recompute."""
+    if NONE not in rows:
+        return
+    none = rows[NONE]
+    fixed = {name: row for name, row in rows.items() if row.balanced is None}
+    clocks = ("by the clock", "CPU time")[: 1 if none.peak is not None else 2]  # a GPU works beside the process
+    measured = " | ".join(f"{clock} | fixed choices" for clock in clocks)
+    print(f"\n| | layers | saved, MB: predicted | measured | added, ms: predicted | {measured} |")
+    print("|---|---|---|---|---|" + "---|---|" * len(clocks))
+    for name, row in rows.items():
+        if row.balanced is None:
+            continue
+        predicted = none.saved - row.balanced.keep + row.balanced.choice.nbytes
+        cells = [name, str(row.balanced), f"{predicted / 1e6:.1f}", f"{row.saved / 1e6:.1f}"]
+        cells.append(f"{1e3 * row.balanced.choice.seconds:.1f}")
+        for which in range(len(clocks)):
+            points = [Option(key, each.saved, added(each, none, which)) for key, each in fixed.items()]
+            there = on_the_line(points, row.saved)
+            cells.append(f"{1e3 * added(row, none, which):.1f}")
+            cells.append("none keeps as little" if there is None else f"{1e3 * there:.1f}")
+        print(f"| {' | '.join(cells)} |")
+
+
+def added(row: Row, none: Row, which: int) -> float:
+    """Seconds of a step beyond those without recompute: the median over rounds."""
+    return statistics.median(mine[which] - base[which] for mine, base in zip(row.times, none.times, strict=True))
+
+
+def on_the_line(points: Sequence[Option], nbytes: int) -> float | None:
+    """Seconds at `nbytes` on the line through the points that no other beats; None below the leanest of them."""
+    line = not_beaten(points)
+    if nbytes >= line[0].nbytes:
+        return line[0].seconds
+    for wide, lean in itertools.pairwise(line):
+        if nbytes >= lean.nbytes:
+            part = (wide.nbytes - nbytes) / (wide.nbytes - lean.nbytes)
+            return wide.seconds + part * (lean.seconds - wide.seconds)
+    return None
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -49,10 +50,10 @@ class Pool:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout
-        while len(results) + len(errors) < len(self._pipes):
-            for rank, pipe in enumerate(self._pipes):
-                if rank in results or rank in errors or not pipe.poll(0.002):
-                    continue
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            for pipe in wait(waiting, 1.0):
+                rank = waiting.pop(pipe)
                 try:
                     ok, value = pipe.recv()
                 except EOFError:

@@ -1,4 +1,4 @@
-"""Activations that wait for their backward in far memory, and what the flags amount to."""
+"""Activations and weights that wait in far memory, and what the flags amount to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_nor
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffloadConfig:
-    """Which of what a forward saves moves to host memory until its backward. One of three ways."""
+    """Which of what a forward saves moves to host memory until its backward, in one of three ways; and which weights wait
+    there for their forward, backward and update."""
 
     pipeline_offload_ratio: str | None = flag(
         None,
@@ -26,7 +27,14 @@ class ActivationOffloadConfig:
     cpu_offloading: bool = flag(
         False, "keep all activations of each stage's first --cpu-offloading-num-layers layers in host memory"
     )
-    cpu_offloading_num_layers: int = flag(0, "how many layers of a stage --cpu-offloading moves; the others stay")
+    cpu_offloading_weights: bool = flag(
+        False,
+        "keep the weights of each stage's first --cpu-offloading-num-layers layers in host memory; they visit the device "
+        "for their forward, backward and update",
+    )
+    cpu_offloading_num_layers: int = flag(
+        0, "how many layers of a stage --cpu-offloading and --cpu-offloading-weights move; the others stay"
+    )
     fine_grained_activation_offloading: bool = flag(
         False, "keep what --offload-modules save in host memory, in all layers of a stage but the last two"
     )
@@ -42,6 +50,11 @@ class ActivationOffloadConfig:
         if self.fine_grained_activation_offloading:
             return "modules"
         return "ratio" if self.pipeline_offload_ratio is not None and self.ratio != 0.0 else None
+
+    @property
+    def far_weight_layers(self) -> int:
+        """How many layers of a stage, from the first on, have their weights in host memory."""
+        return self.cpu_offloading_num_layers if self.cpu_offloading_weights else 0
 
     @property
     def ratio(self) -> float | None:

@@ -1,4 +1,4 @@
-"""What the start-up table says about activation offload."""
+"""What the start-up table says about the offload of activations and weights."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def activation_offload_row(run: RunConfig, microbatches: int) -> tuple[str, str,
     if where and offload.ratio is None:
         return asked, "off at first", f"decided after the second step, and logged; {where}"
     return asked, f"{asked}: {where}" if where else "off", why
+
+
+def weight_offload_row(run: RunConfig) -> tuple[str, str, str]:
+    """(asked, in effect, why). Pure."""
+    count = run.activation_offload.far_weight_layers
+    if not count:
+        return "off", "off", ""
+    directory = run.optimizer_offload.offload_dir
+    asked = f"first {count} layer{'s' if count > 1 else ''} of a stage"
+    return asked, f"{asked}: in {f'files in {directory}' if directory else 'host memory'}", ""
 
 
 def _where_a_ratio_works(run: RunConfig, microbatches: int) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config.activation_offload_row import activation_offload_row
+from megatron.config.activation_offload_row import activation_offload_row, weight_offload_row
 from megatron.config.context import attention_comm_types
 from megatron.config.data_parallel import AUTO, EVERY, data_parallel_settings
 from megatron.config.optimizer_offload import OFF, STATES, offload_settings, updates_on_cpu
@@ -60,6 +60,7 @@ def features(run: RunConfig, facts: Facts) -> list[Feature]:
         _optimizer_sharding(run, facts),
         _recompute(run, facts),
         _activation_offload(run, facts),
+        _weight_offload(run, facts),
         _optimizer_offload(run, facts),
         _optimizer_state(run),
         _gradient_reduction(run, facts),
@@ -176,6 +177,13 @@ def _recompute(run: RunConfig, facts: Facts) -> Feature:
 
 def _activation_offload(run: RunConfig, facts: Facts) -> Feature:
     return Feature("activation offload", *activation_offload_row(run, _microbatches(run, facts)))
+
+
+def _weight_offload(run: RunConfig, facts: Facts) -> Feature:
+    asked, in_effect, why = weight_offload_row(run)
+    if asked != "off" and facts.device == "cpu" and not run.optimizer_offload.offload_dir:
+        why = "the device is the CPU, and host memory its own"
+    return Feature("weight offload", asked, in_effect, why)
 
 
 _SHARED = {

@@ -1,9 +1,8 @@
-"""Rules about activation offload. See `rules_model` for what a rule is."""
+"""Rules about the offload of activations and weights. See `rules_model` for what a rule is."""
 
 from __future__ import annotations
 
 from megatron.config.activation_offload import AUTO, OFFLOAD_MODULES
-from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.recompute import MLP_ACT, NORM, WHOLE_MLP
 from megatron.config.run import RunConfig
@@ -96,13 +95,30 @@ def offloaded_modules_keep_something(run: RunConfig, world_size: int) -> str | N
     return None
 
 
-def offload_leaves_parameters_alone(run: RunConfig, world_size: int) -> str | None:
-    """Parameters that come and go cannot be told from activations."""
-    if run.activation_offload.kind is None or data_parallel_settings(run.parallel).shards != "optim_grads_params":
+def offloaded_weights_exist(run: RunConfig, world_size: int) -> str | None:
+    """--cpu-offloading-weights moves some layers of every stage that has any, perhaps all of them."""
+    offload = run.activation_offload
+    number = offload.cpu_offloading_num_layers
+    if not offload.cpu_offloading_weights or offload.cpu_offloading:
+        return None
+    assert run.model.num_layers
+    layers = [len(stage.layers) for stage in pipeline_settings(run.parallel, run.model.num_layers).stages]
+    fewest = min(count for count in layers if count)
+    if 0 < number <= fewest:
         return None
     return (
-        "activations are not offloaded beside --data-parallel-sharding-strategy optim_grads_params, which frees parameters "
-        "that backward saved; give optim_grads"
+        f"--cpu-offloading-num-layers {number} must be 1 to {fewest}, the layers of a pipeline stage, for "
+        "--cpu-offloading-weights to move any"
+    )
+
+
+def offloaded_weights_are_trained(run: RunConfig, world_size: int) -> str | None:
+    """Only buckets have a home away from the device, and frozen weights lie in none."""
+    if not (run.activation_offload.cpu_offloading_weights and run.model.lora_rank):
+        return None
+    return (
+        f"--cpu-offloading-weights moves weights that are trained, and --lora-rank {run.model.lora_rank} freezes those of "
+        "layers, which no bucket holds; remove it, and offload activations or recompute instead"
     )
 
 
@@ -110,7 +126,7 @@ RULES = (
     offload_ratio_is_a_share,
     one_way_of_activation_offload,
     offloaded_modules_keep_something,
-    offload_leaves_parameters_alone,
+    offloaded_weights_are_trained,
 )
 # Of the model's shape: they have to wait for it.
-SHAPE_RULES = (offloaded_layers_exist, offloaded_modules_are_given)
+SHAPE_RULES = (offloaded_layers_exist, offloaded_weights_exist, offloaded_modules_are_given)

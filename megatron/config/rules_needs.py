@@ -93,8 +93,9 @@ def _offload_policy(run: RunConfig) -> str:
 
 def _offloads(run: RunConfig) -> bool:
     """Something, or perhaps: the balanced policy decides later."""
-    activations = run.activation_offload.kind is not None or run.recompute.recompute_policy == "balanced"
-    return activations or _offloads_optimizer(run)
+    offload = run.activation_offload
+    activations = offload.kind is not None or run.recompute.recompute_policy == "balanced"
+    return activations or offload.cpu_offloading_weights or _offloads_optimizer(run)
 
 
 def _offloads_optimizer(run: RunConfig) -> bool:
@@ -347,9 +348,9 @@ _RECOMPUTE = (
 _OFFLOAD = (
     _need(
         "cpu_offloading_num_layers",
-        lambda run: run.activation_offload.cpu_offloading,
+        lambda run: run.activation_offload.cpu_offloading or run.activation_offload.cpu_offloading_weights,
         "no layer is offloaded",
-        "add --cpu-offloading",
+        "add --cpu-offloading or --cpu-offloading-weights",
     ),
     _need(
         "offload_modules",

@@ -12,8 +12,8 @@ too (optim_grads and optim_grads_params), else 1; W is S when weights are (optim
 | moments, fp32 (Adam 2, SGD with momentum 1, without 0) | 4 moments P / S | the same |
 
 So bf16 with Adam takes 18 P unsharded, 6 P + 12 P / S with a sharded optimizer, 2 P + 16 P / S with sharded gradients,
-18 P / S with sharded weights. Frozen parameters (LoRA) cost their weights alone, whole on every rank. Buckets in flight and
-activations are not in it.
+18 P / S with sharded weights. Frozen parameters (LoRA) cost their weights alone, whole on every rank; those whose weights
+live in host memory cost no weights. Buckets in flight and activations are not in it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ def weight_and_optimizer_footprint(
     sharding: str = "optim",
     *,
     frozen: int = 0,
+    far: int = 0,
 ) -> Footprint:
     """What `parameters` on this rank cost; see the table above.
 
-    parameters: those of this rank that are trained, after tp and pp have cut the model; frozen: those that are not.
+    parameters: those of this rank that are trained, after tp and pp have cut the model; frozen: those that are not; far:
+    of the trained ones those whose weights live in host memory.
     dtype_name: as ModelConfig.dtype_name. shards: ranks that share masters and moments. sharding: a
     --data-parallel-sharding-strategy.
     """
@@ -60,7 +62,7 @@ def weight_and_optimizer_footprint(
     low_precision = dtype_name != "float32"
     moments = 2 if optimizer.rule == "adam" else int(optimizer.sgd_momentum != 0.0)
     return Footprint(
-        weights=(parameters / weight_shards + frozen) * (2 if low_precision else _FP32),
+        weights=((parameters - far) / weight_shards + frozen) * (2 if low_precision else _FP32),
         main_gradients=parameters * _FP32 / grad_shards,
         masters=parameters * _FP32 / shards if low_precision else 0.0,
         moments=parameters * _FP32 * moments / shards,

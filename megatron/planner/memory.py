@@ -36,7 +36,7 @@ from megatron.planner.sizes import (
     sizes_of,
 )
 from megatron.planner.stage_memory import StageMemory, stage_memory
-from megatron.planner.state_memory import state_memory
+from megatron.planner.state_memory import StateMemory, state_memory
 from megatron.planner.tally import Tally
 
 _NAMES = {
@@ -53,7 +53,7 @@ class RankMemory:
 
     at_peak: bytes by kind when most are in use; moment: when that is. start: bytes between steps. a_microbatch:
     activations that a microbatch leaves behind in all stages of the rank. in_flight: (stage, microbatch) pairs
-    kept at once. host: bytes of optimizer state and activations in host memory; disk: of state in files.
+    kept at once. host: bytes of optimizer state, weights and activations in host memory; disk: of state in files.
     """
 
     rank: int
@@ -94,8 +94,13 @@ def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMem
     dp = mesh_of(run.parallel, world_size).dp
     settings = pipeline_settings(run.parallel, layers)
     sizes = sizes_of(run, target)
-    profiles = {stage.number: stage_memory(run, sizes, stage, settings) for stage in settings.stages}
-    return [_rank(run, rank, settings, profiles, sizes, dp) for rank in range(settings.placement.num_ranks)]
+    states = [state_memory(run, target, settings.stages_of(rank), dp) for rank in range(settings.placement.num_ranks)]
+    profiles = {
+        stage.number: stage_memory(run, sizes, stage, settings, state.far)
+        for rank, state in enumerate(states)
+        for stage in settings.stages_of(rank)
+    }
+    return [_rank(run, rank, settings, profiles, sizes, state, dp) for rank, state in enumerate(states)]
 
 
 def num_microbatches(run: RunConfig, dp: int) -> int:
@@ -110,11 +115,11 @@ def _rank(
     settings: PipelineSettings,
     profiles: Mapping[int, StageMemory],
     sizes: Sizes,
+    state: StateMemory,
     dp: int,
 ) -> RankMemory:
     microbatches, stages = num_microbatches(run, dp), settings.stages_of(rank)
     schedule = with_moves(run, settings.schedule_of(microbatches))
-    state = state_memory(run, sizes.target, stages, dp)
     tally = Tally()
     tally.take(PARAMETERS, state.parameters)
     tally.take(GRADIENTS, state.gradients)
@@ -143,6 +148,8 @@ def _rank(
         tally.brief(COMMUNICATION, state.at_end)
     with tally.doing("update"):
         tally.brief(WORK, state.norm)
+        tally.brief(COMMUNICATION, state.visits)
+    in_files = run.optimizer_offload.offload_dir is not None
     kept = [sum(profiles[s.number].forward.net.get(kind, 0) for kind in ACTIVATIONS) for s in stages]
     return RankMemory(
         rank,
@@ -153,8 +160,8 @@ def _rank(
         start,
         sum(kept),
         memory_in_flight(schedule)[rank].activations,
-        state.optimizer.host + far.most,
-        state.optimizer.disk,
+        state.optimizer.host + far.most + (0 if in_files else state.far_slices),
+        state.optimizer.disk + (state.far_slices if in_files else 0),
     )
 
 

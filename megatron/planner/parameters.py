@@ -14,16 +14,20 @@ from megatron.core.pipeline_parallel.partition import Stage
 class Weight:
     """numel: elements here, /tp where sharded. stage: the one that uses it, None when two of this rank do.
 
-    on_both_ends: another pipeline rank has it, too.
+    on_both_ends: another pipeline rank has it, too. far: it lives in host memory.
     """
 
     numel: int
     stage: int | None
     on_both_ends: bool = False
+    far: bool = False
 
 
-def rank_parameters(model: ModelConfig, tp: int, stages: Sequence[Stage]) -> dict[str, Weight]:
-    """Name -> parameter of a pipeline rank that holds `stages`; see GPTModel. Adapters (LoRA) are left out."""
+def rank_parameters(model: ModelConfig, tp: int, stages: Sequence[Stage], far_layers: int = 0) -> dict[str, Weight]:
+    """Name -> parameter of a pipeline rank that holds `stages`; see GPTModel. Adapters (LoRA) are left out.
+
+    far_layers: of each stage, from the first on, whose weights live in host memory.
+    """
     assert model.hidden_size
     h, tied = model.hidden_size, not model.untie_embeddings_and_output_weights
     first = next((stage.number for stage in stages if stage.embedding), None)
@@ -38,9 +42,9 @@ def rank_parameters(model: ModelConfig, tp: int, stages: Sequence[Stage]) -> dic
         assert model.max_position_embeddings
         found["embedding.position_embeddings.weight"] = Weight(model.max_position_embeddings * h, first)
     for stage in stages:
-        for layer in stage.layers:
+        for place, layer in enumerate(stage.layers):
             for name, numel in layer_parameters(model, tp):
-                found[f"decoder.layers.{layer}.{name}"] = Weight(numel, stage.number)
+                found[f"decoder.layers.{layer}.{name}"] = Weight(numel, stage.number, far=place < far_layers)
     if last is not None:
         found.update({f"decoder.final_layernorm.{name}": Weight(n, last) for name, n in _norm(model, h)})
         if not tied:
@@ -72,7 +76,7 @@ def rank_buckets(weights: dict[str, Weight], bucket_size: int | None, shards: in
     """The buckets that these parameters lie in, in the order in which backward completes them."""
     backward = dict(reversed(weights.items()))
     numels = {name: weight.numel for name, weight in backward.items()}
-    kinds = {name: (weight.stage, weight.on_both_ends) for name, weight in backward.items()}
+    kinds = {name: (weight.stage, weight.on_both_ends, weight.far) for name, weight in backward.items()}
     return plan_all(numels, kinds, bucket_size or default_bucket_size(sum(numels.values()), shards), shards)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron.config.pipeline import PipelineSettings
@@ -11,9 +13,12 @@ from megatron.core.pipeline_parallel.partition import Stage
 from megatron.core.pipeline_parallel.schedule import Kind
 from megatron.planner.attention_memory import AttentionMemory
 from megatron.planner.ends_memory import EmbeddingMemory, HeadMemory
+from megatron.planner.far_weights import FarBuckets
 from megatron.planner.layer_memory import LayerMemory
 from megatron.planner.sizes import ATTENTION, BACKWARD, COMMUNICATION, RESIDUAL, Sizes, comm_type
 from megatron.planner.tally import Profile, Tally, profile_of
+
+NONE_FAR = FarBuckets()
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,10 @@ class StageMemory:
         return self.backward
 
 
-def stage_memory(run: RunConfig, sizes: Sizes, stage: Stage, settings: PipelineSettings) -> StageMemory:
-    """Of one of the run's stages."""
+def stage_memory(
+    run: RunConfig, sizes: Sizes, stage: Stage, settings: PipelineSettings, far: FarBuckets = NONE_FAR
+) -> StageMemory:
+    """Of one of the run's stages. far: weights of it that live in host memory."""
     split = settings.schedule.startswith("zb")
     model = run.model
     modules = run.recompute.modules
@@ -50,6 +57,14 @@ def stage_memory(run: RunConfig, sizes: Sizes, stage: Stage, settings: PipelineS
     groups = run.recompute.groups(stage.layers)
     tables = 2 * sizes.s * (sizes.rotary // 2) * sizes.e
 
+    @contextmanager
+    def read(tally: Tally, layers: Sequence[int], *, again: bool = False) -> Iterator[None]:
+        """Weights of these layers are there for the body."""
+        whole = far.beside(layers, again=again)
+        tally.take(COMMUNICATION, whole)
+        yield
+        tally.free(COMMUNICATION, whole)
+
     def forward(tally: Tally) -> None:
         if not stage.embedding:
             tally.free(COMMUNICATION, sizes.residual)
@@ -60,7 +75,7 @@ def stage_memory(run: RunConfig, sizes: Sizes, stage: Stage, settings: PipelineS
                 embedding.forward(tally)
         for group, again in groups:
             for number in group:
-                with tally.doing(f"layer {number}"):
+                with tally.doing(f"layer {number}"), read(tally, [number]):
                     tally.play(layer_forward)
                 if again:
                     tally.play(forget)
@@ -82,14 +97,15 @@ def stage_memory(run: RunConfig, sizes: Sizes, stage: Stage, settings: PipelineS
         elif not stage.layers:
             tally.take(BACKWARD, sizes.residual)
         for group, again in reversed(groups):
-            if again:
-                for number in group:
-                    with tally.doing(f"layer {number} again"):
-                        tally.play(layer_forward)
-                tally.free(RESIDUAL, sizes.residual)  # the second run ends before its output
-            for number in reversed(group):
-                with tally.doing(f"layer {number}"):
-                    tally.play(layer_backward[stage.head or number != stage.layers[-1]])
+            with read(tally, group if again else (), again=again):
+                if again:
+                    for number in group:
+                        with tally.doing(f"layer {number} again"):
+                            tally.play(layer_forward)
+                    tally.free(RESIDUAL, sizes.residual)  # the second run ends before its output
+                for number in reversed(group):
+                    with tally.doing(f"layer {number}"), read(tally, () if again else [number]):
+                        tally.play(layer_backward[stage.head or number != stage.layers[-1]])
         if stage.layers:
             tally.free(ATTENTION, tables)
         if stage.embedding:

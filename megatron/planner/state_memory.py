@@ -1,8 +1,11 @@
 """What a rank holds all the time: parameters, gradients and optimizer state, and the memory that moves them.
 
 With P parameters on the rank, padded as buckets are, and S ranks that share: G is S when gradients are sharded, else 1; W
-is S when parameters are. Bytes in half precision, in fp32 in brackets: parameters 2 P / W (4 P / W); gradients, fp32,
-4 P / G; masters 4 P / S (0: the parameters are the masters); adam's moments 8 P / S.
+is S when parameters are; N of them live in host memory. Bytes in half precision, in fp32 in brackets: parameters 2 P / W
+(4 P / W); gradients, fp32, 4 P / G; masters 4 P / S (0: the parameters are the masters); adam's moments 8 P / S.
+
+The N parameters take 2 N / S (4 N / S) of host memory instead. Here they take some buckets in a step (far_weights.py); in
+the update at most three slices, and at its end two buckets for the next forward and one slice that leaves.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.data_parallel import LAST, data_parallel_settings
-from megatron.config.optimizer_offload import offload_settings
+from megatron.config.optimizer_offload import UPDATE, offload_settings
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buckets import BucketLayout
 from megatron.core.pipeline_parallel.partition import Stage
+from megatron.planner.far_weights import FarBuckets, far_buckets
 from megatron.planner.optimizer_memory import OptimizerBytes, optimizer_bytes
 from megatron.planner.parameters import rank_buckets, rank_parameters
 from megatron.planner.sizes import FP32, Target
@@ -28,7 +32,8 @@ _ROW_BYTES = 4 + 8
 @dataclass(frozen=True)
 class StateMemory:
     """Bytes. parameters, gradients, optimizer: all the time. blocks: gradient memory that passes through, kept between
-    steps. gathered: parameters that are whole for a while where they are sharded.
+    steps. gathered: parameters that are whole for a while in a step where they are sharded or far away, and visits: in the
+    update where they are far. far: buckets of those.
 
     staging: beside the last backward, when buckets leave as they fill, and at_end: when the step's gradients are awaited.
     norm: work space of the gradient norm.
@@ -40,6 +45,9 @@ class StateMemory:
     optimizer: OptimizerBytes
     blocks: int
     gathered: int
+    visits: int
+    far: FarBuckets
+    far_slices: int
     staging: int
     at_end: int
     norm: int
@@ -50,25 +58,30 @@ def state_memory(run: RunConfig, target: Target, stages: Sequence[Stage], dp: in
     settings = data_parallel_settings(run.parallel)
     replicas = dp * run.parallel.context_parallel_size
     shards = 1 if settings.shards == "no_shard" else replicas // settings.instances
-    weights = rank_parameters(run.model, run.parallel.tensor_model_parallel_size, stages)
+    far_layers = run.activation_offload.far_weight_layers
+    weights = rank_parameters(run.model, run.parallel.tensor_model_parallel_size, stages, far_layers)
     buckets = rank_buckets(weights, settings.bucket_size, shards)
     width = FP32 if run.model.dtype_name == "float32" else 2
     size = sum(bucket.size for bucket in buckets)
-    largest = max(bucket.size for bucket in buckets)
+    far = far_buckets(weights, buckets, width)
     keeps = settings.mode == LAST or shards == 1
     sharded = settings.shards == "optim_grads_params" and shards > 1
     slices = [bucket.size // shards for bucket in buckets]
+    offload = offload_settings(run.optimizer, run.optimizer_offload)
+    by_cpu = offload.mode == UPDATE and offload.far == 1.0
+    gathered = 2 * width * max(bucket.size for bucket in buckets) if sharded else far.always
     wire = FP32 // 2 if settings.reduce_in_bf16 else FP32
     staging = _staging(buckets, shards, replicas // shards, wire, target)
     return StateMemory(
         numel=sum(weight.numel for weight in weights.values()),
-        parameters=width * size // (shards if sharded else 1),
+        parameters=(width * size - far.nbytes) // (shards if sharded else 1),
         gradients=FP32 * (size if keeps else size // shards),
-        optimizer=optimizer_bytes(
-            slices, run.optimizer, offload_settings(run.optimizer, run.optimizer_offload), half=width == 2
-        ),
+        optimizer=optimizer_bytes(slices, run.optimizer, offload, half=width == 2),
         blocks=0 if keeps else FP32 * sum(sorted((bucket.size for bucket in buckets), reverse=True)[:_BLOCKS]),
-        gathered=2 * width * largest if sharded else 0,
+        gathered=gathered,
+        visits=far.pair + (0 if by_cpu else far.always // shards),
+        far=FarBuckets() if sharded else far,
+        far_slices=far.nbytes // shards,
         staging=staging[0] if settings.overlap_reduce and staging else 0,
         at_end=sum(staging[:_IN_FLIGHT]),
         norm=max(slices) // _ROW * _ROW_BYTES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -97,11 +97,17 @@ class StepOffload:
 
 
 def build_step_offload(
-    run: RunConfig, model: GPTModel, groups: Groups, timeline: Timeline, moved: Collection[int] = ()
+    run: RunConfig,
+    model: GPTModel,
+    groups: Groups,
+    timeline: Timeline,
+    parameter_of: Callable[[Tensor], Tensor | None],
+    moved: Collection[int] = (),
 ) -> StepOffload | None:
     """What the flags ask for, or where they leave it to be chosen, the `moved` layers; None where nothing moves.
 
-    Raises ConfigError for --offload-dir on CUDA.
+    parameter_of: the parameter that a tensor is a part of, if that comes and goes (`DataParallel.parameter_of`). Raises
+    ConfigError for --offload-dir on CUDA.
     """
     kind = run.activation_offload.kind
     if kind is None and not moved:
@@ -120,20 +126,20 @@ def build_step_offload(
     if isinstance(policy, ByModules):
         policy.mark(layers)
     layers_of_stage = {number: len(stage.layers) for number, stage in model.stages.items()}
-    offload = ActivationOffload(policy, copier, far, model, layers_of_stage, device)
+    offload = ActivationOffload(policy, copier, far, model, layers_of_stage, device, parameter_of)
     mark_layers(offload, layers)
     finds_ratio = kind == "ratio" and run.activation_offload.ratio is None
     return StepOffload(offload, groups, measured_bandwidth(copier, far, device) if finds_ratio else None)
 
 
 def copying(run: RunConfig, device: torch.device, timeline: Timeline) -> tuple[FarMemory, Copier]:
-    """Where activations move to, and by what means. Raises ConfigError for --offload-dir on CUDA."""
+    """Where activations or weights move to, and by what means. Raises ConfigError for --offload-dir on CUDA."""
     directory = run.optimizer_offload.offload_dir
     on_cuda = device.type == "cuda"
     if on_cuda and directory is not None:
         raise ConfigError(
-            f"--offload-dir {directory} does not take activations of a CUDA device, which has to copy to page-locked "
-            "memory; remove it, or the offload of activations"
+            f"--offload-dir {directory} does not take activations and weights of a CUDA device, which has to copy to "
+            "page-locked memory; remove it, or the offload of activations and weights"
         )
     far = FarMemory(pinned=on_cuda, directory=None if directory is None else Path(directory))
     copier: Copier = StreamCopier(device, timeline) if on_cuda else ThreadCopier(timeline)

@@ -21,9 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.recompute import (
     BLOCK,
     CORE_ATTN,
@@ -44,6 +42,7 @@ from megatron.core.groups import Groups
 from megatron.core.log import get_logger
 from megatron.core.memory.activation_offload import NEAR_LAYERS
 from megatron.core.memory.copier import measured_bandwidth
+from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.pipeline_parallel.partition import Stage
 from megatron.core.pipeline_parallel.schedule import Schedule
@@ -60,7 +59,7 @@ from megatron.training.batch import part_of
 
 log = get_logger(__name__)
 
-_ROUNDS = 3  # timed, after one that is not
+_ROUNDS = 7  # timed, after one that is not
 WHOLE_LAYER = RecomputeConfig(recompute_granularity=FULL, recompute_method=BLOCK, recompute_num_layers=1)
 
 
@@ -79,17 +78,33 @@ _SETS = tuple(
 )
 
 
+class Balanced(NamedTuple):
+    """What every layer of this rank does, and what that was chosen for.
+
+    choice: its bytes are those of all microbatches held at once, its seconds those of one. keep: bytes without recompute.
+    """
+
+    layers: LayerChoices
+    choice: Choice
+    keep: int
+
+    def __str__(self) -> str:
+        """How many layers do what, for the start-up table."""
+        return ", ".join(f"{count} x {name}" for name, count in self.choice.counts().items())
+
+
 def choose(
     run: RunConfig, build: Build, groups: Groups, stages: Sequence[Stage], schedule: Schedule, timeline: Timeline
-) -> tuple[LayerChoices, str]:
-    """What every layer of this rank does, and in words how many do what. Raises ConfigError for too small a budget.
+) -> Balanced:
+    """Measure and choose. Raises ConfigError for too small a budget.
 
     Communication: that of the layers, and two max all-reduces of some numbers: the ranks of a stage choose alike.
     """
     rates = _seconds_a_byte(run, build, timeline)
     numbers = [number for stage in stages for number in stage.layers]
     kinds = {number: _kind(build, number) for number in numbers}
-    measured = {kind: _measure(run, build, groups, number, rates) for number, kind in reversed(kinds.items())}
+    first = {kind: number for number, kind in reversed(kinds.items())}
+    measured = {kind: _measure(run, build, groups, number, rates) for kind, number in first.items()}
     near = {number for stage in stages for number in list(stage.layers)[-NEAR_LAYERS:]}
     # A chunk of a microbatch keeps what its own stage's layers keep.
     at_once = memory_in_flight(schedule)[groups.pp.rank].activations / max(1, len(stages))
@@ -114,9 +129,8 @@ def choose(
     _report(run, groups, choices, chosen, budget, seconds)
     picked = {number: ways[option.name] for number, option in zip(numbers, chosen.options, strict=True)}
     configs = {number: way.config for number, way in picked.items()}
-    return LayerChoices(configs, frozenset(number for number, way in picked.items() if way.moves)), ", ".join(
-        f"{count} x {name}" for name, count in chosen.counts().items()
-    )
+    moved = frozenset(number for number, way in picked.items() if way.moves)
+    return Balanced(LayerChoices(configs, moved), chosen, keep)
 
 
 def _report(
@@ -195,8 +209,6 @@ def _seconds_a_byte(run: RunConfig, build: Build, timeline: Timeline) -> tuple[f
     """Of copies out and in; None where layers do not move."""
     if build.device.type != "cuda" and run.optimizer_offload.offload_dir is None:
         return None
-    if data_parallel_settings(run.parallel).shards == "optim_grads_params":
-        return None  # see the rule offload_leaves_parameters_alone
     far, copier = copying(run, build.device, timeline)
     out, back = measured_bandwidth(copier, far, build.device)
     return 1 / out, 1 / back
@@ -246,19 +258,7 @@ class _Probe:
         shared = [*self._block.parameters(), *(self._positions.rotary or ())]
         if self._positions.segments is not None:
             shared.append(self._positions.segments)
-        known = {tensor.untyped_storage().data_ptr() for tensor in shared}
-        sizes: dict[int, int] = {}
-
-        def count(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor  # kept with the graph, so no address is used twice
-
-        with saved_tensors_hooks(count, lambda tensor: tensor):
-            out = self._forward()
-        del out
-        return sum(sizes.values())
+        return saved_bytes(self._forward, shared)
 
     def _forward(self) -> Tensor:
         out: Tensor = self._block(

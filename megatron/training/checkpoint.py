@@ -194,8 +194,8 @@ def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[Shar
 
 
 def _weights(trainer: Trainer) -> list[ShardedTensor]:
-    """This rank's weights, or its slices of them where parameters are sharded over dp."""
-    if not trainer.data_parallel.shards_params:
+    """This rank's weights, or its slices of them where parameters come and go: sharded over dp, or away."""
+    if not trainer.data_parallel.params_come_and_go:
         return model_tensors(trainer.parameters, trainer.groups)
     frozen = {name: parameter for name, parameter in trainer.parameters.items() if parameter.slot is None}
     return model_tensors(frozen, trainer.groups) + [

@@ -83,10 +83,8 @@ ADVICE: dict[str, str] = {
     "--multi-latent-attention": "is not available yet; remove it",
     "--distribute-saved-activations": "is what --sequence-parallel does; give that",
     "--cpu-offloading-activations": "is what --cpu-offloading does: remove it",
-    "--cpu-offloading-weights": (
-        "is not available: weights are views of buckets that the optimizer updates in place; share them with "
-        "--data-parallel-sharding-strategy optim_grads_params instead"
-    ),
+    "--no-cpu-offloading-activations": "is what leaving out --cpu-offloading does: give --cpu-offloading-weights alone",
+    "--cpu-offloading-double-buffering": "is not needed: one bucket of weights travels while another is used; remove it",
     "--activation-offload-fraction": "is now --pipeline-offload-ratio",
     "--min-offloaded-tensor-size": "is not needed: large tensors go first, and a ratio is met to the byte; remove it",
     "--use-torch-optimizer-for-cpu-offload": "is not needed: torch's kernel is used where it is the fastest; remove it",

@@ -52,6 +52,7 @@ from megatron.training.activation_offload import build_step_offload
 from megatron.training.balanced_recompute import choose as choose_recompute
 from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
+from megatron.training.far_weights import build_far_weights
 from megatron.training.memory_report import MIB, format_footprint
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.start import find_start
@@ -90,10 +91,9 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     recomputed, moved = "", frozenset[int]()
     if run.recompute.recompute_policy == BALANCED and not run.train.skip_train:
         schedule = pipeline.schedule_of(batches.final_num_microbatches)
-        choices, recomputed = together(
-            groups.world, lambda: choose_recompute(run, shared, groups, stages, schedule, timeline)
-        )
-        shared, moved = dataclasses.replace(shared, recompute=choices), choices.moved
+        balanced = together(groups.world, lambda: choose_recompute(run, shared, groups, stages, schedule, timeline))
+        recomputed, moved = str(balanced), balanced.layers.moved
+        shared = dataclasses.replace(shared, recompute=balanced.layers)
     model = build_gpt(shared, stages)
     parameters = local_parameters(model)
     initial_weights(run, parameters, groups, has_checkpoint=checkpoint is not None)
@@ -107,6 +107,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         stage_of,
         timeline,
         late_updates=offload.overlap,
+        homes=together(groups.world, lambda: build_far_weights(run, model, device, timeline)),
     )
     optimizer = together(
         groups.world,
@@ -136,7 +137,10 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
             per_token=run.train.calculate_per_token_loss,
             count_zeros=run.logging.log_num_zeros_in_grad,
             pipeline=pipeline,
-            offload=together(groups.world, lambda: build_step_offload(run, model, groups, timeline, moved)),
+            offload=together(
+                groups.world,
+                lambda: build_step_offload(run, model, groups, timeline, data_parallel.parameter_of, moved),
+            ),
         ),
         pipeline=pipeline,
     )
@@ -405,10 +409,14 @@ def _announce(trainer: Trainer, kernels: Kernels, tp_overlap: str, tp_overlap_wh
         log.info(
             "training %d of them, %.2f %%: adapters of %s", count - frozen, share, " ".join(run.model.lora_projections)
         )
+    away = [parameter for bucket in buckets if bucket.home is not None for parameter in bucket.parameters.values()]
+    far_weights = sum(math.prod(parameter.info.shape) for parameter in away)
     footprint = weight_and_optimizer_footprint(
-        count - frozen, run.model.dtype_name, run.optimizer, groups.shard.size, sharding, frozen=frozen
+        count - frozen, run.model.dtype_name, run.optimizer, groups.shard.size, sharding, frozen=frozen, far=far_weights
     )
     log.info(format_footprint(footprint))
+    if far_weights:
+        log.info("weights of %d parameters wait in far memory", far_weights)
     if trainer.optimizer.far_bytes:
         near, far = trainer.optimizer.device_bytes / MIB, trainer.optimizer.far_bytes / MIB
         log.info("of its state and buffers the optimizer has %.2f MB on the device and %.2f MB away from it", near, far)

@@ -45,7 +45,7 @@ def test_generate(folder, expected, tmp_path, layout):
     assert f"loaded {folder}: float32 on cpu, {layout}\n" in ended.stderr[0] and ended.stdout[1] == ""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("tp 2, pp 1", marks=pytest.mark.slow), "tp 1, pp 2"])
 def test_serve(folder, expected, tmp_path, layout):
     argv = ["run_text_generation_server.py", "--load-hf", folder, "--device", "cpu", "--port", "0", *LAYOUTS[layout]]
     job = start(argv, tmp_path, world_size=2, driver=DRIVER)
@@ -62,7 +62,7 @@ def test_serve(folder, expected, tmp_path, layout):
     assert ended.codes == [0, 0] and "Traceback" not in ended.text, ended.text
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp 2, pp 1", pytest.param("tp 1, pp 2", marks=pytest.mark.slow)])
 def test_evaluate(folder, expected, tmp_path, layout):
     (tmp_path / "a.txt").write_text(TEXTS[1])
     output = tmp_path / "scores.json"

@@ -177,7 +177,7 @@ def test_a_client_that_leaves_frees_its_rows(served):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp 2", pytest.param("pp 2", marks=pytest.mark.slow)])
 def test_sigterm_lets_answers_end(folder, tmp_path, offline, layout):
     """On two processes, too: the first one tells the other one when to end."""
     served = Served(folder, tmp_path, *LAYOUTS[layout], world_size=2)
@@ -193,7 +193,7 @@ def test_sigterm_lets_answers_end(folder, tmp_path, offline, layout):
     assert "Traceback" not in served.job.text(kind="err")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp 2", pytest.param("pp 2", marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_server(folder, tmp_path, layout):
     served = Served(folder, tmp_path, *LAYOUTS[layout], world_size=2)
     os.kill(served.job.pids[1], signal.SIGKILL)

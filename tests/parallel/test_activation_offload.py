@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -16,30 +17,56 @@ from tests.parallel.test_layout_parity import MODELS
 from tests.unit.config.runs import make_run
 
 OVERLAPPED = {"overlapped_distributed_optimizer": True}
-HALF = {"pipeline_offload_ratio": "0.5"}
-ALL = {"pipeline_offload_ratio": "1"}
-AUTO = {"pipeline_offload_ratio": "auto"}
-LAYERS = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
-MODULES = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn", "mlp_act", "qkv_linear")}
-STEPS = 5
+OFFLOAD = {
+    "none": {},
+    "half": {"pipeline_offload_ratio": "0.5"},
+    "all": {"pipeline_offload_ratio": "1"},
+    "auto": {"pipeline_offload_ratio": "auto"},
+    "layers": {"cpu_offloading": True, "cpu_offloading_num_layers": 2},
+    "modules": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ("core_attn", "mlp_act", "qkv_linear"),
+    },
+}
+RECOMPUTE = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "norm", "mlp_act")},
+}
+STEPS = 20
 
 
-def make(model, layers, microbatches, dropout, offload, recompute=None):
-    run = reduced(make_run(**MODELS[model], **OVERLAPPED), STEPS)
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """layers: of the whole model; microbatches: a step."""
+
+    layout: Layout
+    layers: int
+    microbatches: int
+    dropout: float
+    steps: int = STEPS
+
+    def __str__(self):
+        return f"{self.layout}, {self.layers} layers, dropout {self.dropout}, {self.steps} steps"
+
+
+def make(case, offload, recompute):
+    model = "gpt" if case.layout.tp > 1 else "llama"
+    run = reduced(make_run(**MODELS[model], **OVERLAPPED), case.steps)
     return dataclasses.replace(
         run,
         model=dataclasses.replace(
             run.model,
-            num_layers=layers,
+            num_layers=case.layers,
             hidden_size=32,
             kv_channels=8,
             ffn_hidden_size=32,
-            hidden_dropout=dropout,
-            attention_dropout=dropout,
+            hidden_dropout=case.dropout,
+            attention_dropout=case.dropout,
         ),
-        train=dataclasses.replace(run.train, global_batch_size=microbatches),
-        activation_offload=ActivationOffloadConfig(**offload),
-        recompute=RecomputeConfig(**recompute or {}),
+        train=dataclasses.replace(run.train, global_batch_size=case.microbatches),
+        activation_offload=ActivationOffloadConfig(**OFFLOAD[offload]),
+        recompute=RecomputeConfig(**RECOMPUTE[recompute]),
     )
 
 
@@ -54,7 +81,7 @@ def trained(rank, size, run):
     )
     trainer = build(run, groups, torch.device("cpu"))
     losses, made = [], []
-    for _ in range(STEPS):
+    for _ in range(run.train.train_iters):
         losses.append(trainer.train_step().loss)
         if trainer.step.offload is not None:
             made.append(trainer.step.offload.actions.far.made)
@@ -65,73 +92,75 @@ def trained(rank, size, run):
 
 
 @functools.cache
-def without(model, layers, microbatches, dropout, layout):
-    return run_under(make(model, layers, microbatches, dropout, {}), layout)
+def results(case, offload="none", recompute="none"):
+    """Of all ranks; a run that several tests compare with is made once."""
+    run = under(make(case, offload, recompute), case.layout)
+    check(run, case.layout.world_size)
+    return pool.run(case.layout.world_size, trained, run)
 
 
-def run_under(run, layout):
-    run = under(run, layout)
-    check(run, layout.world_size)
-    return pool.run(layout.world_size, trained, run)
-
-
-# layout, layers, microbatches, dropout, offload, ranks that have something to offload
+ONE = Case(Layout(1, 1), 5, 1, 0.1)
+CHUNKS = Layout(1, 1, pp=2, schedule="interleaved", chunks=2)
+INTERLEAVED, THREE_A_CHUNK = Case(CHUNKS, 4, 4, 0.1), Case(CHUNKS, 12, 4, 0.1)
+FOUR_STAGES = Layout(1, 1, pp=4, schedule="1f1b")
+# case, offload, ranks that have something to offload
 CASES = [
-    (Layout(1, 1), 5, 1, 0.1, HALF, {0}),
-    (Layout(1, 1), 5, 1, 0.1, LAYERS, {0}),
-    (Layout(1, 1), 5, 1, 0.1, MODULES, {0}),
-    (Layout(2, 1, True), 4, 4, 0.1, ALL, {0, 1}),
-    (Layout(1, 1, cp=2), 4, 1, 0.0, ALL, {0, 1}),
-    (Layout(1, 1, pp=2, schedule="interleaved", chunks=2), 8, 4, 0.1, HALF, {0, 1}),
-    pytest.param(Layout(1, 1, pp=2, schedule="1f1b"), 8, 4, 0.0, ALL, {0, 1}, marks=pytest.mark.slow),
-    (Layout(1, 1, pp=2, schedule="zb-v"), 8, 4, 0.1, ALL, {0, 1}),
-    pytest.param(Layout(2, 1, pp=2, schedule="gpipe"), 8, 4, 0.1, HALF, {0, 1, 2, 3}, marks=pytest.mark.slow),
-    (Layout(1, 1, pp=4, schedule="1f1b"), 12, 4, 0.1, HALF, {0, 1, 2, 3}),
-    (Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, ALL, {0, 1, 2, 3}),
-    pytest.param(Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, MODULES, {0, 1, 2, 3}, marks=pytest.mark.slow),
-    pytest.param(Layout(1, 1, pp=4, schedule="1f1b"), 12, 4, 0.1, LAYERS, {0, 1, 2, 3}, marks=pytest.mark.slow),
+    (ONE, "half", {0}),
+    (ONE, "layers", {0}),
+    (ONE, "modules", {0}),
+    (Case(Layout(2, 1, True), 3, 1, 0.1), "all", {0, 1}),
+    (Case(Layout(1, 1, cp=2), 3, 1, 0.0), "all", {0, 1}),
+    (INTERLEAVED, "half", {0, 1}),
+    (Case(Layout(1, 1, pp=2, schedule="zb-v"), 4, 4, 0.1), "all", {0, 1}),
+    (Case(FOUR_STAGES, 12, 4, 0.1, 4), "half", {0, 1, 2, 3}),
+    (Case(Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, 4), "all", {0, 1, 2, 3}),
+]
+SLOW = [
+    (Case(Layout(1, 1, pp=2, schedule="1f1b"), 8, 4, 0.0), "all", {0, 1}),
+    (Case(Layout(2, 1, pp=2, schedule="gpipe"), 8, 4, 0.1), "half", {0, 1, 2, 3}),
+    (Case(FOUR_STAGES, 12, 4, 0.1), "half", {0, 1, 2, 3}),
+    (Case(FOUR_STAGES, 12, 4, 0.1), "layers", {0, 1, 2, 3}),
+    (Case(Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0), "all", {0, 1, 2, 3}),
+    (Case(Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0), "modules", {0, 1, 2, 3}),
 ]
 
 
-@pytest.mark.parametrize(("layout", "layers", "microbatches", "dropout", "offload", "moving"), CASES, ids=str)
-def test_no_bit_changes(layout, layers, microbatches, dropout, offload, moving):
-    model = "gpt" if layout.tp > 1 else "llama"
-    expected = without(model, layers, microbatches, dropout, layout)
-    found = run_under(make(model, layers, microbatches, dropout, offload), layout)
-    for rank, ((losses, content, *_), (other, others, out, made)) in enumerate(zip(expected, found, strict=True)):
+@pytest.mark.parametrize(
+    ("case", "offload", "moving"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)], ids=str
+)
+def test_no_bit_changes(case, offload, moving):
+    for rank, ((losses, content, *_), (other, others, out, made)) in enumerate(
+        zip(results(case), results(case, offload), strict=True)
+    ):
+        assert len(set(losses)) == case.steps, "nothing was learned"
         assert other == losses
         assert others == content
         assert (out > 0) == (rank in moving)
         assert made[0] == made[-1], "far memory grows after the first step"
 
 
+BESIDE = [*itertools.product([ONE], ["half", "layers"], ["full", "selective"]), (INTERLEAVED, "half", "full")]
+BESIDE_SLOW = itertools.product([THREE_A_CHUNK], ["all", "layers"], ["full", "selective"])
+
+
 @pytest.mark.parametrize(
-    "recompute",
-    [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "norm", "mlp_act")},
-    ],
-    ids=["full", "selective"],
+    ("case", "offload", "recompute"),
+    [*BESIDE, *(pytest.param(*each, marks=pytest.mark.slow) for each in BESIDE_SLOW)],
+    ids=str,
 )
-@pytest.mark.parametrize("offload", [ALL, LAYERS], ids=["ratio", "layers"])
-def test_beside_recompute(offload, recompute):
+def test_beside_recompute(case, offload, recompute):
     """What a checkpoint keeps, its input, moves; what the second run saves does not."""
-    layout = Layout(1, 1, pp=2, schedule="interleaved", chunks=2)
-    expected = without("llama", 12, 4, 0.1, layout)
-    found = run_under(make("llama", 12, 4, 0.1, offload, recompute), layout)
-    everything = run_under(make("llama", 12, 4, 0.1, offload), layout)
     for (losses, content, *_), (other, others, out, _), (_, _, more, _) in zip(
-        expected, found, everything, strict=True
+        results(case), results(case, offload, recompute), results(case, offload), strict=True
     ):
         assert (other, others) == (losses, content)
         assert 0 < out < more
 
 
 def test_auto_decides_after_the_second_step():
-    layout = Layout(1, 1, pp=2, schedule="interleaved", chunks=2)
-    expected = without("llama", 8, 4, 0.1, layout)
-    found = run_under(make("llama", 8, 4, 0.1, AUTO), layout)
-    for (losses, content, *_), (other, others, out, made) in zip(expected, found, strict=True):
+    for (losses, content, *_), (other, others, out, made) in zip(
+        results(INTERLEAVED), results(INTERLEAVED, "auto"), strict=True
+    ):
         assert (other, others) == (losses, content)
         assert made[1] == 1, "only the probe before"  # which is given back
         assert out >= 0

@@ -10,21 +10,17 @@ from megatron.config.rules import check
 from megatron.core.errors import ConfigError
 from megatron.planner.activations import Place, layer_bytes
 from megatron.training import balanced_recompute
-from megatron.training.setup import build
 from tests import pool
 from tests.parallel.test_recompute import STEPS, make, trained
-from tests.unit.models.builds import CPU
 
 
 def balanced(budget, plot=None):
     return RecomputeConfig(recompute_policy="balanced", activation_memory_budget=budget, activation_memory_plot=plot)
 
 
-def choices(run, layout, budget):
-    """Layer -> what it recomputes, on this rank; and the bytes that all then keep, as a share of all they could."""
-    groups = pool.groups(tp=layout.tp, pp=layout.pp, cp=layout.cp)
-    trainer = build(dataclasses.replace(run, recompute=balanced(budget)), groups, CPU)
-    found = trainer.model.decoder._recompute.of_layer
+def kept(trainer, layout):
+    """(layer -> what it recomputes, on this rank; the bytes that all then keep, as a share of all they could)"""
+    run, found = trainer.run, trainer.model.decoder._recompute.of_layer
     kernel = "math" if run.model.attention_dropout else "fused"
     place = Place(run.data.seq_length, run.train.micro_batch_size, layout.tp, layout.sequence_parallel, kernel, "cpu")
     keeps = sum(layer_bytes(run.model, RecomputeConfig(), place).values())
@@ -34,55 +30,56 @@ def choices(run, layout, budget):
     return {number: str(config) for number, config in found.items()}, sum(kept) / (keeps * len(kept))
 
 
-def differs(rank, size, case, budgets):
-    """(tp rank's choices and bytes by budget, whether a run with the first budget is the same as without)"""
-    run, layout = make(case)
-    found = {budget: choices(run, layout, budget) for budget in budgets}
-    again = dataclasses.replace(run, recompute=balanced(budgets[0]))
-    check(again, size)
-    (losses, weights), (other, those) = trained(run, layout), trained(again, layout)
-    same = losses == other and all(a.equal(b) for (_, a), (_, b) in zip(weights, those, strict=True))
-    return found, same and len(set(losses)) == STEPS
+def compared(run, layout, **changes):
+    """(losses, whether a run with `changes` is the same to the bit, and its trainer)"""
+    again = dataclasses.replace(run, **changes)
+    check(again, layout.world_size)
+    (losses, weights, _), (other, those, trainer) = trained(run, layout), trained(again, layout)
+    return losses, losses == other and all(a.equal(b) for (_, a), (_, b) in zip(weights, those, strict=True)), trainer
+
+
+def differs(rank, size, case, budget, steps):
+    """(losses, whether the run is the same with a budget, and see `kept`)"""
+    run, layout = make(case, steps)
+    losses, same, trainer = compared(run, layout, recompute=balanced(budget))
+    return losses, same, kept(trainer, layout)
 
 
 # The second layout's budget is one that only whole layers meet.
 @pytest.mark.parametrize(
-    ("case", "budget"), [("split backward, sequence parallel", 0.5), ("overlapped optimizer", 0.16)]
+    ("case", "budget", "steps"), [("split backward, sequence parallel", 0.5, 4), ("overlapped optimizer", 0.16, STEPS)]
 )
-def test_within_the_budget_alike_and_the_same_bits(case, budget):
+def test_within_the_budget_alike_and_the_same_bits(case, budget, steps):
     layout = make(case)[1]
-    ranks = pool.run(layout.world_size, differs, case, (budget,))
-    for rank, (found, same) in enumerate(ranks):
-        assert same
-        first_of_stage = ranks[rank - rank % (layout.world_size // layout.pp)][0]
-        chosen, share = found[budget]
+    ranks = pool.run(layout.world_size, differs, case, budget, steps)
+    for rank, (losses, same, found) in enumerate(ranks):
+        assert same and len(set(losses)) == steps
+        first_of_stage = ranks[rank - rank % (layout.world_size // layout.pp)][2]
+        chosen, share = found
         assert found == first_of_stage and share <= budget
         assert set(chosen.values()) != {"off"}
         assert budget > 0.2 or any("layers" in text for text in chosen.values())
 
 
 def moved(rank, size, directory):
-    """(layers that move, whether a run with them is the same as without) with layers that are slow to compute again."""
-    run, layout = make("overlapped optimizer")
-    again = dataclasses.replace(
+    """(losses, whether a run whose layers may move is the same as without, and which do)"""
+    run, layout = make("gathered keys", layers=4)
+    losses, same, trainer = compared(
         run,
+        layout,
         recompute=balanced(0.3, str(directory / "front.png")),
         optimizer_offload=dataclasses.replace(run.optimizer_offload, offload_dir=str(directory)),
     )
-    check(again, size)
-    groups = pool.groups(tp=layout.tp)
-    offload = build(again, groups, CPU).step.offload
-    (losses, weights), (other, those) = trained(run, layout), trained(again, layout)
-    same = losses == other and all(a.equal(b) for (_, a), (_, b) in zip(weights, those, strict=True))
-    places = [] if offload is None else [n for n in range(4) if offload.actions.policy.share(0, n, 4)]
-    return places, same, losses
+    offload = trainer.step.offload
+    return losses, same, [] if offload is None else [n for n in range(4) if offload.actions.policy.share(0, n, 4)]
 
 
 def test_layers_move_where_there_is_other_memory(tmp_path):
-    ranks = pool.run(4, with_free_copies, tmp_path)
-    for places, same, _ in ranks:
-        assert places and max(places) < 2 and same  # a stage's last two layers stay
-        assert places == ranks[0][0]
+    ranks = pool.run(2, with_free_copies, tmp_path)
+    for losses, same, places in ranks:
+        assert same and len(set(losses)) == STEPS
+        assert places and max(places) < 2  # a stage's last two layers stay
+        assert places == ranks[0][2]
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -96,7 +93,7 @@ def with_free_copies(rank, size, directory):
 def refused(rank, size, case, budget):
     run, layout = make(case)
     with pytest.raises(ConfigError) as error:
-        choices(run, layout, budget)
+        trained(dataclasses.replace(run, recompute=balanced(budget)), layout)
     return str(error.value)
 
 

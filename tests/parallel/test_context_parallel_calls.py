@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.context_parallel import ring
+from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_lse import BlockKernel
 from tests import pool
@@ -160,16 +160,7 @@ def kept_bytes(rank, size, kind, options):
     """Bytes of distinct memory that the forward saved for the backward."""
     attend, cp = make(kind, size)
     leaves, _ = local_inputs(whole_inputs(S, 4, 2, b=B, d=D), cp)
-    kept = {}
-
-    def keep(x):
-        storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with saved_tensors_hooks(keep, lambda x: x):
-        out = attend(*leaves, **options)  # noqa: F841 it holds the graph, and so the memory
-    return sum(kept.values())
+    return saved_bytes(lambda: attend(*leaves, **options))
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather"])

@@ -14,7 +14,6 @@ from tests import pool
 from tests.parallel.test_layout_parity import LIMIT, MODELS
 from tests.unit.config.runs import make_run
 
-MICROBATCHES = 5
 LAYERS = {True: 8, False: 2}  # of a pipeline, enough for every layout; of one stage
 SCHEDULES = [("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)]
 LAYOUTS = [Layout(1, 1, False, pp, schedule, v) for pp in (2, 4) for schedule, v in SCHEDULES]
@@ -34,13 +33,13 @@ MIXED = [
 OVERLAPPED = {"overlapped_distributed_optimizer": True}
 
 
-def small(model, microbatches, steps, layers, parallel=()):
-    """Per data-parallel rank of two, `microbatches`."""
+def small(model, samples, steps, layers, parallel=()):
+    """`samples` a step, each a microbatch."""
     run = reduced(make_run(**MODELS[model], **dict(parallel)), steps)
     return dataclasses.replace(
         run,
         model=dataclasses.replace(run.model, num_layers=layers, hidden_size=32, kv_channels=8, ffn_hidden_size=32),
-        train=dataclasses.replace(run.train, global_batch_size=2 * microbatches),
+        train=dataclasses.replace(run.train, global_batch_size=samples),
     )
 
 
@@ -53,17 +52,17 @@ def measured(rank, size, run, layout):
 
 
 @functools.cache
-def reference(model, microbatches, steps, layers):
-    return assemble(pool.run(1, measured, small(model, microbatches, steps, layers), Layout(1, 1)))
+def reference(model, samples, steps, layers):
+    return assemble(pool.run(1, measured, small(model, samples, steps, layers), Layout(1, 1)))
 
 
-def assert_same(model, layout, microbatches, parallel=()):
+def assert_same(model, layout, samples, parallel=()):
     steps = steps_of(layout)
     layers = LAYERS[layout.pp > 1]
-    run = small(model, microbatches, steps, layers, parallel)
+    run = small(model, samples, steps, layers, parallel)
     check(under(run, layout), layout.world_size)
     found = assemble(pool.run(layout.world_size, measured, run, layout))
-    difference = compare(reference(model, microbatches, steps, layers), found)
+    difference = compare(reference(model, samples, steps, layers), found)
     assert difference.loss <= LIMIT, f"losses differ by {difference.loss:.1e}"
     assert difference.gradient <= LIMIT, f"{difference.parameter} differs by {difference.gradient:.1e}"
 
@@ -81,7 +80,8 @@ def cases(layouts, for_gpt, slow):
 
 def another_schedule(model, layout):
     """What pp 4, or another model, adds to a schedule is little but for the two most involved ones."""
-    return (model == "gpt" or layout.pp == 4) and layout.schedule not in ("interleaved", "zb-v")
+    most_involved = layout.schedule == "zb-v" or (layout.schedule == "interleaved" and layout.chunks == 2)
+    return (model == "gpt" or layout.pp == 4) and not most_involved
 
 
 def tied_ends(layout):
@@ -94,7 +94,7 @@ def documents(layout):
 
 @pytest.mark.parametrize(("model", "layout"), cases(LAYOUTS, tied_ends, another_schedule), ids=str)
 def test_schedules(model, layout):
-    assert_same(model, layout, MICROBATCHES)
+    assert_same(model, layout, 5)
 
 
 @pytest.mark.parametrize(("model", "layout"), cases(CONTEXTS, documents, lambda model, layout: model == "gpt"), ids=str)
@@ -112,4 +112,4 @@ def all_at_once(layout):
 
 @pytest.mark.parametrize(("model", "layout"), cases(MIXED, all_at_once, another_mixture), ids=str)
 def test_with_other_axes_and_the_overlapped_optimizer(model, layout):
-    assert_same(model, layout, 3, tuple(OVERLAPPED.items()))
+    assert_same(model, layout, 6, tuple(OVERLAPPED.items()))

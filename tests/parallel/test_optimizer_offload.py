@@ -48,7 +48,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("world", "names", "accumulation", "fields"),
     [
-        (2, ("plain, overlapped", "optim, overlapped", "grads, overlapped"), 4, SMALL),
+        (2, ("plain, overlapped", "optim, overlapped", "grads, overlapped"), 2, SMALL),
         pytest.param(3, ("plain", "optim", "params"), 1, BF16, marks=pytest.mark.slow),
     ],
     ids=["fp32", "bf16"],

@@ -18,7 +18,7 @@ from tests.unit.config.runs import make_run
 from tests.unit.models.builds import CPU, GPT, LLAMA, accumulate, make_data_parallel, make_ids, make_model, pieces
 from tests.unit.transformer.test_recompute import MODES, full, selective
 
-STEPS = 3
+STEPS = 20
 SOME = {
     "parts": selective("core_attn", "norm", "mlp_act"),
     "mlp": selective("core_attn", "layernorm", "mlp"),
@@ -30,10 +30,14 @@ ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params", "grad_reduce_m
 OVER_TP = {"tp_comm_overlap": True}
 # model, layout, microbatches a step, dropout of attention and of hidden states, flags
 CASES = {
+    "one rank": ("llama", Layout(1, 1), 4, (0.1, 0.1), OVERLAPPED),
     "overlapped optimizer": ("llama", Layout(2, 2, True), 1, (0.1, 0.1), OVERLAPPED),
     "split backward": ("gpt", Layout(1, 2, pp=2, schedule="zb-v"), 4, (0.1, 0.1), OVERLAPPED),
     "1f1b, tensor overlap": ("llama", Layout(2, 1, pp=2, schedule="1f1b"), 4, (0.0, 0.0), OVER_TP),
     "split backward, sequence parallel": ("llama", Layout(2, 1, True, 2, "zb-h1"), 4, (0.0, 0.1), OVER_TP),
+    "interleaved": ("llama", Layout(1, 1, pp=2, schedule="interleaved", chunks=2), 4, (0.1, 0.1), OVERLAPPED),
+    "four stages": ("gpt", Layout(1, 1, pp=4, schedule="1f1b"), 4, (0.0, 0.1), OVERLAPPED),
+    "all forwards first": ("gpt", Layout(1, 1, pp=4, schedule="gpipe"), 4, (0.1, 0.1), OVERLAPPED),
     "sharded parameters": ("gpt", Layout(1, 2), 4, (0.1, 0.1), ZERO3),
     "gathered keys": ("llama", Layout(1, 1, cp=2, comm_type="all_gather"), 1, (0.0, 0.1), {}),
     "ring": ("gpt", Layout(1, 1, cp=2, comm_type="p2p"), 1, (0.0, 0.0), {}),
@@ -41,16 +45,17 @@ CASES = {
 }
 
 
-def make(case):
+def make(case, steps=STEPS, layers=2):
+    """The run and its layout. `layers`: of each stage."""
     model, layout, microbatches, (attention, hidden), flags = CASES[case]
-    run = under(reduced(make_run(**MODELS[model], **flags), STEPS), layout)
+    run = under(reduced(make_run(**MODELS[model], **flags), steps), layout)
     shape = {"hidden_size": 32, "kv_channels": 8, "num_attention_heads": 4, "ffn_hidden_size": 32}
     groups = {"num_query_groups": 2} if run.model.group_query_attention else {}
     return dataclasses.replace(
         run,
         model=dataclasses.replace(
             run.model,
-            num_layers=8 if layout.schedule == "zb-v" else 4,
+            num_layers=layers * layout.pp * (2 if layout.schedule == "zb-v" else layout.chunks or 1),
             attention_dropout=attention,
             hidden_dropout=hidden,
             **shape,
@@ -61,40 +66,55 @@ def make(case):
 
 
 def trained(run, layout):
-    """Losses, and a copy of what this rank owns of the parameters."""
+    """(losses, a copy of what this rank owns of the parameters, the trainer)"""
     instances = data_parallel_settings(run.parallel).optimizer_instances
     inner = inner_size(run.parallel)
     groups = pool.groups(tp=layout.tp, cp=layout.cp, pp=layout.pp, instances=instances, inner=inner)
     trainer = build(run, groups, CPU)
-    losses = [trainer.train_step().loss for _ in range(STEPS)]
+    losses = [trainer.train_step().loss for _ in range(run.train.train_iters)]
     trainer.data_parallel.settle()
-    return losses, [(piece.name, part.clone()) for piece, part in trainer.data_parallel.weights()]
+    return losses, [(piece.name, part.clone()) for piece, part in trainer.data_parallel.weights()], trainer
 
 
-def differences(rank, size, case):
+def differences(rank, size, case, modes, steps):
     """(losses without recompute, mode -> what is not the same with it)"""
-    run, layout = make(case)
-    losses, expected = trained(run, layout)
+    run, layout = make(case, steps)
+    losses, expected, _ = trained(run, layout)
     found = {}
-    for name, recompute in SOME.items():
-        again = dataclasses.replace(run, recompute=recompute)
+    for name in modes:
+        again = dataclasses.replace(run, recompute=SOME[name])
         check(again, size)
-        other, weights = trained(again, layout)
+        other, weights, _ = trained(again, layout)
         wrong = [n for (n, a), (_, b) in zip(weights, expected, strict=True) if not a.equal(b)]
         found[name] = wrong if other == losses else ["loss", *wrong]
     return losses, found
 
 
-SLOW = ("split backward", "1f1b, tensor overlap", "heads for tokens")  # what they meet, others meet too
+def assert_the_same_bits(case, modes, steps):
+    for losses, found in pool.run(CASES[case][1].world_size, differences, case, modes, steps, timeout=300.0):
+        assert found == {name: [] for name in modes}
+        assert len(set(losses)) == steps, "nothing was learned"
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+    ("case", "modes", "steps"),
+    [
+        ("one rank", ("mlp", "full, block 1"), STEPS),
+        ("overlapped optimizer", ("parts", "full, uniform 2"), 6),
+        ("split backward, sequence parallel", ("mlp", "full, block 1"), 4),
+        ("sharded parameters", ("parts", "full, uniform 2"), STEPS),
+        ("gathered keys", ("mlp", "full, block 1"), STEPS),
+        ("ring", ("parts", "full, uniform 2"), STEPS),
+    ],
 )
-def test_the_same_bits(case):
-    for losses, found in pool.run(CASES[case][1].world_size, differences, case):
-        assert found == {name: [] for name in SOME}
-        assert len(set(losses)) == STEPS, "nothing was learned"
+def test_the_same_bits(case, modes, steps):
+    assert_the_same_bits(case, modes, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_with_every_mode(case):
+    assert_the_same_bits(case, tuple(SOME), STEPS)
 
 
 def adapted(rank, size, fields, sequence_parallel):
@@ -120,10 +140,10 @@ def test_adapters(fields, sequence_parallel):
 
 def gathered(rank, size, recompute):
     """All-gathers of the third step with sharded parameters."""
-    run = dataclasses.replace(make("sharded parameters")[0], recompute=recompute)
+    run = dataclasses.replace(make("sharded parameters", 3)[0], recompute=recompute)
     groups = pool.groups(instances=data_parallel_settings(run.parallel).optimizer_instances)
     trainer = build(run, groups, CPU)
-    for _ in range(STEPS - 1):
+    for _ in range(2):
         trainer.train_step()
     with groups.heartbeat.record() as calls:
         trainer.train_step()

@@ -38,8 +38,8 @@ def results(world, names, accumulation=1, *, settings=None, **run):
 
 
 @functools.cache
-def alone(accumulation=1):
-    return results(1, ("plain",), accumulation)["plain"]
+def plain(world, accumulation=1):
+    return results(world, ("plain",), accumulation)["plain"]
 
 
 @functools.cache
@@ -91,13 +91,13 @@ class TestReplicas:
 
     def test_as_one_process(self, world, accumulation):
         for found in side_by_side(world, accumulation).values():
-            losses, weights = distance(found, alone(accumulation))
+            losses, weights = distance(found, plain(1, accumulation))
             assert losses <= OTHER_LAYOUT and weights <= OTHER_LAYOUT
 
 
 def test_it_learns():
     """Losses that do not move would hide a wrong gradient; and clipping takes part."""
-    losses, norms, _ = alone()
+    losses, norms, _ = plain(1)
     assert losses[-1] < 0.95 * losses[0] and norms[0] > 0.5
 
 
@@ -127,7 +127,7 @@ def test_two_instances():
     found = results(4, names, settings={"instances": 2})
     for name in names:
         assert_identical(found[name], found["optim"])
-    losses, weights = distance(found["optim"], side_by_side(4, 1)["plain"])
+    losses, weights = distance(found["optim"], plain(4))
     assert losses <= REORDERED and weights <= REORDERED
 
 
@@ -139,7 +139,7 @@ def test_bf16_parameters():
     found = results(3, FEW, fields={**SMALL, "bf16": True})
     for name in FEW:
         assert_identical(found[name], found["plain"])
-    assert distance(found["plain"], alone())[0] <= HALF
+    assert distance(found["plain"], plain(1))[0] <= HALF
 
 
 def test_bf16_on_the_wire():
@@ -149,7 +149,7 @@ def test_bf16_on_the_wire():
     """
     names = ("plain", "optim", "optim, overlapped", "grads, overlapped")
     found = results(3, names, settings={"reduce_in_bf16": True})
-    exact = side_by_side(3, 1)["plain"]
+    exact = plain(3)
     for name in names[2:]:
         assert_identical(found[name], found["optim"])
     for name in names:

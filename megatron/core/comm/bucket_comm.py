@@ -86,17 +86,22 @@ class BucketComm:
                 work = self._reduce_lane.submit(self._timed(row, label, steps))
         return _handle(op, group, work, full)
 
-    def gather(self, full: Tensor, label: str) -> Handle:
-        """Copy every rank's slice of a bucket to all ranks of `shard`: an all-gather."""
+    def gather(self, full: Tensor, label: str, after: Any = None) -> Handle:
+        """Copy every rank's slice of a bucket to all ranks of `shard`: an all-gather.
+
+        after: what brings this rank's slice, if it is on its way: a lane's job, or a CUDA event. With one shard it is not
+        waited for.
+        """
         group = self._gather
         if group.size == 1:
             return Handle("all_gather", group, None, ())
         with announced("all_gather", group, tuple(self.own(full).shape), full.dtype, self.own(full).nbytes):
             if self._on_cuda:
-                work: Any = self._queue_gather(full, label)
+                work: Any = self._queue_gather(full, label, after)
             else:
                 self._tag += 1
-                work = self._gather_lane.submit(self._timed("all-gather", label, self._gather_steps(full, self._tag)))
+                steps = self._timed("all-gather", label, self._gather_steps(full, self._tag))
+                work = self._gather_lane.submit(steps if after is None else _behind(after, steps))
         return _handle("all_gather", group, work, full)
 
     def _timed(self, row: str, label: str, steps: Steps) -> Steps:
@@ -145,8 +150,10 @@ class BucketComm:
                     then()
             return _Queued(self._reduce_stream.record_event())
 
-    def _queue_gather(self, full: Tensor, label: str) -> _Queued:
+    def _queue_gather(self, full: Tensor, label: str, after: torch.cuda.Event | None) -> _Queued:
         self._gather_stream.wait_stream(torch.cuda.current_stream(full.device))
+        if after is not None:
+            self._gather_stream.wait_event(after)
         with torch.cuda.stream(self._gather_stream):
             with self._timeline.span("all-gather", label):
                 gather_into(full, self.own(full), group=self._gather.process_group, async_op=True).wait()
@@ -164,6 +171,13 @@ class _Queued:
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
+
+
+def _behind(job: Any, steps: Steps) -> Steps:
+    """Steps of a lane that begin when a job of this rank alone, on another lane, is done. Messages are told apart by their
+    tags, so others may be posted meanwhile."""
+    yield [job]
+    yield from steps
 
 
 def _handle(op: str, group: Group, work: Any, full: Tensor) -> Handle:

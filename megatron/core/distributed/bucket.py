@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.buckets import ALIGN, BucketLayout, owned_pieces, round_up
+from megatron.core.distributed.home import Home, Travel
 from megatron.core.parameter import GradSlot, Parameter
 
 K = TypeVar("K", bound=Hashable)
@@ -19,7 +20,8 @@ class Bucket:
 
     whole [size]: values in the parameters' dtype; every parameter is a view of it. After `shard_params` it is there only
     between `make_whole` and `drop_whole`, and parameters are empty otherwise.
-    param_shard [size / shards]: this rank's slice, which its optimizer updates: a view of `whole`, or the only copy.
+    param_shard [size / shards]: this rank's slice, which its optimizer updates: a view of `whole`, or the only copy. With
+    a `home` it lies there, in host memory.
     grads [size], fp32: gradients; every parameter's slot writes there. Kept for the whole run or, after
     `keep_grads(False)`, taken from `take` when the first gradient is written and given up to be reduced (`detach`).
     grad_shard [size / shards], fp32: this rank's slice of the reduced gradient: a view of `grads` when those are kept.
@@ -47,6 +49,7 @@ class Bucket:
         self.dtype, self.device = first.dtype, first.device
         self._whole: Tensor | None = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
         self.param_shard = self._own(self._whole)
+        self.home: Home | None = None
         self.grads: Tensor | None = None
         self._block: Tensor | None = None
         self.grad_shard = torch.empty(0)
@@ -96,17 +99,32 @@ class Bucket:
         assert self._whole is not None
         return self._whole
 
-    def shard_params(self) -> None:
-        """Keep only this rank's slice of the parameters from now on."""
-        self.param_shard = self._own(self.whole).clone()
+    def parameter_at(self, offset: int) -> Parameter | None:
+        """Whose element of `whole` this is; None for padding."""
+        for name, start in self.layout.offsets.items():
+            if start <= offset < start + self.layout.numels[name]:
+                return self.parameters[name]
+        return None
+
+    def shard_params(self, home: Home | None = None) -> None:
+        """Keep only this rank's slice of the parameters from now on: on the device, or in `home`, which holds it already."""
+        self.param_shard = self._own(self.whole).clone() if home is None else home.shard
+        self.home = home
         self.drop_whole()
 
-    def make_whole(self) -> None:
-        """Allocate `whole` with this rank's slice in it, for the others to be gathered; parameters are views of it."""
+    def make_whole(self) -> Travel | None:
+        """Allocate `whole` with this rank's slice in it, for the others to be gathered; parameters are views of it.
+
+        The slice is there, or, from a home, when the copy that is returned is.
+        """
         self._whole = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        self._own(self._whole).copy_(self.param_shard)
         for name, parameter in self.parameters.items():
             parameter.data = self.view_of(self._whole, name)
+        own = self._own(self._whole)
+        if self.home is not None:
+            return self.home.bring(own)
+        own.copy_(self.param_shard)
+        return None
 
     def drop_whole(self) -> None:
         """Free `whole`; parameters are empty."""

@@ -10,8 +10,8 @@
     the optimizer: a bucket's `param_shard` is written, then `publish`, bucket by bucket in forward order
     end_step                                    without overlap: all parameters are gathered now
 With overlap the next forward waits for a bucket where it first reads one of its parameters: see param_gate.py, and
-param_window.py for parameters that are sharded themselves. Whatever reads parameters another way (saving) calls `settle`
-first.
+param_window.py for parameters that are sharded themselves, or live away from the device. Whatever reads parameters
+another way (saving) calls `settle` first.
 
 [Note: order]
 Buckets are reduced in one fixed order, the expected order of backward, whatever order gradients come in: a bucket that is
@@ -38,8 +38,8 @@ from megatron.core.dist_checkpointing.boxes import flat_boxes
 from megatron.core.distributed.block_pool import BlockPool
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buckets import Piece, default_bucket_size, plan_all
-from megatron.core.distributed.param_gate import ParamGate
-from megatron.core.distributed.param_window import ParamWindow
+from megatron.core.distributed.home import Homes
+from megatron.core.distributed.params import Params
 from megatron.core.distributed.reduce_mode import Measured, choose_mode
 from megatron.core.groups import Groups
 from megatron.core.log import get_logger
@@ -68,6 +68,7 @@ class DataParallel:
         timeline: Timeline | None = None,
         *,
         late_updates: bool = False,
+        homes: Homes | None = None,
     ) -> None:
         """Sharding is over `groups.shard`: create_groups must have been told the settings' `optimizer_instances`.
 
@@ -75,6 +76,7 @@ class DataParallel:
         use are left out and reduced at the end of the step. Without it all are of stage 0.
         timeline: where its communication is recorded, with what others record there; by default one of its own.
         late_updates: the optimizer may finish buckets after the step, where they are read.
+        homes: of parameters that live away from the device, in buckets of their own.
         """
         self.settings = settings
         self._groups, self.device = groups, device
@@ -84,7 +86,8 @@ class DataParallel:
         self._blocks = BlockPool(_BLOCKS, device)
         parameters = {n: p for n, p in reversed(local_parameters(model).items()) if p.requires_grad}
         stages = {n: 0 if stage_of is None else stage_of.get(n) for n in parameters}
-        self.buckets = self._make_buckets(parameters, stages, settings.bucket_size)
+        far = {name for name in parameters if homes is not None and homes.takes(name)}
+        self.buckets = self._make_buckets(parameters, stages, far, settings.bucket_size)
         self.microbatches = 0  # of this step
         self._reducing = False
         self._last = False  # nothing is added to what is reduced now
@@ -94,12 +97,16 @@ class DataParallel:
         self._unreduced: set[int] = set()  # of this step
         self._reductions: deque[tuple[Tensor | None, Handle]] = deque()  # with the memory that is free afterwards
         self._without: set[str] = set()
-        self.shards_params = settings.shards == "optim_grads_params" and self._comm.shards > 1
-        self._params: ParamGate | ParamWindow = (
-            ParamWindow(model, self.buckets, self._comm, late_updates=late_updates)
-            if self.shards_params
-            else ParamGate(model, self.buckets, self._comm, overlap=settings.overlap_gather, late_updates=late_updates)
+        self._params = Params(
+            model,
+            self.buckets,
+            self._comm,
+            sharded=settings.shards == "optim_grads_params" and self._comm.shards > 1,
+            homes=homes,
+            overlap=settings.overlap_gather,
+            late_updates=late_updates,
         )
+        self.params_come_and_go = self._params.come_and_go  # some are empty while nobody reads them
         # Where nothing is shared there is no shard to keep instead.
         self._undecided = settings.mode == AUTO and self._comm.shards > 1
         self.keeps_grads = settings.mode == LAST or self._comm.shards == 1
@@ -131,6 +138,7 @@ class DataParallel:
         self._steps += 1
         self.microbatches = microbatches
         self._without.clear()
+        self._params.begin_step(microbatches)
         for bucket in self.buckets:
             bucket.clear()
         self._unreduced = {bucket.index for bucket in self.buckets}
@@ -167,6 +175,7 @@ class DataParallel:
         self._put_off(jobs)
         self._params.begin_backward()
         yield jobs
+        self._params.end_backward()
         self._put_off(None)
 
     def finish_reduction(self) -> None:
@@ -225,8 +234,12 @@ class DataParallel:
         """All buckets have been published. Without overlap: gather the parameters, an all-gather a bucket, and wait."""
         self._params.end_step()
 
+    def parameter_of(self, tensor: Tensor) -> Parameter | None:
+        """The parameter that a tensor is a part of, if that is one that comes and goes."""
+        return self._params.parameter_of(tensor)
+
     def settle(self) -> None:
-        """Return when nothing is in flight and every parameter, or its shard with sharded parameters, is current."""
+        """Return when nothing is in flight and every parameter is current, or its shard where parameters come and go."""
         self._params.settle()
 
     def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
@@ -234,11 +247,10 @@ class DataParallel:
         if parameter.grad is not None:  # autograd accumulated it: norm weights, biases
             parameter.slot.add(parameter.grad)
             parameter.grad = None
+        self._params.been_through(bucket)
         if bucket.stage != self._stage or parameter.slot.waiting:
             return
         bucket.missing -= 1
-        if bucket.missing == 0:
-            self._params.gradients_complete(bucket)
         if self._reducing:
             while self._left and self._left[0].missing == 0:
                 self._reduce(self._left.popleft())
@@ -325,15 +337,15 @@ class DataParallel:
                 piece.copy_(total)
 
     def _make_buckets(
-        self, parameters: dict[str, Parameter], stages: dict[str, int | None], bucket_size: int | None
+        self, parameters: dict[str, Parameter], stages: dict[str, int | None], far: set[str], bucket_size: int | None
     ) -> list[Bucket]:
-        """Buckets of one stage and dtype each, in the order in which backward completes them.
+        """Buckets of one stage and dtype each, near or `far`, in the order in which backward completes them.
 
         What is on both ends of the pipeline is cut alike there: it has a bucket of its own.
         """
         shards, rank = self._groups.shard.size, self._groups.shard.rank
         size = bucket_size or default_bucket_size(sum(p.numel() for p in parameters.values()), shards)
-        kinds = {n: (stages[n], parameter.dtype, parameter.info.on_both_ends) for n, parameter in parameters.items()}
+        kinds = {n: (stages[n], p.dtype, p.info.on_both_ends, n in far) for n, p in parameters.items()}
         layouts = plan_all({n: p.numel() for n, p in parameters.items()}, kinds, size, shards)
         return [
             Bucket(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.comm.bucket_comm import BucketComm
 from megatron.core.comm.collectives import Handle
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.param_table import watch_reads
+from megatron.core.parameter import Parameter
 
 _AHEAD = 1  # buckets whose late update is awaited, and whose gather is started, before they are read
 
@@ -53,11 +54,18 @@ class ParamGate:
             for handle in [self._comm.gather(bucket.whole, bucket.label) for bucket in reversed(self._buckets)]:
                 handle.wait()
 
+    def begin_step(self, microbatches: int) -> None:
+        """Parameters are there, or are waited for where they are read."""
+
     def begin_backward(self) -> None:
         """Parameters are there."""
 
-    def gradients_complete(self, bucket: Bucket) -> None:
-        """Backward needs the bucket's parameters no more; they stay."""
+    def been_through(self, bucket: Bucket) -> None:
+        """Backward needs one of the bucket's parameters no more; it stays."""
+
+    def parameter_of(self, tensor: Tensor) -> Parameter | None:
+        """No parameter comes and goes."""
+        return None
 
     def end_backward(self) -> None:
         """Nothing is given up."""

@@ -14,21 +14,28 @@ from torch import nn
 
 
 def watch_reads(model: nn.Module, before_read: Callable[[nn.Parameter], None]) -> None:
-    """From now on `before_read(parameter)` is called whenever an attribute of a module of `model` yields a parameter."""
+    """From now on `before_read(parameter)` is called whenever an attribute of a module of `model` yields a parameter.
+
+    Several may watch; they are called in the order in which they began to.
+    """
     for module in model.modules():
-        if module._parameters:
-            module._parameters = _Table(module._parameters, before_read)
+        if not module._parameters:
+            continue
+        if not isinstance(module._parameters, _Table):
+            module._parameters = _Table(module._parameters)
+        module._parameters.watchers.append(before_read)
 
 
 class _Table(dict[str, Any]):
     """A module's parameters by name."""
 
-    def __init__(self, parameters: dict[str, Any], before_read: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, parameters: dict[str, Any]) -> None:
         super().__init__(parameters)
-        self._before_read = before_read
+        self.watchers: list[Callable[[nn.Parameter], None]] = []
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
         if parameter is not None:
-            self._before_read(parameter)
+            for before_read in self.watchers:
+                before_read(parameter)
         return parameter

@@ -12,8 +12,10 @@ The last two layers stay: the stage needs as much memory either way, for the cop
 when the last one runs, and backward finds its first two layers there.
 
 [Note: what does not move]
-Parameters, buffers of the model, and the batch: they live anyway. Tensors of another device. A storage that several layers
-save moves with the last of them, whose backward comes first; what all of them save (rotary tables) so stays.
+Parameters, buffers of the model, and the batch: they live anyway. Of a parameter that comes and goes (ZeRO-3, weights in
+far memory) it is kept which one it is: backward brings it back, perhaps to another place. Tensors of another device. A
+storage that several layers save moves with the last of them, whose backward comes first; what all of them save (rotary
+tables) so stays.
 
 The input of a stage is a leaf that the engine keeps for its gradient. The stage computes on an alias of it; the leaf itself
 is left without its memory once the forward is over.
@@ -22,7 +24,7 @@ is left without its memory once the forward is over.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.memory.copier import Copier
-from megatron.core.memory.saved import Group, Saved, Storages
+from megatron.core.memory.saved import Group, Saved, SavedParameter, Storages
 from megatron.core.memory.tiers import FarMemory
 
 NEAR_LAYERS = 2  # the last ones of a stage, see the note
@@ -82,11 +84,13 @@ class ActivationOffload:
         model: nn.Module,
         layers_of_stage: Mapping[int, int],
         device: torch.device,
+        parameter_of: Callable[[Tensor], Tensor | None] = lambda tensor: None,
     ) -> None:
-        """`layers_of_stage`: how many layers each stage of this rank has. `device`: whose tensors move."""
+        """`layers_of_stage`: how many layers each stage of this rank has. `device`: whose tensors move. `parameter_of`: the
+        parameter that a tensor is a part of, if that comes and goes."""
         self.policy, self.far, self.bytes_of_stage, self.bytes_out = policy, far, dict[int, int](), 0
         self.layers_of_stage, self.device = layers_of_stage, device
-        self._copier, self._model = copier, model
+        self._copier, self._model, self.parameter_of = copier, model, parameter_of
         self._moved: frozenset[tuple[int, int]] = frozenset()
         self._whole: dict[tuple[int, int], Group] = {}  # of forwards whose backward is still to come
         self._left_alone: set[int] = set()  # addresses of storages
@@ -97,7 +101,9 @@ class ActivationOffload:
     def begin_step(self, moved: frozenset[tuple[int, int]], batch: Iterable[Tensor]) -> None:
         """moved: (stage, microbatch) that the schedule's actions move. batch: tensors that live through the step."""
         self._moved = moved
-        held = (*self._model.parameters(), *self._model.buffers(), *batch)
+        # Memory of a parameter that comes and goes may be an activation's a moment later.
+        staying = (parameter for parameter in self._model.parameters() if self.parameter_of(parameter) is None)
+        held = (*staying, *self._model.buffers(), *batch)
         self._left_alone = {tensor.untyped_storage().data_ptr() for tensor in held}
 
     def end_step(self) -> None:
@@ -167,7 +173,7 @@ class ActivationOffload:
             or tensor.untyped_storage().data_ptr() in self._left_alone
         )
 
-    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | Saved | SavedParameter:
         """Autograd keeps this method with every tensor: it must not hold what has been saved."""
         assert self._now is not None
         return self._now.pack(tensor)
@@ -190,8 +196,11 @@ class _Forward:
         self._layer: int | None = None  # None before the first; what is saved there is moved with it
         self._owed = 0.0  # bytes that should have gone out so far
 
-    def pack(self, tensor: Tensor) -> Tensor | Saved:
+    def pack(self, tensor: Tensor) -> Tensor | Saved | SavedParameter:
         """What autograd is to keep for a tensor that it saves."""
+        if (parameter := self._owner.parameter_of(tensor)) is not None:
+            offset = int(tensor.storage_offset()) - int(parameter.storage_offset())
+            return SavedParameter(parameter, tensor.shape, tensor.stride(), offset)
         if self._owner.leaves_alone(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -242,5 +251,5 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def _unpack(kept: Tensor | Saved) -> Tensor:
-    return kept.tensor() if isinstance(kept, Saved) else kept
+def _unpack(kept: Tensor | Saved | SavedParameter) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.tensor()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,12 @@ Move = tuple[Tensor, Tensor]  # source and destination, uint8 of one length
 
 
 class Copy(Protocol):
-    """Copies under way. Until `wait` has returned, near memory at either end must be kept."""
+    """Copies under way. Until `wait` has returned, near memory at either end must be kept.
+
+    done: what else may wait for them: a lane's job, or a CUDA event.
+    """
+
+    done: Any
 
     def wait(self) -> None:
         """What compute does from now on comes after the copies."""
@@ -42,6 +47,10 @@ class Copier(Protocol):
         """Start to copy parts of `block`, and near memory that a tensor kept, to near memory."""
         ...
 
+    def settle(self, block: Block) -> None:
+        """Return when the last copy from or to `block` is over: the host may read and write it."""
+        ...
+
 
 class ThreadCopier:
     """Of a near memory that the CPU computes in."""
@@ -57,6 +66,11 @@ class ThreadCopier:
     def back(self, name: str, moves: Sequence[Move], block: Block) -> Copy:
         """See Copier."""
         return self._start(IN, name, moves, block)
+
+    def settle(self, block: Block) -> None:
+        """See Copier."""
+        if block.busy is not None:
+            block.busy.wait()
 
     def _start(self, row: str, name: str, moves: Sequence[Move], block: Block) -> Copy:
         before: Job | None = block.busy
@@ -77,15 +91,15 @@ class _Watched:
     """A job whose waits are on the timeline."""
 
     def __init__(self, job: Job, name: str, timeline: Timeline) -> None:
-        self._job, self._name, self._timeline = job, name, timeline
+        self.done, self._name, self._timeline = job, name, timeline
 
     def wait(self) -> None:
         """See Copy."""
-        if self._job.is_completed():
-            self._job.wait()  # raises what the copy raised
+        if self.done.is_completed():
+            self.done.wait()  # raises what the copy raised
             return
         with self._timeline.span(WAIT, self._name):
-            self._job.wait()
+            self.done.wait()
 
 
 class StreamCopier:
@@ -103,6 +117,11 @@ class StreamCopier:
     def back(self, name: str, moves: Sequence[Move], block: Block) -> Copy:
         """See Copier."""
         return self._start(IN, name, moves, block)
+
+    def settle(self, block: Block) -> None:
+        """See Copier."""
+        if block.busy is not None:
+            block.busy.synchronize()
 
     def _start(self, row: str, name: str, moves: Sequence[Move], block: Block) -> Copy:
         stream = self._ways[row]
@@ -131,17 +150,17 @@ class _Streamed:
     def __init__(
         self, done: torch.cuda.Event, moves: list[Move], name: str, device: torch.device, timeline: Timeline
     ) -> None:
-        self._done, self._moves, self._name = done, moves, name
+        self.done, self._moves, self._name = done, moves, name
         self._device, self._timeline = device, timeline
 
     def is_over(self) -> bool:
         """Whether the memory at either end may be used again."""
-        return not self._moves or self._done.query()
+        return not self._moves or self.done.query()
 
     def wait(self) -> None:
         """See Copy."""
         with self._timeline.span(WAIT, self._name):
-            torch.cuda.current_stream(self._device).wait_event(self._done)
+            torch.cuda.current_stream(self._device).wait_event(self.done)
         self._moves = []
 
 

@@ -70,6 +70,25 @@ class Saved:
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
+@dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """What autograd keeps of a saved tensor that is a part of a parameter which comes and goes: not its memory.
+
+    Autograd hands hooks an alias of a leaf. Kept, that would hold the whole bucket until backward.
+    """
+
+    parameter: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from the parameter's beginning
+
+    def tensor(self) -> Tensor:
+        """The tensor in the memory of this moment. Backward has brought the parameter."""
+        data = self.parameter.detach()
+        assert data.numel(), f"backward reads a parameter that is not there: {self}"
+        return data.as_strided(self.shape, self.stride, int(data.storage_offset()) + self.offset)
+
+
 class Group:
     """Storages that go out together and come back together: of a stage's microbatch, or of one layer of it."""
 

@@ -43,7 +43,7 @@ class Chunk:
 
     @property
     def parameters(self) -> Tensor:
-        """[size] of the model, in its dtype, on the device."""
+        """[size] of the model, in its dtype: on the device, or where its bucket's home is."""
         return self.bucket.param_shard[self.start : self.stop]
 
     @property
@@ -63,7 +63,7 @@ class Chunk:
 
     def on_device(self) -> dict[str, Tensor]:
         """Undefined tensors for its state on the device."""
-        device = self.parameters.device
+        device = self.bucket.device
         return {k: torch.empty(n, dtype=dtype, device=device) for k, (n, dtype) in self.shapes(far=False).items()}
 
     def begin(self, state: dict[str, Tensor], *, far: bool) -> None:

@@ -161,7 +161,8 @@ class FarUpdates:
         self._copies.host_waits(self._results[slot])
         chunk.step(held.tensors, gradient, result, self._scratch, inputs)
         held.behind()
-        self._results[slot] = self._copies.into(chunk.parameters, result, now)
+        if chunk.bucket.home is None:
+            self._results[slot] = self._copies.into(chunk.parameters, result, now)
         if not self.overlap and number + STAGED < len(order):
             self._fill(order, number + STAGED, now)
         return self._results[slot]
@@ -182,7 +183,12 @@ class FarUpdates:
         return self._buffer("gradient", number % STAGED, order[number].size, torch.float32)
 
     def _result(self, slot: int, chunk: Chunk) -> Tensor:
-        """Where the chunk's new parameters begin their way back: the masters, where a copy can take them from there."""
+        """Where the chunk's new parameters begin their way back: the masters, where a copy can take them from there.
+
+        Weights whose home is far memory are written right there: nothing has been copied from it since backward.
+        """
+        if chunk.bucket.home is not None:
+            return chunk.parameters
         if not chunk.half and self._memory.is_direct:
             return chunk.state["master"]
         dtype = chunk.bucket.param_shard.dtype

@@ -30,6 +30,7 @@ from megatron.core.optimizer.loss_scale import LossScale
 from megatron.core.optimizer.parked import ParkedStates
 from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
+from megatron.core.optimizer.visits import Visits
 from megatron.core.parameter import Parameter
 from megatron.planner.optimizer_memory import cut, first_far, is_cut, optimizer_bytes
 
@@ -94,9 +95,10 @@ class Optimizer:
             self._auto.replace()
         if self.far is not None:
             self.far.start(inputs)
+        visits = Visits((bucket for bucket in reversed(buckets) if self._near(bucket)), self._reads_weights)
         for bucket in reversed(buckets):
             with timeline.span("step", bucket.label):
-                self._step_near(bucket, inputs)
+                self._step_near(bucket, visits, inputs)
             self._data_parallel.publish(bucket, self._finish(bucket))
         self._data_parallel.end_step()
         if self._auto is not None:
@@ -185,12 +187,26 @@ class Optimizer:
         half = any(bucket.dtype != torch.float32 for bucket in self._data_parallel.buckets)
         return DiskMemory(offload.directory, optimizer_bytes(slices, self._config, offload, half=half).disk)
 
-    def _step_near(self, bucket: Bucket, inputs: Inputs) -> None:
-        for chunk in self.chunks[bucket.index]:
+    def _near(self, bucket: Bucket) -> list[Chunk]:
+        """The chunks that the device updates."""
+        return [chunk for chunk in self.chunks[bucket.index] if not chunk.is_far]
+
+    def _reads_weights(self, bucket: Bucket) -> bool:
+        """Whether an update needs the weights, which otherwise its masters are."""
+        return bucket.dtype == torch.float32 or self._config.main_params_dtype != "fp32"
+
+    def _step_near(self, bucket: Bucket, visits: Visits, inputs: Inputs) -> None:
+        chunks = self._near(bucket)
+        if not chunks:
+            return
+        weights = visits.enter(bucket)
+        for chunk in chunks:
+            parameters = weights[chunk.start : chunk.stop]
             if self.parked is not None:
-                self.parked.update(chunk, self._scratch, inputs)
-            elif not chunk.is_far:
-                chunk.step(chunk.state, chunk.gradient, chunk.parameters, self._scratch, inputs)
+                self.parked.update(chunk, parameters, self._scratch, inputs)
+            else:
+                chunk.step(chunk.state, chunk.gradient, parameters, self._scratch, inputs)
+        visits.leave(bucket, weights, [(chunk.start, chunk.stop) for chunk in chunks])
 
     def _finish(self, bucket: Bucket) -> Callable[[], None] | None:
         """What completes the bucket's update; None when it is complete."""
@@ -199,11 +215,14 @@ class Optimizer:
         return functools.partial(self.far.finish, bucket)
 
     def _settle(self) -> None:
-        """All state is current, wherever it is."""
+        """All state is current, wherever it is, and so are weights in far memory."""
         if self.far is not None:
             self.far.settle()
         if self.parked is not None:
             self.parked.settle()
+        for bucket in self._data_parallel.buckets:
+            if bucket.home is not None:
+                bucket.home.settle()
 
     def _all(self) -> Iterator[Chunk]:
         """In the order of backward."""

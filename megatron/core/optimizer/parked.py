@@ -51,8 +51,9 @@ class ParkedStates:
         """Of the buffers on the device."""
         return sum(tensor.nbytes for slot in self._slots for tensor in slot.values())
 
-    def update(self, chunk: Chunk, scratch: Scratch, inputs: Inputs) -> None:
-        """Step the next chunk. They must come in order, all of them in every step."""
+    def update(self, chunk: Chunk, parameters: Tensor, scratch: Scratch, inputs: Inputs) -> None:
+        """Step the next chunk, whose weights are in `parameters`, on the device. Chunks must come in order, all of them in
+        every step."""
         number = self._order[chunk]
         if number == 0:
             for first in range(len(self._slots)):
@@ -60,7 +61,7 @@ class ParkedStates:
         slot = number % STAGED
         staged = self._staged(chunk, slot)
         self._copies.device_waits(self._arrived[slot])
-        chunk.step(staged, chunk.gradient, chunk.parameters, scratch, inputs)
+        chunk.step(staged, chunk.gradient, parameters, scratch, inputs)
         stepped = self._copies.mark()
         for key, tensor in staged.items():
             self._left[slot] = self._copies.out(self._held[number].tensors[key], tensor, stepped)

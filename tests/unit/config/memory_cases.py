@@ -5,6 +5,7 @@ from megatron.config import rules_activation_offload, rules_optimizer_offload, r
 BALANCED = {"recompute_policy": "balanced", "activation_memory_budget": 0.5}
 PARTS_MOVE = {"fine_grained_activation_offloading": True, "num_layers": 4}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FAR_WEIGHTS = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 
 # rule, a run that it stops, the same run mended, world size, words of its message
@@ -160,11 +161,32 @@ MEMORY_CASES = [
         ["--pipeline-offload-ratio and --cpu-offloading", "one of them"],
     ),
     (
-        rules_activation_offload.offload_leaves_parameters_alone,
-        {"pipeline_offload_ratio": "0.5", "data_parallel_sharding_strategy": "optim_grads_params"},
-        {"pipeline_offload_ratio": "0.5", "data_parallel_sharding_strategy": "optim_grads"},
+        rules_activation_offload.offloaded_weights_are_trained,
+        {**FAR_WEIGHTS, "lora_rank": 4, "load": "trained"},
+        {**FAR_WEIGHTS, "data_parallel_sharding_strategy": "optim_grads_params"},
         2,
-        ["optim_grads_params", "give optim_grads"],
+        ["--cpu-offloading-weights", "--lora-rank 4"],
+    ),
+    (
+        rules_activation_offload.offloaded_weights_exist,
+        {**PP2, **FAR_WEIGHTS, "cpu_offloading_num_layers": 5},
+        {**PP2, **FAR_WEIGHTS, "cpu_offloading_num_layers": 4},
+        2,
+        ["--cpu-offloading-num-layers 5", "1 to 4", "--cpu-offloading-weights"],
+    ),
+    (
+        rules_activation_offload.offloaded_weights_exist,
+        {"cpu_offloading_weights": True},
+        FAR_WEIGHTS,
+        1,
+        ["--cpu-offloading-num-layers 0"],
+    ),
+    (
+        rules_activation_offload.offloaded_layers_exist,
+        {**FAR_WEIGHTS, "cpu_offloading": True, "cpu_offloading_num_layers": 2},
+        {**FAR_WEIGHTS, "cpu_offloading": True},
+        1,
+        ["1 to 1"],
     ),
     (
         rules_activation_offload.offloaded_layers_exist,

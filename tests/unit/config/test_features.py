@@ -295,4 +295,14 @@ def test_activation_offload_says_what_moves():
     layers = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
     assert row(name, **layers)[:2] == ("first 1 layers of a stage",) * 2
     modules = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn", "mlp_act")}
+    assert row("weight offload", **layers) == ("off", "off", "")
     assert row(name, **modules) == ("core_attn mlp_act",) * 2 + ("in all layers but a stage's last 2",)
+
+
+def test_weight_offload_says_which_layers_and_where():
+    name, two = "weight offload", {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 2}
+    asked = "first 2 layers of a stage"
+    assert row("activation offload", **two) == row(name) == ("off", "off", "")
+    assert row(name, **two) == (asked, f"{asked}: in host memory", "the device is the CPU, and host memory its own")
+    assert row(name, dataclasses.replace(ALONE, device="cuda"), **two)[1:] == (f"{asked}: in host memory", "")
+    assert row(name, **two, offload_dir="far")[1:] == (f"{asked}: in files in far", "")

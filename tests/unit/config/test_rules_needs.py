@@ -35,6 +35,7 @@ SP = {"sequence_parallel": True}
 TP_SP = {**TP, **SP}
 CPU_OFFLOAD = {"optimizer_cpu_offload": True}
 AUTO_OFFLOAD = {**CPU_OFFLOAD, "optimizer_offload_policy": "auto"}
+FAR_WEIGHTS = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}
 HYBRID = {"optimizer": "hybridadam"}
 STATES = {"offload_optimizer_states": True}
 NO_FRACTION = {**CPU_OFFLOAD, "optimizer_offload_fraction": 0.0}
@@ -56,6 +57,7 @@ CASES = [
     ("offload_dir", "d", {}, CPU_OFFLOAD, "nothing is offloaded"),
     ("offload_dir", "d", NO_FRACTION, STATES, "nothing is offloaded"),
     ("offload_dir", "d", {"pipeline_offload_ratio": "0"}, {"pipeline_offload_ratio": "0.5"}, "nothing is offloaded"),
+    ("offload_dir", "d", {}, FAR_WEIGHTS, "nothing is offloaded"),
     ("optimizer_offload_chunk_size", 640, {}, STATES, "into chunks"),
     ("optimizer_offload_chunk_size", 640, NO_FRACTION, LOW, "into chunks"),
     ("use_precision_aware_optimizer", True, {}, LOW, "all state is fp32"),
@@ -159,6 +161,7 @@ CASES = [
     ),
     ("microbatch_group_size_per_virtual_pipeline_stage", 2, None, INTERLEAVED, ""),  # under others a contradiction
     ("cpu_offloading_num_layers", 1, {}, {"cpu_offloading": True}, "--cpu-offloading"),
+    ("cpu_offloading_num_layers", 1, {}, {"cpu_offloading_weights": True}, "--cpu-offloading-weights"),
     ("offload_modules", ("core_attn",), {}, {**DEEP, "fine_grained_activation_offloading": True}, "--fine-grained"),
     ("split", "9,1,0", {}, FILES, "--mock-data"),
     ("split", "9,1,0", SPLITS, FILES, "its own data path"),
@@ -209,7 +212,7 @@ CASES = [
 ALWAYS = """
     recompute_policy recompute_granularity recompute_activations kaimm_recompute_norm kaimm_recompute_mlp_activation_func
     optimizer_cpu_offload offload_optimizer_states exp_avg_dtype exp_avg_sq_dtype main_params_dtype
-    pipeline_offload_ratio cpu_offloading fine_grained_activation_offloading
+    pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention lora_rank
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
     openai_gelu add_bias_linear qk_layernorm untie_embeddings_and_output_weights attention_dropout hidden_dropout

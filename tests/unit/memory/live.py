@@ -11,7 +11,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self._known, self.peak = {}, 0
+        self._known, self._at_most, self.peak = {}, 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -22,10 +22,13 @@ class LiveBytes(TorchDispatchMode):
         for storage in new:
             if storage._cdata not in given:
                 self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.now)
+                self._at_most += storage.nbytes()
+        if self._at_most > self.peak:  # else the dead need not be told from the living
+            self.peak = max(self.peak, self.now)
         return result
 
     @property
     def now(self):
         self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
-        return sum(nbytes for _, nbytes in self._known.values())
+        self._at_most = sum(nbytes for _, nbytes in self._known.values())
+        return self._at_most

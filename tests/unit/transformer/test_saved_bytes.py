@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.config.recompute import KEEP_ALL
+from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Positions
@@ -72,18 +73,11 @@ def kept(block, config, layers, sequence_shards=1):
         tables = rotary_tables(
             positions, *rotary_frequencies(config, CPU), x.dtype if not config.bf16 else torch.bfloat16
         )
-    others = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *(tables or ()))}
-    found = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in others:
-            found[storage.data_ptr()] = (tensor, storage.nbytes())  # holds it, so that its address stays its own
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        block(x.requires_grad_(), Positions(tables, None), layers=layers, final_norm=False)
-    return sum(nbytes for _, nbytes in found.values())
+    x.requires_grad_()
+    return saved_bytes(
+        lambda: block(x, Positions(tables, None), layers=layers, final_norm=False),
+        (*block.parameters(), *(tables or ())),
+    )
 
 
 def measured(groups, fields, recompute, *, sequence_parallel=False, upcast=False):

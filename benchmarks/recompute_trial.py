@@ -1,0 +1,103 @@
+"""One mode of benchmarks/recompute.py: a model in training, built as a run builds it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+
+import torch
+
+from megatron.config.data import DataConfig
+from megatron.config.data_parallel import data_parallel_settings
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import pipeline_settings
+from megatron.config.recompute import BALANCED, RecomputeConfig
+from megatron.config.run import RunConfig
+from megatron.config.train import TrainConfig
+from megatron.core.context_parallel.watch import UNWATCHED
+from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.groups import create_groups
+from megatron.core.heartbeat import Heartbeat
+from megatron.core.memory.saved_bytes import saved_bytes
+from megatron.core.mesh import Mesh
+from megatron.core.models.presets import preset
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parameter import initialize, local_parameters
+from megatron.core.tensor_parallel.overlap import PLAIN
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.timeline import Timeline
+from megatron.kernels.choose import choose_kernels
+from megatron.training.activation_offload import build_step_offload
+from megatron.training.balanced_recompute import Balanced, choose
+from megatron.training.batch import Batch
+from megatron.training.setup import build_gpt, shared_arguments
+from megatron.training.step import TrainStep, weighted_loss
+from megatron.training.timers import Timers
+
+LR, WEIGHT_DECAY = 1e-4, 0.01
+
+
+class Trial:
+    """balanced: what the balanced policy chose, or None where another one was asked for."""
+
+    def __init__(
+        self, args: argparse.Namespace, recompute: RecomputeConfig, batch: Batch, device: torch.device
+    ) -> None:
+        run = _run(args, recompute)
+        groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
+        timeline, kernels = Timeline(device), choose_kernels(run.model, device)
+        shared = shared_arguments(run, groups, device, kernels, RngTracker(1, groups, device), PLAIN, UNWATCHED)
+        pipeline = pipeline_settings(run.parallel, args.layers)
+        stages = pipeline.stages_of(0)
+        self.balanced: Balanced | None = None
+        if recompute.recompute_policy == BALANCED:
+            self.balanced = choose(run, shared, groups, stages, pipeline.schedule_of(1), timeline)
+            shared = dataclasses.replace(shared, recompute=self.balanced.layers)
+        self._model = build_gpt(shared, stages)
+        initialize(local_parameters(self._model), 1)
+        data_parallel = DataParallel(self._model, groups, data_parallel_settings(run.parallel), device)
+        optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=False)
+        moved = self.balanced.layers.moved if self.balanced is not None else ()
+        parameter_of = data_parallel.parameter_of
+        self._offload = build_step_offload(run, self._model, groups, timeline, parameter_of, moved)
+        self._step = TrainStep(
+            self._model,
+            data_parallel,
+            optimizer,
+            groups,
+            Timers(0, lambda: None),
+            per_token=True,
+            offload=self._offload,
+        )
+        self._batch, self._steps = batch, 0
+
+    def step(self) -> float:
+        """The loss."""
+        self._steps += 1
+        return self._step([self._batch], LR, WEIGHT_DECAY)[0]
+
+    def saved(self) -> int:
+        """Bytes that a forward keeps on the device for its backward. Call it after a step."""
+        forward = functools.partial(weighted_loss, self._model, self._batch, self._batch.loss_mask)
+        moved = 0 if self._offload is None else self._offload.actions.bytes_out // self._steps
+        return saved_bytes(forward, self._model.parameters()) - moved
+
+
+def _run(args: argparse.Namespace, recompute: RecomputeConfig) -> RunConfig:
+    shape = {
+        **preset("llama-tiny"),
+        "num_layers": args.layers,
+        "hidden_size": args.hidden,
+        "ffn_hidden_size": args.ffn,
+        "num_attention_heads": args.heads,
+        "num_query_groups": args.kv_heads,
+        "vocab_size": args.vocab,
+        "bf16": args.dtype == "bfloat16",
+    }
+    return RunConfig(
+        model=ModelConfig(**shape),
+        data=DataConfig(seq_length=args.seq),
+        train=TrainConfig(micro_batch_size=args.batch),
+        recompute=recompute,
+    )
