@@ -1,6 +1,8 @@
 """What activation offload saves and costs on this machine, and on pipelines by the simulator. Prints tables.
 
     python -m benchmarks.activation_offload
+    python -m benchmarks.activation_offload --device cuda --dtype bfloat16 --layers 16 --hidden 2048 --ffn 5632 \\
+        --heads 16 --kv-heads 16 --vocab 32000 --seq 4096        # about 1B parameters
 
 On a CPU near and far memory are the same chips: the copies are real and the near copies are freed, but they take cores and
 bandwidth from compute, which a GPU's copy engines do not. Step times here say that nothing is lost; what is hidden on a
@@ -19,10 +21,10 @@ import torch
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
-from megatron.core.device import synchronize
+from megatron.core.device import choose_device, synchronize
 from megatron.core.groups import create_groups
 from megatron.core.heartbeat import Heartbeat
-from megatron.core.memory.activation_offload import ActivationOffload, ByRatio, Policy
+from megatron.core.memory.activation_offload import NEAR_LAYERS, ActivationOffload, ByRatio, Policy
 from megatron.core.memory.copier import Copier, StreamCopier, ThreadCopier, measured_bandwidth
 from megatron.core.memory.layerwise import FirstLayers, mark_layers
 from megatron.core.memory.modulewise import ByModules
@@ -43,23 +45,22 @@ from megatron.training.batch import make_batch
 from megatron.training.setup import build_model
 from megatron.training.step import tensors_of, weighted_loss
 
-LAYERS, SAMPLES, TOKENS = 8, 4, 512
-SHAPE = {
-    **preset("llama-tiny"),
-    "num_layers": LAYERS,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "ffn_hidden_size": 688,
-    "vocab_size": 512,
-}
-
 
 class Trial:
     """One way of offload on one model."""
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
-        run = RunConfig(model=ModelConfig(**SHAPE))
+    def __init__(self, args: argparse.Namespace, policy: Policy, device: torch.device) -> None:
+        shape = {
+            **preset("llama-tiny"),
+            "num_layers": args.layers,
+            "hidden_size": args.hidden,
+            "num_attention_heads": args.heads,
+            "num_query_groups": args.kv_heads,
+            "ffn_hidden_size": args.ffn,
+            "vocab_size": args.vocab,
+            "bf16": args.dtype == "bfloat16",
+        }
+        run = RunConfig(model=ModelConfig(**shape))
         groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
         self.model = build_model(run, groups, device, choose_kernels(run.model, device), RngTracker(1, groups, device))
         initialize(local_parameters(self.model), 1)
@@ -67,11 +68,12 @@ class Trial:
         timeline = Timeline(device)
         copier: Copier = StreamCopier(device, timeline) if device.type == "cuda" else ThreadCopier(timeline)
         far = FarMemory(pinned=device.type == "cuda")
-        self.offload = ActivationOffload(policy, copier, far, self.model, {0: LAYERS}, device)
+        self.offload = ActivationOffload(policy, copier, far, self.model, {0: args.layers}, device)
         mark_layers(self.offload, layers)
         if isinstance(policy, ByModules):
             policy.mark(layers)
-        ids = torch.randint(512, (SAMPLES, TOKENS + 1), generator=torch.Generator().manual_seed(1)).to(device)
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(args.vocab, (args.samples, args.seq + 1), generator=generator).to(device)
         self.batch, self._device = make_batch(ids, -1, DataConfig()), device
         self.seconds: list[float] = []
 
@@ -107,19 +109,19 @@ class Trial:
         return memory.peak - before
 
 
-def by_layer(rounds: int) -> None:
+def by_layer(args: argparse.Namespace) -> None:
     """One stage, no pipeline: steps in turn, so that all ways meet the same machine."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, moved = choose_device(args.device, 0), args.layers - NEAR_LAYERS
     ways: dict[str, Policy] = {
         "none": ByRatio(0.0),
         **{f"ratio {ratio}": ByRatio(ratio) for ratio in (0.25, 0.5, 0.75, 1.0)},
-        f"first {LAYERS - 2} of {LAYERS} layers": FirstLayers(LAYERS - 2),
+        f"first {moved} of {args.layers} layers": FirstLayers(moved),
         "core_attn, mlp_act": ByModules(["core_attn", "mlp_act"]),
     }
-    trials = {name: Trial(policy, device) for name, policy in ways.items()}
+    trials = {name: Trial(args, policy, device) for name, policy in ways.items()}
     for trial in trials.values():
         trial.step()
-    for _ in range(rounds):
+    for _ in range(args.rounds):
         for trial in trials.values():
             trial.timed()
     gradients = {name: [p.grad for p in trial.model.parameters()] for name, trial in trials.items()}
@@ -127,21 +129,20 @@ def by_layer(rounds: int) -> None:
     copier = ThreadCopier(Timeline(device)) if device.type == "cpu" else StreamCopier(device, Timeline(device))
     out, back = measured_bandwidth(copier, FarMemory(pinned=device.type == "cuda"), device)
     print(
-        f"{LAYERS} layers on {device.type}, {rounds} steps each in turn; "
-        f"copies {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} in\n"
+        f"{args.layers} layers (hidden {args.hidden}, {args.heads} heads, {args.kv_heads} groups, MLP {args.ffn}), "
+        f"{args.samples} x {args.seq} tokens, {args.dtype}, {device.type}, torch {torch.__version__}, {args.rounds} steps "
+        f"each in turn; copies {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} in\n"
     )
     print("| way | moved a step, MiB | far memory, MiB | peak of a step, MiB | median step, ms | of none | same bits |")
     print("|---|---|---|---|---|---|---|")
     for name, trial in trials.items():
         steps = len(trial.seconds) + 1
-        same = all(map(torch.equal, gradients[name], gradients["none"]))
+        same = "yes" if all(map(torch.equal, gradients[name], gradients["none"])) else "NO"
         ratio = statistics.median(trial.seconds) / statistics.median(plain.seconds)
-        moved = trial.offload.bytes_out / steps / 2**20
+        out_a_step = trial.offload.bytes_out / steps / 2**20
         far, peak = trial.offload.far.nbytes / 2**20, trial.peak() / 2**20
         median = 1e3 * statistics.median(trial.seconds)
-        print(
-            f"| {name} | {moved:.1f} | {far:.1f} | {peak:.1f} | {median:.0f} | {ratio:.2f} | {'yes' if same else 'NO'} |"
-        )
+        print(f"| {name} | {out_a_step:.1f} | {far:.1f} | {peak:.1f} | {median:.0f} | {ratio:.2f} | {same} |")
 
 
 def by_schedule(p: int, m: int) -> None:
@@ -173,8 +174,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--ffn", type=int, default=688)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=512)
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
-    by_layer(args.rounds)
+    if args.layers <= NEAR_LAYERS:
+        parser.error(f"--layers {args.layers}: the last {NEAR_LAYERS} of a stage stay; give more")
+    by_layer(args)
     by_schedule(8, 32)
 
 
