@@ -51,6 +51,11 @@ GPT = "--attention-dropout 0 --hidden-dropout 0.1"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 # As those of a large model are, beside it: how many are under way at once is the wire's.
 SMALL_BUCKETS = "--ddp-bucket-size 100000 --num-layers 10"
+# Activations that move; enough layers that most of them do.
+RATIO = "--num-layers 8 --pipeline-offload-ratio"
+LAYERS = "--num-layers 8 --cpu-offloading --cpu-offloading-num-layers"
+PARTS = "--num-layers 8 --fine-grained-activation-offloading --offload-modules"
+GEMM_LAST = "--recompute-granularity selective --recompute-modules norm mlp_act"
 # name -> (processes, flags)
 RUNS = {
     "llama, fp32": (1, LLAMA),
@@ -66,7 +71,7 @@ RUNS = {
     "squared ReLU, unfused attention": (1, f"{GPT} --squared-relu --attention-backend unfused"),
     "large vocabulary, bf16": (1, f"{LLAMA} --bf16 --vocab-size 16384 --num-layers 1"),
     "4 microbatches": (1, f"{LLAMA} --global-batch-size 8"),
-    "GEMM-last": (1, f"{LLAMA} --bf16 --recompute-granularity selective --recompute-modules norm mlp_act"),
+    "GEMM-last": (1, f"{LLAMA} --bf16 {GEMM_LAST}"),
     "core attention again": (1, f"{LLAMA} --recompute-activations --attention-backend unfused"),
     "MLP and norms again": (1, f"{GPT} --recompute-granularity selective --recompute-modules mlp norm"),
     "full recompute, groups of 2": (
@@ -77,6 +82,30 @@ RUNS = {
         1,
         f"{LLAMA} --bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 3",
     ),
+    "offload, ratio 0.5": (1, f"{LLAMA} {RATIO} 0.5"),
+    "offload, ratio 1, GPT-2, bf16, fp32 residual": (1, f"{GPT} {RATIO} 1 --bf16 --fp32-residual-connection"),
+    "offload, ratio 1, GEMM-last": (1, f"{LLAMA} {RATIO} 1 {GEMM_LAST}"),
+    "offload, ratio 1, full recompute, groups of 2": (
+        1,
+        f"{LLAMA} {RATIO} 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    ),
+    "offload, ratio 0.5, full recompute of 3 layers": (
+        1,
+        f"{LLAMA} {RATIO} 0.5 --recompute-granularity full --recompute-method block --recompute-num-layers 3",
+    ),
+    "offload, ratio 1, core_attn recomputed": (
+        1,
+        f"{LLAMA} {RATIO} 1 --recompute-granularity selective --recompute-modules core_attn",
+    ),
+    "offload, 3 layers": (1, f"{LLAMA} {LAYERS} 3"),
+    "offload, 6 layers, bf16": (1, f"{LLAMA} {LAYERS} 6 --bf16"),
+    "offload, 7 layers and their weights": (1, f"{LLAMA} {LAYERS} 7 --cpu-offloading-weights"),
+    "weights of 6 layers, bf16": (
+        1,
+        f"{LLAMA} --num-layers 8 --bf16 --cpu-offloading-weights --cpu-offloading-num-layers 6",
+    ),
+    "offload, core_attn attn_norm": (1, f"{LLAMA} {PARTS} core_attn attn_norm"),
+    "offload, mlp_fc2 qkv_linear, GEMM-last, bf16": (1, f"{LLAMA} {PARTS} mlp_fc2 qkv_linear {GEMM_LAST} --bf16"),
     "tp 2": (2, f"{LLAMA} {TP2}"),
     "tp 2, sequence parallel, GPT-2, bf16": (2, f"{GPT} {TP2} --sequence-parallel --bf16"),
     "pp 2, 1f1b": (2, f"{LLAMA} {PP2} --global-batch-size 8"),
@@ -104,7 +133,22 @@ RUNS = {
         2,
         f"{LLAMA} --data-parallel-sharding-strategy optim_grads_params --ddp-bucket-size 100000 --num-layers 10",
     ),
+    "tp 2, sequence parallel, offload, ratio 1": (2, f"{GPT} {TP2} --sequence-parallel --bf16 {RATIO} 1"),
+    "pp 2, offload, ratio 1": (2, f"{LLAMA} {PP2} --global-batch-size 8 {RATIO} 1"),
+    "pp 2, zb-h1, offload, ratio 0.5": (
+        2,
+        f"{LLAMA} {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 {RATIO} 0.5",
+    ),
+    "pp 2, gpipe, offload, ratio 0.5": (
+        2,
+        f"{LLAMA} {PP2} --global-batch-size 8 --pipeline-schedule gpipe {RATIO} 0.5",
+    ),
+    "pp 2, offload, 2 layers": (2, f"{GPT} {PP2} --global-batch-size 8 {LAYERS} 2"),
     "cp 2": (2, f"{LLAMA} --context-parallel-size 2 --seq-length 512"),
+    "pp 4, offload, ratio 1": (
+        4,
+        f"{LLAMA} --pipeline-model-parallel-size 4 --global-batch-size 16 {RATIO} 1",
+    ),
     "tp 2, pp 2, sequence parallel, bf16": (4, f"{LLAMA} {TP2} --sequence-parallel {PP2} --global-batch-size 8 --bf16"),
     "pp 2, dp 2, ZeRO-1, full recompute": (
         4,

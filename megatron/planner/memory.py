@@ -37,7 +37,7 @@ from megatron.planner.sizes import (
 )
 from megatron.planner.stage_memory import StageMemory, stage_memory
 from megatron.planner.state_memory import StateMemory, state_memory
-from megatron.planner.tally import Tally
+from megatron.planner.tally import Profile, Tally
 
 _NAMES = {
     Kind.FORWARD: "forward",
@@ -95,12 +95,15 @@ def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMem
     settings = pipeline_settings(run.parallel, layers)
     sizes = sizes_of(run, target)
     states = [state_memory(run, target, settings.stages_of(rank), dp) for rank in range(settings.placement.num_ranks)]
-    profiles = {
-        stage.number: stage_memory(run, sizes, stage, settings, state.far)
-        for rank, state in enumerate(states)
-        for stage in settings.stages_of(rank)
-    }
-    return [_rank(run, rank, settings, profiles, sizes, state, dp) for rank, state in enumerate(states)]
+    whole, by_layer = (
+        {
+            stage.number: stage_memory(run, sizes, stage, settings, state.far, by_layer=layers)
+            for rank, state in enumerate(states)
+            for stage in settings.stages_of(rank)
+        }
+        for layers in (False, True)
+    )
+    return [_rank(run, rank, settings, whole, by_layer, sizes, state, dp) for rank, state in enumerate(states)]
 
 
 def num_microbatches(run: RunConfig, dp: int) -> int:
@@ -113,7 +116,8 @@ def _rank(
     run: RunConfig,
     rank: int,
     settings: PipelineSettings,
-    profiles: Mapping[int, StageMemory],
+    whole: Mapping[int, StageMemory],
+    by_layer: Mapping[int, StageMemory],
     sizes: Sizes,
     state: StateMemory,
     dp: int,
@@ -128,7 +132,7 @@ def _rank(
     start = sum(tally.now.values())
     tally.take(BATCH, microbatches * _batch(sizes))
     tally.take(COMMUNICATION, state.gathered)
-    far = FarTally(tally, far_of(run, schedule, rank, stages, sizes), profiles)
+    far = FarTally(tally, far_of(run, schedule, rank), whole, by_layer)
     last = {action.stage: action for action in schedule.actions[rank] if action.kind in COMPUTE}
     sent = 0  # bytes that have left, and are freed when the next message leaves; gloo's thread does so at once
     for action in schedule.actions[rank]:
@@ -139,8 +143,10 @@ def _rank(
         if action.kind in COPIES:
             far.move(action)
             continue
-        _act(tally, action, profiles, sizes, state.staging if last[action.stage] == action else 0)
-        if action.kind in COMPUTE:
+        if action.kind in RECEIVES:
+            tally.take(COMMUNICATION, sizes.residual)
+        elif action.kind in COMPUTE:
+            _compute(tally, action, far.profile(action), state.staging if last[action.stage] == action else 0)
             far.after(action)
     tally.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
     tally.free(COMMUNICATION, state.gathered)
@@ -150,7 +156,7 @@ def _rank(
         tally.brief(WORK, state.norm)
         tally.brief(COMMUNICATION, state.visits)
     in_files = run.optimizer_offload.offload_dir is not None
-    kept = [sum(profiles[s.number].forward.net.get(kind, 0) for kind in ACTIVATIONS) for s in stages]
+    kept = [sum(whole[s.number].forward.net.get(kind, 0) for kind in ACTIVATIONS) for s in stages]
     return RankMemory(
         rank,
         stages,
@@ -165,15 +171,12 @@ def _rank(
     )
 
 
-def _act(tally: Tally, action: Action, profiles: Mapping[int, StageMemory], sizes: Sizes, staging: int) -> None:
-    """One action of the schedule. staging: bytes of reductions that are under way beside it."""
-    if action.kind in RECEIVES:
-        tally.take(COMMUNICATION, sizes.residual)
-    elif action.kind in COMPUTE:
-        with tally.doing(f"{_NAMES[action.kind]} of microbatch {action.microbatch}"):
-            tally.take(COMMUNICATION, staging)
-            tally.play(profiles[action.stage].of(action.kind))
-            tally.free(COMMUNICATION, staging)
+def _compute(tally: Tally, action: Action, profile: Profile, staging: int) -> None:
+    """staging: bytes of reductions that are under way beside it."""
+    with tally.doing(f"{_NAMES[action.kind]} of microbatch {action.microbatch}"):
+        tally.take(COMMUNICATION, staging)
+        tally.play(profile)
+        tally.free(COMMUNICATION, staging)
 
 
 def _batch(sizes: Sizes) -> int:

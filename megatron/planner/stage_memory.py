@@ -15,6 +15,7 @@ from megatron.planner.attention_memory import AttentionMemory
 from megatron.planner.ends_memory import EmbeddingMemory, HeadMemory
 from megatron.planner.far_weights import FarBuckets
 from megatron.planner.layer_memory import LayerMemory
+from megatron.planner.layer_moves import LayerMoves, Leaving, Returning, keeper, layer_moves
 from megatron.planner.sizes import ATTENTION, BACKWARD, COMMUNICATION, RESIDUAL, Sizes, comm_type
 from megatron.planner.tally import Profile, Tally, profile_of
 
@@ -23,11 +24,15 @@ NONE_FAR = FarBuckets()
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A profile for each kind of computation of a schedule. Tensors that pass between stages count as communication."""
+    """A profile for each kind of computation of a schedule. Tensors that pass between stages count as communication.
+
+    away: bytes that have left, layer by layer, when the forward is over.
+    """
 
     forward: Profile
     backward: Profile
     weight_grad: Profile | None  # the rest, where the backward is split
+    away: int = 0
 
     def of(self, kind: Kind) -> Profile:
         """The profile of a computation."""
@@ -40,9 +45,16 @@ class StageMemory:
 
 
 def stage_memory(
-    run: RunConfig, sizes: Sizes, stage: Stage, settings: PipelineSettings, far: FarBuckets = NONE_FAR
+    run: RunConfig,
+    sizes: Sizes,
+    stage: Stage,
+    settings: PipelineSettings,
+    far: FarBuckets = NONE_FAR,
+    *,
+    by_layer: bool = True,
 ) -> StageMemory:
-    """Of one of the run's stages. far: weights of it that live in host memory."""
+    """Of one of the run's stages. far: weights of it that live in host memory. by_layer: what the flags move of its
+    activations moves layer by layer; else nothing of them moves here."""
     split = settings.schedule.startswith("zb")
     model = run.model
     modules = run.recompute.modules
@@ -55,6 +67,11 @@ def stage_memory(
     kept = {**layer_forward.net, RESIDUAL: layer_forward.net[RESIDUAL] - sizes.residual}
     forget = Profile({kind: -size for kind, size in kept.items()}, {}, "")
     groups = run.recompute.groups(stage.layers)
+    offloads = run.activation_offload.kind is not None
+    moves = LayerMoves([{}] * len(stage.layers), 0)
+    if by_layer:
+        moves = layer_moves(run, sizes, stage, layer_forward.net, profile_of(embedding.forward).net)
+    place = {number: place for place, number in enumerate(stage.layers)}
     tables = 2 * sizes.s * (sizes.rotary // 2) * sizes.e
 
     @contextmanager
@@ -73,8 +90,11 @@ def stage_memory(
         if stage.embedding:
             with tally.doing("embedding"):
                 embedding.forward(tally)
+        leaving = Leaving(tally, moves)
         for group, again in groups:
             for number in group:
+                if not again or number == group[0]:
+                    leaving.layer_begins(place[number])
                 with tally.doing(f"layer {number}"), read(tally, [number]):
                     tally.play(layer_forward)
                 if again:
@@ -87,11 +107,14 @@ def stage_memory(
         else:
             tally.free(RESIDUAL, sizes.residual)
             tally.take(COMMUNICATION, sizes.residual)
+        leaving.forward_ends()
         if not stage.layers:
             tally.free(ATTENTION, tables)
 
     def backward(tally: Tally) -> None:
+        returning = Returning(tally, moves)
         if stage.head:
+            returning.asked(len(stage.layers) - 1)
             with tally.doing("head"):
                 head.backward(tally)
         elif not stage.layers:
@@ -99,11 +122,14 @@ def stage_memory(
         for group, again in reversed(groups):
             with read(tally, group if again else (), again=again):
                 if again:
+                    returning.asked(keeper(place[group[0]]))
                     for number in group:
                         with tally.doing(f"layer {number} again"):
                             tally.play(layer_forward)
                     tally.free(RESIDUAL, sizes.residual)  # the second run ends before its output
                 for number in reversed(group):
+                    if not again:
+                        returning.asked(place[number])
                     with tally.doing(f"layer {number}"), read(tally, () if again else [number]):
                         tally.play(layer_backward[stage.head or number != stage.layers[-1]])
         if stage.layers:
@@ -112,7 +138,8 @@ def stage_memory(
             with tally.doing("embedding"):
                 embedding.backward(tally)
         else:
-            tally.brief(COMMUNICATION, sizes.residual)  # the engine holds the stage's input until the end
+            # The engine holds the stage's input until the end; offload leaves it without its memory.
+            tally.brief(COMMUNICATION, 0 if offloads else sizes.residual)
             tally.free(BACKWARD, sizes.residual)
             tally.take(COMMUNICATION, sizes.residual)
         if not stage.head:
@@ -120,7 +147,7 @@ def stage_memory(
 
     before, after = profile_of(forward), profile_of(backward)
     if not split:
-        return StageMemory(before, after, None)
+        return StageMemory(before, after, None, moves.nbytes)
     kinds = {*before.net, *after.net} - {COMMUNICATION}
     left = {kind: -before.net.get(kind, 0) - after.net.get(kind, 0) for kind in kinds}
-    return StageMemory(before, after, Profile(left, {}, "weight gradients"))
+    return StageMemory(before, after, Profile(left, {}, "weight gradients"), moves.nbytes)

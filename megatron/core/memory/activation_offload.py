@@ -149,7 +149,8 @@ class ActivationOffload:
         self._left_lately.append(group)
 
     def reload(self, stage: int, microbatch: int) -> None:
-        """Start to bring it back; whoever reads it waits for it."""
+        """Start to bring it back; whoever reads it waits for it. What has had its time makes room first."""
+        self._give_up()
         self._whole.pop((stage, microbatch)).reload()
 
     def start(self, group: Group, nbytes: int) -> None:
@@ -180,9 +181,13 @@ class ActivationOffload:
 
     def _begin_computation(self) -> None:
         """What started to leave before the last computation gives up its memory; on the CPU, waits until it may."""
+        self._give_up()
+        self._leaving, self._left_lately = self._left_lately, []
+
+    def _give_up(self) -> None:
         for group in self._leaving:
             group.finish_out()
-        self._leaving, self._left_lately = self._left_lately, []
+        self._leaving = []
 
 
 class _Forward:

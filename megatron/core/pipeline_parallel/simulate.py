@@ -4,7 +4,8 @@ A rank runs its list in order. A computation starts when the rank is free and it
 its turn comes, a receive likewise; neither holds up the rank, and a transfer begins when both are posted and the one
 before it from the same rank to the same rank has left. REDUCE and GATHER run beside computation, one after the other on
 a rank; the first forward of a stage waits for its GATHER. OFFLOAD and RELOAD run beside both, each kind one after the
-other: the backward waits for its RELOAD, and an OFFLOAD has one computation to be done in; the one after that waits for it.
+other: the backward waits for its RELOAD, and an OFFLOAD has one computation to be done in; what comes after that,
+computation or RELOAD, waits for it.
 
 With `Costs.blocking`, instead, a rank stands still at a send or a receive until the other end has come to it and the data
 has moved: the least that a transport can do.
@@ -263,7 +264,9 @@ class _Play:
         """A reload may wait for its own offload: both are of this rank, and the validator holds them to their order."""
         begun, seconds = self._free[rank], self._costs.offload
         if action.kind is Kind.RELOAD:
-            begun = max(begun, self._intervals[Action(Kind.OFFLOAD, action.stage, action.microbatch)].stop)
+            begun = max(
+                begun, self._intervals[Action(Kind.OFFLOAD, action.stage, action.microbatch)].stop, self._due[rank]
+            )
             seconds = self._costs.reload
         start = max(begun, self._copied[action.kind][rank])
         stop = self._copied[action.kind][rank] = start + seconds

@@ -35,15 +35,16 @@ class _Recomputed:
     def attend(self, q: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
         once = functools.partial(_attend, segments=segments, window=window, dropout=dropout)
         started = [self._keys]
+        attention, rng = self._attention, self._rng  # the region must not hold keys and values, which may move
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if started:
                 return once(started.pop(), q)
             # The layer calls from within this stream, which a second run has to enter by itself.
-            with self._rng.stream("sharded") if dropout else contextlib.nullcontext():
-                return once(self._attention.start(k, v), q)
+            with rng.stream("sharded") if dropout else contextlib.nullcontext():
+                return once(attention.start(k, v), q)
 
-        return checkpoint(attend, [q, self._k, self._v], self._rng)
+        return checkpoint(attend, [q, self._k, self._v], rng)
 
     def gather_early(self, x: Tensor) -> Tensor:
         return self._keys.gather_early(x)
