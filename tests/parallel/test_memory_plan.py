@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.memory_report import LLAMA, PARTS, PP2, TP2, measure
+from benchmarks.memory_report import LLAMA, PARTS, PP2, RATIO, TP2, measure
 from tests import pool
 
 SMALL = "--hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 4 --seq-length 128"
@@ -11,6 +11,10 @@ RUNS = {
     "tp, sequence parallel, bf16": (2, f"{TP2} --sequence-parallel --bf16 --num-layers 2"),
     "1f1b, norms again": (2, f"{PP2} --global-batch-size 8 --kaimm-recompute-norm"),
     "1f1b, parts that move": (2, f"{PP2} --global-batch-size 8 {PARTS} mlp_fc1 mlp_act mlp_fc2"),
+    "gpipe, half of all moves": (
+        2,
+        f"{PP2} --global-batch-size 8 --pipeline-schedule gpipe --num-layers 4 {RATIO} 0.5",
+    ),
     "zb-h1": (2, f"{PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8"),
     "ZeRO-1, overlapped": (
         2,

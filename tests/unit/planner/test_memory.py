@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory_report import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, measure
+from benchmarks.memory_report import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import pipeline_settings
 from megatron.core.distributed.buckets import default_bucket_size
@@ -342,12 +342,13 @@ def test_planned_is_measured(name):
 
 
 MOVING = {
-    "ratio": f"{LLAMA} --pipeline-offload-ratio 0.5 --bf16",
+    "ratio": f"{LLAMA} {RATIO} 0.5 --bf16",
     "layers, regions of 2": (
         f"{GPT} --cpu-offloading --cpu-offloading-num-layers 4 --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 2"
     ),
     "parts, GEMM-last": f"{LLAMA} {PARTS} core_attn mlp_fc2 {GEMM_LAST}",
+    "all, attention again": f"{LLAMA} {RATIO} 1 --recompute-granularity selective --recompute-modules core_attn",
 }
 
 
