@@ -7,7 +7,7 @@ must be a module-level function. Inside, `groups(tp=2)` gives the process groups
 from __future__ import annotations
 
 import atexit
-import dataclasses
+import functools
 import multiprocessing
 import os
 import socket
@@ -20,14 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.groups import Group, Groups, create_groups
+from megatron.core.groups import Groups, create_groups
 from megatron.core.heartbeat import Heartbeat
 from megatron.core.mesh import Mesh
 
 TIMEOUT_SECONDS = 60.0
-KEPT_MESHES = 3
 _POOLS: dict[int, Pool] = {}
-_GROUPS: dict[tuple[Mesh, int | None, int], Groups] = {}
 
 
 class Pool:
@@ -92,32 +90,20 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 12
 
 
 def groups(tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, instances: int | None = None, inner: int = 1) -> Groups:
-    """Process groups of a mesh over this worker's world. They are kept for a while: all ranks ask for the same ones.
+    """Process groups of a mesh over this worker's world (cached: groups are made once a mesh and process).
 
     `instances` of the sharded optimizer; None shards nothing. `inner`: size of cp_inner.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    key = Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep), instances, inner
-    found = _GROUPS.pop(key, None) or create_groups(
-        key[0], rank, Heartbeat(rank), TIMEOUT_SECONDS, optimizer_instances=instances, context_inner=inner
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep), instances, inner)
+
+
+@functools.cache
+def _groups(mesh: Mesh, instances: int | None, inner: int) -> Groups:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return create_groups(
+        mesh, rank, Heartbeat(rank), TIMEOUT_SECONDS, optimizer_instances=instances, context_inner=inner
     )
-    _GROUPS[key] = found  # the last one used is the last one
-    return found
-
-
-def _forget_groups() -> None:
-    """Of all but the meshes used last. A thread of each gloo group wakes a hundred times a second, for ever: those of a
-    thousand groups would keep the cores busy."""
-    while len(_GROUPS) > KEPT_MESHES:
-        left = _GROUPS.pop(next(iter(_GROUPS)))
-        processes = {
-            id(group.process_group): group.process_group
-            for field in dataclasses.fields(left)
-            if isinstance(group := getattr(left, field.name), Group)
-        }
-        for process_group in processes.values():
-            if process_group not in (None, dist.group.WORLD):
-                dist.destroy_process_group(process_group)
 
 
 def free_port() -> int:
@@ -136,7 +122,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
             fn, args = pipe.recv()
         except EOFError:
             return
-        _forget_groups()  # now: no rank is still in the call before
         try:
             pipe.send((True, fn(rank, world_size, *args)))
         except BaseException:
