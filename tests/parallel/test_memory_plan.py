@@ -27,7 +27,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+SLOW = ("tp, interleaved",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RUNS])
 def test_planned_is_measured(name):
     world_size, flags = RUNS[name]
     ranks = pool.run(world_size, measure, f"{LLAMA} {SMALL} {flags}")

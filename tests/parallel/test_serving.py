@@ -54,7 +54,7 @@ def offline(rank, size, layout, folder):
 
 @pytest.mark.parametrize(
     ("tied", "slots", "layouts"),
-    [(False, 2, (TP2, PP2, PP4, MIXED)), (True, 8, (TP2, PP2))],
+    [pytest.param(False, 2, (TP2, PP2, PP4, MIXED), marks=pytest.mark.slow), (True, 8, (TP2, PP2))],
     ids=["untied, most wait", "tied, none waits"],
 )
 def test_answers_do_not_depend_on_the_layout(tmp_path, tied, slots, layouts):
