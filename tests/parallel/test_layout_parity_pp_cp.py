@@ -80,8 +80,9 @@ def cases(layouts, for_gpt, slow):
 
 def another_schedule(model, layout):
     """What pp 4, or another model, adds to a schedule is little but for the two most involved ones."""
-    most_involved = layout.schedule == "zb-v" or (layout.schedule == "interleaved" and layout.chunks == 2)
-    return (model == "gpt" or layout.pp == 4) and not most_involved
+    if model == "gpt":
+        return layout.schedule != "zb-v"
+    return layout.pp == 4 and layout.schedule not in ("interleaved", "zb-v")
 
 
 def tied_ends(layout):
