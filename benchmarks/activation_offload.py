@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks.shape import llama
 from megatron.config.data import DataConfig
-from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import choose_device, synchronize
 from megatron.core.groups import create_groups
@@ -30,7 +30,6 @@ from megatron.core.memory.layerwise import FirstLayers, mark_layers
 from megatron.core.memory.modulewise import ByModules
 from megatron.core.memory.tiers import FarMemory
 from megatron.core.mesh import Mesh
-from megatron.core.models.presets import preset
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.pipeline_parallel.offload_pass import with_offload
 from megatron.core.pipeline_parallel.passes import with_transfers
@@ -50,17 +49,7 @@ class Trial:
     """One way of offload on one model."""
 
     def __init__(self, args: argparse.Namespace, policy: Policy, device: torch.device) -> None:
-        shape = {
-            **preset("llama-tiny"),
-            "num_layers": args.layers,
-            "hidden_size": args.hidden,
-            "num_attention_heads": args.heads,
-            "num_query_groups": args.kv_heads,
-            "ffn_hidden_size": args.ffn,
-            "vocab_size": args.vocab,
-            "bf16": args.dtype == "bfloat16",
-        }
-        run = RunConfig(model=ModelConfig(**shape))
+        run = RunConfig(model=llama(args))
         groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
         self.model = build_model(run, groups, device, choose_kernels(run.model, device), RngTracker(1, groups, device))
         initialize(local_parameters(self.model), 1)

@@ -8,9 +8,9 @@ import functools
 
 import torch
 
+from benchmarks.shape import llama
 from megatron.config.data import DataConfig
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.model import ModelConfig
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.config.run import RunConfig
@@ -21,7 +21,6 @@ from megatron.core.groups import create_groups
 from megatron.core.heartbeat import Heartbeat
 from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.core.mesh import Mesh
-from megatron.core.models.presets import preset
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.overlap import PLAIN
@@ -85,18 +84,8 @@ class Trial:
 
 
 def _run(args: argparse.Namespace, recompute: RecomputeConfig) -> RunConfig:
-    shape = {
-        **preset("llama-tiny"),
-        "num_layers": args.layers,
-        "hidden_size": args.hidden,
-        "ffn_hidden_size": args.ffn,
-        "num_attention_heads": args.heads,
-        "num_query_groups": args.kv_heads,
-        "vocab_size": args.vocab,
-        "bf16": args.dtype == "bfloat16",
-    }
     return RunConfig(
-        model=ModelConfig(**shape),
+        model=llama(args),
         data=DataConfig(seq_length=args.seq),
         train=TrainConfig(micro_batch_size=args.batch),
         recompute=recompute,
