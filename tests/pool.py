@@ -2,9 +2,6 @@
 
 `run(4, fn, *args)` calls `fn(rank, world_size, *args)` in four processes and returns their results in rank order; `fn`
 must be a module-level function. Inside, `groups(tp=2)` gives the process groups of a mesh over that world.
-
-A gloo group has a thread that wakes a hundred times a second, also when idle; after many meshes they are hundreds, and take
-about one core. Giving groups up after each mesh was tried, and making them anew took longer than that.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron.core.errors import CommError, ConfigError
 from megatron.core.heartbeat import Heartbeat
 from megatron.core.mesh import Mesh
+from megatron.core.rendezvous import agree_on_attempt
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,19 @@ def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float)
         raise ConfigError(f"WORLD_SIZE is {world_size} but MASTER_ADDR is not set; start the job with torchrun")
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        kept, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        kept.set_timeout(timeout)
+        store = PrefixStore(agree_on_attempt(kept, rank, world_size, timeout_seconds), kept)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except RuntimeError as error:  # what the store and the backend raise when somebody does not answer
+    except (RuntimeError, CommError) as error:  # the store and the backend raise RuntimeError when somebody is missing
         raise CommError(
             f"could not meet the other {world_size - 1} processes at {os.environ['MASTER_ADDR']}:"
             f"{os.environ.get('MASTER_PORT')} within {timeout_seconds:g} s: {str(error).splitlines()[0]}"
         ) from error
     publish, read = store_transport(store, rank)
-    return Heartbeat(rank, publish=publish, read=read, timeout=timeout_seconds)
+    # Only torchrun is known to wait for its ranks: a shell that started this process may end before it.
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return Heartbeat(rank, publish=publish, read=read, timeout=timeout_seconds, launcher=launcher)
 
 
 def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Callable[[int], str | None]]:
@@ -144,31 +148,21 @@ def create_groups(
     that nothing is sharded. `context_inner`: size of cp_inner.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     groups: dict[str, Group] = {}
-    for name, axes in _AXES.items():
-        for ranks in mesh.groups(*axes):
+    shared = {name: mesh.groups(*axes) for name, axes in _AXES.items()} | mesh.context_groups(context_inner)
+    for name, lists in shared.items():
+        for ranks in lists:
             # Axes that vary over the same ranks (dp and dp_cp at cp 1) share one communicator: fewer buffers on NCCL.
-            if len(ranks) > 1 and ranks not in made:
-                options = _urgent(timeout) if name == "tp" else None
-                made[ranks] = dist.new_group(list(ranks), timeout=timeout, pg_options=options, group_desc=name)
+            if ranks not in made:
+                made[ranks] = _new_group(ranks, name, timeout)
             if rank in ranks:
-                groups[name] = Group(name, ranks, ranks.index(rank), made.get(ranks), heartbeat)
-    for name, lists in mesh.context_groups(context_inner).items():
-        for ranks in lists:
-            if len(ranks) > 1 and ranks not in made:
-                made[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
-            if rank in ranks:
-                groups[name] = Group(name, ranks, ranks.index(rank), made.get(ranks), heartbeat)
+                groups[name] = Group(name, ranks, ranks.index(rank), made[ranks], heartbeat)
     instances = mesh.dp * mesh.cp if optimizer_instances is None else optimizer_instances
-    for name, lists in mesh.optimizer_groups(instances).items():
+    own = mesh.optimizer_groups(instances) | mesh.pipeline_groups()
+    for name, lists in own.items():
         for ranks in lists:
-            made_here = dist.new_group(list(ranks), timeout=timeout, group_desc=name) if len(ranks) > 1 else None
-            if rank in ranks:
-                groups[name] = Group(name, ranks, ranks.index(rank), made_here, heartbeat)
-    for name, lists in mesh.pipeline_groups().items():
-        for ranks in lists:
-            made_here = dist.new_group(list(ranks), timeout=timeout, group_desc=name) if len(ranks) > 1 else None
+            made_here = _new_group(ranks, name, timeout)
             if rank in ranks:
                 groups[name] = Group(name, ranks, ranks.index(rank), made_here, heartbeat)
     everyone = tuple(range(mesh.world_size))
@@ -176,14 +170,50 @@ def create_groups(
     return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, **groups)
 
 
-def _urgent(timeout: timedelta) -> Any:
-    """Options of a group whose messages the very next product waits for: NCCL moves them on a stream of high priority, so
-    that they start beside a product that fills the device. None where another backend has no streams."""
-    if dist.get_backend() != "nccl":
+def _new_group(ranks: tuple[int, ...], name: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """A communicator of these ranks, or None for one rank. Collective over the world, not over these ranks alone: torch
+    would then name the group after the number of groups that this rank is in, which differs between its members."""
+    if len(ranks) == 1:
         return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
-    return options
+    backend, options = None, None
+    if dist.get_backend() == "gloo":
+        backend = _SHARED_GLOO
+        _register_shared_gloo()
+    elif dist.get_backend() == "nccl" and name == "tp":
+        # The very next product waits for its messages: NCCL moves them on a stream of high priority, so that they start
+        # beside a product that fills the device.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+    return dist.new_group(list(ranks), timeout, backend, options, group_desc=name)
+
+
+# [Note: one gloo device]
+# A gloo device owns a thread that wakes a hundred times a second, also when nothing is sent, and a listening socket. torch
+# makes a device per group, and a mesh has a dozen groups: the threads of a process that made some meshes take more than a
+# core, and opening the devices takes half the time of making the groups. One device can serve any number of groups; torch
+# has no argument for that in new_group, but a backend of one's own may make torch's ProcessGroupGloo with a given device.
+_SHARED_GLOO = "gloo_shared"
+
+
+@functools.cache
+def _register_shared_gloo() -> None:
+    """Make the backend `_SHARED_GLOO`, whose groups share one device (one per interface). See the note."""
+    gloo, interfaces = (
+        dist.ProcessGroupGloo,
+        os.environ.get("GLOO_SOCKET_IFNAME"),
+    )  # as torch reads it: names with commas
+    options = gloo._Options  # type: ignore[attr-defined]
+    if interfaces:
+        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+    else:
+        devices = [gloo.create_default_device()]
+
+    def create(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        of_group = options()
+        of_group._devices, of_group._timeout = devices, timeout
+        return gloo(store, rank, size, of_group)
+
+    dist.Backend.register_backend(_SHARED_GLOO, create, devices=["cpu"])
 
 
 def disconnect(heartbeat: Heartbeat) -> None:

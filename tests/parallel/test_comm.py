@@ -5,6 +5,7 @@ import os
 import re
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -203,6 +204,27 @@ class TestRegions:
         found = pool.run(size, region_results, "sum_partial_to_sequence_shard")
         for rank, (y, gradient, untouched) in enumerate(found):
             assert y.equal(total[2 * rank : 2 * rank + 2]) and gradient.equal(upstream) and untouched
+
+
+def devices_of_groups(rank, size):
+    """Sockets on which this process listens for other ranks: after making many groups, and with more of them."""
+
+    def listening():
+        return sum(each.status == psutil.CONN_LISTEN for each in psutil.Process().net_connections())
+
+    few = pool.groups()
+    before = listening()
+    more = [pool.groups(tp=2), pool.groups(pp=2), pool.groups(cp=2), pool.groups(tp=2, instances=2)]
+    for groups in [few, *more]:  # each works, all at once
+        for group in (groups.world, groups.tp, groups.pp, groups.cp, groups.shard):
+            assert collectives.all_reduce(torch.ones(1), group).item() == group.size
+    return before, listening()
+
+
+def test_groups_share_one_gloo_device():
+    """Each device has a thread that wakes a hundred times a second: with one per group they took a whole core."""
+    for before, after in pool.run(4, devices_of_groups):
+        assert after <= before + 1  # none, or that of the first group of this process
 
 
 # A lost rank: processes of their own, so that no other test meets the broken world.
