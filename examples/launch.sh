@@ -28,6 +28,7 @@ Options
   --nodes N                of which each runs this command
   --master HOST:PORT       one of the nodes and a free port there, the same in all commands
   --exit-duration-in-mins N   save and end after that time
+  --max-restarts N         times that torchrun starts all ranks again after one was lost [3 with --save, else 0]
   --dry-run                print the command only
   -- FLAG ...              flags of the program (docs/flags.md); they win over options
 END
@@ -35,7 +36,7 @@ END
 
 die() { echo "$(basename "$0"): $1" >&2; exit 2; }
 
-own="model checkpoint preset data tokenizer save precision tp gpus nodes master"
+own="model checkpoint preset data tokenizer save precision tp gpus nodes master max-restarts"
 # By the program's own names.
 same="train-iters seq-length micro-batch-size global-batch-size lr lora-rank lora-alpha save-interval save-hf"
 same+=" exit-duration-in-mins"
@@ -59,6 +60,9 @@ done
 for name in tp gpus nodes train-iters seq-length micro-batch-size global-batch-size lora-rank save-interval; do
     [[ ${option[$name]-1} =~ ^[1-9][0-9]*$ ]] || die "--$name must be a whole number above 0, not '${option[$name]}'"
 done
+# A run without checkpoints would begin anew each time.
+restarts=${option[max-restarts]-$([ -n "${option[save]-}" ] && echo 3 || echo 0)}
+[[ $restarts =~ ^[0-9]+$ ]] || die "--max-restarts must be a whole number, not '$restarts'"
 precision=${option[precision]}
 [[ $precision =~ ^(bf16|fp16|fp32)$ ]] || die "--precision must be bf16, fp16 or fp32, not '$precision'"
 [[ -n ${option[train-iters]-} || " $* " == *" --train-samples "* ]] || die "--train-iters is missing"
@@ -99,7 +103,7 @@ flags+=(--log-interval 10 --overlapped-distributed-optimizer)
 flags+=(--tensor-model-parallel-size "${option[tp]}")
 [ "${option[tp]}" = 1 ] || flags+=(--sequence-parallel)
 
-launcher=(--nproc-per-node "${option[gpus]}")
+launcher=(--nproc-per-node "${option[gpus]}" --max-restarts "$restarts")
 if [ "${option[nodes]}" = 1 ]; then
     launcher+=(--standalone)
 else

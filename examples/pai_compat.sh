@@ -97,6 +97,7 @@ else
     launcher+=(--nproc-per-node "$KUBERNETES_CONTAINER_RESOURCE_GPU")
 fi
 
+launcher+=(--max-restarts 3)
 say ENV "torchrun ${launcher[*]}"
 if [ "$checkpoint" = none ]; then means MODEL_SIZE --preset "llama3.1-${MODEL_SIZE,,}"
 else say MODEL_SIZE "no flag: the shape is that of PRETRAIN_CHECKPOINT_PATH"; fi

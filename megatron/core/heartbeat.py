@@ -2,7 +2,8 @@
 
 A background thread writes the state to `<dir>/rank_00000.json` and hands it to `publish` (a store shared by the
 job) once a second. When a collective fails or times out, `explain` compares the ranks of its group and names those that
-have not arrived. Nothing here imports torch: the transport is an argument.
+have not arrived. The same thread notices that the job is gone: a rank whose launcher was killed would train on for ever.
+Nothing here imports torch: the transport is an argument.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _NAMED = 16  # ranks named in one message
+_STORE_PATIENCE = 30.0  # beats without the store before the job is taken for gone: a network may fail for a moment
 # gloo's own file and line before what it says, and its advice after it.
 _LIBRARY_TALK = re.compile(r"\[\S+:\d+\] |\. This is typically caused by .*$")
 
@@ -90,14 +92,19 @@ class Heartbeat:
         read: Callable[[int], str | None] | None = None,
         interval: float = 1.0,
         timeout: float = 600.0,
+        launcher: int | None = None,
     ) -> None:
-        """`read(rank)` returns another rank's last line; `timeout` (s) is the limit for queued device work."""
+        """`read(rank)` returns another rank's last line; `timeout` (s) is the limit for queued device work. `launcher`: the
+        process id of this process's parent, if it must not outlive it."""
         self.rank = rank
         self.interval = interval
         self.timeout = timeout
+        self._launcher = launcher
         self._read = read
         self._publish = publish
+        self._published = time.monotonic()
         self._path: Path | None = None
+        self._writing = threading.Lock()  # one rename of the file at a time: the main thread beats, too
         self._error = ""
         self._phase, self._collective, self._group = "start", "", ""
         self._since = time.time()
@@ -105,14 +112,18 @@ class Heartbeat:
         self._recorders: list[list[Call]] = []
         self._queued: deque[_Queued] = deque()
         self._on_stall: Callable[[str], None] | None = None
+        self._on_orphaned: Callable[[str], None] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         # What frames each wait for a collective, (operation, group name) -> context: a timeline measures them with it.
         self.during_wait: Callable[[str, str], contextlib.AbstractContextManager[None]] = unwatched
 
-    def start(self, on_stall: Callable[[str], None] | None = None) -> None:
-        """Begin publishing. `on_stall(message)` is called when device work queued by `track` outlives the timeout."""
-        self._on_stall = on_stall
+    def start(
+        self, on_stall: Callable[[str], None] | None = None, on_orphaned: Callable[[str], None] | None = None
+    ) -> None:
+        """Begin publishing. `on_stall(message)` is called when device work queued by `track` outlives the timeout,
+        `on_orphaned(message)` when the launcher is gone, or the store has not answered for 30 beats."""
+        self._on_stall, self._on_orphaned = on_stall, on_orphaned
         self.beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -198,10 +209,12 @@ class Heartbeat:
         line = self.state().to_json()
         if self._publish:  # first: a full disk must not make this rank look dead
             self._publish(line)
+            self._published = time.monotonic()
         if self._path:
-            beside = self._path.with_suffix(".tmp")
-            beside.write_text(line + "\n")
-            beside.replace(self._path)
+            with self._writing:
+                beside = self._path.with_suffix(".tmp")
+                beside.write_text(line + "\n")
+                beside.replace(self._path)
 
     def state(self) -> Beat:
         """The current state of this rank."""
@@ -281,6 +294,7 @@ class Heartbeat:
             with contextlib.suppress(Exception):
                 self.beat()
             self._check_queued()
+            self._check_job()
         self._last_beat()
 
     def _last_beat(self) -> None:
@@ -295,6 +309,17 @@ class Heartbeat:
             seconds = time.time() - late.since
             cause = "device work did not finish"
             self._on_stall(self.explain(late.op, late.group, late.ranks, seconds, cause, late.number))
+
+    def _check_job(self) -> None:
+        if self._on_orphaned is None:
+            return
+        silent = time.monotonic() - self._published
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._on_orphaned(f"the launcher, process {self._launcher}, is gone")
+        elif self._publish is not None and silent > _STORE_PATIENCE * self.interval:
+            self._on_orphaned(
+                f"the job's store has not answered for {silent:.0f} s: its host is gone, or this one is cut off"
+            )
 
 
 def unwatched(op: str, group: str) -> contextlib.AbstractContextManager[None]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -168,10 +169,16 @@ def start_process(
     timeout = run.parallel.distributed_timeout_minutes * 60
     backend = backend_for(device, run.parallel.distributed_backend)
     heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
-    heartbeat.start(on_stall=log.error)
+    heartbeat.start(on_stall=log.error, on_orphaned=_end_orphan)
     instances = data_parallel_settings(run.parallel).optimizer_instances
     mesh, inner = mesh_of(run.parallel, world_size), inner_size(run.parallel)
     return create_groups(mesh, rank, heartbeat, timeout, optimizer_instances=instances, context_inner=inner), device
+
+
+def _end_orphan(message: str) -> NoReturn:
+    """End this rank at once: whoever could wait for it is gone, and a job started in its place wants its folders."""
+    log.error("this rank ends: %s", message)
+    os._exit(1)
 
 
 def open_heartbeat_files(run: RunConfig, groups: Groups) -> None:

@@ -54,7 +54,7 @@ def test_every_script(path, made, tmp_path):
     words = ["--model", made / family, "--data", made / ("chat" if fine_tunes else "text"), "--save", tmp_path / "run"]
     words += [*more, "--save-interval", 2, "--train-iters", 2]
     launcher, program, flags = command_of(script(path, tmp_path, *words, *TOY, "--dry-run", *CPU))
-    assert launcher == ["--nproc-per-node", "2", "--standalone"]
+    assert launcher == ["--nproc-per-node", "2", "--max-restarts", "3", "--standalone"]
     assert program == ("finetune.py" if fine_tunes else "pretrain_gpt.py")
     done = run(flags, tmp_path / "log", world_size=2, driver=SFT if fine_tunes else None)
     assert done.codes == [0, 0], done.text
@@ -139,7 +139,7 @@ def test_other_starts(tmp_path):
     launcher, _, flags = command_of(script(PRETRAIN, tmp_path, *start, *words, "--nodes", 2, "--master", "host:1234"))
     assert " ".join(flags).startswith("--preset llama3-8b --tokenizer-type NullTokenizer --mock-data ")
     assert " ".join(launcher).startswith(
-        "--nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:1234 --rdzv-id "
+        "--nproc-per-node 8 --max-restarts 0 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:1234 --rdzv-id "
     )
 
 

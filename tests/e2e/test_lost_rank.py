@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.helpers.launch import Torchrun, run, start
@@ -114,3 +115,16 @@ def test_data_worker_that_is_killed(tmp_path):
     os.kill(worker, signal.SIGKILL)
     lost = job.wait(timeout=20)
     assert lost.codes == [1] and re.search("DataLoader worker|data-loading process", lost.stderr[0]), lost.text
+
+
+def test_ranks_end_when_their_torchrun_is_killed(tmp_path):
+    """Else they would train on for ever, and write into the folders of the job that is started in their place."""
+    job = Torchrun(flags(saving(tmp_path)), tmp_path / "log", 2)
+    job.wait_for("successfully saved checkpoint from iteration       5")
+    ranks = psutil.Process(job.process.pid).children()
+    job.process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=15)
+    for rank in alive:
+        rank.kill()
+    assert len(ranks) == 2 and not alive
+    assert f"this rank ends: the launcher, process {job.process.pid}, is gone" in job.text("err") + job.text()

@@ -38,7 +38,7 @@ def test_pai_pretraining(made):
     done = pai(made)
     assert done.returncode == 0, done.stderr
     launcher, program, flags = command_of(done.stdout)
-    assert launcher == ["--standalone", "--nproc-per-node", "auto"] and program == "pretrain_gpt.py"
+    assert launcher == ["--standalone", "--nproc-per-node", "auto", "--max-restarts", "3"] and program == "pretrain_gpt.py"
     name = f"pretrain-{NAME}-ti-2-wi-1"
     assert " ".join(flags) == (
         "--micro-batch-size 1 --global-batch-size 4 --lr 1e-5 --min-lr 1e-6 --seq-length 64 --bf16 "
@@ -87,7 +87,7 @@ def test_pai_starts(made, tmp_path):
     cluster = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
     done = pai(made, {"ENV": "dlc"}, **cluster, KUBERNETES_CONTAINER_RESOURCE_GPU="8")
     launcher, _, _ = command_of(done.stdout)
-    expected = "--nnodes 4 --node-rank 1 --master-addr host --master-port 1234 --nproc-per-node 8"
+    expected = "--nnodes 4 --node-rank 1 --master-addr host --master-port 1234 --nproc-per-node 8 --max-restarts 3"
     assert " ".join(launcher) == expected
     packed = pai(made, {"SFT": "true"}, MP_SFT_PACKING="true")
     assert "--no-sft-packing" not in packed.stdout

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -136,6 +139,25 @@ class TestPublishing:
         wait_until(lambda: _removed(tmp_path / "heartbeat"))
         first = store.lines[0]
         wait_until(lambda: store.lines[0] != first)
+
+    def test_two_threads_that_beat_do_not_take_each_others_file(self, tmp_path):
+        heartbeat = Heartbeat(0)
+        heartbeat.write_to(tmp_path)
+        failed = []
+
+        def beat_often():
+            try:
+                for _ in range(500):
+                    heartbeat.beat()
+            except OSError as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=beat_often) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
 
     def test_stop_from_its_own_thread(self, store, start):
         heartbeat = store.heartbeat(0, timeout=0.01)
@@ -295,3 +317,50 @@ class TestQueuedWork:
         before = store.lines[0]
         time.sleep(0.3)
         assert stalls == [] and store.lines[0] != before
+
+
+class TestOrphans:
+    """A rank whose job is gone is told so; one whose job lives is not."""
+
+    def test_a_launcher_that_ended(self, tmp_path):
+        # The launcher starts a rank and ends; the rank writes what its heartbeat told it.
+        rank = (
+            "import os, sys, time; from megatron.core.heartbeat import Heartbeat\n"
+            "def tell(message): open(sys.argv[1], 'w').write(message); os._exit(0)\n"
+            "Heartbeat(0, interval=0.05, launcher=os.getppid()).start(on_orphaned=tell)\n"
+            "print(os.getppid(), flush=True); time.sleep(20)"
+        )
+        launcher = (
+            "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], "
+            "stdout=subprocess.PIPE); sys.stdout.buffer.write(child.stdout.readline())"
+        )
+        told = tmp_path / "told"
+        done = subprocess.run(
+            [sys.executable, "-c", launcher, rank, told], stdout=subprocess.PIPE, text=True, check=True
+        )
+        wait_until(lambda: told.exists() and told.read_text())
+        assert told.read_text() == f"the launcher, process {int(done.stdout)}, is gone"
+
+    def test_a_store_that_went_away(self, store, start):
+        def publish(line):
+            if gone:
+                raise ConnectionError
+            store.lines[0] = line
+
+        gone, told = False, []
+        heartbeat = Heartbeat(0, publish=publish, interval=0.01, launcher=os.getppid())
+        start(heartbeat, on_orphaned=told.append)
+        first = store.lines[0]
+        wait_until(lambda: store.lines[0] != first)
+        assert not told
+        gone = True
+        wait_until(lambda: told)
+        assert "the job's store has not answered" in told[0]
+
+    def test_a_job_without_launcher_and_store(self, start):
+        told = []
+        heartbeat = Heartbeat(0, interval=0.001)
+        start(heartbeat, on_orphaned=told.append)
+        beats = [heartbeat.state().time]
+        wait_until(lambda: heartbeat.state().time > beats[0] + 0.1)
+        assert not told
