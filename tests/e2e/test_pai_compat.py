@@ -38,7 +38,9 @@ def test_pai_pretraining(made):
     done = pai(made)
     assert done.returncode == 0, done.stderr
     launcher, program, flags = command_of(done.stdout)
-    assert launcher == ["--standalone", "--nproc-per-node", "auto", "--max-restarts", "3"] and program == "pretrain_gpt.py"
+    assert (
+        launcher == ["--standalone", "--nproc-per-node", "auto", "--max-restarts", "3"] and program == "pretrain_gpt.py"
+    )
     name = f"pretrain-{NAME}-ti-2-wi-1"
     assert " ".join(flags) == (
         "--micro-batch-size 1 --global-batch-size 4 --lr 1e-5 --min-lr 1e-6 --seq-length 64 --bf16 "
