@@ -94,7 +94,9 @@ def check(case: Case, folder: Path) -> str:
 def run_flags(case: Case, folder: Path) -> list[str]:
     """Of the training program: 60 steps, a checkpoint every five, from where the last one is."""
     save = folder / "save"
-    run = flags(MOCK, {"--train-iters": 60, "--save": save, "--load": save, "--save-interval": 5})
+    run = flags(
+        MOCK, {"--train-iters": 60, "--micro-batch-size": 2, "--save": save, "--load": save, "--save-interval": 5}
+    )
     return run + (["--tensor-model-parallel-size", "2"] if case.tensor_parallel else [])
 
 

@@ -1,0 +1,9 @@
+"""A bounded sample of the campaign of layouts and memory features."""
+
+from tests.fuzz.campaign import expect_none_fails
+from tests.fuzz.layouts import CAMPAIGN
+
+
+def test_sample():
+    counts = expect_none_fails(CAMPAIGN, seed=7, cases=8)
+    assert counts["refused"] < counts.total() / 2  # else the sample tests the rules alone
