@@ -29,6 +29,8 @@ from megatron.core.inference.score import TextScore, score_texts
 from megatron.training.arguments import FlagParser
 from megatron.training.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
 
+DEFAULT_CONTEXT = 4096  # over text, where the model takes more: a window's cost grows with its square
+
 
 def build_parser() -> FlagParser:
     """The tool's own flags."""
@@ -42,7 +44,12 @@ def build_parser() -> FlagParser:
     add("--include-path", metavar="DIR", help="folder with tasks of your own (YAML)")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
     add("--limit", type=int, metavar="N", help="questions of each task (default: all)")
-    add("--context-length", type=int, metavar="N", help="longest input (default: the model's limit)")
+    add(
+        "--context-length",
+        type=int,
+        metavar="N",
+        help=f"longest input (default: the model's limit; over --text and --jsonl at most {DEFAULT_CONTEXT})",
+    )
     add("--stride", type=int, metavar="N", help="tokens between windows over a document (default: half the context)")
     add("--batch-tokens", type=int, default=16384, metavar="N", help="positions read together (default 16384)")
     add("--add-bos", action="store_true", help="begin the tasks' prompts with the tokenizer's bos")
@@ -71,7 +78,8 @@ def evaluate(args: argparse.Namespace) -> None:
     saved, tokenizer = read_model(args)
     if args.add_bos and tokenizer.bos is None:
         raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
-    context = context_length(saved, args.context_length, "--context-length")
+    context = context_length(saved, args.context_length, "--context-length", DEFAULT_CONTEXT)
+    task_context = context_length(saved, args.context_length, "--context-length") if args.tasks else 0
     stride = (context + 1) // 2 if args.stride is None else args.stride
     if not 0 < stride <= context:
         raise ConfigError(f"--stride {stride} must be at least 1 and at most the context of {context} tokens")
@@ -90,7 +98,7 @@ def evaluate(args: argparse.Namespace) -> None:
             results["texts"] = {path: as_json(score) for path, score in found.items()}
         if harness is not None:
             lm = harness.CheckpointLM(
-                model, build, tokenizer, context=context, batch_tokens=args.batch_tokens, add_bos=args.add_bos
+                model, build, tokenizer, context=task_context, batch_tokens=args.batch_tokens, add_bos=args.add_bos
             )
             tasks = harness.run_tasks(lm, args.tasks.split(","), args.include_path, args.num_fewshot, args.limit)
             if speaks:

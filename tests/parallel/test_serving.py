@@ -129,6 +129,22 @@ def test_scores_do_not_depend_on_the_layout(tmp_path, batch_tokens):
         assert [one.greedy for one in first] == [one.greedy for one in expected]
 
 
+def score_calls(rank, size, layout, folder):
+    """Collectives of one batch of three scored positions, without those of the layers."""
+    model, build = restore(layout, folder)
+    with build.groups.heartbeat.record() as made:
+        score(model, build, [Window([1, 2, 3, 4], 3)], 10)
+    return [(call.op, call.group, call.shape) for call in made if call.op in ("all_gather", "broadcast")]
+
+
+def test_the_vocabulary_is_not_gathered(tmp_path):
+    (folder,) = on(ONE, save, str(tmp_path), {})
+    five_numbers = [("all_gather", "tp", (5, 3))]
+    assert on(TP2, score_calls, folder) == [five_numbers] * 2
+    shared = [("broadcast", "pp", (2, 3))]
+    assert on(MIXED, score_calls, folder) == [shared] * 2 + [five_numbers + shared] * 2
+
+
 def messages(rank, size, layout, folder):
     """Messages while ten windows are scored, each of which is a batch."""
     model, build = restore(layout, folder)

@@ -43,7 +43,8 @@ class CachedDecoder:
         """
         new = slice(self._length, self._length + tokens.shape[1])
         seen = None if self._segments is None else self._segments[:, : new.stop]
-        logits = self._model.step(tokens, self._positions[:, new], seen, self._caches)
+        hidden = self._model.hidden(tokens, self._positions[:, new], seen, self._caches)
+        logits = self._model.next_logits(hidden, len(tokens))
         self._length = new.stop
         return all_gather(logits.t(), self._tp).t()
 

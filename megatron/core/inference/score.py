@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.comm.collectives import all_gather
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.errors import CheckpointError, DataError
+from megatron.core.inference.logprobs import token_logprobs
 from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
-_ROWS = 1024  # positions whose logits over the whole vocabulary are held in fp32 at a time
 _AHEAD = 4  # batches a pipeline rank between two meetings of the ranks, which then wait for a fifth of the time at most
 
 
@@ -123,8 +122,8 @@ def score(model: GPTModel, build: Build, windows: Sequence[Window], batch_tokens
     """A score for each window, in order; windows of like length are read together, `batch_tokens` positions at a time.
 
     Shorter windows are padded on the right, behind everything that is scored: nothing sees padding, and no mask is
-    needed. Communication: StagedModel's, all-gathers over tp of the scored positions' logits and, for some batches at a
-    time, a broadcast over pp of two numbers a scored position.
+    needed. Communication: StagedModel's, an all-gather over tp of five numbers per scored position and, for some batches at
+    a time, a broadcast over pp of two.
     """
     staged, batches = StagedModel(model, build), _batches(windows, batch_tokens)
     scores: dict[int, Score] = {}
@@ -164,19 +163,13 @@ def _read(staged: StagedModel, build: Build, windows: Sequence[Window]) -> Tenso
     device, longest = build.device, max(len(window.ids) for window in windows) - 1
     padded = [[*window.ids[:-1], *[0] * (longest + 1 - len(window.ids))] for window in windows]
     positions = torch.arange(longest, device=device).unsqueeze(0)
-    logits = staged.forward(torch.tensor(padded, device=device), positions)  # [s, b, padded vocab / tp]
-    if logits is None:
+    hidden = staged.hidden(torch.tensor(padded, device=device), positions)  # [s, b, h]
+    if hidden is None:
         return None
     columns = [len(window.ids) - 1 - window.scored + i for window in windows for i in range(window.scored)]
     rows = [row for row, window in enumerate(windows) for _ in range(window.scored)]
     targets = torch.tensor([i for window in windows for i in window.ids[-window.scored :]], device=device)
-    chosen = logits[torch.tensor(columns, device=device), torch.tensor(rows, device=device)]  # [n, padded vocab / tp]
-    parts = zip(chosen.split(_ROWS), targets.split(_ROWS), strict=True)
-    return torch.cat([_compare(some, wanted, build) for some, wanted in parts], dim=1)
-
-
-def _compare(logits: Tensor, targets: Tensor, build: Build) -> Tensor:
-    """`_read`'s numbers of targets [n] under logits [n, padded vocab / tp]."""
-    full = all_gather(logits.t(), build.groups.tp).t()[:, : build.config.vocab_size].float()
-    logprobs = full.log_softmax(dim=-1).gather(1, targets.unsqueeze(1)).squeeze(1)
-    return torch.stack([logprobs, (full.argmax(dim=-1) == targets).float()])
+    read = hidden[torch.tensor(columns, device=device), torch.tensor(rows, device=device)]  # [n, h]
+    assert build.config.vocab_size
+    found = token_logprobs(staged, build, read, targets, top=1, candidates=build.config.vocab_size)
+    return torch.stack([found.chosen, (found.ids[0] == targets).float()])

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm.collectives import all_gather, broadcast
+from megatron.core.inference.logprobs import Logprobs, token_logprobs
 from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
-_READ, _STEP, _REMOVE, _IDLE, _CLOSE = range(5)  # what the first rank tells the others
+_READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _CLOSE = range(6)  # what the first rank tells the others
 
 
 @dataclass
@@ -81,7 +82,8 @@ class SlotDecoder:
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         self.slots, self.capacity = slots, capacity
         self._place = _Place(slice(0), slice(0), slice(0))
-        self._model, self._groups, self._device = StagedModel(model, build), build.groups, build.device
+        self._model, self._build = StagedModel(model, build), build
+        self._groups, self._device = build.groups, build.device
         self._caches = [SlotCache(capacity, slots, build, self._place) for _ in range(self._model.num_layers)]
         self._lengths: list[int] = []  # of each row
         self._end = 0  # one past the last column in use
@@ -91,10 +93,25 @@ class SlotDecoder:
         """Bytes of the cache on this rank."""
         return sum(cache.nbytes for cache in self._caches)
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the model knows, without padding."""
+        assert self._build.config.vocab_size
+        return self._build.config.vocab_size
+
     def read(self, prompt: Sequence[int]) -> Tensor:
         """Read a prompt into a new last row. Logits behind it [1, padded vocab]."""
         self._tell(_READ, prompt)
-        return self._read(prompt)
+        return self._next_logits(self._read(prompt), 1)
+
+    def read_scored(self, prompt: Sequence[int], top: int, candidates: int) -> tuple[Tensor, Logprobs]:
+        """As `read`, and the log-probabilities of all tokens of the prompt but the first, with the `top` likeliest ids
+        below `candidates` at their places.
+
+        Communication beside that of `read`: an all-gather over tp and a broadcast over pp of a few numbers per token.
+        """
+        self._tell(_READ_SCORED, [top, candidates, *prompt])
+        return self._read_scored(prompt, top, candidates)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one more token in every row. Logits behind them [rows, padded vocab]."""
@@ -124,7 +141,10 @@ class SlotDecoder:
             if count:
                 numbers = broadcast(torch.empty(count, dtype=torch.int64, device=self._device), ranks).tolist()
             if action == _READ:
-                self._read(numbers)
+                self._next_logits(self._read(numbers), 1)
+            elif action == _READ_SCORED:
+                top, candidates, *prompt = numbers
+                self._read_scored(prompt, top, candidates)
             elif action == _STEP:
                 self._step(numbers)
             elif action == _REMOVE:
@@ -139,7 +159,8 @@ class SlotDecoder:
             if numbers:
                 broadcast(torch.tensor(list(numbers), device=self._device), ranks)
 
-    def _read(self, prompt: Sequence[int]) -> Tensor:
+    def _read(self, prompt: Sequence[int]) -> Tensor | None:
+        """What the head reads [s, 1, h], on the last stage."""
         row, length = len(self._lengths), len(prompt)
         assert row < self.slots and 0 < length <= self.capacity, f"row {row} of {self.slots}, {length} tokens"
         if length > self._end:
@@ -148,7 +169,20 @@ class SlotDecoder:
         columns = slice(self._end - length, self._end)
         self._place.rows, self._place.new, self._place.seen = slice(row, row + 1), columns, columns
         positions = torch.arange(length, device=self._device).unsqueeze(0)
-        return self._forward(torch.tensor([list(prompt)], device=self._device), positions, None)
+        return self._model.hidden(torch.tensor([list(prompt)], device=self._device), positions, None, self._caches)
+
+    def _read_scored(self, prompt: Sequence[int], top: int, candidates: int) -> tuple[Tensor, Logprobs]:
+        hidden, packed = self._read(prompt), None
+        if len(prompt) == 1:  # nothing to score, and nothing to send
+            empty = torch.empty(1 + 2 * min(top, candidates), 0)
+            return self._next_logits(hidden, 1), Logprobs.unpack(empty)
+        if hidden is not None:
+            tokens = torch.tensor(prompt[1:], device=self._device, dtype=torch.int64)
+            read = hidden[:-1, 0]
+            packed = token_logprobs(self._model, self._build, read, tokens, top=top, candidates=candidates).packed()
+        shape = (1 + 2 * min(top, candidates), len(prompt) - 1)
+        scores = Logprobs.unpack(self._model.share(packed, shape, torch.float32))
+        return self._next_logits(hidden, 1), scores
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         rows = len(self._lengths)
@@ -166,11 +200,11 @@ class SlotDecoder:
         self._place.seen = slice(first, self._end + 1)
         self._end += 1
         self._lengths = [length + 1 for length in self._lengths]
-        return self._forward(torch.tensor(tokens, device=self._device).unsqueeze(1), positions, segments)
+        new = torch.tensor(tokens, device=self._device).unsqueeze(1)
+        return self._next_logits(self._model.hidden(new, positions, segments, self._caches), rows)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
-        logits = self._model.step(tokens, positions, segments, self._caches)
-        return all_gather(logits.t(), self._groups.tp).t()
+    def _next_logits(self, hidden: Tensor | None, rows: int) -> Tensor:
+        return all_gather(self._model.next_logits(hidden, rows).t(), self._groups.tp).t()
 
     def _remove(self, row: int) -> None:
         last = len(self._lengths) - 1

@@ -36,14 +36,14 @@ class StagedModel:
         """Layers on this rank: as many caches belong here."""
         return len(self._model.stages[self._pp.rank].layers)
 
-    def forward(
+    def hidden(
         self,
         tokens: Tensor,
         positions: Tensor,
         segments: Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
     ) -> Tensor | None:
-        """GPTModel's logits on the last rank, None on the others. caches: of the layers on this rank.
+        """What the head reads [s, b, h], on the last rank; None on the others. caches: of the layers on this rank.
 
         Communication: hidden states [s, b, h] from the rank before and to the next one, and the stage's own.
         """
@@ -52,23 +52,24 @@ class StagedModel:
             b, s = tokens.shape
             shape, dtype = self._model.hidden_shape(b, s), self._model.hidden_dtype
             received = self._mailbox.receive(shape, dtype, rank - 1, f"from {rank - 1}").take()
-        out = self._model(tokens, positions, segments=segments, caches=caches, stage=rank, received=received)
+        out = self._model.hidden(tokens, positions, segments, caches, stage=rank, received=received)
         if rank == self._pp.size - 1:
             return out
         self._mailbox.send(out, rank + 1, f"to {rank + 1}")
         return None
 
-    def step(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, caches: Sequence[KeyValueCache]
-    ) -> Tensor:
-        """Logits of the last position [b, padded vocab / tp], on every rank.
+    def head(self, hidden: Tensor) -> Tensor:
+        """On the last rank: hidden [s, b, h] -> logits [s, b, padded vocab / tp]."""
+        return self._model.head(hidden)
 
-        Communication: that of `forward`, and one broadcast of the result over pp.
+    def next_logits(self, hidden: Tensor | None, b: int) -> Tensor:
+        """Logits of the last position [b, padded vocab / tp] on every rank, from what `hidden` gave.
+
+        Communication: one broadcast of the result over pp.
         """
-        logits = self.forward(tokens, positions, segments, caches)
         vocab = self._build.config.padded_vocab_size // self._build.groups.tp.size
-        found = None if logits is None else logits[-1]
-        return self.share(found, (len(tokens), vocab), self._build.dtype)
+        found = None if hidden is None else self.head(hidden[-1:])[0]
+        return self.share(found, (b, vocab), self._build.dtype)
 
     def share(self, found: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What the last rank has found, on every rank. Communication: one broadcast over pp."""

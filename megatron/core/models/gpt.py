@@ -76,6 +76,32 @@ class GPTModel(nn.Module):
         `received`: the hidden states [s or s/tp, b, h] of the stage before, where there is one; a stage that is not the
         last one returns them.
         """
+        hidden = self.hidden(tokens, positions, segments, caches, stage=stage, received=received)
+        if not self.stages[stage].head:
+            return hidden
+        if caches is not None:
+            hidden = hidden[-1:]  # generation asks for the next token only, and the head is the widest layer
+        logits = self.head(hidden)
+        if labels is None:
+            return logits
+        vocab_size = self._build.config.vocab_size
+        assert vocab_size
+        return vocab_parallel_cross_entropy(logits, labels.t(), vocab_size, self._build.groups.tp).t()
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
+        *,
+        stage: int = 0,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [s or s/tp, b, h] behind a stage's layers, and behind the final norm on the last stage.
+
+        Arguments are those of `forward`.
+        """
         here = self.stages[stage]
         if here.embedding:
             assert self.embedding is not None
@@ -84,17 +110,13 @@ class GPTModel(nn.Module):
         hidden: Tensor = self.decoder(
             received, Positions(self._tables(positions), segments), caches, layers=here.layers, final_norm=here.head
         )
-        if not here.head:
-            return hidden
-        if caches is not None:
-            hidden = hidden[-1:]  # generation asks for the next token only, and the head is the widest layer
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the last stage [s or s/tp, b, h] -> logits [s, b, padded vocab / tp]."""
         assert self.output_layer is not None
         logits: Tensor = self.output_layer(hidden)
-        if labels is None:
-            return logits
-        vocab_size = self._build.config.vocab_size
-        assert vocab_size
-        return vocab_parallel_cross_entropy(logits, labels.t(), vocab_size, self._build.groups.tp).t()
+        return logits
 
     @property
     def is_whole(self) -> bool:

@@ -77,6 +77,17 @@ def test_context_and_stride_are_flags(call, tmp_path):
     assert row(out, str(text))[3] == f"{expected([TEXT], 20, 5).loss:.4f}"
 
 
+def test_the_default_context_is_bounded(tool, tmp_path, capsys):
+    """Of a model with 131,072 positions a document is read 4096 at a time."""
+    folder = save_small(pool.groups(), tmp_path / "run", max_position_embeddings=131_072)
+    text = tmp_path / "a.txt"
+    text.write_text("5 17 3")
+    code = tool["run_tool"](
+        tool["build_parser"](), tool["evaluate"], ["--load", folder, "--device", "cpu", "--text", str(text)]
+    )
+    assert code == 0 and "context 4096, stride 2048" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.datasets.tokenizer import NullTokenizer
 from megatron.core.errors import CheckpointError, DataError
@@ -62,6 +64,36 @@ def test_logits_that_are_not_finite_are_reported():
         model.decoder.final_layernorm.weight[0] = float("nan")
     with pytest.raises(CheckpointError, match="not finite"):
         score(model, build, [Window([1, 2], 1)], 10)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = (one.numel() for one in tree_leaves(made) if isinstance(one, torch.Tensor))
+        self.elements = max(self.elements, *sizes, 0)
+        return made
+
+
+def test_no_tensor_of_all_positions_and_the_whole_vocabulary_is_made():
+    """512 positions x 160,000 ids are 82 million logits; a block of them has at most 2^25."""
+    shape = {**LLAMA, "vocab_size": 160_000, "hidden_size": 8, "ffn_hidden_size": 8, "max_position_embeddings": 512}
+    model, build = small_model(pool.groups(), **shape)
+    window = Window([i * 311 % 160_000 for i in range(513)], 512)
+    with Largest() as largest:
+        (found,) = score(model, build, [window], 512)
+    with torch.inference_mode():
+        some = torch.tensor([window.ids[:4]]), torch.arange(4).unsqueeze(0)
+        expected = model(*some)[:, 0].log_softmax(-1).gather(1, torch.tensor(window.ids[1:5]).unsqueeze(1))
+    assert score(model, build, [Window(window.ids[:5], 4)], 4)[0].logprob == pytest.approx(
+        float(expected.sum()), rel=1e-5
+    )
+    assert math.isfinite(found.logprob) and 1 << 20 < largest.elements <= 1 << 25
 
 
 class TestTexts:

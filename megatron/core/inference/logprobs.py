@@ -1,0 +1,88 @@
+"""Log-probabilities of given tokens, and of the likeliest ones, from hidden states: the head in blocks of rows.
+
+[Note: no row of the whole vocabulary]
+Positions x vocabulary is the largest tensor of a model by far. The head is computed for some positions at a time, and of
+each block only a few numbers a position are kept. Under tensor parallelism each rank keeps those of its own part of the
+vocabulary, and these are gathered, so every rank gets the same bits.
+
+Probabilities are over the model's own vocabulary: over the rows that padding adds to a weight's matrix they are not, over
+ids that the tokenizer does not use they are. This is what transformers and vLLM report.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import all_gather
+from megatron.core.inference.staged import StagedModel
+from megatron.core.transformer.context import Build
+from megatron.kernels.ops.cross_entropy import local_statistics
+
+BLOCK = 1 << 25  # logits that are held at a time, on each rank: 128 MB in fp32
+
+
+class Logprobs(NamedTuple):
+    """Of n tokens, fp32: natural log-probability [n]; the likeliest tokens' ids [k, n] and log-probabilities [k, n].
+
+    ids are whole numbers in fp32, which is exact below 2^24.
+    """
+
+    chosen: Tensor
+    ids: Tensor
+    values: Tensor
+
+    def packed(self) -> Tensor:
+        """[1 + 2 k, n], to be sent."""
+        return torch.cat([self.chosen.unsqueeze(0), self.ids, self.values])
+
+    @staticmethod
+    def unpack(packed: Tensor) -> Logprobs:
+        """From `packed`."""
+        k = len(packed) // 2
+        return Logprobs(packed[0], packed[1 : 1 + k], packed[1 + k :])
+
+
+def token_logprobs(
+    model: StagedModel, build: Build, hidden: Tensor, tokens: Tensor, *, top: int, candidates: int
+) -> Logprobs:
+    """Of `tokens` [n], each after its row of hidden [n, h], and of the `top` likeliest ids below `candidates`.
+
+    Of ids that are equally likely the lowest is the likeliest one, where `top` is 1. Called on all tp ranks of the last
+    stage. Communication: one all-gather over tp of [3 + 2 top, n].
+    """
+    top, tp, vocab = min(top, candidates), build.groups.tp, build.config.vocab_size
+    assert vocab is not None and candidates <= vocab < 1 << 24
+    shard = build.config.padded_vocab_size // tp.size
+    first, rows = tp.rank * shard, max(1, BLOCK // shard)
+    parts = [
+        _summary(model.head(some.unsqueeze(1)).squeeze(1), wanted, first, vocab, top, candidates)
+        for some, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True)
+    ]
+    # A token's row on the second dim: all-gather joins the first one.
+    gathered = all_gather(torch.cat(parts, dim=1), tp).view(tp.size, 3 + 2 * top, len(tokens))
+    largest, exp_sum, chosen = gathered[:, :3].unbind(dim=1)  # each [tp, n]
+    most = largest.amax(dim=0)
+    log_sum_exp = (exp_sum * (largest - most).exp()).sum(dim=0).log() + most
+    values, ids = (part.reshape(tp.size * top, -1).t() for part in gathered[:, 3:].split(top, dim=1))
+    values, places = _largest(values, top)
+    return Logprobs(chosen.sum(dim=0) - log_sum_exp, ids.gather(1, places).t(), values.t() - log_sum_exp)
+
+
+def _summary(logits: Tensor, tokens: Tensor, first: int, vocab: int, top: int, candidates: int) -> Tensor:
+    """Logits [n, v] of ids first .. first + v - 1 -> fp32 [3 + 2 top, n]: `local_statistics`, the largest and their ids."""
+    allowed = logits[:, : max(0, candidates - first)]
+    found = logits.new_zeros((2 * top, len(logits)), dtype=torch.float32)
+    found[:top] = float("-inf")
+    if k := min(top, allowed.shape[1]):
+        values, places = _largest(allowed, k)
+        found[:k], found[top : top + k] = values.t(), places.t() + first
+    return torch.cat([local_statistics(logits[:, : max(0, vocab - first)], tokens, first), found])
+
+
+def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row [n, k] and their columns; of equal ones the first column, for k = 1."""
+    found = values.max(dim=1, keepdim=True) if k == 1 else values.topk(k, dim=1)
+    return found.values, found.indices
