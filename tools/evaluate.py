@@ -27,7 +27,7 @@ from megatron.core.errors import ConfigError, DataError
 from megatron.core.groups import disconnect, launch_environment
 from megatron.core.inference.score import TextScore, score_texts
 from megatron.training.arguments import FlagParser
-from megatron.training.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
+from megatron.training.tool import add_model_flags, check_range, context_length, end, open_model, read_model, run_tool
 
 DEFAULT_CONTEXT = 4096  # over text, where the model takes more: a window's cost grows with its square
 
@@ -61,13 +61,18 @@ def evaluate(args: argparse.Namespace) -> None:
     """Texts, then tasks. Collective over the world; the first rank prints."""
     if not (args.text or args.jsonl or args.tasks):
         raise ConfigError("there is nothing to evaluate on; give --text, --jsonl or --tasks")
-    for flag, given in (("--include-path", args.include_path), ("--num-fewshot", args.num_fewshot)):
+    for flag, given in (
+        ("--include-path", args.include_path),
+        ("--num-fewshot", args.num_fewshot),
+        ("--limit", args.limit),
+    ):
         if given is not None and not args.tasks:
             raise ConfigError(f"{flag} has no effect without --tasks; remove it")
     if args.stride is not None and not (args.text or args.jsonl):
         raise ConfigError("--stride has no effect without --text or --jsonl; remove it")
-    if args.batch_tokens < 1:
-        raise ConfigError(f"--batch-tokens {args.batch_tokens} must be at least 1")
+    check_range("--batch-tokens", args.batch_tokens, 1)
+    check_range("--num-fewshot", args.num_fewshot, 0)
+    check_range("--limit", args.limit, 1)
     harness = import_harness() if args.tasks else None
     for flag, paths in (("--text", args.text), ("--jsonl", args.jsonl)):
         for path in paths:

@@ -29,7 +29,16 @@ from megatron.core.inference.text import Completion, complete
 from megatron.core.log import get_logger
 from megatron.training.arguments import FlagParser
 from megatron.training.restore import stop_ids
-from megatron.training.tool import add_model_flags, end, open_model, read_model, run_tool
+from megatron.training.tool import (
+    add_model_flags,
+    check_range,
+    check_stop_ids,
+    check_text,
+    end,
+    open_model,
+    read_model,
+    run_tool,
+)
 
 DEFAULT_SEED, DEFAULT_NEW_TOKENS = 1234, 128
 Continue = Callable[..., list[Completion]]  # `complete` with the model, tokenizer, sampling and stops filled in
@@ -70,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
     if sampling.greedy and args.seed is not None:
         raise ConfigError("--seed has no effect at --temperature 0 (greedy); remove it")
     saved, tokenizer = read_model(args)
+    check_stop_ids(args.stop_id, tokenizer)
     encoded = [encode(prompt, tokenizer, args.add_bos) for prompt in prompts]
     new = new_tokens(args.max_new_tokens, encoded, saved.model)
     ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
@@ -106,8 +116,11 @@ def run(args: argparse.Namespace) -> None:
 
 def check_values(args: argparse.Namespace) -> None:
     """Raise ConfigError for a value that cannot work."""
-    if args.batch_size < 1:
-        raise ConfigError(f"--batch-size {args.batch_size} must be at least 1")
+    check_range("--batch-size", args.batch_size, 1)
+    check_range("--max-new-tokens", args.max_new_tokens, 1)
+    check_range("--seed", args.seed, 0, 2**62)
+    for text in args.stop:
+        check_text("--stop", text)
     if "" in args.stop:
         raise ConfigError("--stop '' would end every continuation before it begins; give some text")
 
@@ -130,7 +143,8 @@ def read_prompts(given: list[str], file: str | None) -> list[str]:
 
 
 def encode(prompt: str, tokenizer: Tokenizer, add_bos: bool) -> list[int]:
-    """Token ids of a prompt. Raises ConfigError for --add-bos with a tokenizer that has no bos."""
+    """Token ids of a prompt. Raises ConfigError for one that is no text, and for --add-bos without a bos."""
+    check_text("--prompt", prompt)
     if not add_bos:
         return tokenizer.encode(prompt)
     if tokenizer.bos is None:

@@ -55,6 +55,7 @@ def read_model(args: argparse.Namespace) -> tuple[Saved, Tokenizer]:
     Local: done before any process meets another. Raises UserErrors.
     """
     tp, pp = _layout(args)
+    check_range("--ckpt-step", args.ckpt_step, 0)
     saved = _find_model(args)
     dtype = parse_dtype(args.bf16, args.fp16, args.fp32, saved.stored)
     names = {field.name for field in dataclasses.fields(TokenizerConfig)}
@@ -77,8 +78,7 @@ def _layout(args: argparse.Namespace) -> tuple[int, int]:
     """(tp, pp), which are all processes: there are no replicas. Raises ConfigError."""
     world_size, tp, pp = launch_environment()[1], args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     for flag, size in (("--tensor-model-parallel-size", tp), ("--pipeline-model-parallel-size", pp)):
-        if size is not None and size < 1:
-            raise ConfigError(f"{flag} {size} must be at least 1")
+        check_range(flag, size, 1)
     if tp is None and world_size % pp:
         raise ConfigError(
             f"{world_size} processes for --pipeline-model-parallel-size {pp}; start a multiple of {pp} with torchrun"
@@ -109,14 +109,34 @@ def open_model(saved: Saved, args: argparse.Namespace, timeout_minutes: float) -
     return restore_model(saved, groups, chosen)
 
 
+def check_range(flag: str, value: int | None, least: int, most: int | None = None) -> None:
+    """Raise ConfigError for a number that is given and out of range."""
+    if value is None or (least <= value and (most is None or value <= most)):
+        return
+    limits = f"at least {least}" if most is None else f"between {least} and {most}"
+    raise ConfigError(f"{flag} {value} must be {limits}")
+
+
+def check_text(flag: str, text: str | None) -> None:
+    """Raise ConfigError for text that is not UTF-8: Python keeps such bytes of the command line as half characters."""
+    if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
+        shown = text.encode(errors="backslashreplace").decode()
+        raise ConfigError(f"{flag} '{shown}' is not text in UTF-8; check the terminal's encoding, or what wrote it")
+
+
+def check_stop_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for an id that never comes."""
+    for token in ids:
+        check_range("--stop-id", token, 0, tokenizer.vocab_size - 1)
+
+
 def context_length(saved: Saved, asked: int | None, flag: str, default_limit: int | None = None) -> int:
     """Longest sequence: what was asked for, or the model's own limit, but no more than `default_limit`.
 
     Raises ConfigError for one that the model does not reach.
     """
     limit = saved.model.max_position_embeddings
-    if asked is not None and asked < 1:
-        raise ConfigError(f"{flag} {asked} must be at least 1")
+    check_range(flag, asked, 1)
     if asked is not None and limit is not None and asked > limit:
         raise ConfigError(
             f"{flag} {asked} is above the model's --max-position-embeddings {limit}; give {limit} or less"
