@@ -71,6 +71,7 @@ OPTIONAL = {
     "wandb": ("megatron.training.writers",),
     "fastapi": ("megatron.core.inference.server",),
     "starlette": ("megatron.core.inference.server",),  # under fastapi, as pydantic is
+    "uvicorn": ("megatron.core.inference.connections",),
     "pydantic": ("megatron.core.inference.protocol",),
     "lm_eval": ("megatron.core.inference.harness",),
 }

@@ -18,6 +18,7 @@ try:
     import uvicorn
     from fastapi import FastAPI
 
+    from megatron.core.inference.connections import configure
     from megatron.core.inference.server import Settings, build_app
 except ModuleNotFoundError as missing:
     print(f"error: the server needs {missing.name}; pip install 'megatron-patched[serve]'", file=sys.stderr)
@@ -32,7 +33,18 @@ from megatron.core.inference.slots import SlotDecoder
 from megatron.core.log import get_logger
 from megatron.training.arguments import FlagParser
 from megatron.training.restore import stop_ids
-from megatron.training.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
+from megatron.training.setup import together
+from megatron.training.tool import (
+    add_model_flags,
+    check_range,
+    check_stop_ids,
+    check_text,
+    context_length,
+    end,
+    open_model,
+    read_model,
+    run_tool,
+)
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
 DEFAULT_CONTEXT = 8192  # where the model takes more: the cache is allocated for every row
@@ -56,6 +68,13 @@ def build_parser() -> FlagParser:
     add("--max-batch-size", type=int, default=16, metavar="N", help="requests that run at the same time (default 16)")
     add("--max-queue", type=int, default=256, metavar="N", help="requests that may wait; more get 503 (default 256)")
     add(
+        "--max-body-mb",
+        type=int,
+        default=4,
+        metavar="N",
+        help="longest request in MiB; longer ones get 413 (default 4)",
+    )
+    add(
         "--max-sequence-length",
         type=int,
         metavar="N",
@@ -69,9 +88,14 @@ def build_parser() -> FlagParser:
 
 def serve(args: argparse.Namespace) -> None:
     """Check everything that needs no other process, load, serve until SIGTERM or Ctrl-C. Collective over the world."""
-    for flag, value in (("--max-batch-size", args.max_batch_size), ("--max-queue", args.max_queue)):
-        if value < 1:
-            raise ConfigError(f"{flag} {value} must be at least 1")
+    check_range("--port", args.port, 0, 65535)
+    for flag, value in (
+        ("--max-batch-size", args.max_batch_size),
+        ("--max-queue", args.max_queue),
+        ("--max-body-mb", args.max_body_mb),
+    ):
+        check_range(flag, value, 1)
+    check_text("--served-model-name", args.served_model_name)
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     if key == "":
         raise ConfigError("the API key is empty, which keeps nobody out; give one, or none at all")
@@ -80,6 +104,7 @@ def serve(args: argparse.Namespace) -> None:
         raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
     context = context_length(saved, args.max_sequence_length, "--max-sequence-length", DEFAULT_CONTEXT)
     template = open_template(tokenizer, args.chat_template)
+    check_stop_ids(args.stop_id, tokenizer)
     ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
     first = launch_environment()[0] == 0
     listener = open_listener(args.host, args.port) if first else None
@@ -87,7 +112,9 @@ def serve(args: argparse.Namespace) -> None:
         log.warning("whoever reaches %s can use this server: no API key is set", args.host)
 
     model, build = open_model(saved, args, timeout_minutes=2.0)
-    decoder = SlotDecoder(model, build, slots=args.max_batch_size, capacity=context)
+    decoder = together(
+        build.groups.world, lambda: SlotDecoder(model, build, slots=args.max_batch_size, capacity=context)
+    )
     log.info("cache: %d requests of %d tokens, %.2f GB on each rank", decoder.slots, context, decoder.nbytes / 1e9)
     with build.groups.heartbeat.phase("serve"):
         if listener is None:
@@ -95,8 +122,16 @@ def serve(args: argparse.Namespace) -> None:
         else:
             engine = Engine(decoder, tokenizer, max_waiting=args.max_queue, stop_ids=ends)
             name = args.served_model_name or saved.name
-            settings = Settings(model=name, api_key=key, add_bos=args.add_bos, chat_template=template)
-            lead(engine, build_app(engine, tokenizer, settings), listener, name)
+            settings = Settings(
+                model=name,
+                api_key=key,
+                add_bos=args.add_bos,
+                chat_template=template,
+                max_body=args.max_body_mb * 2**20,
+            )
+            # Room for requests that run or wait, and as much for idle connections that clients keep.
+            connections = 2 * (args.max_batch_size + args.max_queue) + 64
+            lead(engine, build_app(engine, tokenizer, settings), listener, name, connections)
     barrier(build.groups.world)
     disconnect(build.groups.heartbeat)
 
@@ -113,14 +148,12 @@ def open_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def lead(engine: Engine, app: FastAPI, listener: socket.socket, name: str) -> None:
+def lead(engine: Engine, app: FastAPI, listener: socket.socket, name: str, max_connections: int) -> None:
     """Serve until a signal, or until the engine fails; then raise what it failed with.
 
     The event loop has the main thread, where signals arrive, and the engine one of its own.
     """
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_SECONDS
-    )
+    config = configure(app, max_connections, grace_seconds=GRACE_SECONDS)
     server = uvicorn.Server(config)
 
     def compute() -> None:

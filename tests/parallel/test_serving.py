@@ -102,6 +102,30 @@ def test_a_step_communicates_what_it_says(tmp_path):
     ]
 
 
+def scored_prompts(rank, size, layout, folder):
+    """On the first rank, of each prompt: its log-probabilities, the three likeliest ids below 57, and the next logits."""
+    model, build = restore(layout, folder)
+    decoder = SlotDecoder(model, build, slots=4, capacity=40)
+    with torch.inference_mode():
+        if rank > 0:
+            return decoder.follow()
+        found = [decoder.read_scored(prompt, 3, 57) for prompt in PROMPTS]
+        decoder.close()
+    return [(logits, scores.packed()) for logits, scores in found]
+
+
+def test_scores_of_prompts_do_not_depend_on_the_layout(tmp_path):
+    """Of the second half of the vocabulary one id may be among the likeliest. One prompt has a single token."""
+    (folder,) = on(ONE, save, str(tmp_path), {})
+    (expected,) = on(ONE, scored_prompts, folder)
+    assert [scores.shape for _, scores in expected] == [(7, len(prompt) - 1) for prompt in PROMPTS]
+    for layout in (TP2, PP2, MIXED):
+        first, *_ = on(layout, scored_prompts, folder)
+        for (logits, scores), (other_logits, other) in zip(first, expected, strict=True):
+            torch.testing.assert_close(logits, other_logits, rtol=0, atol=1e-4)
+            torch.testing.assert_close(scores, other, rtol=0, atol=1e-4)
+
+
 def cache_bytes(rank, size, layout, folder):
     return SlotDecoder(*restore(layout, folder), slots=2, capacity=40).nbytes
 

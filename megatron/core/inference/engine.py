@@ -6,6 +6,7 @@ callback of the request, on the engine's thread, as they come.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +24,7 @@ from megatron.core.log import get_logger
 
 IDLE_SECONDS = 0.5  # between two signs of life to the other ranks while no request is there
 PROMPT_TOKENS = 4096  # of new prompts that are read between two steps of those that run, and one prompt at least
+_NOT_FINITE = "the model's logits are not finite: its weights are damaged, or they overflow"
 log = get_logger(__name__)
 
 
@@ -35,12 +37,16 @@ class EngineStopped(MegatronError):
 
 
 @dataclass(frozen=True)
-class ChosenToken:
-    """A new token, its log-probability (natural, before temperature and cuts) and those of the likeliest."""
+class ScoredToken:
+    """A token, its log-probability (natural, before temperature and cuts) and those of the likeliest, in that order.
+
+    Probabilities are over all ids that the model knows; `top` lists those that the tokenizer knows, which alone are ever
+    chosen. The first token of a prompt has no logprob and no top.
+    """
 
     id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,18 +54,24 @@ class Piece:
     """What a request has grown by. The last one has a reason: "stop", "length" or "error"; `error` then says more.
 
     count: new tokens so far, with the one that ended it. tokens: the new ones since the last piece, where asked for.
+    prompt: all tokens of the prompt, once, before any new one, where asked for.
     """
 
     text: str
     count: int
-    tokens: tuple[ChosenToken, ...] = ()
+    tokens: tuple[ScoredToken, ...] = ()
     reason: str | None = None
     error: str = ""
+    prompt: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A prompt to continue, and where its pieces go. top_logprobs: None, or how many of the likeliest to report."""
+    """A prompt to continue, and where its pieces go.
+
+    max_new_tokens: 0 only reads the prompt. top_logprobs: None, or how many of the likeliest to report; of the prompt's
+    tokens, too, where `score_prompt` is set.
+    """
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -68,6 +80,7 @@ class Request:
     on_piece: Callable[[Piece], None]
     stop_strings: Sequence[str] = ()
     top_logprobs: int | None = None
+    score_prompt: bool = False
     cancelled: bool = field(default=False, init=False)
 
     def cancel(self) -> None:
@@ -88,7 +101,13 @@ class _Row:
     def last(self) -> int:
         return self._stream.ids[-1]
 
-    def push(self, token: int, chosen: tuple[ChosenToken, ...]) -> None:
+    def begin(self, prompt: tuple[ScoredToken, ...]) -> None:
+        """The prompt has been read."""
+        self.ended = self.request.max_new_tokens == 0
+        if prompt or self.ended:
+            self.request.on_piece(Piece("", 0, (), "length" if self.ended else None, prompt=prompt))
+
+    def push(self, token: int, chosen: tuple[ScoredToken, ...]) -> None:
         """Add the next token and hand out what has become final."""
         stream = self._stream
         self.ended = stream.push(token) or len(stream.ids) == self.request.max_new_tokens
@@ -124,7 +143,7 @@ class Engine:
         """Queue all of them, or none. Raises QueueFull and EngineStopped. Any thread."""
         for request in requests:
             total = len(request.prompt) + request.max_new_tokens
-            assert request.prompt and request.max_new_tokens > 0 and total <= self.max_tokens, f"{total} tokens"
+            assert request.prompt and request.max_new_tokens >= 0 and total <= self.max_tokens, f"{total} tokens"
         with self._changed:
             if self._stopping:
                 raise EngineStopped("the server is shutting down")
@@ -188,10 +207,26 @@ class Engine:
                 break
             row = _Row(request, self._tokenizer, self._stop_ids)
             self._rows.append(row)
-            self._push([row], self._decoder.read(request.prompt))
+            logits, prompt = self._read(request)
+            if any(token.logprob is not None and math.isnan(token.logprob) for token in prompt):
+                row.fail(_NOT_FINITE)
+            else:
+                row.begin(prompt)
+            if not row.ended:
+                self._push([row], logits)
             self._remove_ended()
             read += len(request.prompt)
         return read > 0
+
+    def _read(self, request: Request) -> tuple[Tensor, tuple[ScoredToken, ...]]:
+        """Logits behind the prompt, and its tokens' scores where they are asked for."""
+        if not request.score_prompt or request.top_logprobs is None:
+            return self._decoder.read(request.prompt), ()
+        logits, found = self._decoder.read_scored(request.prompt, request.top_logprobs, self._tokenizer.vocab_size)
+        ids, values = found.ids.t().int().tolist(), found.values.t().tolist()
+        places = zip(request.prompt[1:], found.chosen.tolist(), ids, values, strict=True)
+        scored = [ScoredToken(token, own, tuple(zip(*top, strict=True))) for token, own, *top in places]
+        return logits, (ScoredToken(request.prompt[0]), *scored)
 
     def _next_waiting(self) -> Request | None:
         with self._changed:
@@ -200,17 +235,18 @@ class Engine:
 
     def _push(self, rows: Sequence[_Row], logits: Tensor) -> None:
         """Choose the next token of each row from logits [rows, padded vocab]."""
-        logits = logits[:, : self._tokenizer.vocab_size]
+        logits = logits[:, : self._decoder.vocab_size]
         finite = logits.isfinite().all(dim=-1).tolist()
         if not all(finite):
             for row, fine in zip(rows, finite, strict=True):
                 if not fine:
-                    row.fail("the model's logits are not finite: its weights are damaged, or they overflow")
+                    row.fail(_NOT_FINITE)
             rows = [row for row in rows if not row.ended]
             logits = logits[torch.tensor(finite, device=logits.device)]
-        for number, (row, token) in enumerate(zip(rows, _choose(rows, logits), strict=True)):
+        known = self._tokenizer.vocab_size  # the model may know more ids, which have no text
+        for number, (row, token) in enumerate(zip(rows, _choose(rows, logits[:, :known]), strict=True)):
             count = row.request.top_logprobs
-            row.push(token, () if count is None else (_report(logits[number], token, count),))
+            row.push(token, () if count is None else (_report(logits[number], token, count, known),))
 
     def _remove_ended(self) -> None:
         for number in reversed(range(len(self._rows))):
@@ -234,7 +270,7 @@ def _choose(rows: Sequence[_Row], logits: Tensor) -> list[int]:
     return ids
 
 
-def _report(logits: Tensor, token: int, count: int) -> ChosenToken:
+def _report(logits: Tensor, token: int, count: int, candidates: int) -> ScoredToken:
     logprobs = logits.float().log_softmax(dim=-1)
-    values, ids = logprobs.topk(min(count, len(logprobs)))
-    return ChosenToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+    values, ids = logprobs[:candidates].topk(min(count, candidates))
+    return ScoredToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

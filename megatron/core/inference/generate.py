@@ -110,13 +110,13 @@ def _steps(
     tokens = _pad_left(prompts, build.device)
     running = [True] * len(prompts)
     for _ in range(max_new_tokens):
-        logits = decoder(tokens)[:, :vocab_size]
+        logits = decoder(tokens)[:, : build.config.vocab_size]
         if not logits.isfinite().all():
             raise CheckpointError(
                 "the model's logits are not finite: its weights are damaged or have diverged, or overflow in "
                 f"{build.config.dtype_name}; try an earlier checkpoint with --ckpt-step"
             )
-        chosen = _choose_on_first(logits, sampling, draws, build)
+        chosen = _choose_on_first(logits[:, :vocab_size], sampling, draws, build)
         ids = [token if runs else None for token, runs in zip(chosen.tolist(), running, strict=True)]
         running = [token is not None and not stop(i, token) for i, token in enumerate(ids)]
         yield ids

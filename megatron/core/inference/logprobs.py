@@ -66,7 +66,8 @@ def token_logprobs(
     largest, exp_sum, chosen = gathered[:, :3].unbind(dim=1)  # each [tp, n]
     most = largest.amax(dim=0)
     log_sum_exp = (exp_sum * (largest - most).exp()).sum(dim=0).log() + most
-    values, ids = (part.reshape(tp.size * top, -1).t() for part in gathered[:, 3:].split(top, dim=1))
+    values = gathered[:, 3 : 3 + top].reshape(tp.size * top, len(tokens)).t()
+    ids = gathered[:, 3 + top :].reshape(tp.size * top, len(tokens)).t()
     values, places = _largest(values, top)
     return Logprobs(chosen.sum(dim=0) - log_sum_exp, ids.gather(1, places).t(), values.t() - log_sum_exp)
 

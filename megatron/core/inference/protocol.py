@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import functools
+import json
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.core.errors import MegatronError
 from megatron.core.inference.engine import Piece, Request
 from megatron.core.inference.sampling import Sampling
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API; a chat answer may take all the room there is
+# Limits that keep one request's cost in proportion to its answer. All text that a model writes is compared with every
+# stop string; OpenAI's API takes four of them.
+MAX_STOPS, MAX_STOP_LENGTH, MAX_FIELDS = 32, 256, 64
+# The longest tokens of published vocabularies have 128 characters: a prompt with more than this for each token of the
+# context cannot fit, and is not tokenised to find that out.
+CHARACTERS_PER_TOKEN = 256
 # Values with which a field asks for nothing; clients send them. Any other value of these fields is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -60,6 +67,8 @@ class _Body(BaseModel):
     def _without_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if len(data) > MAX_FIELDS:
+            raise ApiError(400, f"an object of {len(data)} fields; none here has more than {MAX_FIELDS}")
         return {
             name: value
             for name, value in data.items()
@@ -81,9 +90,9 @@ class _Generation(_Body):
     n: int = Field(1, ge=1, le=128)
     temperature: float = Field(1.0, ge=0.0, le=100.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=2**31)
     seed: int | None = Field(None, ge=0, lt=2**62)
-    stop: str | list[str] = Field(default_factory=list)
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
@@ -94,18 +103,25 @@ class _Generation(_Body):
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def stops(self) -> list[str]:
-        """The stop strings. Raises ApiError for an empty one."""
+        """The stop strings. Raises ApiError for an empty one, too many, or one that is too long."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        if len(stops) > MAX_STOPS:
+            raise ApiError(400, f"{len(stops)} stop strings are more than {MAX_STOPS}", "stop")
+        if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+            raise ApiError(400, f"a stop string may have {MAX_STOP_LENGTH} characters, and no more", "stop")
         if "" in stops:
             raise ApiError(400, "an empty stop string would end every answer before it begins", "stop")
         return stops
 
 
-class CompletionRequest(_Generation):
-    """POST /v1/completions."""
+_Ids = Annotated[list[int], Field(fail_fast=True)]
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int = Field(DEFAULT_TOKENS, ge=1)
+
+class CompletionRequest(_Generation):
+    """POST /v1/completions. max_tokens 0 asks for nothing new: for the prompt's log-probabilities, with echo."""
+
+    prompt: str | _Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[_Ids], Field(fail_fast=True)]
+    max_tokens: int = Field(DEFAULT_TOKENS, ge=0, lt=2**31)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -128,7 +144,7 @@ class Message(_Body):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -142,9 +158,9 @@ class Message(_Body):
 class ChatRequest(_Generation):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -162,18 +178,51 @@ class ChatRequest(_Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def describe_invalid(errors: Sequence[Any]) -> ApiError:
-    """An answer to pydantic's errors about a body: of several, as for a union, to the one that lies deepest."""
+_Parsed = TypeVar("_Parsed", bound=_Generation)
+
+
+def parse(kind: type[_Parsed], body: bytes) -> _Parsed:
+    """The request in a body of JSON. Raises ApiError, naming the field that is wrong."""
+    try:
+        return kind.model_validate(json.loads(body))
+    except ValidationError as error:  # a ValueError, too
+        raise _describe(error.errors(include_url=False, include_input=False)) from error
+    except json.JSONDecodeError as error:
+        message = f"the body is not JSON: {error.msg} at character {error.pos}"
+        raise ApiError(400, message, None, "invalid_json") from error
+    except ValueError as error:  # not UTF-8, or a number of thousands of digits
+        raise ApiError(400, f"the body is not JSON: {error}", None, "invalid_json") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body's JSON is nested too deeply", None, "invalid_json") from error
+
+
+def _describe(errors: Sequence[Any]) -> ApiError:
+    """Of several errors, as for a union, the one that lies deepest."""
     error = max(errors, key=lambda error: len(error["loc"]))
     # The members of a union are named in the path, too; the client has sent no such field.
-    path = [str(part) for part in error["loc"] if part not in ("body", "str") and "[" not in str(part)]
-    name = ".".join(path)
-    if error["type"] == "json_invalid":
-        reason = error.get("ctx", {}).get("error", error["msg"])
-        return ApiError(400, f"the body is not JSON: {reason} at character {name}", None, "invalid_json")
+    path = [str(part) for part in error["loc"] if part != "str" and "[" not in str(part)]
+    name = shorten(".".join(path))
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not supported by this server; leave it out", name, "unsupported_parameter")
     return ApiError(400, f"{name or 'the body'}: {error['msg']}", name or None)
+
+
+def shorten(text: str) -> str:
+    """What a client has sent, as an error quotes it."""
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def check_size(prompts: Sequence[str | Sequence[int]], context: int) -> None:
+    """Raise ApiError for a prompt that cannot fit, before it is tokenised: that takes time in proportion to its length."""
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            _check_length(len(prompt), 0, context)
+        elif len(prompt) > CHARACTERS_PER_TOKEN * context:
+            raise ApiError(
+                400,
+                f"this model's context is {context} tokens, and the prompt has {len(prompt)} characters; shorten it",
+                code="context_length_exceeded",
+            )
 
 
 def make_requests(
@@ -182,6 +231,7 @@ def make_requests(
     max_tokens: int | None,
     top_logprobs: int | None,
     *,
+    score_prompt: bool,
     context: int,
     on_piece: Callable[[int, Piece], None],
 ) -> list[Request]:
@@ -190,6 +240,7 @@ def make_requests(
     context: longest prompt and answer together. max_tokens None: all the room there is. Raises ApiError.
     """
     seed = secrets.randbits(62) if body.seed is None else body.seed
+    sampling, stops = body.sampling(), body.stops()
     requests: list[Request] = []
     for prompt in prompts:
         tokens = max(1, context - len(prompt)) if max_tokens is None else max_tokens
@@ -200,11 +251,12 @@ def make_requests(
                 Request(
                     prompt=prompt,
                     max_new_tokens=tokens,
-                    sampling=body.sampling(),
+                    sampling=sampling,
                     seed=seed + number,
                     on_piece=functools.partial(on_piece, number),
-                    stop_strings=body.stops(),
+                    stop_strings=stops,
                     top_logprobs=top_logprobs,
+                    score_prompt=score_prompt,
                 )
             )
     return requests

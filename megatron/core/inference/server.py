@@ -10,28 +10,31 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.errors import DataError
 from megatron.core.inference import engine as engines
-from megatron.core.inference.answers import Answer, AnswerFormat, ChatFormat, CompletionFormat
+from megatron.core.inference.answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, Echo
 from megatron.core.inference.chat import ChatTemplate
 from megatron.core.inference.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
-    describe_invalid,
+    check_size,
     make_requests,
+    parse,
+    shorten,
 )
 
+_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 Numbered = tuple[int, engines.Piece]  # a piece and the choice that it belongs to
 
 
@@ -43,6 +46,7 @@ class Settings:
     api_key: str | None = None
     add_bos: bool = False
     chat_template: ChatTemplate | None = None
+    max_body: int = 4 << 20  # bytes of a request
 
 
 def build_app(engine: engines.Engine, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
@@ -55,7 +59,6 @@ def build_app(engine: engines.Engine, tokenizer: Tokenizer, settings: Settings) 
     app.get("/v1/models/{name:path}", response_model=None)(routes.one_model)
     app.get("/health", response_model=None)(routes.health)
     app.exception_handler(ApiError)(_answer_api_error)
-    app.exception_handler(RequestValidationError)(_answer_invalid)
     app.exception_handler(HTTPException)(_answer_http_error)
     if settings.api_key is not None:
         app.add_middleware(_RequireKey, key=settings.api_key)
@@ -68,19 +71,21 @@ class _Routes:
     def __init__(self, engine: engines.Engine, tokenizer: Tokenizer, settings: Settings) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._created = int(time.time())
+        bos = tokenizer.bos if settings.add_bos else None
+        self._bos = () if bos is None else (bos,)  # what prompts of text begin with
 
-    async def completions(self, body: CompletionRequest, http: Request) -> Response:
-        self._check_model(body.model)
-        if body.echo and body.logprobs is not None:
-            raise ApiError(400, "logprobs of an echoed prompt are not supported; leave one out", "logprobs")
+    async def completions(self, http: Request) -> Response:
+        body = await self._read(CompletionRequest, http)
         given = body.prompts()
-        prompts = [await asyncio.to_thread(self._encode, prompt) for prompt in given]
-        echoes = ["" if not body.echo else self._text(prompt) for prompt in given for _ in range(body.n)]
+        self._check_count(len(given) * body.n)
+        check_size(given, self._engine.max_tokens)
+        prompts = await asyncio.to_thread(self._encode, given, self._settings.add_bos)
+        echoes = await asyncio.to_thread(self._echoes, given, body.n) if body.echo else [Echo()] * (len(given) * body.n)
         answer = CompletionFormat(self._settings.model, self._tokenizer, echoes, body.logprobs is not None)
-        return await self._serve(body, prompts, body.max_tokens, body.logprobs, answer, http)
+        return await self._serve(body, prompts, body.max_tokens, body.logprobs, answer, http, score_prompt=body.echo)
 
-    async def chat(self, body: ChatRequest, http: Request) -> Response:
-        self._check_model(body.model)
+    async def chat(self, http: Request) -> Response:
+        body = await self._read(ChatRequest, http)
         template = self._settings.chat_template
         if template is None:
             raise ApiError(
@@ -90,13 +95,17 @@ class _Routes:
                 "messages",
             )
         reported, limit = body.reported(), body.limit()
+        self._check_count(body.n)
+        messages = [message.for_template() for message in body.messages]
+        check_size(["".join(message["content"] for message in messages)], self._engine.max_tokens)
         try:
-            text = template.render([message.for_template() for message in body.messages])
+            text = await asyncio.to_thread(template.render, messages)
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
-        prompt = await asyncio.to_thread(self._encode, text, False)
+        check_size([text], self._engine.max_tokens)
+        prompts = await asyncio.to_thread(self._encode, [text], False)
         answer = ChatFormat(self._settings.model, self._tokenizer, body.logprobs)
-        return await self._serve(body, [prompt], limit, reported, answer, http)
+        return await self._serve(body, prompts, limit, reported, answer, http)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -119,6 +128,8 @@ class _Routes:
         top_logprobs: int | None,
         answer: AnswerFormat,
         http: Request,
+        *,
+        score_prompt: bool = False,
     ) -> Response:
         pieces: asyncio.Queue[Numbered] = asyncio.Queue()
         requests = make_requests(
@@ -126,11 +137,10 @@ class _Routes:
             prompts,
             max_tokens,
             top_logprobs,
+            score_prompt=score_prompt,
             context=self._engine.max_tokens,
             on_piece=functools.partial(_hand_over, asyncio.get_running_loop(), pieces),
         )
-        if len(requests) > self._engine.max_waiting:
-            raise ApiError(400, f"{len(requests)} answers at once are more than this server's queue takes", "n")
         try:
             self._engine.submit(requests)
         except (engines.QueueFull, engines.EngineStopped) as error:
@@ -142,30 +152,50 @@ class _Routes:
             return _EventStream(events, requests)
         return await _whole_answer(answer, pieces, requests, prompt_tokens, http)
 
-    def _encode(self, prompt: str | list[int], add_bos: bool = True) -> list[int]:
-        """Ids of a prompt. Raises ApiError."""
-        if isinstance(prompt, list):
-            bad = [i for i in prompt if not 0 <= i < self._tokenizer.vocab_size]
-            if bad:
-                raise ApiError(400, f"token id {bad[0]} is not below {self._tokenizer.vocab_size}", "prompt")
-            return prompt
+    async def _read(self, kind: type[_Body], http: Request) -> _Body:
+        """The request's body. Raises ApiError. The event loop only receives it: the rest takes time with its size."""
+        body = await asyncio.to_thread(parse, kind, await _receive(http, self._settings.max_body))
+        self._check_model(body.model)
+        return body
+
+    def _encode(self, prompts: Sequence[str | list[int]], add_bos: bool) -> list[list[int]]:
+        """Ids of each prompt. Raises ApiError."""
+        return [
+            self._ids(prompt) if isinstance(prompt, list) else self._tokenize(prompt, add_bos) for prompt in prompts
+        ]
+
+    def _ids(self, prompt: list[int]) -> list[int]:
+        bad = [i for i in prompt if not 0 <= i < self._tokenizer.vocab_size]
+        if bad:
+            raise ApiError(400, f"token id {shorten(str(bad[0]))} is not below {self._tokenizer.vocab_size}", "prompt")
+        return prompt
+
+    def _tokenize(self, prompt: str, add_bos: bool) -> list[int]:
         try:
             prompt.encode()
             ids = self._tokenizer.encode(prompt)
         except UnicodeEncodeError as error:
-            raise ApiError(400, f"the prompt holds half of a surrogate pair: {error}", "prompt") from error
+            raise ApiError(400, f"the prompt holds half of a surrogate pair: {error.reason}", "prompt") from error
         except DataError as error:
             raise ApiError(400, str(error), "prompt") from error
-        bos = self._tokenizer.bos
-        return [bos, *ids] if add_bos and self._settings.add_bos and bos is not None else ids
+        return [*self._bos, *ids] if add_bos else ids
 
-    def _text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+    def _echoes(self, prompts: Sequence[str | list[int]], n: int) -> list[Echo]:
+        """Of each choice."""
+        echoes = [
+            Echo(prompt, self._bos) if isinstance(prompt, str) else Echo(self._tokenizer.decode(prompt))
+            for prompt in prompts
+        ]
+        return [echo for echo in echoes for _ in range(n)]
+
+    def _check_count(self, answers: int) -> None:
+        if answers > self._engine.max_waiting:
+            raise ApiError(400, f"{answers} answers at once are more than this server's queue takes", "n")
 
     def _check_model(self, name: str | None) -> None:
         """A request need not name the only model there is."""
         if name not in (None, self._settings.model):
-            message = f"the model {name} does not exist here; this server has {self._settings.model}"
+            message = f"the model {shorten(str(name))} does not exist here; this server has {self._settings.model}"
             raise ApiError(404, message, "model", "model_not_found")
 
     def _model(self) -> dict[str, Any]:
@@ -176,6 +206,26 @@ class _Routes:
             "owned_by": "megatron-patched",
             "max_model_len": self._engine.max_tokens,
         }
+
+
+async def _receive(http: Request, limit: int) -> bytes:
+    """The body of a request. Raises ApiError, for one that is too long before it is read, or while it is."""
+    kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        # Which also keeps web pages out: a browser sends other types without asking the server first.
+        raise ApiError(415, f"the body's type is {shorten(kind) or 'missing'}; send Content-Type: application/json")
+    too_long = ApiError(413, f"the body has more than {limit} bytes; send less, or several requests")
+    if int(http.headers.get("content-length", 0)) > limit:
+        raise too_long
+    body = bytearray()
+    try:
+        async for part in http.stream():
+            body += part
+            if len(body) > limit:
+                raise too_long
+    except ClientDisconnect as error:
+        raise ApiError(400, "the body ended early") from error  # which nobody reads
+    return bytes(body)
 
 
 def _hand_over(
@@ -204,16 +254,17 @@ async def _whole_answer(
     prompt_tokens: int,
     http: Request,
 ) -> Response:
-    async def collect() -> dict[str, Any]:
+    async def collect() -> Response:
         answers = [Answer() for _ in requests]
         async for number, piece in _until_ended(pieces, len(requests)):
             answers[number].add(piece)
-        return answer.whole(answers, prompt_tokens)
+        # Log-probabilities of long answers are many texts to decode, and much JSON.
+        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(answers, prompt_tokens)))
 
     work, gone = asyncio.create_task(collect()), asyncio.create_task(_disconnected(http))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(await work) if work.done() else Response(status_code=499)  # which nobody reads
+        return await work if work.done() else Response(status_code=499)  # which nobody reads
     finally:
         work.cancel()
         gone.cancel()
@@ -238,13 +289,20 @@ async def _events(
     try:
         async for number, piece in _until_ended(pieces, choices):
             counts[number] = piece.count
-            yield _event(answer.chunk(number, piece))
+            words = functools.partial(_chunk_event, answer, number, piece)
+            yield (
+                await asyncio.to_thread(words) if piece.prompt else words()
+            )  # a prompt has thousands of tokens to decode
     except ApiError as error:  # the status has been sent: it can only be said in the stream
         yield _event(error.body())
         return
     if usage_of is not None:
         yield _event(answer.usage_chunk(usage_of, sum(counts)))
     yield "data: [DONE]\n\n"
+
+
+def _chunk_event(answer: AnswerFormat, number: int, piece: engines.Piece) -> str:
+    return _event(answer.chunk(number, piece))
 
 
 def _event(data: dict[str, Any]) -> str:
@@ -270,7 +328,7 @@ class _RequireKey:
     """401 for every route under /v1 without the key; /health stays open to those who watch the server."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
+        self._app, self._expected = app, f"Bearer {key}".encode(errors="surrogateescape")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1"):
@@ -290,10 +348,6 @@ def _error_response(error: ApiError) -> JSONResponse:
 
 async def _answer_api_error(_: Request, error: ApiError) -> Response:
     return _error_response(error)
-
-
-async def _answer_invalid(_: Request, error: RequestValidationError) -> Response:
-    return _error_response(describe_invalid(error.errors()))
 
 
 async def _answer_http_error(_: Request, error: HTTPException) -> Response:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm.collectives import all_gather, broadcast
+from megatron.core.device import headroom
+from megatron.core.errors import ConfigError
 from megatron.core.inference.logprobs import Logprobs, token_logprobs
 from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
@@ -84,6 +86,7 @@ class SlotDecoder:
         self._place = _Place(slice(0), slice(0), slice(0))
         self._model, self._build = StagedModel(model, build), build
         self._groups, self._device = build.groups, build.device
+        self._check_room()
         self._caches = [SlotCache(capacity, slots, build, self._place) for _ in range(self._model.num_layers)]
         self._lengths: list[int] = []  # of each row
         self._end = 0  # one past the last column in use
@@ -92,6 +95,17 @@ class SlotDecoder:
     def nbytes(self) -> int:
         """Bytes of the cache on this rank."""
         return sum(cache.nbytes for cache in self._caches)
+
+    def _check_room(self) -> None:
+        """Raise ConfigError for a cache that the device has no room for, before memory is filled with it."""
+        build, config = self._build, self._build.config
+        heads = config.num_kv_heads // build.groups.tp.size
+        size = 2 * self._model.num_layers * self.capacity * self.slots * heads * config.head_dim * build.dtype.itemsize
+        if size > (free := headroom(build.device)):
+            raise ConfigError(
+                f"the cache of {self.slots} requests of {self.capacity} tokens takes {size / 1e9:.1f} GB and there are "
+                f"{free / 1e9:.1f} GB; lower --max-batch-size or --max-sequence-length"
+            )
 
     @property
     def vocab_size(self) -> int:

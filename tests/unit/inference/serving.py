@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 
@@ -12,11 +13,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron.core.inference.chat import open_template
+from megatron.core.inference.connections import configure
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.server import Settings, build_app
 from megatron.core.inference.slots import SlotDecoder
 from tests import pool
-from tests.pool import free_port
 from tests.unit.inference.small import LLAMA, small_model
 
 BYTES = {**LLAMA, "vocab_size": 260, "max_position_embeddings": 128}
@@ -44,15 +45,28 @@ def write_tokenizer(folder, template=TEMPLATE):
 class Live:
     """A model of random weights behind the application, as the tool runs it. A context manager."""
 
-    def __init__(self, tokenizer, *, slots=4, max_waiting=64, engine_runs=True, chat=True, **settings):
-        self.built = small_model(pool.groups(), **BYTES)
-        self.tokenizer, self.port = tokenizer, free_port()
+    def __init__(
+        self,
+        tokenizer,
+        *,
+        slots=4,
+        max_waiting=64,
+        engine_runs=True,
+        chat=True,
+        max_connections=100,
+        request_seconds=30.0,
+        fields=BYTES,
+        **settings,
+    ):
+        self.built = small_model(pool.groups(), **fields)
+        self.tokenizer = tokenizer
         self.engine = Engine(SlotDecoder(*self.built, slots=slots, capacity=128), tokenizer, max_waiting=max_waiting)
         template = open_template(tokenizer, None) if chat else None
         app = build_app(self.engine, tokenizer, Settings(model="tiny", chat_template=template, **settings))
-        config = uvicorn.Config(app, port=self.port, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
-        self._threads = [threading.Thread(target=self._server.run)]
+        self._server = uvicorn.Server(configure(app, max_connections, grace_seconds=1, request_seconds=request_seconds))
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.port = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._server.run, args=([self._listener],))]
         self._engine_runs = engine_runs
 
     def __enter__(self):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.inference.engine import Engine, EngineStopped, QueueFull, Request
+from megatron.core.inference.engine import Engine, EngineStopped, QueueFull, Request, ScoredToken
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.slots import SlotDecoder
 from tests import pool
@@ -133,6 +133,56 @@ def test_log_probabilities_are_those_of_a_full_forward(built):
         best = logprobs.topk(3)
         assert [i for i, _ in token.top] == best.indices.tolist()
         assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_log_probabilities_are_over_all_ids_of_the_model(built):
+    """A tokenizer that knows 40 of the model's 99 ids: the others are never chosen, and have their probabilities."""
+    model, _ = built
+    decoder = SlotDecoder(*built, slots=1, capacity=64)
+    prompt = [id % 40 for id in PROMPTS[2]]
+    (asked,) = serve(
+        Engine(decoder, NullTokenizer(40), max_waiting=1), Asked(prompt, 8, top_logprobs=3, score_prompt=True)
+    )
+    prompt_tokens, new = asked.pieces[0].prompt, [token for piece in asked.pieces for token in piece.tokens]
+    ids = [token.id for token in [*prompt_tokens, *new]]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0))[:, 0, :99].log_softmax(-1)
+    assert prompt_tokens[0] == ScoredToken(prompt[0]) and ids[: len(prompt)] == prompt and max(ids) < 40
+    assert logprobs[:, :40].logsumexp(-1).max() < -0.1, "the others are likely enough to make a difference"
+    for place, token in enumerate([*prompt_tokens, *new][1:]):
+        assert token.logprob == pytest.approx(float(logprobs[place, token.id]), abs=1e-5)
+        best = logprobs[place, :40].topk(3)
+        assert [i for i, _ in token.top] == best.indices.tolist()
+        assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_a_request_for_nothing_new_only_reads_its_prompt(built):
+    engine = make_engine(built)
+    scored, bare, one, usual = serve(
+        engine,
+        Asked(PROMPTS[0], 0, top_logprobs=1, score_prompt=True),
+        Asked(PROMPTS[1], 0),
+        Asked(PROMPTS[1], 1, top_logprobs=0, score_prompt=True),
+        Asked(PROMPTS[2], 3),
+    )
+    (piece,) = scored.pieces
+    assert (piece.text, piece.count, piece.reason, len(piece.prompt)) == ("", 0, "length", len(PROMPTS[0]))
+    assert [(piece.count, piece.reason, piece.prompt) for piece in bare.pieces] == [(0, "length", ())]
+    assert one.pieces[0].prompt == (ScoredToken(PROMPTS[1][0]),) and one.pieces[-1].tokens[0].top == ()
+    assert usual.ids == one_by_one(*built, PROMPTS[2:3], 3)[0]
+
+
+def test_a_prompt_whose_scores_are_not_finite_ends_its_own_request_only():
+    model, build = small_model(pool.groups(), **LLAMA)
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[7] = float("nan")
+    bad, good = serve(
+        make_engine((model, build)),
+        Asked([3, 7, 5], 0, top_logprobs=0, score_prompt=True),
+        Asked([3, 5], 0, top_logprobs=0, score_prompt=True),
+    )
+    assert bad.reason == "error" and "not finite" in bad.pieces[-1].error
+    assert good.reason == "length" and good.pieces[0].prompt[1].logprob < 0
 
 
 class TestLeaving:

@@ -104,6 +104,33 @@ class TestCompletions:
             assert top[token] == logprob == max(top.values()), "greedy: the likeliest token was taken"
         assert found["text_offset"] == [sum(map(len, found["tokens"][:i])) for i in range(5)]
 
+    def test_log_probabilities_of_an_echo(self, live):
+        """Every token of the prompt but the first has one, and the new ones follow."""
+        (choice,) = live.complete(PROMPTS[0], max_tokens=5, logprobs=2, echo=True)["choices"]
+        new = live.complete(PROMPTS[0], max_tokens=5, logprobs=2)["choices"][0]["logprobs"]
+        found, prompt = choice["logprobs"], PROMPTS[0]
+        assert choice["text"].startswith(prompt) and [len(values) for values in found.values()] == [11] * 4
+        assert found["tokens"] == [*prompt, *new["tokens"]]
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][6:] == pytest.approx(new["token_logprobs"], abs=1e-5)
+        assert found["text_offset"] == [*range(6), *(6 + place for place in new["text_offset"])]
+        for token, logprob, top in zip(
+            prompt[1:], found["token_logprobs"][1:], found["top_logprobs"][1:], strict=False
+        ):
+            assert top[token] == logprob <= max(top.values()) and len(top) in (2, 3), "its own is always there"
+
+    def test_an_echo_alone_needs_no_new_token(self, live):
+        answer = live.complete(PROMPTS[0], max_tokens=0, logprobs=0, echo=True)
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == (
+            PROMPTS[0],
+            "length",
+            0,
+        )
+        assert choice["logprobs"]["tokens"] == list(PROMPTS[0])
+        (nothing,) = live.complete(PROMPTS[0], max_tokens=0)["choices"]
+        assert (nothing["text"], nothing["logprobs"], nothing["finish_reason"]) == ("", None, "length")
+
     def test_fields_that_ask_for_nothing_are_taken(self, live):
         nothing = {"best_of": 1, "frequency_penalty": 0, "logit_bias": {}, "suffix": None, "user": "me", "seed": None}
         assert live.complete("a", **nothing)["choices"] == live.complete("a")["choices"]
@@ -135,6 +162,15 @@ class TestStreams:
         *chunks, _ = live.stream(COMPLETIONS, {"prompt": "a", "max_tokens": 5, "logprobs": 1})
         tokens = [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["tokens"]]
         assert tokens == live.complete("a", max_tokens=5, logprobs=1)["choices"][0]["logprobs"]["tokens"]
+
+    def test_log_probabilities_of_an_echo_come_with_it(self, live):
+        fields = {"max_tokens": 4, "logprobs": 1, "echo": True}
+        *chunks, _ = live.stream(COMPLETIONS, {"prompt": PROMPTS[:2], "n": 2, **fields})
+        for number, whole in enumerate(live.complete(PROMPTS[:2], n=2, **fields)["choices"]):
+            own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == number]
+            assert "".join(choice["text"] for choice in own) == whole["text"]
+            for name, values in whole["logprobs"].items():
+                assert [one for choice in own for one in choice["logprobs"][name]] == values
 
     def test_a_chat_begins_with_who_speaks(self, live):
         first, *chunks, done = live.stream(CHAT, {"messages": HELLO, "max_tokens": 8})
@@ -214,7 +250,6 @@ REFUSED = {
     "unknown field": (COMPLETIONS, {"prompt": "a", "max_token": 3}, "max_token", "max_token is not supported"),
     "penalty": (COMPLETIONS, {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
     "best of": (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
-    "echo with logprobs": (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, "logprobs", "not supported"),
     "temperature": (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature", "greater than or equal to 0"),
     "type": (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, "max_tokens", "integer"),
     "top_p": (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
@@ -294,6 +329,10 @@ def test_prompts_begin_with_bos_where_asked_for(tokenizer):
         answer = live.complete("a", max_tokens=8)
         assert answer["choices"][0]["text"] == offline(live, "<s>a", 8).text and answer["usage"]["prompt_tokens"] == 2
         assert live.complete([5], max_tokens=1)["usage"]["prompt_tokens"] == 1, "ids are taken as they are"
+        (choice,) = live.complete("ab", max_tokens=1, echo=True, logprobs=0)["choices"]
+        found = choice["logprobs"]
+        assert choice["text"].startswith("ab") and found["tokens"][:3] == ["<s>", "a", "b"], "what the model has read"
+        assert found["text_offset"] == [0, 0, 1, 2] and found["token_logprobs"][1] < 0
 
 
 class TestLoad:

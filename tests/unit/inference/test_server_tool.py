@@ -1,0 +1,42 @@
+"""The server's flags, before it serves."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests import pool
+from tests.unit.inference.small import save_small
+
+
+@pytest.fixture(scope="module")
+def tool():
+    path = Path(__file__).parents[3] / "tools" / "run_text_generation_server.py"
+    return runpy.run_path(str(path), run_name="serve")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_small(pool.groups(), tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--port", "99999"), "--port 99999 must be between 0 and 65535"),
+        (("--port", "-1"), "--port -1 must be between 0 and 65535"),
+        (("--max-batch-size", "0"), "--max-batch-size 0 must be at least 1"),
+        (("--max-queue", "0"), "--max-queue 0 must be at least 1"),
+        (("--max-body-mb", "0"), "--max-body-mb 0 must be at least 1"),
+        (("--max-sequence-length", "0"), "--max-sequence-length 0 must be at least 1"),
+        (("--stop-id", "99"), "--stop-id 99 must be between 0 and 98"),
+        (("--served-model-name", "\udcff"), r"--served-model-name '\\udcff' is not text in UTF-8"),
+        (("--port", "0", "--max-batch-size", "1000000000"), "cache of 1000000000 requests of 64 tokens takes .* GB"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tool, folder, capsys, flags, message):
+    argv = ["--load", folder, "--device", "cpu", *flags]
+    code = tool["run_tool"](tool["build_parser"](), tool["serve"], argv)
+    err = capsys.readouterr().err
+    assert code == 2 and err.count("error: ") == 1 and re.search(f"error: .*{message}", err.splitlines()[-1]), err
