@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
 import socket
 import sys
@@ -129,8 +130,7 @@ def serve(args: argparse.Namespace) -> None:
                 chat_template=template,
                 max_body=args.max_body_mb * 2**20,
             )
-            # Room for requests that run or wait, and as much for idle connections that clients keep.
-            connections = 2 * (args.max_batch_size + args.max_queue) + 64
+            connections = most_connections(args.max_batch_size + args.max_queue)
             lead(engine, build_app(engine, tokenizer, settings), listener, name, connections)
     barrier(build.groups.world)
     disconnect(build.groups.heartbeat)
@@ -146,6 +146,13 @@ def open_listener(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on --host {host} --port {port}: {error}; give others") from error
     return listener
+
+
+def most_connections(requests: int) -> int:
+    """Room for the requests that run or wait, and as much for idle connections that clients keep, but no more than half of
+    the files that this process may open."""
+    wanted, files = 2 * requests + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if files == resource.RLIM_INFINITY else min(wanted, files // 2)
 
 
 def lead(engine: Engine, app: FastAPI, listener: socket.socket, name: str, max_connections: int) -> None:

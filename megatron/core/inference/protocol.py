@@ -18,8 +18,8 @@ DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API; a chat answer may
 # Limits that keep one request's cost in proportion to its answer. All text that a model writes is compared with every
 # stop string; OpenAI's API takes four of them.
 MAX_STOPS, MAX_STOP_LENGTH, MAX_FIELDS = 32, 256, 64
-# The longest tokens of published vocabularies have 128 characters: a prompt with more than this for each token of the
-# context cannot fit, and is not tokenised to find that out.
+# The longest tokens of vocabularies such as GPT-2's have 128 characters: a prompt with more than this for each token of the
+# context does not fit, and is not tokenised to find that out.
 CHARACTERS_PER_TOKEN = 256
 # Values with which a field asks for nothing; clients send them. Any other value of these fields is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

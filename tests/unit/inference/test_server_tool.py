@@ -1,6 +1,7 @@
 """The server's flags, before it serves."""
 
 import re
+import resource
 import runpy
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def tool():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_small(pool.groups(), tmp_path_factory.mktemp("run"))
+
+
+def test_connections_leave_half_of_the_files_to_others(tool, monkeypatch):
+    limits = iter([1024, 200, resource.RLIM_INFINITY])
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (next(limits), 0))
+    assert [tool["most_connections"](272) for _ in range(3)] == [512, 100, 608]
 
 
 @pytest.mark.parametrize(
