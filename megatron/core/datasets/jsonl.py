@@ -77,6 +77,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
         record = json.loads(line.decode("utf-8"))
     except ValueError as error:
         raise ValueError(f"is not JSON in UTF-8 ({error})") from error
+    except RecursionError as error:
+        raise ValueError("is JSON that is nested too deeply") from error
     if not isinstance(record, dict):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
     return record

@@ -105,13 +105,15 @@ def test_the_default_context_is_bounded(tool, tmp_path, capsys):
         (("--text", "{file}", "--tensor-model-parallel-size", "2"), "1 processes for .* 2 x .* 1; start 2"),
         (("--text", "{file}", "--pipeline-model-parallel-size", "2"), "1 processes for .* 2; start a multiple of 2"),
         (("--jsonl", "{file}"), r"line 1: is a JSON int|line 1: is not JSON"),
+        (("--jsonl", "{deep}"), "line 1: is JSON that is nested too deeply"),
         (("--tasks", "x", "--stride", "2"), "--stride has no effect"),
         (("--text", "{latin}"), "cannot be read"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(call, tmp_path, flags, message):
-    names = {"file": tmp_path / "file.txt", "latin": tmp_path / "latin.txt"}
+    names = {"file": tmp_path / "file.txt", "latin": tmp_path / "latin.txt", "deep": tmp_path / "deep.jsonl"}
     names["file"].write_text("1 2 3\n")
+    names["deep"].write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     names["latin"].write_bytes(b"\xe9\xe8")
     code, out, err = call(*(flag.format(**names) for flag in flags))
     assert code == 2 and out == ""
