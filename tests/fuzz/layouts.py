@@ -230,8 +230,9 @@ def check_case(case: Case, folder: Path) -> str:
     except UserError:
         return "refused"
     if LORA in case.model:
-        flags = (*(flag for flag in case.model if flag != LORA), ("--save", str(folder / "base")))
-        pool.run(1, write_base, configured((*flags, ("--save-interval", "1000")), 1))
+        flags = (*(flag for flag in case.model if flag != LORA), *((BF16,) if bf16 else ()))
+        save = (("--save", str(folder / "base")), ("--save-interval", "1000"))
+        pool.run(1, write_base, configured((*flags, *save), 1))
     expected = assemble(pool.run(case.world if bf16 else 1, all_steps, plain))
     try:
         found = assemble(pool.run(case.world, first_steps, run))
