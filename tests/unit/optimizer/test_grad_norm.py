@@ -74,3 +74,23 @@ def test_large_gradients_do_not_overflow():
     """fp16's scaled gradients: the sum of squares over tensors is taken in fp64."""
     tensors = [torch.full((4,), 1e18) for _ in range(4)]
     assert global_norm(tensors, pool.groups(), CPU) == pytest.approx(4e18, rel=1e-6)
+
+
+def test_the_cut_does_not_show():
+    """One long bucket, many short ones, or slices of several ranks: the norm is the same to the last bit."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        gradient = torch.randn(64 * 3000, generator=generator) * torch.rand(64 * 3000, generator=generator) ** 4
+        whole = global_norm([gradient], pool.groups(), CPU)
+        for rows in (1, 7, 100, 2999):
+            assert global_norm(gradient.split(64 * rows), pool.groups(), CPU) == whole
+
+
+def many_zeros(rank, size, instances):
+    """More zeros in every slice than fp32 has whole numbers."""
+    return global_zeros([torch.zeros(1).expand(2**24 + 1)], pool.groups(instances=instances), CPU)
+
+
+@pytest.mark.parametrize(("size", "instances"), [(2, 1), (4, 2)])
+def test_every_zero_is_counted(size, instances):
+    assert pool.run(size, many_zeros, instances) == [2 * (2**24 + 1)] * size
