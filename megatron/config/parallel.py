@@ -105,7 +105,7 @@ class ParallelConfig:
     )
     grad_reduce_in_bf16: bool = flag(False, "send gradients as bf16: half the traffic, less precise sums")
     num_distributed_optimizer_instances: int = flag(
-        1, "shard inside each of this many groups of dp ranks and all-reduce gradients between them"
+        1, "shard inside each of this many groups of dp x cp ranks and all-reduce gradients between them"
     )
     ddp_bucket_size: int | None = flag(
         None,

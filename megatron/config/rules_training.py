@@ -106,10 +106,11 @@ def pipeline_carries_sharding(run: RunConfig, world_size: int) -> str | None:
 def instances_divide_replicas(run: RunConfig, world_size: int) -> str | None:
     """Every instance of the sharded optimizer has equally many ranks."""
     mesh, instances = mesh_of(run.parallel, world_size), run.parallel.num_distributed_optimizer_instances
-    if (mesh.dp * mesh.cp) % instances:
+    ranks = mesh.dp * mesh.cp
+    if ranks % instances:
         return (
-            f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size {mesh.dp}; "
-            f"give a divisor of {mesh.dp}"
+            f"--num-distributed-optimizer-instances {instances} does not divide data-parallel size {mesh.dp} x "
+            f"context-parallel size {mesh.cp} = {ranks}; give a divisor of {ranks}"
         )
     return None
 

@@ -300,6 +300,13 @@ CASES = [
     ),
     (
         rules_training.instances_divide_replicas,
+        {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 3, **CP2},
+        {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 4, **CP2},
+        4,
+        ["data-parallel size 2 x context-parallel size 2 = 4", "divisor of 4"],
+    ),
+    (
+        rules_training.instances_divide_replicas,
         {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 4},
         {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 3},
         6,
