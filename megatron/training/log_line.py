@@ -22,8 +22,8 @@ class LogLine:
     train_iters: int
     consumed_samples: int
     seconds_per_iteration: float
-    learning_rate: float  # of the last step, as are the batch size, loss scale, norms and zeros
-    global_batch_size: int
+    learning_rate: float  # of the step that follows
+    global_batch_size: int  # of the last step, as are the loss scale, norms and zeros
     loss: float | None  # mean over applied steps; None when no step was applied
     loss_scale: float
     grad_norm: float
@@ -109,7 +109,7 @@ def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> s
         fields.append(f"lm loss: {line.loss:.6E}")
     fields += [f"loss scale: {line.loss_scale:.1f}", f"grad norm: {line.grad_norm:.3f}"]
     if line.num_zeros is not None:
-        fields.append(f"num zeros: {line.num_zeros}")
+        fields.append(f"num zeros: {line.num_zeros:.1f}")  # with a decimal, as Megatron-LM prints it
     if line.params_norm is not None:
         fields.append(f"params norm: {line.params_norm:.3f}")
     fields += [

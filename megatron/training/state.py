@@ -26,7 +26,7 @@ class StepReport:
     loss: float  # mean over the global batch's unmasked tokens
     grad_norm: float
     loss_scale: float
-    learning_rate: float
+    learning_rate: float  # of the next step, which is what Megatron-LM prints
     global_batch_size: int  # samples
     tokens: int  # tokens read in this step over all replicas
     seconds: float

@@ -123,7 +123,7 @@ class Trainer:
             loss=loss,
             grad_norm=norm,
             loss_scale=self.optimizer.loss_scale.value,
-            learning_rate=lr,
+            learning_rate=self.schedule.learning_rate(state.schedule_position),
             global_batch_size=samples,
             tokens=samples * run.data.seq_length,
             seconds=time.perf_counter() - started,
