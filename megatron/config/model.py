@@ -73,7 +73,17 @@ class ModelConfig:
     apply_layernorm_1p: bool = flag(False, "store norm weights minus one, so that weight decay pulls them to one")
     swiglu: bool = flag(False, "gated SiLU MLP: silu(gate) x up")
     squared_relu: bool = flag(False, "squared ReLU MLP activation")
-    openai_gelu: bool = flag(False, "tanh approximation of GELU (GPT-2's) instead of the exact one")
+    openai_gelu: bool = flag(
+        False,
+        "tanh approximation of GELU (GPT-2's) where the exact one is the default, too; Megatron-LM's core takes this flag "
+        "and does not read it",
+    )
+    bias_gelu_fusion: bool = flag(
+        True,
+        "exact GELU; by default it is the tanh approximation where linear layers have biases, as in Megatron-LM, whose "
+        "fused bias and GELU computes that, and exact where they have none",
+        name="--no-bias-gelu-fusion",
+    )
     add_bias_linear: bool = flag(True, "no biases in linear layers", name="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "bias on the query/key/value projection only; for --disable-bias-linear models")
     qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotation")
@@ -183,6 +193,11 @@ class ModelConfig:
     def lora_projections(self) -> tuple[str, ...]:
         """Projections with an adapter; none without --lora-rank."""
         return lora_projections(self.lora_target_modules, gated=self.swiglu) if self.lora_rank else ()
+
+    @property
+    def tanh_gelu(self) -> bool:
+        """Whether a GELU is its tanh approximation. Megatron-LM's defaults: exact where there is no bias to fuse it with."""
+        return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
 
     @property
     def qkv_bias(self) -> bool:

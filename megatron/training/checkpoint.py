@@ -162,7 +162,7 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
         "apply_layernorm_1p": model.apply_layernorm_1p,
         "swiglu": model.swiglu,
         "squared_relu": model.squared_relu,
-        "openai_gelu": model.openai_gelu,
+        "tanh approximation of GELU": model.tanh_gelu and not (model.swiglu or model.squared_relu),
         "add_bias_linear": model.add_bias_linear,
         "qkv bias": model.qkv_bias,
         "qk_layernorm": model.qk_layernorm,
@@ -254,6 +254,7 @@ def model_config_of(state: dict[str, Any]) -> ModelConfig:
     """The model configuration in a checkpoint's state."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     saved: dict[str, Any] = {name: value for name, value in state["config"]["model"].items() if name in known}
+    saved.setdefault("bias_gelu_fusion", False)  # older than the flag: its GELU was exact unless --openai-gelu said not
     lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}  # JSON has no tuples
     return ModelConfig(**saved | lists)
 

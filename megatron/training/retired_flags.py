@@ -68,7 +68,6 @@ ADVICE: dict[str, str] = {
     "--no-one-logger": "is not needed: there is no such logger; remove it",
     # Fused kernels that are chosen by flags there.
     "--no-masked-softmax-fusion": _NO_KERNEL,
-    "--no-bias-gelu-fusion": _NO_KERNEL,
     "--no-bias-swiglu-fusion": _NO_KERNEL,
     "--no-bias-dropout-fusion": _NO_KERNEL,
     "--no-rope-fusion": _NO_KERNEL,

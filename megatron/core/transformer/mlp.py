@@ -65,4 +65,4 @@ def choose_activation(config: ModelConfig) -> activation.Activation:
         return activation.swiglu
     if config.squared_relu:
         return activation.squared_relu
-    return activation.gelu_tanh if config.openai_gelu else activation.gelu
+    return activation.gelu_tanh if config.tanh_gelu else activation.gelu

@@ -215,7 +215,8 @@ ALWAYS = """
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention lora_rank
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
-    openai_gelu add_bias_linear qk_layernorm untie_embeddings_and_output_weights attention_dropout hidden_dropout
+    openai_gelu bias_gelu_fusion add_bias_linear qk_layernorm
+    untie_embeddings_and_output_weights attention_dropout hidden_dropout
     init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by fp16 bf16
     attention_backend transformer_impl gradient_accumulation_fusion
     tensor_model_parallel_size sequence_parallel tp_comm_bulk_wgrad pipeline_model_parallel_size context_parallel_size

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import CheckpointError
-from megatron.training.checkpoint import check_same_model
+from megatron.training.checkpoint import check_same_model, model_config_of
 from tests.unit.config.runs import make_run
 
 PATH = Path("run/iter_0000010")
@@ -39,6 +39,7 @@ def test_what_runs_on_the_model_is_not_the_model():
         ({"kv_channels": 8}, f"kv_channels is {MODEL.head_dim} there and 8 here"),
         ({"vocab_size": 501}, "vocab_size is 500 there and 501 here"),
         ({"add_bias_linear": False}, "qkv bias is True there and False here"),
+        ({"bias_gelu_fusion": False}, "tanh approximation of GELU is True there and False here"),
         ({"window_size": "7,0"}, "attention window is None there and 8 here"),
         ({"window_size": "7,0", "window_attn_skip_freq": "2"}, "windowed layers is 00 there and 10 here"),
     ],
@@ -47,6 +48,14 @@ def test_another_model_is_refused_by_name(changes, named):
     with pytest.raises(CheckpointError, match="another model") as caught:
         differ(**changes)
     assert named in str(caught.value) and str(PATH) in str(caught.value)
+
+
+def test_a_checkpoint_from_before_bias_gelu_fusion_keeps_its_exact_gelu():
+    saved = dataclasses.asdict(MODEL)
+    assert model_config_of({"config": {"model": saved}}).tanh_gelu
+    del saved["bias_gelu_fusion"]
+    assert not model_config_of({"config": {"model": saved}}).tanh_gelu
+    assert model_config_of({"config": {"model": saved | {"openai_gelu": True}}}).tanh_gelu
 
 
 def test_fine_tuning_may_change_the_rotary_base():

@@ -86,8 +86,12 @@ class TestMLP:
     @pytest.mark.parametrize(
         ("fields", "expected"),
         [
-            ({}, activation.gelu),
-            ({"openai_gelu": True}, activation.gelu_tanh),
+            # As Megatron-LM: its fused bias and GELU, which it takes wherever there are biases, is the tanh form.
+            ({}, activation.gelu_tanh),
+            ({"bias_gelu_fusion": False}, activation.gelu),
+            ({"add_bias_linear": False}, activation.gelu),
+            ({"add_bias_linear": False, "openai_gelu": True}, activation.gelu_tanh),
+            ({"bias_gelu_fusion": False, "openai_gelu": True}, activation.gelu_tanh),
             ({"squared_relu": True}, activation.squared_relu),
             ({"swiglu": True}, activation.swiglu),
         ],
@@ -103,7 +107,7 @@ class TestMLP:
 
     def test_plain_with_biases(self):
         mlp, x = built(MLP, GPT), hidden()
-        inner = F.gelu(F.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias))
+        inner = F.gelu(F.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias), approximate="tanh")
         torch.testing.assert_close(mlp(x), F.linear(inner, mlp.linear_fc2.weight, mlp.linear_fc2.bias))
 
     def test_gated_with_biases(self):

@@ -48,7 +48,7 @@ MODELS = {
     "llama": LLAMA,
     "llama, dropout": {**LLAMA, **DROPOUT},
     "gpt, dropout": {**GPT, **DROPOUT, **UNFUSED},
-    "gpt, tanh": {**GPT, "openai_gelu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
+    "gpt, exact": {**GPT, "add_bias_linear": False, "apply_layernorm_1p": True},
     "squared relu": {**LLAMA, "swiglu": False, "squared_relu": True, "add_bias_linear": True, "qk_layernorm": True},
     "bf16": {**LLAMA, "bf16": True, "fp32_residual_connection": True, "apply_layernorm_1p": True},
     "bf16, layer norm": {**GPT, "bf16": True, "fp32_residual_connection": True},
