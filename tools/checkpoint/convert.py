@@ -24,6 +24,7 @@ from megatron.core.errors import USER_ERROR_EXIT_CODE, CheckpointError, ConfigEr
 from megatron.core.log import get_logger, setup_logging
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
+from megatron.core.models.mcore.arguments import flags_beside
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.core.models.mcore.writer import write_mcore
 from megatron.core.models.merge import MergedSource
@@ -73,6 +74,12 @@ def build_parser() -> FlagParser:
         type=int,
         metavar="N",
         help="of --loader mcore, when the checkpoint only has the padded one",
+    )
+    add(
+        "--ignore-arguments",
+        nargs="+",
+        metavar="NAME",
+        help="of --loader mcore: arguments in the checkpoint that are not known here and that the model does not depend on",
     )
     add("--tokenizer-type", metavar="TYPE", help="as in training (default: the tokenizer found with the model)")
     add("--tokenizer-model", metavar="PATH", help="the tokenizer's folder or file")
@@ -125,6 +132,10 @@ def run(args: argparse.Namespace) -> None:
             target = to_checkpoint(source, target, dtype=dtype, tokenizer=tokenizer, on_bytes=on_bytes)
     seconds = time.perf_counter() - started
     log.info("wrote %s: %d tensors, %.2f GB in %.1f s", target, len(shapes), nbytes / 1e9, seconds)
+    if args.saver == "mcore":
+        flags = flags_beside(source.model)
+        flags += ["--transformer-impl", "local"] if args.saver_transformer_impl == "local" else []
+        log.info("Megatron-LM takes --use-checkpoint-args%s", f" and {' '.join(flags)}" if flags else "")
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -134,13 +145,15 @@ def check_flags(args: argparse.Namespace) -> None:
     read_by = {
         "ckpt_step": ("--loader", args.loader, ("megatron", "mcore")),
         "true_vocab_size": ("--loader", args.loader, ("mcore",)),
+        "ignore_arguments": ("--loader", args.loader, ("mcore",)),
         "target_pipeline_parallel_size": ("--saver", args.saver, ("mcore",)),
         "saver_transformer_impl": ("--saver", args.saver, ("mcore",)),
     }
     for name, (flag, chosen, readers) in read_by.items():
         value = getattr(args, name)
         if value is not None and chosen not in readers:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} has no effect with {flag} {chosen}; remove it")
+            said = " ".join(value) if isinstance(value, list) else value
+            raise ConfigError(f"--{name.replace('_', '-')} {said} has no effect with {flag} {chosen}; remove it")
 
 
 def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig]:
@@ -151,7 +164,7 @@ def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig]:
     if args.loader == "hf":
         return HFSource(folder), tokenizer_of(folder)
     if args.loader == "mcore":
-        return MCoreSource(folder, args.ckpt_step, args.true_vocab_size), TokenizerConfig()
+        return MCoreSource(folder, args.ckpt_step, args.true_vocab_size, args.ignore_arguments or ()), TokenizerConfig()
     saved = read_saved(args.load_dir, args.ckpt_step)
     source = CheckpointSource(saved.path)
     if source.model.lora_rank and args.saver != "peft":

@@ -16,6 +16,7 @@ from megatron.core.models.mcore.writer import write_mcore
 from megatron.core.parameter import local_parameters
 from tests import pool
 from tests.unit.models.builds import GPT, LLAMA, make_model
+from tests.unit.models.megatron_arguments import megatron_arguments
 
 QWEN = {**LLAMA, "add_qkv_bias": True, "num_layers": 4, "untie_embeddings_and_output_weights": False}
 MODELS = {"llama": {**LLAMA, "num_layers": 4}, "qwen": QWEN, "gpt": {**GPT, "num_layers": 4}}
@@ -31,7 +32,7 @@ class FromModel:
     """A source of a model in memory."""
 
     def __init__(self, fields):
-        self.model = ModelConfig(**fields)
+        self.fields, self.model = fields, ModelConfig(**fields)
         model = make_model(fields, pool.groups(), spread=0.1)
         self.tensors = {name: p.detach() for name, p in local_parameters(model).items()}
         self.shapes = {name: tuple(t.shape) for name, t in self.tensors.items()}
@@ -45,10 +46,10 @@ class FromModel:
         return self.tensors[name][place].to(dtype)
 
 
-def as_megatron_cuts_it(source, tp, stages, fused):
+def as_megatron_cuts_it(source, tp, stages, fused, padding=16):
     """(tp rank, stage) -> {model key: {name: tensor}}, cut by plain slicing. stages: layers of each chunk of each."""
     model, found = source.model, {}
-    padded = -(-model.vocab_size // (16 * tp)) * 16 * tp
+    padded = -(-model.vocab_size // (padding * tp)) * padding * tp
     last = (len(stages) - 1, len(stages[0]) - 1)
     homes = {"embedding": (0, 0), "decoder.final": last, "output": last}
     for rank in range(tp):
@@ -56,9 +57,12 @@ def as_megatron_cuts_it(source, tp, stages, fused):
         for chunk in range(len(stages[0])):
             for stage, counts in enumerate(stages):
                 held = {}
+                tensors = source.tensors
+                if not model.untie_embeddings_and_output_weights and (stage, chunk) == last and len(stages) > 1:
+                    tensors = {**tensors, "output_layer.weight": tensors["embedding.word_embeddings.weight"]}
                 layers = range(first, first + counts[chunk])
                 first += counts[chunk]
-                for name, tensor in source.tensors.items():
+                for name, tensor in tensors.items():
                     local = name
                     if ".layers." in name:
                         number = int(name.split(".")[2])
@@ -89,11 +93,10 @@ def as_megatron_cuts_it(source, tp, stages, fused):
     return found
 
 
-def write_as_megatron(root, source, tp, stages, *, fused=True, **more):
+def write_as_megatron(root, source, tp, stages, *, fused=True, padding=16, **more):
     folder = root / "iter_0000007"
-    names = {k: v for k, v in vars(source.model).items() if k != "vocab_size"}
-    arguments = {**names, "padded_vocab_size": 112, "attention_backend": Opaque.ONE, "vocab_size": 99, **more}
-    for (rank, stage), content in as_megatron_cuts_it(source, tp, stages, fused).items():
+    arguments = {**megatron_arguments("core 0.12", **source.fields), "attention_backend": Opaque.ONE, **more}
+    for (rank, stage), content in as_megatron_cuts_it(source, tp, stages, fused, padding).items():
         place = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if len(stages) > 1 else ""))
         place.mkdir(parents=True)
         for held in content.values():
@@ -144,6 +147,20 @@ def test_what_is_written_is_what_megatron_writes(tmp_path, name, tp, pp):
     assert_same(source, MCoreSource(tmp_path, None, None))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_are_where_the_files_padding_puts_them(tmp_path, tp):
+    """Whatever the arguments say about it: --padded-vocab-size can ask for any number, tools pad on their own."""
+    source = FromModel(MODELS["qwen"])
+    write_as_megatron(tmp_path, source, tp, [[4]], padding=40)
+    assert_same(source, MCoreSource(tmp_path, None, None))
+
+
+def test_more_ids_than_rows(tmp_path):
+    write_as_megatron(tmp_path, FromModel(MODELS["qwen"]), 1, [[4]], vocab_size=150)
+    with pytest.raises(CheckpointError, match="holds 112 rows of the vocabulary, fewer than its 150 ids"):
+        MCoreSource(tmp_path, None, None)
+
+
 def explode(path):
     """What a pickle should not be able to make happen."""
     os.mkdir(path)
@@ -168,7 +185,7 @@ def test_a_pickle_that_would_run_something_runs_nothing(tmp_path, function):
     evidence.rmdir()
     write_as_megatron(tmp_path, source, 1, [[4]], bomb=Bomb(function, evidence))
     if function is explode:  # a name that means nothing here is taken for a class without effect
-        assert_same(source, MCoreSource(tmp_path, None, None))
+        assert_same(source, MCoreSource(tmp_path, None, None, ("bomb",)))
     else:  # torch knows this one, and refuses the file
         with pytest.raises(CheckpointError, match="cannot be read"):
             MCoreSource(tmp_path, None, None)
@@ -180,18 +197,27 @@ def cut_file(root):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def change(root, key, value):
+def rewrite(root, function):
     path = root / "iter_0000007/mp_rank_00_000" / FILE
     content = torch.load(path, weights_only=False)
-    content["model"].pop(key, None)
-    if value is not None:
-        content["model"][key] = value
+    function(content)
     torch.save(content, path)
+
+
+def change(root, key, value):
+    def exchange(content):
+        content["model"].pop(key, None)
+        if value is not None:
+            content["model"][key] = value
+
+    rewrite(root, exchange)
 
 
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
+        (lambda root: rewrite(root, lambda content: content.pop("model")), "model holds no tensor embedding"),
+        (lambda root: rewrite(root, lambda content: content.pop("args")), "holds no arguments"),
         (lambda root: (root / TRACKER).unlink(), "latest_checkpointed_iteration.txt cannot be read"),
         (lambda root: (root / TRACKER).write_text("8"), "iter_0000008 is not there"),
         (cut_file, "model_optim_rng.pt cannot be read"),
@@ -199,7 +225,9 @@ def change(root, key, value):
         (lambda root: (root / "iter_0000007/mp_rank_01_001").rename(root / "x"), "tp 2 x pp 2 need 4"),
         (lambda root: change(root, "decoder.layers.1.mlp.linear_fc2.weight", None), "holds no tensor decoder.layers.1"),
         (lambda root: change(root, "decoder.layers.1.mlp.router.weight", torch.ones(2)), "unknown tensor .*router"),
-        (lambda root: change(root, "embedding.word_embeddings.weight", torch.ones(3, 32)), r"is \[3, 32\]"),
+        (lambda root: change(root, "embedding.word_embeddings.weight", torch.ones(56, 31)), r"is \[56, 31\]"),
+        (lambda root: change(root, "embedding.word_embeddings.weight", torch.ones(3, 32)), "holds 6 rows"),
+        (lambda root: change(root, "embedding.word_embeddings.weight", torch.ones(())), "holds 0 rows"),
     ],
 )
 def test_damage_is_named(tmp_path, damage, problem):
@@ -210,13 +238,27 @@ def test_damage_is_named(tmp_path, damage, problem):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "argument", [{"num_experts": 8}, {"multi_latent_attention": True}, {"rotary_interleaved": True}]
-)
-def test_what_is_not_supported_is_refused_by_name(tmp_path, argument):
-    write_as_megatron(tmp_path, FromModel(MODELS["llama"]), 1, [[4]], **argument)
-    with pytest.raises(CheckpointError, match=f"argument {next(iter(argument))} is"):
+def test_what_is_not_supported_is_refused(tmp_path):
+    write_as_megatron(tmp_path, FromModel(MODELS["llama"]), 1, [[4]], qk_l2_norm=True, later=3)
+    with pytest.raises(CheckpointError, match="argument qk_l2_norm is True, which is not supported"):
+        MCoreSource(tmp_path, None, None, ("later",))
+
+
+def test_what_is_not_known_can_be_ignored(tmp_path):
+    source = FromModel(MODELS["llama"])
+    write_as_megatron(tmp_path, source, 1, [[4]], later=3)
+    with pytest.raises(CheckpointError, match=r"argument later is 3, .* --ignore-arguments later"):
         MCoreSource(tmp_path, None, None)
+    assert_same(source, MCoreSource(tmp_path, None, None, ("later",)))
+
+
+def test_a_model_without_arguments_is_not_written(tmp_path):
+    fields = {**MODELS["llama"], "use_rope_scaling": True, "rope_scaling_original_max_position_embeddings": 4096}
+    with pytest.raises(
+        ConfigError, match=r"--rope-scaling-original-max-position-embeddings 4096 .* nothing is written"
+    ):
+        write_mcore(FromModel(fields), tmp_path / "new", tp=1, pp=1, fused_norms=True, dtype=torch.float32)
+    assert not (tmp_path / "new").exists()
 
 
 def test_stages_must_divide_the_layers(tmp_path):

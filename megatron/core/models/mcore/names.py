@@ -6,6 +6,7 @@ Fused weights have our order, but flattened: QKV is [groups/tp * (q + 2) d, h], 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
@@ -21,13 +22,15 @@ class Layout:
     """How a checkpoint is cut. layers: their number in each chunk, in the order of the model.
 
     Chunk c of the model is chunk c // pp of stage c % pp (one chunk a stage without an interleaved schedule).
-    fused_norms: a norm before a linear layer is stored with it, as Transformer Engine's layers do.
+    fused_norms: a norm before a linear layer is stored with it, as Transformer Engine's layers do. vocabulary: rows of the
+    embedding in each tp rank's file, with padding.
     """
 
     tp: int
     pp: int
     layers: tuple[int, ...]
     fused_norms: bool
+    vocabulary: int
 
     @property
     def chunks(self) -> int:
@@ -44,12 +47,19 @@ class Layout:
         return f"{self.folder(tp_rank, chunk % self.pp)}/model{number}/{name}"
 
 
-def table(model: ModelConfig, layout: Layout) -> Table:
-    """All tensors; of the vocabulary's, the rows that are not padding."""
+def table(model: ModelConfig, layout: Layout, *, copies: bool = False) -> Table:
+    """All tensors; of the vocabulary's, the rows that are not padding.
+
+    copies: with the last stage's of a tied embedding, which Megatron-LM loads there as the output layer's.
+    """
     assert model.hidden_size and model.vocab_size and model.num_layers
     h, last = model.hidden_size, len(layout.layers) - 1
     namer = _Namer(layout)
-    found = [namer.vocabulary(0, "embedding.word_embeddings.weight", model, layout)]
+    embedding, head = "embedding.word_embeddings.weight", "output_layer.weight"
+    homes = [(0, embedding)]
+    if copies and layout.pp > 1 and not model.untie_embeddings_and_output_weights:
+        homes.append((last, head))
+    found = [namer.vocabulary(embedding, homes, model)]
     if model.position_embedding_type == "learned_absolute":
         assert model.max_position_embeddings
         name = "embedding.position_embeddings.weight"
@@ -65,7 +75,7 @@ def table(model: ModelConfig, layout: Layout) -> Table:
         for kind in _norm_kinds(model)
     ]
     if model.untie_embeddings_and_output_weights:
-        found.append(namer.vocabulary(last, "output_layer.weight", model, layout))
+        found.append(namer.vocabulary(head, [(last, head)], model))
     return Table(found)
 
 
@@ -102,16 +112,18 @@ class _Namer:
                 parts.append(Part(own, own_box, self._layout.key(rank, chunk, theirs), their_box))
         return Mapping(own, shape, tuple(parts))
 
-    def vocabulary(self, chunk: int, name: str, model: ModelConfig, layout: Layout) -> Mapping:
+    def vocabulary(self, own: str, homes: Sequence[tuple[int, str]], model: ModelConfig) -> Mapping:
+        """homes: (chunk, their name) of each copy."""
         assert model.hidden_size and model.vocab_size
-        columns, rows = model.hidden_size, padded_rows(model, layout) // layout.tp
+        columns, rows = model.hidden_size, self._layout.vocabulary
         parts = []
-        for rank in range(layout.tp):
-            first = rank * rows
-            used = max(0, min(rows, model.vocab_size - first))  # 0: a shard of padding, which is in the file, too
-            own_box, inside = Box((first, 0), (used, columns)), Box((0, 0), (used, columns))
-            parts.append(Part(name, own_box, layout.key(rank, chunk, name), inside))
-        return Mapping(name, (model.padded_vocab_size, columns), tuple(parts))
+        for chunk, theirs in homes:
+            for rank in range(self._layout.tp):
+                first = rank * rows
+                used = max(0, min(rows, model.vocab_size - first))  # 0: a shard of padding, which is in the file, too
+                own_box, inside = Box((first, 0), (used, columns)), Box((0, 0), (used, columns))
+                parts.append(Part(own, own_box, self._layout.key(rank, chunk, theirs), inside))
+        return Mapping(own, (model.padded_vocab_size, columns), tuple(parts))
 
     def _pieces(self, shape: Shape, dim: int) -> list[Box]:
         length = shape[dim] // self._layout.tp
@@ -124,11 +136,11 @@ class _Namer:
         ]
 
 
-def padded_rows(model: ModelConfig, layout: Layout) -> int:
-    """Rows of the vocabulary with Megatron-LM's padding, which depends on tp."""
+def padded_rows(model: ModelConfig, tp: int) -> int:
+    """Rows of the vocabulary in each tp rank's file, with Megatron-LM's padding."""
     assert model.vocab_size
-    multiple = model.make_vocab_size_divisible_by * layout.tp
-    return -(-model.vocab_size // multiple) * multiple
+    multiple = model.make_vocab_size_divisible_by * tp
+    return -(-model.vocab_size // multiple) * model.make_vocab_size_divisible_by
 
 
 def _norm_kinds(model: ModelConfig) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ nothing is imported for them. Tensors are mapped, and read when they are asked f
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +16,25 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.errors import CheckpointError
 from megatron.core.models.mapping import gather
+from megatron.core.models.mcore.arguments import model_of
 from megatron.core.models.mcore.names import VOCABULARY, Layout, table
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-# Arguments of Megatron-LM that change the model and that we do not have: their values when they are off.
-_OFF: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None,),
-    "multi_latent_attention": (False, None),
-    "rotary_interleaved": (False, None),
-    "mtp_num_layers": (None, 0),
-    "attention_output_gate": (False, None),
-    "is_hybrid_model": (False, None),
-    "hybrid_override_pattern": (None,),
-    "apply_residual_connection_post_layernorm": (False, None),
-    "query_key_layer_scaling": (False, None),
-    "softmax_type": ("vanilla", None),
-    "no_rope_freq": (None,),
-    "experimental_attention_variant": (None,),
-}
 
 
 class MCoreSource:
     """A Source. `layout`: how it was cut."""
 
-    def __init__(self, root: Path, step: int | None, vocab_size: int | None) -> None:
-        """`root`: the folder with the tracker, or one iteration's. `vocab_size`: without padding, if the checkpoint does
-        not say. Raises CheckpointError."""
+    def __init__(self, root: Path, step: int | None, vocab_size: int | None, ignored: Sequence[str] = ()) -> None:
+        """`root`: the folder with the tracker, or one iteration's. `vocab_size` and `ignored`: see arguments.py. Raises
+        CheckpointError, and ConfigError for a name that cannot be ignored."""
         self.path = _iteration_folder(root, step)
         ranks = _ranks(self.path)
         tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
@@ -64,16 +49,25 @@ class MCoreSource:
             raise CheckpointError(
                 f"{ranks[0, 0] / FILE} holds no arguments; it is no checkpoint of Megatron-LM's training"
             )
-        self.model = read_arguments(self.arguments, str(self.path), vocab_size)
+        self.model = model_of(self.arguments, str(self.path), vocab_size, ignored)
         chunks = max(1, sum(bool(re.fullmatch(r"model\d+", key)) for key in first))
         names = [
-            list(self._files[ranks[0, stage].name][f"model{chunk}" if chunks > 1 else "model"])
+            list(self._files[ranks[0, stage].name].get(f"model{chunk}" if chunks > 1 else "model", ()))
             for chunk in range(chunks)
             for stage in range(pp)
         ]
         layers = tuple(len({match[1] for name in held if (match := _LAYER.match(name))}) for held in names)
         fused = any(name.endswith("linear_qkv.layer_norm_weight") for held in names for name in held)
-        self.layout = Layout(tp, pp, layers, fused)
+        # How rows were padded is not always among the arguments.
+        embedding = f"{ranks[0, 0].name}/{'model0' if chunks > 1 else 'model'}/embedding.word_embeddings.weight"
+        rows = self._tensor(embedding).shape[:1]
+        self.layout = Layout(tp, pp, layers, fused, rows[0] if rows else 0)
+        assert self.model.vocab_size
+        if self.model.vocab_size > tp * self.layout.vocabulary:
+            raise CheckpointError(
+                f"{self.path} holds {tp * self.layout.vocabulary} rows of the vocabulary, fewer than its "
+                f"{self.model.vocab_size} ids"
+            )
         if sum(layers) != self.model.num_layers:
             raise CheckpointError(f"{self.path} holds {sum(layers)} layers, its arguments say {self.model.num_layers}")
         self.table = table(self.model, self.layout)
@@ -87,7 +81,7 @@ class MCoreSource:
 
     def _tensor(self, key: str) -> Tensor:
         folder, part, name = key.split("/", 2)
-        found = self._files[folder][part].get(name)
+        found = self._files[folder].get(part, {}).get(name)
         if not isinstance(found, Tensor):
             raise CheckpointError(f"{self.path}/{folder}: {part} holds no tensor {name}, which its arguments call for")
         return found
@@ -96,8 +90,7 @@ class MCoreSource:
         """Every tensor is there in the right shape, and there is no other one."""
         for key, shape in self.table.theirs.items():
             found = tuple(self._tensor(key).shape)
-            padded = key.endswith(VOCABULARY) and found[1:] == shape[1:] and found[0] >= shape[0]
-            if found != shape and not padded:
+            if found != ((self.layout.vocabulary, *shape[1:]) if key.endswith(VOCABULARY) else shape):
                 raise CheckpointError(f"{self.path}: {key} is {list(found)}, its arguments call for {list(shape)}")
         known = set(self.table.theirs)
         for folder, content in self._files.items():
@@ -108,31 +101,6 @@ class MCoreSource:
                         raise CheckpointError(
                             f"{self.path}: unknown tensor {key}; the model has a part that is not known"
                         )
-
-
-def read_arguments(arguments: dict[str, Any], where: str, vocab_size: int | None) -> ModelConfig:
-    """The model that Megatron-LM's arguments describe. Raises CheckpointError naming one that is not supported."""
-    for name, off in _OFF.items():
-        if name in arguments and arguments[name] not in off:
-            raise CheckpointError(f"{where}: argument {name} is {arguments[name]!r}, which is not supported")
-    fields = {field.name: field for field in dataclasses.fields(ModelConfig) if field.name not in RUNTIME_FIELDS}
-    found = {name: arguments[name] for name in fields if arguments.get(name) is not None}
-    found = {name: _plain(name, value) for name, value in found.items()}
-    for name in ("hidden_dropout", "attention_dropout"):
-        found[name] = float(arguments.get(name, 0.0))
-    found["vocab_size"] = vocab_size or arguments.get("vocab_size") or arguments.get("padded_vocab_size")
-    if not found["vocab_size"]:
-        raise CheckpointError(f"{where}: its arguments do not say how large the vocabulary is; give --true-vocab-size")
-    return ModelConfig(**found)
-
-
-def _plain(name: str, value: Any) -> Any:
-    """Windows as our flags write them; all else as it is."""
-    if name == "window_size":
-        return ",".join(map(str, value))
-    if name == "window_attn_skip_freq":
-        return str(value)
-    return float(value) if name in ("rotary_base", "rotary_seq_len_interpolation_factor") else value
 
 
 def _is_spare(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.mapping import Table, gather
+from megatron.core.models.mcore.arguments import arguments_of, refuse_what_has_no_argument
 from megatron.core.models.mcore.names import VOCABULARY, Layout, padded_rows, table
 from megatron.core.models.mcore.source import FILE, TRACKER
 from megatron.core.models.source import Source
@@ -34,14 +34,16 @@ def write_mcore(
 ) -> Path:
     """Write `root`/release for tp x pp ranks, and the tracker. Memory: one rank's weights.
 
-    Raises CheckpointError when there is one already, ConfigError for a layout that cannot be, and OSError, leaving nothing.
+    Raises CheckpointError when there is one already, ConfigError for a layout that cannot be or a model that Megatron-LM has
+    no arguments for, and OSError, leaving nothing.
     """
     model = source.model
     assert model.num_layers
     if model.num_layers % pp:
         raise ConfigError(f"--target-pipeline-parallel-size {pp} does not divide the model's {model.num_layers} layers")
-    layout = Layout(tp, pp, (model.num_layers // pp,) * pp, fused_norms)
-    names = table(model, layout)
+    refuse_what_has_no_argument(model)
+    layout = Layout(tp, pp, (model.num_layers // pp,) * pp, fused_norms, padded_rows(model, tp))
+    names = table(model, layout, copies=True)
     final, temporary = root / "release", root / ".release.tmp"
     if final.exists():
         raise CheckpointError(f"{final} is there already; give another folder")
@@ -57,7 +59,7 @@ def write_mcore(
                 for key, shape in names.theirs.items():
                     place, _, name = key.split("/", 2)
                     if place == folder:
-                        held[name] = _tensor(source, names, key, _full_shape(name, shape, model, layout), dtype)
+                        held[name] = _tensor(source, names, key, _full_shape(name, shape, layout), dtype)
                         on_bytes(held[name].nbytes)
                 _save(temporary / folder, arguments, held)
         sync_folder(temporary)
@@ -75,9 +77,9 @@ def _tensor(source: Source, names: Table, key: str, shape: tuple[int, ...], dtyp
     return gather(names.of_theirs(key, whole), whole, dtype, lambda own, box: source.read(own, box, dtype))
 
 
-def _full_shape(name: str, shape: tuple[int, ...], model: ModelConfig, layout: Layout) -> tuple[int, ...]:
+def _full_shape(name: str, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     """With the padding of the vocabulary."""
-    return (padded_rows(model, layout) // layout.tp, *shape[1:]) if name.endswith(VOCABULARY) else shape
+    return (layout.vocabulary, *shape[1:]) if name.endswith(VOCABULARY) else shape
 
 
 def _save(folder: Path, arguments: argparse.Namespace, tensors: dict[str, Tensor]) -> None:
@@ -90,24 +92,16 @@ def _save(folder: Path, arguments: argparse.Namespace, tensors: dict[str, Tensor
 
 
 def _arguments(model: ModelConfig, layout: Layout, dtype: torch.dtype) -> argparse.Namespace:
-    """What Megatron-LM's --use-checkpoint-args reads."""
-    fields = dataclasses.asdict(model)
-    window = tuple(int(word) for word in model.window_size.strip("()").split(",")) if model.window_size else None
-    fields |= {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "padded_vocab_size": padded_rows(model, layout),
-        "num_query_groups": model.num_kv_heads,
-        "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn_dim,
-        "seq_length": model.max_position_embeddings,
-        "max_position_embeddings": model.max_position_embeddings,
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "window_size": window,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "iteration": 0,
-    }
-    return argparse.Namespace(**fields)
+    """What Megatron-LM's --use-checkpoint-args reads, and what describes the model beside it."""
+    return argparse.Namespace(
+        **arguments_of(model),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        padded_vocab_size=layout.vocabulary * layout.tp,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        iteration=0,
+    )

@@ -1,0 +1,372 @@
+"""The model that Megatron-LM's arguments describe, and the arguments that describe a model of ours.
+
+Names and defaults are those of core 0.12 to d98e8a6 (2026-08-22). The later ones have `layernorm_epsilon` and
+`layernorm_zero_centered_gamma` where the earlier ones have `norm_epsilon` and `apply_layernorm_1p`, and the flags of YaRN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
+
+# Those that describe the model, by the type that they have when they are given.
+_WHOLE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "vocab_size",
+    "padded_vocab_size",
+    "yarn_original_max_position_embeddings",
+)
+_NUMBERS = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "rope_scaling_factor",
+    "rotary_scaling_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "norm_epsilon",
+    "layernorm_epsilon",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+)
+_SWITCHES = (
+    "group_query_attention",
+    "use_rotary_position_embeddings",
+    "use_rope_scaling",
+    "apply_layernorm_1p",
+    "layernorm_zero_centered_gamma",
+    "swiglu",
+    "squared_relu",
+    "bias_gelu_fusion",
+    "use_te_activation_func",
+    "use_transformer_engine_op_fuser",
+    "add_bias_linear",
+    "disable_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "init_method_xavier_uniform",
+)
+_OTHERS = (
+    "position_embedding_type",
+    "normalization",
+    "window_size",
+    "window_attn_skip_freq",
+    "tokenizer_type",
+)
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std")
+_READ = frozenset((*_WHOLE, *_NUMBERS, *_SWITCHES, *_OTHERS))
+_POSITIONS, _NORMS = ("learned_absolute", "rope", "yarn", "none"), ("LayerNorm", "RMSNorm")
+# The Llama-3.1 rope of Megatron-LM has these built in; only the factor is an argument.
+_LLAMA3 = {
+    "rope_scaling_low_freq_factor": 1.0,
+    "rope_scaling_high_freq_factor": 4.0,
+    "rope_scaling_original_max_position_embeddings": 8192,
+}
+_YARN_CONTEXT = 4096  # the original context without --yarn-original-max-position-embeddings
+_EPSILON = 1e-5
+
+
+def model_of(
+    arguments: Mapping[str, Any], where: str, vocab_size: int | None = None, ignored: Collection[str] = ()
+) -> ModelConfig:
+    """The model. `vocab_size`: without padding, if the arguments do not say. `ignored`: names that are not known, and may be
+    anything.
+
+    Raises CheckpointError naming every argument that is not supported, and ConfigError for a name that cannot be ignored.
+    """
+    refuse_what_is_not_here(arguments, _READ, where, ignored)
+    given = {name: value for name, value in arguments.items() if value is not None and name in _READ}
+    _check_types(given, where)
+    sizes = {name: given[name] for name in ("num_layers", "hidden_size", "num_attention_heads") if name in given}
+    if len(sizes) < 3:
+        raise CheckpointError(f"{where}: its arguments do not say how large the model is, only {sizes}")
+    same = (
+        *("ffn_hidden_size", "kv_channels", "group_query_attention", "num_query_groups", "max_position_embeddings"),
+        *("normalization", "swiglu", "squared_relu", "add_qkv_bias", "qk_layernorm", "make_vocab_size_divisible_by"),
+        *("untie_embeddings_and_output_weights", "init_method_std", "init_method_xavier_uniform"),
+    )
+    gated_or_squared = given.get("swiglu", False) or given.get("squared_relu", False)
+    has_biases = not given.get("disable_bias_linear", not given.get("add_bias_linear", True))
+    model = ModelConfig(
+        **sizes,
+        **{name: given[name] for name in same if name in given},
+        **_rotary(given, where),
+        **_windows(given, where),
+        norm_epsilon=float(given.get("layernorm_epsilon", given.get("norm_epsilon", _EPSILON))),
+        apply_layernorm_1p=given.get("layernorm_zero_centered_gamma", given.get("apply_layernorm_1p", False)),
+        add_bias_linear=has_biases,
+        bias_gelu_fusion=gated_or_squared or _fuses_gelu(given, has_biases, where),
+        hidden_dropout=float(given.get("hidden_dropout", 0.0)),
+        attention_dropout=float(given.get("attention_dropout", 0.0)),
+        vocab_size=vocab_size or _vocabulary(given, where, counts_end="null_tokenizer_eod_id" in arguments),
+    )
+    _check_shape(model, where)
+    return model
+
+
+def arguments_of(model: ModelConfig) -> dict[str, Any]:
+    """What Megatron-LM of any of these versions has for the model, without its vocabulary and layout.
+
+    Raises ConfigError naming what they have no argument for.
+    """
+    refuse_what_has_no_argument(model)
+    window = model.window
+    fields = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_dim,
+        "kv_channels": model.head_dim,
+        "group_query_attention": model.group_query_attention,
+        "num_query_groups": model.num_kv_heads,
+        "seq_length": model.max_position_embeddings,
+        "max_position_embeddings": model.max_position_embeddings,
+        "position_embedding_type": model.position_embedding_type,
+        "use_rotary_position_embeddings": False,  # a flag of old; the type says it
+        "add_position_embedding": True,
+        "rotary_base": int(model.rotary_base) if float(model.rotary_base).is_integer() else model.rotary_base,
+        "rotary_percent": model.rotary_percent,
+        "rotary_interleaved": False,
+        "rotary_seq_len_interpolation_factor": _interpolation(model),
+        "use_rope_scaling": model.use_rope_scaling,
+        "rope_scaling_factor": model.rope_scaling_factor,
+        "normalization": model.normalization,
+        "norm_epsilon": model.norm_epsilon,
+        "layernorm_epsilon": model.norm_epsilon,
+        "apply_layernorm_1p": model.apply_layernorm_1p,
+        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
+        "swiglu": model.swiglu,
+        "squared_relu": model.squared_relu,
+        "openai_gelu": False,
+        "bias_gelu_fusion": model.tanh_gelu and not model.squared_relu,  # which Megatron-LM cannot fuse, and says so
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.qkv_bias,
+        "qk_layernorm": model.qk_layernorm,
+        "window_size": None if window is None else (window - 1, 0),
+        "window_attn_skip_freq": None if window is None else [int(each is not None) for each in model.windows],
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_method_std,
+        "init_method_xavier_uniform": model.init_method_xavier_uniform,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "vocab_size": model.vocab_size,
+    }
+    return fields | (_yarn_arguments(model) if model.position_embedding_type == "yarn" else {})
+
+
+def flags_beside(model: ModelConfig) -> list[str]:
+    """Flags that describe the model to Megatron-LM beside --use-checkpoint-args, which does not take these from the file."""
+    fields = arguments_of(model)
+    flags = [] if model.norm_epsilon == _EPSILON else ["--norm-epsilon", f"{model.norm_epsilon!r}"]
+    switches = {
+        "--apply-layernorm-1p": model.apply_layernorm_1p,
+        "--qk-layernorm": model.qk_layernorm,
+        "--no-bias-gelu-fusion": model.add_bias_linear and not (model.swiglu or fields["bias_gelu_fusion"]),
+    }
+    flags += [flag for flag, given in switches.items() if given]
+    values = {
+        "--rotary-seq-len-interpolation-factor": fields["rotary_seq_len_interpolation_factor"],
+        "--window-size": fields["window_size"],
+        "--window-attn-skip-freq": fields["window_attn_skip_freq"],
+        "--rotary-scaling-factor": fields.get("rotary_scaling_factor"),
+        "--yarn-original-max-position-embeddings": fields.get("yarn_original_max_position_embeddings"),
+        "--yarn-beta-fast": fields.get("yarn_beta_fast"),
+        "--yarn-beta-slow": fields.get("yarn_beta_slow"),
+        "--mscale": fields.get("mscale"),
+        "--mscale-all-dim": fields.get("mscale_all_dim"),
+    }
+    if model.use_rope_scaling:
+        flags += ["--use-rope-scaling", "--rope-scaling-factor", f"{model.rope_scaling_factor!r}"]
+    for flag, value in values.items():
+        flags += [] if value is None else [flag, str(value).replace(" ", "").strip("()")]
+    return flags
+
+
+def refuse_what_has_no_argument(model: ModelConfig) -> None:
+    """Raise ConfigError naming the fields whose values Megatron-LM has no argument for."""
+    wrong = []
+    if model.use_rope_scaling:
+        wrong += [
+            f"--{name.replace('_', '-')} {getattr(model, name)} (Megatron-LM's Llama-3.1 rope has {built_in} built in)"
+            for name, built_in in _LLAMA3.items()
+            if getattr(model, name) != built_in
+        ]
+    if model.position_embedding_type == "yarn":
+        if model.rotary_percent != 1:
+            wrong.append(f"--rotary-percent {model.rotary_percent} (Megatron-LM's YaRN rotates whole heads)")
+        if model.rope_scaling_factor <= 1 and model.yarn_mscale not in (None, 1):
+            wrong.append(f"--yarn-mscale {model.yarn_mscale} (Megatron-LM's is 1 for a scaling factor up to 1)")
+    factor = model.rotary_seq_len_interpolation_factor
+    if factor is not None and not float(factor).is_integer():
+        wrong.append(f"--rotary-seq-len-interpolation-factor {factor} (Megatron-LM's is a whole number)")
+    if _rotates_an_odd_number(model):
+        wrong.append(
+            f"--rotary-percent {model.rotary_percent} of head size {model.head_dim} (an odd number of channels)"
+        )
+    is_gelu = not (model.swiglu or model.squared_relu)
+    if is_gelu and model.tanh_gelu and not model.add_bias_linear:
+        wrong.append("--openai-gelu (without biases Megatron-LM's GELU is exact)")
+    if wrong:
+        raise ConfigError(f"--saver mcore: Megatron-LM has no argument for {', '.join(wrong)}; nothing is written")
+
+
+def _check_types(given: Mapping[str, Any], where: str) -> None:
+    choices = {"position_embedding_type": _POSITIONS, "normalization": _NORMS}
+    for name, value in given.items():
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        is_number = is_whole or (isinstance(value, float) and math.isfinite(value))
+        fits = (
+            (name not in _WHOLE or is_whole)
+            and (name not in _NUMBERS or is_number)
+            and (name not in (*_WHOLE, *_NUMBERS) or value > 0 or (name in _MAY_BE_ZERO and value == 0))
+            and (name not in _SWITCHES or isinstance(value, bool))
+            and (name not in choices or value in choices[name])
+        )
+        if not fits:
+            raise CheckpointError(f"{where}: {listed({name: value})}, which is not supported")
+
+
+def _check_shape(model: ModelConfig, where: str) -> None:
+    assert model.num_attention_heads and model.hidden_size
+    if model.num_attention_heads % model.num_kv_heads:
+        raise CheckpointError(
+            f"{where}: {model.num_attention_heads} heads cannot share {model.num_kv_heads} key/value heads"
+        )
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise CheckpointError(
+            f"{where}: hidden size {model.hidden_size} is not a multiple of {model.num_attention_heads} heads"
+        )
+    if _rotates_an_odd_number(model):
+        raise CheckpointError(
+            f"{where}: argument rotary_percent is {model.rotary_percent}: of head size {model.head_dim} an odd number of "
+            "channels, which is not supported"
+        )
+    try:
+        _ = model.windows
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def _rotates_an_odd_number(model: ModelConfig) -> bool:
+    rotates = model.position_embedding_type in ("rope", "yarn")
+    return rotates and int(model.head_dim * model.rotary_percent) % 2 == 1
+
+
+def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of the positions. Each type reads its own arguments."""
+    kind = given.get("position_embedding_type", "learned_absolute")
+    if given.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    found: dict[str, Any] = {"position_embedding_type": kind}
+    if kind in ("rope", "yarn"):
+        found["rotary_base"] = float(given.get("rotary_base", 10000))
+        found["rotary_percent"] = float(given.get("rotary_percent", 1.0))
+    if kind == "yarn":
+        if found["rotary_percent"] != 1:
+            raise CheckpointError(
+                f"{where}: argument rotary_percent is {found['rotary_percent']} beside YaRN, which rotates whole heads "
+                "there; that is not supported"
+            )
+        return found | _yarn(given)
+    if kind == "rope" and given.get("rotary_seq_len_interpolation_factor") is not None:
+        if given.get("use_rope_scaling"):
+            raise CheckpointError(
+                f"{where}: arguments use_rope_scaling and rotary_seq_len_interpolation_factor are both given, which is not "
+                "supported"
+            )
+        found["rotary_seq_len_interpolation_factor"] = float(given["rotary_seq_len_interpolation_factor"])
+    if kind == "rope" and given.get("use_rope_scaling"):
+        found |= {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": float(given.get("rope_scaling_factor", 8.0)),
+            **_LLAMA3,
+        }
+    return found
+
+
+def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
+    scale = float(given.get("rotary_scaling_factor", 1.0))
+    factor, all_dim = float(given.get("mscale", 1.0)), float(given.get("mscale_all_dim", 0.0))
+    is_default = (factor, all_dim) == (1.0, 0.0)
+    return {
+        "rope_scaling_factor": scale,
+        "rope_scaling_original_max_position_embeddings": given.get(
+            "yarn_original_max_position_embeddings", _YARN_CONTEXT
+        ),
+        "yarn_beta_fast": float(given.get("yarn_beta_fast", 32.0)),
+        "yarn_beta_slow": float(given.get("yarn_beta_slow", 1.0)),
+        "yarn_mscale": None if is_default else _temperature(scale, factor) / _temperature(scale, all_dim),
+    }
+
+
+def _yarn_arguments(model: ModelConfig) -> dict[str, Any]:
+    """With mscale_all_dim 0 the factor on cos and sin is 0.1 mscale ln(scaling factor) + 1."""
+    scale, mscale = model.rope_scaling_factor, 1.0
+    if model.yarn_mscale is not None and scale > 1:
+        mscale = (model.yarn_mscale - 1.0) / (0.1 * math.log(scale))
+    return {
+        "rotary_scaling_factor": scale,
+        "yarn_original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
+        "yarn_beta_fast": model.yarn_beta_fast,
+        "yarn_beta_slow": model.yarn_beta_slow,
+        "yarn_correction_range_round_to_int": True,
+        "mscale": mscale,
+        "mscale_all_dim": 0.0,
+    }
+
+
+def _temperature(scale: float, factor: float) -> float:
+    return 0.1 * factor * math.log(scale) + 1.0 if scale > 1 else 1.0
+
+
+def _interpolation(model: ModelConfig) -> int | None:
+    factor = model.rotary_seq_len_interpolation_factor
+    return None if factor is None or model.position_embedding_type != "rope" else int(factor)
+
+
+def _windows(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """As our flags write them."""
+    size, skip = given.get("window_size"), given.get("window_attn_skip_freq")
+    if size is None:
+        return {}
+    if not (isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)):
+        raise CheckpointError(f"{where}: {listed({'window_size': size})}, which is not supported")
+    if tuple(size) == (-1, -1):  # no limit on either side of what is causal anyway
+        return {}
+    return {"window_size": ",".join(map(str, size)), "window_attn_skip_freq": None if skip is None else str(skip)}
+
+
+def _fuses_gelu(given: Mapping[str, Any], has_biases: bool, where: str) -> bool:
+    """Whether GELU is fused with its bias, which makes it the tanh form. Without biases Megatron-LM turns that off."""
+    on = {name: True for name in ("use_te_activation_func", "use_transformer_engine_op_fuser") if given.get(name)}
+    if on:
+        raise CheckpointError(f"{where}: {listed(on)}, which is not supported with GELU")
+    if has_biases and "bias_gelu_fusion" not in given:
+        raise CheckpointError(f"{where}: its arguments do not say bias_gelu_fusion, which decides what its GELU is")
+    return has_biases and bool(given["bias_gelu_fusion"])
+
+
+def _vocabulary(given: Mapping[str, Any], where: str, *, counts_end: bool) -> int:
+    """Without padding. `counts_end`: a NullTokenizer's --vocab-size has the end-of-document id in it, as since core 0.18."""
+    if "vocab_size" in given:
+        return int(given["vocab_size"]) + (given.get("tokenizer_type") == "NullTokenizer" and not counts_end)
+    if "padded_vocab_size" not in given:
+        raise CheckpointError(f"{where}: its arguments do not say how large the vocabulary is; give --true-vocab-size")
+    return int(given["padded_vocab_size"])
