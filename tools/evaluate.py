@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,13 +22,15 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from megatron.config.interval import SIZE, SIZE_OR_NONE
 from megatron.core.comm.collectives import barrier
 from megatron.core.datasets.jsonl import parse_texts, read_blocks
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.groups import disconnect, launch_environment
 from megatron.core.inference.score import TextScore, score_texts
-from megatron.training.arguments import FlagParser
-from megatron.training.tool import add_model_flags, check_range, context_length, end, open_model, read_model, run_tool
+from megatron.training.arguments import FlagParser, path_word, within
+from megatron.training.exits import check_output
+from megatron.training.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
 
 DEFAULT_CONTEXT = 4096  # over text, where the model takes more: a window's cost grows with its square
 
@@ -37,23 +40,46 @@ def build_parser() -> FlagParser:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
-    add("--text", nargs="+", default=[], metavar="FILE", help="text files, each of them one document")
-    add("--jsonl", nargs="+", default=[], metavar="FILE", help=".jsonl or .jsonl.gz files, a document a line")
+    add("--text", nargs="+", type=path_word, default=[], metavar="FILE", help="text files, each of them one document")
+    add(
+        "--jsonl",
+        nargs="+",
+        type=path_word,
+        default=[],
+        metavar="FILE",
+        help=".jsonl or .jsonl.gz files, a document a line",
+    )
     add("--json-key", default="text", metavar="NAME", help="where a line holds its text (default text)")
     add("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
-    add("--include-path", metavar="DIR", help="folder with tasks of your own (YAML)")
-    add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
-    add("--limit", type=int, metavar="N", help="questions of each task (default: all)")
+    add("--include-path", type=path_word, metavar="DIR", help="folder with tasks of your own (YAML)")
+    add(
+        "--num-fewshot",
+        type=within(int, SIZE_OR_NONE),
+        metavar="N",
+        help="examples before each question (default: the task's)",
+    )
+    add("--limit", type=within(int, SIZE), metavar="N", help="questions of each task (default: all)")
     add(
         "--context-length",
-        type=int,
+        type=within(int, SIZE),
         metavar="N",
         help=f"longest input (default: the model's limit; over --text and --jsonl at most {DEFAULT_CONTEXT})",
     )
-    add("--stride", type=int, metavar="N", help="tokens between windows over a document (default: half the context)")
-    add("--batch-tokens", type=int, default=16384, metavar="N", help="positions read together (default 16384)")
+    add(
+        "--stride",
+        type=within(int, SIZE),
+        metavar="N",
+        help="tokens between windows over a document (default: half the context)",
+    )
+    add(
+        "--batch-tokens",
+        type=within(int, SIZE),
+        default=16384,
+        metavar="N",
+        help="positions read together (default 16384)",
+    )
     add("--add-bos", action="store_true", help="begin the tasks' prompts with the tokenizer's bos")
-    add("--output", metavar="FILE", help="write the results as JSON, too")
+    add("--output", type=path_word, metavar="FILE", help="write the results as JSON, too")
     return parser
 
 
@@ -70,9 +96,7 @@ def evaluate(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} has no effect without --tasks; remove it")
     if args.stride is not None and not (args.text or args.jsonl):
         raise ConfigError("--stride has no effect without --text or --jsonl; remove it")
-    check_range("--batch-tokens", args.batch_tokens, 1)
-    check_range("--num-fewshot", args.num_fewshot, 0)
-    check_range("--limit", args.limit, 1)
+    check_output("--output", args.output)
     harness = import_harness() if args.tasks else None
     for flag, paths in (("--text", args.text), ("--jsonl", args.jsonl)):
         for path in paths:
@@ -187,6 +211,7 @@ def as_json(score: TextScore) -> dict[str, float]:
 def write_json(path: str, results: dict[str, Any]) -> None:
     """Raises ConfigError."""
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=2, default=str)
             file.write("\n")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
+from megatron.config.interval import SEED, SIZE, SIZE_OR_NONE
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.datasets.tokenizer import Tokenizer
@@ -27,11 +28,10 @@ from megatron.core.inference.generate import check_lengths
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import Completion, complete
 from megatron.core.log import get_logger
-from megatron.training.arguments import FlagParser
+from megatron.training.arguments import FlagParser, path_word, within
 from megatron.training.restore import stop_ids
 from megatron.training.tool import (
     add_model_flags,
-    check_range,
     check_stop_ids,
     check_text,
     end,
@@ -51,23 +51,40 @@ def build_parser() -> FlagParser:
     add_model_flags(parser)
     add = parser.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    add("--prompts-file", metavar="FILE", help="one prompt a line; blank lines are left out")
+    add("--prompts-file", type=path_word, metavar="FILE", help="one prompt a line; blank lines are left out")
     add(
         "--max-new-tokens",
-        type=int,
+        type=within(int, SIZE),
         metavar="N",
         help="longest continuation (default 128, or what the model has room for)",
     )
     add("--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest token (default 1)")
-    add("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest tokens only (default 0: from all)")
+    add(
+        "--top-k",
+        type=within(int, SIZE_OR_NONE),
+        default=0,
+        metavar="N",
+        help="draw from the N likeliest tokens only (default 0: from all)",
+    )
     add("--top-p", type=float, default=1.0, metavar="X", help="draw from the likeliest tokens that reach probability X")
-    add("--seed", type=int, metavar="N", help=f"prompt i (from 0) draws with seed N + i (default {DEFAULT_SEED})")
+    add(
+        "--seed",
+        type=within(int, SEED),
+        metavar="N",
+        help=f"prompt i (from 0) draws with seed N + i (default {DEFAULT_SEED})",
+    )
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add(
         "--stop-id", action="append", default=[], type=int, metavar="N", help="token that ends a continuation, like eod"
     )
     add("--add-bos", action="store_true", help="begin prompts with the tokenizer's bos, as many published models need")
-    add("--batch-size", type=int, default=8, metavar="N", help="prompts continued at the same time (default 8)")
+    add(
+        "--batch-size",
+        type=within(int, SIZE),
+        default=8,
+        metavar="N",
+        help="prompts continued at the same time (default 8)",
+    )
     return parser
 
 
@@ -116,11 +133,6 @@ def run(args: argparse.Namespace) -> None:
 
 def check_values(args: argparse.Namespace) -> None:
     """Raise ConfigError for a value that cannot work."""
-    check_range("--batch-size", args.batch_size, 1)
-    check_range("--max-new-tokens", args.max_new_tokens, 1)
-    check_range("--seed", args.seed, 0, 2**62)
-    for text in args.stop:
-        check_text("--stop", text)
     if "" in args.stop:
         raise ConfigError("--stop '' would end every continuation before it begins; give some text")
 

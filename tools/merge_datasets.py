@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.datasets.indexed import merge_datasets
-from megatron.core.errors import USER_ERROR_EXIT_CODE, DataError, UserError
+from megatron.core.errors import DataError
 from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import FlagParser
+from megatron.training.arguments import FlagParser, path_word
+from megatron.training.exits import exit_code
 
 LOGGER = get_logger(__name__)
 
 
-def main(argv: Sequence[str]) -> int:
-    """0, or 2 after one line on stderr for a mistake of the user's."""
-    setup_logging(rank=0)
+def build_parser() -> FlagParser:
+    """The tool's flags."""
     parser = FlagParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--input", required=True, metavar="DIR", help="folder of the datasets")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    try:
-        args = parser.parse_args(argv)
-        prefixes = sorted(
-            {path.with_suffix("") for kind in ("idx", "bin") for path in Path(args.input).glob(f"*.{kind}")}
-        )
-        if not prefixes:
-            raise DataError(f"--input {args.input} holds no .bin/.idx pair; give the folder of the datasets")
-        merge_datasets(prefixes, args.output_prefix)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+    parser.add_argument("--input", type=path_word, required=True, metavar="DIR", help="folder of the datasets")
+    parser.add_argument(
+        "--output-prefix", type=path_word, required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code, see `exit_code`."""
+    setup_logging(rank=0)
+    return exit_code(lambda: run(build_parser().parse_args(argv)))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Join; say what was joined. Raises UserErrors."""
+    prefixes = sorted({path.with_suffix("") for kind in ("idx", "bin") for path in Path(args.input).glob(f"*.{kind}")})
+    if not prefixes:
+        raise DataError(f"--input {args.input} holds no .bin/.idx pair; give the folder of the datasets")
+    merge_datasets(prefixes, args.output_prefix)
     LOGGER.info("merged %s into %s", ", ".join(prefix.name for prefix in prefixes), args.output_prefix)
-    return 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ python tools/plan.py memory --world-size 16 <the flags of the run>
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +18,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from megatron.config.interval import COUNT, FRACTION, LAYERS, NOT_NEGATIVE, POSITIVE, RANKS, between
 from megatron.config.rules import check, check_vocabulary
-from megatron.core.errors import USER_ERROR_EXIT_CODE, ConfigError, UserError
+from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.offload_pass import with_offload
 from megatron.core.pipeline_parallel.passes import with_transfers
 from megatron.core.pipeline_parallel.schedules.forward_only import forward_only
@@ -32,10 +32,12 @@ from megatron.planner.memory_table import MIB, memory_headline, notes, table_row
 from megatron.planner.schedule_plot import draw, write_trace
 from megatron.planner.schedule_report import Formula, bubble_formula, report
 from megatron.planner.sizes import Target
-from megatron.training.arguments import FlagParser, parse
+from megatron.training.arguments import FlagParser, parse, path_word, within
+from megatron.training.exits import check_output, exit_code
 
 MS = 1e-3
 TABLE_RANKS = 8  # columns of a table of memory
+PLAYED, MOST_ACTIONS = between(1, 100_000), 200_000  # a schedule is played action by action, some 20,000 a second
 
 
 def build_parser() -> FlagParser:
@@ -57,38 +59,85 @@ def build_parser() -> FlagParser:
 def add_schedule_command(parser: argparse.ArgumentParser) -> None:
     """Flags of `schedule`. Those that training has are named as there."""
     add = parser.add_argument
-    add("--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="ranks of the pipeline")
-    add("--num-microbatches", type=int, required=True, metavar="M", help="microbatches a step and data-parallel rank")
+    add(
+        "--pipeline-model-parallel-size",
+        type=within(int, PLAYED),
+        required=True,
+        metavar="P",
+        help="ranks of the pipeline",
+    )
+    add(
+        "--num-microbatches",
+        type=within(int, PLAYED),
+        required=True,
+        metavar="M",
+        help="microbatches a step and data-parallel rank",
+    )
     add("--schedule", choices=NAMES, help="default: interleaved with virtual stages, else 1f1b")
     add(
         "--num-virtual-stages-per-pipeline-rank",
         "--virtual",
-        type=int,
+        type=within(int, LAYERS),
         metavar="V",
         help="chunks of layers a rank (zb-v always has 2)",
     )
-    add("--num-layers", type=int, metavar="N", help="layers, with the next flag")
+    add("--num-layers", type=within(int, LAYERS), metavar="N", help="layers, with the next flag")
     add(
-        "--num-layers-per-virtual-pipeline-stage", type=int, metavar="N", help="instead of the number of virtual stages"
+        "--num-layers-per-virtual-pipeline-stage",
+        type=within(int, LAYERS),
+        metavar="N",
+        help="instead of the number of virtual stages",
     )
     add(
         "--microbatch-group-size-per-virtual-pipeline-stage",
-        type=int,
+        type=within(int, COUNT),
         metavar="N",
         help="of interleaved: microbatches that go through one chunk before the next (default P)",
     )
     add("--forward-only", action="store_true", help="evaluation")
     add(
-        "--forward-time", type=float, default=1.0, metavar="MS", help="a microbatch through a rank's layers (default 1)"
+        "--forward-time",
+        type=within(float, POSITIVE),
+        default=1.0,
+        metavar="MS",
+        help="a microbatch through a rank's layers (default 1)",
     )
-    add("--input-grad-time", type=float, metavar="MS", help="its backward as far as the input (default: as forward)")
-    add("--weight-grad-time", type=float, metavar="MS", help="the rest of its backward (default: as forward)")
-    add("--transfer-time", type=float, default=0.0, metavar="MS", help="activations from rank to rank (default 0)")
-    add("--latency", type=float, default=0.0, metavar="MS", help="until they arrive after that (default 0)")
-    add("--offload-ratio", type=float, default=0.0, metavar="X", help="share of the activations to offload (default 0)")
+    add(
+        "--input-grad-time",
+        type=within(float, POSITIVE),
+        metavar="MS",
+        help="its backward as far as the input (default: as forward)",
+    )
+    add(
+        "--weight-grad-time",
+        type=within(float, POSITIVE),
+        metavar="MS",
+        help="the rest of its backward (default: as forward)",
+    )
+    add(
+        "--transfer-time",
+        type=within(float, NOT_NEGATIVE),
+        default=0.0,
+        metavar="MS",
+        help="activations from rank to rank (default 0)",
+    )
+    add(
+        "--latency",
+        type=within(float, NOT_NEGATIVE),
+        default=0.0,
+        metavar="MS",
+        help="until they arrive after that (default 0)",
+    )
+    add(
+        "--offload-ratio",
+        type=within(float, FRACTION),
+        default=0.0,
+        metavar="X",
+        help="share of the activations to offload (default 0)",
+    )
     add(
         "--copy-time",
-        type=float,
+        type=within(float, NOT_NEGATIVE),
         default=0.0,
         metavar="MS",
         help="all activations of a microbatch, one way (default 0)",
@@ -99,14 +148,16 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="both ends stand still while activations move; never overlapped",
     )
-    add("--png", metavar="FILE", help="picture to write")
-    add("--trace", metavar="FILE", help="Chrome trace to write, for https://ui.perfetto.dev")
+    add("--png", type=path_word, metavar="FILE", help="picture to write")
+    add("--trace", type=path_word, metavar="FILE", help="Chrome trace to write, for https://ui.perfetto.dev")
     parser.set_defaults(work=plan_schedule)
 
 
 def add_memory_command(parser: argparse.ArgumentParser) -> None:
     """Flags of `memory` beside the run's own."""
-    parser.add_argument("--world-size", type=int, metavar="N", help="processes of the run; default tp x cp x pp")
+    parser.add_argument(
+        "--world-size", type=within(int, RANKS), metavar="N", help="processes of the run; default tp x cp x pp"
+    )
     parser.add_argument(
         "--cpu-multiplies-halves",
         action="store_true",
@@ -151,6 +202,8 @@ def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
     if others:
         raise ConfigError(f"unrecognized arguments: {' '.join(others)}; python tools/plan.py schedule --help lists all")
     check_numbers(args)
+    check_output("--png", args.png)
+    check_output("--trace", args.trace)
     p, m = args.pipeline_model_parallel_size, args.num_microbatches
     asked = virtual_stages(args)
     name = args.schedule or ("interleaved" if (asked or 1) > 1 else "1f1b")
@@ -182,22 +235,17 @@ def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Fill in the times that were left out. Raises ConfigError for a number that cannot be."""
+    """Fill in the times that were left out. Raises ConfigError for numbers that do not go together."""
     for flag in ("input_grad_time", "weight_grad_time"):
         if vars(args)[flag] is None:
             setattr(args, flag, args.forward_time)
-    positive = [
-        *("pipeline_model_parallel_size", "num_microbatches", "num_layers", "forward_time"),
-        *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
-    ]
-    for flag in (*positive, "input_grad_time", "weight_grad_time", "transfer_time", "latency", "copy_time"):
-        value = vars(args)[flag]
-        least = "above 0" if flag in positive else "0 or more"
-        fits = value is None or ((value > 0 if flag in positive else value >= 0) and math.isfinite(value))
-        if not fits:
-            raise ConfigError(f"--{flag.replace('_', '-')} {value} must be {least}")
-    if not 0 <= args.offload_ratio <= 1:
-        raise ConfigError(f"--offload-ratio {args.offload_ratio} must be from 0 to 1")
+    actions = args.pipeline_model_parallel_size * args.num_microbatches * (virtual_stages(args) or 1)
+    if actions > MOST_ACTIONS:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} x --num-microbatches "
+            f"{args.num_microbatches} and virtual stages make {actions} actions to play, more than {MOST_ACTIONS}; "
+            "plan fewer microbatches, which repeat themselves"
+        )
     if args.copy_time and not args.offload_ratio:
         raise ConfigError(f"--copy-time {args.copy_time:g} has no effect without --offload-ratio; give it")
 
@@ -284,29 +332,24 @@ def headline(timeline: Timeline) -> str:
 
 
 def write_files(args: argparse.Namespace, timeline: Timeline) -> None:
-    """Raises ConfigError for a file that cannot be written."""
-    for flag, file in (("--png", args.png), ("--trace", args.trace)):
-        if file is None:
-            continue
-        try:
-            if flag == "--png":
-                draw(Path(file), timeline, headline(timeline))
-            else:
-                write_trace(Path(file), timeline)
-        except OSError as error:
-            raise ConfigError(f"{flag} {file} cannot be written: {error.strerror}; give another file") from error
+    """The files that were asked for."""
+    if args.png is not None:
+        draw(Path(args.png), timeline, headline(timeline))
+    if args.trace is not None:
+        write_trace(Path(args.trace), timeline)
+    for file in filter(None, (args.png, args.trace)):
         print(f"{file} written")
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 after one line on stderr for a mistake of the user's."""
-    try:
-        args, others = build_parser().parse_known_args(argv)
-        args.work(args, others)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
-    return 0
+    """The exit code, see `exit_code`."""
+    return exit_code(lambda: run(argv))
+
+
+def run(argv: Sequence[str]) -> None:
+    """Answer one question. Raises UserErrors."""
+    args, others = build_parser().parse_known_args(argv)
+    args.work(args, others)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
 
 from megatron.config.data import TokenizerConfig
+from megatron.config.interval import COUNT, SIZE, WORKERS
 from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
 from megatron.core.datasets.tokenizer import build_tokenizer
-from megatron.core.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import FlagParser, add_config
+from megatron.training.arguments import FlagParser, add_config, path_word, within
+from megatron.training.exits import exit_code
 
 LOGGER = get_logger(__name__)
 
@@ -20,38 +22,69 @@ def build_parser() -> FlagParser:
     """Megatron-LM's flags of the same tool; the tokenizer's are those of training."""
     parser = FlagParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .jsonl.gz files, or quoted patterns")
+    add(
+        "--input",
+        nargs="+",
+        type=path_word,
+        required=True,
+        metavar="FILE",
+        help=".jsonl or .jsonl.gz files, or quoted patterns",
+    )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to tokenize (default: text)")
     add("--append-eod", action="store_true", help="end each document that is not empty with the eod token")
-    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx")
-    add("--workers", type=int, required=True, metavar="N", help="processes that tokenize; one writes besides")
+    add(
+        "--output-prefix",
+        type=path_word,
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX_KEY_document.bin and .idx",
+    )
+    add(
+        "--workers",
+        type=within(int, WORKERS),
+        required=True,
+        metavar="N",
+        help="processes that tokenize; one writes besides",
+    )
     add(
         "--partitions",
-        type=int,
+        type=within(int, WORKERS),
         default=1,
         metavar="N",
         help="deal documents round to N parts and write the parts one after another, as Megatron-LM orders them "
         "(default 1; it does not change the speed, --workers does)",
     )
     add("--keep-sequential-samples", action="store_true", help="keep the input's order whatever --partitions is")
-    add("--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines (default 1000)")
-    add("--vocab-size", type=int, metavar="N", help="vocabulary of NullTokenizer; limits that of TikTokenizer")
+    add(
+        "--log-interval",
+        type=within(int, COUNT),
+        default=1000,
+        metavar="N",
+        help="documents between progress lines (default 1000)",
+    )
+    add(
+        "--vocab-size",
+        type=within(int, SIZE),
+        metavar="N",
+        help="vocabulary of NullTokenizer; limits that of TikTokenizer",
+    )
     add_config(parser, TokenizerConfig)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 after one line on stderr for a mistake of the user's."""
+    """The exit code, see `exit_code`."""
     setup_logging(rank=0)
-    try:
-        args = vars(build_parser().parse_args(argv))
-        tokenizer_flags = {spec.name: args.pop(spec.name) for spec in dataclasses.fields(TokenizerConfig)}
-        tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags), args.pop("vocab_size"))
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
-        summary = preprocess(PreprocessOptions(**values), tokenizer)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+    return exit_code(lambda: run(build_parser().parse_args(argv)))
+
+
+def run(namespace: argparse.Namespace) -> None:
+    """Tokenize and write; say what was done. Raises UserErrors."""
+    args = vars(namespace)
+    tokenizer_flags = {spec.name: args.pop(spec.name) for spec in dataclasses.fields(TokenizerConfig)}
+    tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags), args.pop("vocab_size"))
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
+    summary = preprocess(PreprocessOptions(**values), tokenizer)
     LOGGER.info(
         "wrote %d documents, %d tokens from %.1f MB in %.1f s (%.2f MB/s)",
         summary.documents,
@@ -60,7 +93,6 @@ def main(argv: Sequence[str]) -> int:
         summary.seconds,
         summary.bytes / 1e6 / summary.seconds,
     )
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
 
 from megatron.config.data import TokenizerConfig
+from megatron.config.interval import COUNT, SIZE, WORKERS
 from megatron.core.datasets.sft_preprocess import SFTOptions, preprocess_sft
 from megatron.core.datasets.tokenizer import build_tokenizer
-from megatron.core.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import FlagParser, add_config
+from megatron.training.arguments import FlagParser, add_config, path_word, within
+from megatron.training.exits import exit_code
 
 LOGGER = get_logger(__name__)
 
@@ -20,28 +22,59 @@ def build_parser() -> FlagParser:
     """The tokenizer's flags are those of training."""
     parser = FlagParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .jsonl.gz files, or quoted patterns")
-    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and .idx, PREFIX_mask.bin and .idx")
-    add("--workers", type=int, required=True, metavar="N", help="processes that tokenize; one writes besides")
-    add("--seq-length", type=int, metavar="N", help="leave out conversations with more tokens (default: keep all)")
+    add(
+        "--input",
+        nargs="+",
+        type=path_word,
+        required=True,
+        metavar="FILE",
+        help=".jsonl or .jsonl.gz files, or quoted patterns",
+    )
+    add(
+        "--output-prefix",
+        type=path_word,
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX.bin and .idx, PREFIX_mask.bin and .idx",
+    )
+    add(
+        "--workers",
+        type=within(int, WORKERS),
+        required=True,
+        metavar="N",
+        help="processes that tokenize; one writes besides",
+    )
+    add(
+        "--seq-length",
+        type=within(int, SIZE),
+        metavar="N",
+        help="leave out conversations with more tokens (default: keep all)",
+    )
     add("--truncate", action="store_true", help="cut them to --seq-length tokens instead")
-    add("--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's own")
-    add("--log-interval", type=int, default=1000, metavar="N", help="conversations between progress lines (1000)")
+    add("--chat-template", type=path_word, metavar="FILE", help="a Jinja template in place of the tokenizer's own")
+    add(
+        "--log-interval",
+        type=within(int, COUNT),
+        default=1000,
+        metavar="N",
+        help="conversations between progress lines (1000)",
+    )
     add_config(parser, TokenizerConfig)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 after one line on stderr for a mistake of the user's."""
+    """The exit code, see `exit_code`."""
     setup_logging(rank=0)
-    try:
-        args = vars(build_parser().parse_args(argv))
-        tokenizer_flags = {spec.name: args.pop(spec.name) for spec in dataclasses.fields(TokenizerConfig)}
-        tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags), None)
-        done = preprocess_sft(SFTOptions(input=tuple(args.pop("input")), **args), tokenizer)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+    return exit_code(lambda: run(build_parser().parse_args(argv)))
+
+
+def run(namespace: argparse.Namespace) -> None:
+    """Tokenize, write, say what was done. Raises UserErrors."""
+    args = vars(namespace)
+    tokenizer_flags = {spec.name: args.pop(spec.name) for spec in dataclasses.fields(TokenizerConfig)}
+    tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags), None)
+    done = preprocess_sft(SFTOptions(input=tuple(args.pop("input")), **args), tokenizer)
     LOGGER.info(
         "wrote %d conversations, %d tokens, %d of them trained on, from %.1f MB in %.1f s (%.2f MB/s)",
         done.conversations,
@@ -55,7 +88,6 @@ def main(argv: Sequence[str]) -> int:
         LOGGER.info(
             "longer than --seq-length %d: %d left out, %d cut", args["seq_length"], done.dropped, done.truncated
         )
-    return 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ printed before they run. Everything is written to ./quickstart, which is emptied
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -25,6 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron.core.datasets.indexed import IndexedDataset
+from megatron.training.arguments import FlagParser
+from megatron.training.exits import exit_code
 from megatron.training.log_line import parse_evaluation, parse_line
 from megatron.training.loss_curve import Point, draw_loss_curve
 
@@ -55,7 +58,13 @@ class PartFailedError(Exception):
     """A part of the quickstart did not work; the message is the one line to show."""
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0, 1 when a part failed, 2 for a word on the command line: there is nothing to choose."""
+    parser = FlagParser(description=__doc__, allow_abbrev=False)
+    return exit_code(lambda: run(parser.parse_args(argv)))
+
+
+def run(_: argparse.Namespace) -> int:
     """Run the parts in order; 0, or 1 at the first that fails."""
     os.chdir(ROOT)
     shutil.rmtree(OUT, ignore_errors=True)
@@ -315,4 +324,4 @@ def _read(source: int) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

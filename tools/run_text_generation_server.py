@@ -25,6 +25,7 @@ except ModuleNotFoundError as missing:
     print(f"error: the server needs {missing.name}; pip install 'megatron-patched[serve]'", file=sys.stderr)
     sys.exit(2)
 
+from megatron.config.interval import SIZE, between
 from megatron.core.comm.collectives import barrier
 from megatron.core.errors import ConfigError
 from megatron.core.groups import disconnect, launch_environment
@@ -32,14 +33,12 @@ from megatron.core.inference.chat import open_template
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.slots import SlotDecoder
 from megatron.core.log import get_logger
-from megatron.training.arguments import FlagParser
+from megatron.training.arguments import FlagParser, path_word, within
 from megatron.training.restore import stop_ids
 from megatron.training.setup import together
 from megatron.training.tool import (
     add_model_flags,
-    check_range,
     check_stop_ids,
-    check_text,
     context_length,
     end,
     open_model,
@@ -59,29 +58,47 @@ def build_parser() -> FlagParser:
     add_model_flags(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", metavar="NAME", help="address to listen on (default 127.0.0.1: this machine)")
-    add("--port", type=int, default=5000, metavar="N", help="default 5000; 0 takes a free one and prints it")
+    add(
+        "--port",
+        type=within(int, between(0, 65535)),
+        default=5000,
+        metavar="N",
+        help="default 5000; 0 takes a free one and prints it",
+    )
     add(
         "--api-key",
         metavar="TEXT",
         help=f"clients must send it; better given in {KEY_VARIABLE}, which ps does not show",
     )
     add("--served-model-name", metavar="NAME", help="as clients call it (default: the name of the model's folder)")
-    add("--max-batch-size", type=int, default=16, metavar="N", help="requests that run at the same time (default 16)")
-    add("--max-queue", type=int, default=256, metavar="N", help="requests that may wait; more get 503 (default 256)")
+    add(
+        "--max-batch-size",
+        type=within(int, SIZE),
+        default=16,
+        metavar="N",
+        help="requests that run at the same time (default 16)",
+    )
+    add(
+        "--max-queue",
+        type=within(int, SIZE),
+        default=256,
+        metavar="N",
+        help="requests that may wait; more get 503 (default 256)",
+    )
     add(
         "--max-body-mb",
-        type=int,
+        type=within(int, between(1, 1024)),
         default=4,
         metavar="N",
         help="longest request in MiB; longer ones get 413 (default 4)",
     )
     add(
         "--max-sequence-length",
-        type=int,
+        type=within(int, SIZE),
         metavar="N",
         help=f"longest prompt and answer together (default: the model's limit, at most {DEFAULT_CONTEXT})",
     )
-    add("--chat-template", metavar="FILE", help="Jinja template in the place of the tokenizer's own")
+    add("--chat-template", type=path_word, metavar="FILE", help="Jinja template in the place of the tokenizer's own")
     add("--add-bos", action="store_true", help="begin prompts of /v1/completions with the tokenizer's bos")
     add("--stop-id", action="append", default=[], type=int, metavar="N", help="token that ends an answer, like eod")
     return parser
@@ -89,14 +106,6 @@ def build_parser() -> FlagParser:
 
 def serve(args: argparse.Namespace) -> None:
     """Check everything that needs no other process, load, serve until SIGTERM or Ctrl-C. Collective over the world."""
-    check_range("--port", args.port, 0, 65535)
-    for flag, value in (
-        ("--max-batch-size", args.max_batch_size),
-        ("--max-queue", args.max_queue),
-        ("--max-body-mb", args.max_body_mb),
-    ):
-        check_range(flag, value, 1)
-    check_text("--served-model-name", args.served_model_name)
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     if key == "":
         raise ConfigError("the API key is empty, which keeps nobody out; give one, or none at all")

@@ -6,6 +6,8 @@ from megatron.config.data_parallel import EVERY, data_parallel_settings, splits_
 from megatron.config.layout import mesh_of
 from megatron.config.run import RunConfig
 
+MOST_MICROBATCHES = 65536  # of a step: each is an action of the schedule, which is made before the first step
+
 
 def one_length(run: RunConfig, world_size: int) -> str | None:
     """A run is so many steps or so many samples long; an evaluation needs neither."""
@@ -33,6 +35,12 @@ def batches_are_whole(run: RunConfig, world_size: int) -> str | None:
     because = f"--micro-batch-size {t.micro_batch_size} x data-parallel size {dp} = {unit}"
     if t.global_batch_size is not None and t.global_batch_size % unit:
         return f"--global-batch-size {t.global_batch_size} is not a multiple of {because}; change one of them"
+    microbatches = (t.global_batch_size or 0) // unit
+    if microbatches > MOST_MICROBATCHES:
+        return (
+            f"--global-batch-size {t.global_batch_size} makes {microbatches} microbatches a step of {because}, more than "
+            f"{MOST_MICROBATCHES}; lower it, raise --micro-batch-size, or use more processes"
+        )
     for number, name in zip(t.rampup_batch_size or (), ("START", "INCREMENT")):
         if number % unit:
             return f"--rampup-batch-size {name} {number} is not a multiple of {because}; change one of them"

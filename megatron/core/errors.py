@@ -13,6 +13,10 @@ class UserError(MegatronError):
 
     on_all_ranks = True
 
+    def __str__(self) -> str:
+        """One line, whatever bytes the values in it have."""
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
+
 
 class ConfigError(UserError):
     """A flag, or a combination of flags, that cannot be run."""

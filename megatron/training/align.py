@@ -110,11 +110,14 @@ class Pair:
     def __init__(
         self, folder: Path, dtype: torch.dtype, groups: Groups, device: torch.device, *, ours: Source | None
     ) -> None:
-        """`ours`: where our weights come from; the same folder when None."""
+        """`ours`: where our weights come from; the same folder when None. Raises CheckpointError for a folder that
+        cannot be read.
+        """
+        same = HFSource(folder)  # before transformers looks at it: that may take a bad path for a name to download
         theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self.theirs = theirs.to(device)
-        source = ours or HFSource(folder)
-        self.table = HFSource(folder).table
+        source = ours or same
+        self.table = same.table
         self.config: ModelConfig = dataclasses.replace(
             source.model,
             attention_dropout=0.0,

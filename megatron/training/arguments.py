@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -18,6 +19,8 @@ from dataclasses import Field
 from typing import Any, NoReturn
 
 from megatron.config.flag import flag_of, spelling
+from megatron.config.interval import Interval, between
+from megatron.config.rules_ranges import RANGES
 from megatron.config.run import PARTS, RunConfig, flag_fields
 from megatron.core.errors import ConfigError
 from megatron.core.models.presets import PRESETS, preset
@@ -38,6 +41,7 @@ GROUP_TITLES = {
     "logging": "logging",
     "checkpoint": "checkpoints",
 }
+_INT64, _FINITE = between(-(2**63), 2**63 - 1), Interval("finite", lambda x: True)
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -88,7 +92,10 @@ def add_config(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
     """Add the flags of one configuration class, with its defaults, to the parser of a tool."""
     hints = typing.get_type_hints(cls)
     for spec in dataclasses.fields(cls):
-        parser.add_argument(*spellings_of(spec), default=spec.default, **_argument(spec, hints[spec.name]))
+        words = _argument(spec, hints[spec.name])
+        if spec.name in RANGES:
+            words["type"] = within(plain_type(hints[spec.name]), RANGES[spec.name])
+        parser.add_argument(*spellings_of(spec), default=spec.default, **words)
 
 
 def print_arguments(run: RunConfig) -> str:
@@ -106,7 +113,24 @@ def spellings_of(spec: Field[Any]) -> tuple[str, ...]:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser that raises ConfigError where argparse would print its usage and exit."""
+    """A parser that raises ConfigError where argparse would print its usage and exit.
+
+    A flag of a tool with `type=int` takes 64 bits; one with an Interval says `type=within(int, interval)`, and one that
+    names a file or folder `type=path_word`.
+    """
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.register("type", int, within(int, _INT64))
+        self.register("type", float, within(float, _FINITE))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, for words that can be printed and stored. Raises ConfigError."""
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words:
+            if any("\ud800" <= letter <= "\udfff" for letter in word):
+                raise ConfigError(f"'{word}' is not UTF-8; give it in that encoding")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """One line instead of argparse's usage and message."""
@@ -143,6 +167,24 @@ def plain_type(hint: Any) -> Any:
     return hint
 
 
+def within(kind: type, interval: Interval) -> Callable[[str], Any]:
+    """The `type` of a tool's flag that takes these numbers."""
+    convert = _converter(kind, None)
+
+    def check(word: str) -> Any:
+        value = convert(word)
+        if not interval.holds(value):
+            raise argparse.ArgumentTypeError(f"must be {interval.words}, got {word}")
+        return value
+
+    return check
+
+
+def path_word(word: str) -> str:
+    """The `type` of a tool's flag that names a file or a folder: an empty word would mean the folder it is started in."""
+    return str(_converter(str, None)(word))
+
+
 def _converter(kind: type, choices: Collection[Any] | None) -> Callable[[str], Any]:
     """From a word of the command line to a value. Its error shows the word, which argparse prefixes with the flag."""
     wanted = {int: "a whole number", float: "a number", str: "text"}[kind]
@@ -152,6 +194,8 @@ def _converter(kind: type, choices: Collection[Any] | None) -> Callable[[str], A
             value = kind(word)
         except ValueError:
             raise argparse.ArgumentTypeError(f"needs {wanted}, got '{word}'") from None
+        if value == "":
+            raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
         if choices and value not in choices:
             listed = ", ".join(map(str, choices))
             raise argparse.ArgumentTypeError(f"'{word}' is not known; choose one of {listed}")

@@ -22,8 +22,11 @@ from torch import Tensor
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.rules import check
+from megatron.config.rules_model import groups_divide_heads, heads_divide_hidden, shape_is_given
+from megatron.config.rules_ranges import numbers_are_in_range
 from megatron.config.run import RunConfig
 from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
+from megatron.core.errors import ConfigError
 from megatron.core.groups import Groups
 from megatron.core.log import setup_logging
 from megatron.training.setup import build, start_process
@@ -93,7 +96,19 @@ class Difference:
 
 
 def reduced(run: RunConfig, steps: int) -> RunConfig:
-    """The run's model with its features kept and its sizes cut, on mock data, in fp32, without dropout."""
+    """The run's model with its features kept and its sizes cut, on mock data, in fp32, without dropout.
+
+    Raises ConfigError for a shape that is not one. The rest is checked for each layout.
+    """
+    for rule in (
+        numbers_are_in_range,
+        shape_is_given,
+        heads_divide_hidden,
+        groups_divide_heads,
+    ):  # what is divided here
+        problem = rule(run, 1)
+        if problem is not None:
+            raise ConfigError(problem)
     model = run.model
     assert model.num_attention_heads
     per_group = min(4, model.num_attention_heads // model.num_kv_heads)

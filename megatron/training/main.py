@@ -18,11 +18,12 @@ from typing import NoReturn
 from megatron.config.rules import check
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
-from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError, UserError
+from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError
 from megatron.core.groups import disconnect, launch_environment
 from megatron.core.log import get_logger, setup_logging
 from megatron.training.arguments import parse, print_arguments
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
+from megatron.training.exits import as_user_error
 from megatron.training.log_memory import LogMemory, PeakMemory
 from megatron.training.loop import Callback, fit
 from megatron.training.profile import ProfileTimeline
@@ -31,7 +32,7 @@ from megatron.training.setup import build, open_heartbeat_files, start_process, 
 from megatron.training.signals import ExitSignals
 from megatron.training.start import take_hf_shape
 from megatron.training.trainer import Trainer
-from megatron.training.writers import Metrics, open_writers
+from megatron.training.writers import Metrics, check_packages, open_writers
 
 log = get_logger(__name__)
 INTERRUPTED_EXIT_CODE = 130  # what shells report for Ctrl-C
@@ -50,17 +51,18 @@ def main(argv: Sequence[str], description: str) -> None:
         check(run, world_size)
         log.info(print_arguments(run))
         pretrain(run, rank, world_size, local_rank, started)
-    except UserError as error:
-        if rank != 0 and error.on_all_ranks:
-            _let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
-        _end(f"error: {error}", USER_ERROR_EXIT_CODE)
-    except MegatronError as error:
-        _end(f"error on rank {rank}: {error}", 1)
     except KeyboardInterrupt:
         if rank != 0:
             _let_rank_0_speak(local_rank, INTERRUPTED_EXIT_CODE)
         _end("interrupted", INTERRUPTED_EXIT_CODE)
     except Exception as error:
+        mistake = as_user_error(error)
+        if mistake is not None:
+            if rank != 0 and mistake.on_all_ranks:
+                _let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
+            _end(f"error: {mistake}", USER_ERROR_EXIT_CODE)
+        if isinstance(error, MegatronError):
+            _end(f"error on rank {rank}: {error}", 1)
         traceback.print_exc()
         _end(f"error on rank {rank}: {_short(error)}", 1)
 
@@ -72,6 +74,7 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
     with ExitSignals(enabled=run.train.exit_signal_handler) as signals:
         try:
             with groups.heartbeat.phase("set-up"):
+                together(groups.world, lambda: check_packages(run.logging) if rank == 0 else None)
                 peak = PeakMemory(device) if run.logging.log_memory else None  # it counts what is made after it
                 trainer = build(run, groups, device)
                 open_heartbeat_files(run, groups)
@@ -115,7 +118,8 @@ def _short(error: BaseException) -> str:
     line = " ".join(str(error).splitlines()) or type(error).__name__
     if isinstance(error, CommError):
         return "it lost other ranks, too"  # its own report says which; quoting it here would only hide the first cause
-    return line if isinstance(error, MegatronError) else f"{type(error).__name__}: {line}"
+    mistake = error if isinstance(error, MegatronError) else as_user_error(error)
+    return str(mistake) if mistake else f"{type(error).__name__}: {line}"
 
 
 def _end(message: str, code: int) -> NoReturn:

@@ -53,6 +53,7 @@ from megatron.training.activation_offload import build_step_offload
 from megatron.training.balanced_recompute import choose as choose_recompute
 from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
+from megatron.training.exits import as_user_error
 from megatron.training.far_weights import build_far_weights
 from megatron.training.memory_report import MIB, format_footprint
 from megatron.training.microbatches import BatchSchedule
@@ -201,13 +202,16 @@ def open_heartbeat_files(run: RunConfig, groups: Groups) -> None:
 
 
 def together(group: Group, work: Callable[[], T]) -> T:
-    """Run `work` on every rank; a UserError on any of them is raised on all, so that none waits for the others."""
+    """Run `work` on every rank; what the user can mend on any of them is raised on all, so that none waits for others."""
     result: T | None = None
     error: UserError | None = None
     try:
         result = work()
-    except UserError as caught:
-        error = caught
+    except Exception as caught:
+        error = as_user_error(caught)
+        if error is None:
+            raise
+        error.on_all_ranks = True
     failures = gather_objects(str(error) if error else None, group)
     for rank, message in enumerate(failures):
         if message is not None:

@@ -12,16 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.config.data import TokenizerConfig
+from megatron.config.interval import COUNT_OR_NONE, RANKS
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, UserError
+from megatron.core.errors import ConfigError
 from megatron.core.groups import launch_environment
 from megatron.core.log import setup_logging
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
-from megatron.training.arguments import FlagParser
+from megatron.training.arguments import FlagParser, path_word, within
 from megatron.training.convert import parse_dtype
+from megatron.training.exits import exit_code
 from megatron.training.restore import Saved, check_pp, check_tp, read_hf, read_saved, restore_model, restore_tokenizer
 from megatron.training.setup import start_process
 
@@ -29,14 +31,27 @@ from megatron.training.setup import start_process
 def add_model_flags(parser: FlagParser) -> None:
     """Which model, which tokenizer, where and in what precision to run."""
     either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--load", metavar="DIR", help="folder that a run saved its checkpoints in")
-    either.add_argument("--load-hf", metavar="DIR", help="or a model in Hugging Face format, which needs no conversion")
+    either.add_argument("--load", type=path_word, metavar="DIR", help="folder that a run saved its checkpoints in")
+    either.add_argument(
+        "--load-hf", type=path_word, metavar="DIR", help="or a model in Hugging Face format, which needs no conversion"
+    )
     add = parser.add_argument
-    add("--ckpt-step", type=int, metavar="N", help="iteration of --load (default: the newest)")
+    add("--ckpt-step", type=within(int, COUNT_OR_NONE), metavar="N", help="iteration of --load (default: the newest)")
     for name in ("bf16", "fp16", "fp32"):
         add(f"--{name}", action="store_true", help=f"run in {name} (default: as the weights are stored)")
-    add("--tensor-model-parallel-size", type=int, metavar="N", help="parts of each layer (default: processes / pp)")
-    add("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="parts of the layers (default 1)")
+    add(
+        "--tensor-model-parallel-size",
+        type=within(int, RANKS),
+        metavar="N",
+        help="parts of each layer (default: processes / pp)",
+    )
+    add(
+        "--pipeline-model-parallel-size",
+        type=within(int, RANKS),
+        default=1,
+        metavar="N",
+        help="parts of the layers (default 1)",
+    )
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
     # Left out of the namespace when not given: then the model's own hold.
     for name, help in (
@@ -45,7 +60,7 @@ def add_model_flags(parser: FlagParser) -> None:
         ("--vocab-file", "vocab.json of GPT2BPETokenizer"),
         ("--merge-file", "merges.txt of GPT2BPETokenizer"),
     ):
-        add(name, default=argparse.SUPPRESS, metavar="TEXT", help=help)
+        add(name, type=path_word, default=argparse.SUPPRESS, metavar="TEXT", help=help)
     add("--trust-remote-code", action="store_true", help="let a Hugging Face tokenizer run code from its own folder")
 
 
@@ -55,7 +70,6 @@ def read_model(args: argparse.Namespace) -> tuple[Saved, Tokenizer]:
     Local: done before any process meets another. Raises UserErrors.
     """
     tp, pp = _layout(args)
-    check_range("--ckpt-step", args.ckpt_step, 0)
     saved = _find_model(args)
     dtype = parse_dtype(args.bf16, args.fp16, args.fp32, saved.stored)
     names = {field.name for field in dataclasses.fields(TokenizerConfig)}
@@ -77,8 +91,6 @@ def _find_model(args: argparse.Namespace) -> Saved:
 def _layout(args: argparse.Namespace) -> tuple[int, int]:
     """(tp, pp), which are all processes: there are no replicas. Raises ConfigError."""
     world_size, tp, pp = launch_environment()[1], args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    for flag, size in (("--tensor-model-parallel-size", tp), ("--pipeline-model-parallel-size", pp)):
-        check_range(flag, size, 1)
     if tp is None and world_size % pp:
         raise ConfigError(
             f"{world_size} processes for --pipeline-model-parallel-size {pp}; start a multiple of {pp} with torchrun"
@@ -109,14 +121,6 @@ def open_model(saved: Saved, args: argparse.Namespace, timeout_minutes: float) -
     return restore_model(saved, groups, chosen)
 
 
-def check_range(flag: str, value: int | None, least: int, most: int | None = None) -> None:
-    """Raise ConfigError for a number that is given and out of range."""
-    if value is None or (least <= value and (most is None or value <= most)):
-        return
-    limits = f"at least {least}" if most is None else f"between {least} and {most}"
-    raise ConfigError(f"{flag} {value} must be {limits}")
-
-
 def check_text(flag: str, text: str | None) -> None:
     """Raise ConfigError for text that is not UTF-8: Python keeps such bytes of the command line as half characters."""
     if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
@@ -127,7 +131,8 @@ def check_text(flag: str, text: str | None) -> None:
 def check_stop_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
     """Raise ConfigError for an id that never comes."""
     for token in ids:
-        check_range("--stop-id", token, 0, tokenizer.vocab_size - 1)
+        if not 0 <= token < tokenizer.vocab_size:
+            raise ConfigError(f"--stop-id {token} must be from 0 to {tokenizer.vocab_size - 1}: the tokenizer's ids")
 
 
 def context_length(saved: Saved, asked: int | None, flag: str, default_limit: int | None = None) -> int:
@@ -136,7 +141,6 @@ def context_length(saved: Saved, asked: int | None, flag: str, default_limit: in
     Raises ConfigError for one that the model does not reach.
     """
     limit = saved.model.max_position_embeddings
-    check_range(flag, asked, 1)
     if asked is not None and limit is not None and asked > limit:
         raise ConfigError(
             f"{flag} {asked} is above the model's --max-position-embeddings {limit}; give {limit} or less"
@@ -150,25 +154,11 @@ def context_length(saved: Saved, asked: int | None, flag: str, default_limit: in
 
 
 def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], None], argv: Sequence[str]) -> int:
-    """An exit code: 0, or 2 after one line on stderr for a mistake of the user's; 1 for a lost rank, 130 for Ctrl-C.
-
-    Log lines go to stderr; stdout is for the tool's results.
-    """
+    """The exit code, see `exit_code`. Log lines go to stderr; stdout is for the tool's results."""
     rank = launch_environment()[0]
     with contextlib.redirect_stdout(sys.stderr):
         setup_logging(rank)
-    try:
-        work(parser.parse_args(argv))
-    except UserError as error:
-        if rank == 0 or not error.on_all_ranks:
-            print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
-    except CommError as error:
-        print(f"error on rank {rank}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: work(parser.parse_args(argv)), rank)
 
 
 def end(code: int) -> NoReturn:

@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -58,13 +59,7 @@ class WandbWriter:
     """A Weights & Biases run. Needs the package, which is an extra: it is imported here and only when asked for."""
 
     def __init__(self, config: LoggingConfig, save: str | None, run_config: dict[str, Any]) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError:
-            raise ConfigError(
-                f"--wandb-project {config.wandb_project} needs the wandb package, which is not installed; "
-                "pip install 'megatron-patched[wandb]', or leave the flag out"
-            ) from None
+        wandb = _import_wandb(config)
         directory = config.wandb_save_dir or (str(Path(save) / "wandb") if save else "wandb")
         _make_folder(directory, "--wandb-save-dir")
         self._run = wandb.init(
@@ -115,6 +110,12 @@ class Metrics:
     def _add(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
         for writer in self._writers:
             writer.add(scalars, iteration, samples)
+
+
+def check_packages(config: LoggingConfig) -> None:
+    """Raise ConfigError for a flag whose package is missing: before anything is written."""
+    if config.wandb_project:
+        _import_wandb(config)
 
 
 def open_writers(config: LoggingConfig, save: str | None, run_config: dict[str, Any]) -> list[MetricWriter]:
@@ -168,6 +169,16 @@ def memory_scalars(device: torch.device) -> dict[str, float]:
         "mem-max-allocated-bytes": report.peak_allocated,
         "mem-reserved-bytes": reserved_bytes(device, report),
     }
+
+
+def _import_wandb(config: LoggingConfig) -> ModuleType:
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise ConfigError(
+            f"--wandb-project {config.wandb_project} needs the wandb package, which is not installed; "
+            "pip install 'megatron-patched[wandb]', or leave the flag out"
+        ) from None
 
 
 def _make_folder(directory: str, flag: str) -> None:

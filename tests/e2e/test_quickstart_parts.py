@@ -123,7 +123,7 @@ class TestMain:
         monkeypatch.setattr(quickstart, "collect_corpus", lambda: print("collected"))
         monkeypatch.setattr(quickstart, "train_tokenizer", fail)
         monkeypatch.setattr(quickstart, "preprocess", never)
-        assert quickstart.main() == 1
+        assert quickstart.main([]) == 1
         out, err = capsys.readouterr()
         assert "collected" in out
         assert err.strip() == "quickstart stopped at 'Train a tokenizer': no disk"
@@ -136,5 +136,5 @@ class TestMain:
 
         monkeypatch.setattr(quickstart, "ROOT", here)
         monkeypatch.setattr(quickstart, "collect_corpus", look)
-        assert quickstart.main() == 1
+        assert quickstart.main([]) == 1
         assert not (here / quickstart.OUT / "old").exists()

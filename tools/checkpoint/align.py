@@ -20,15 +20,17 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from megatron.config.interval import NOT_NEGATIVE, SEED, SIZE, between
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.errors import USER_ERROR_EXIT_CODE, ConfigError, UserError
+from megatron.core.errors import ConfigError
 from megatron.core.groups import disconnect
 from megatron.core.log import setup_logging
 from megatron.training.align import SITES, TIE, Choices, Difference, Pair, ablation, differences, first_choices
-from megatron.training.arguments import FlagParser
+from megatron.training.arguments import FlagParser, path_word, within
 from megatron.training.convert import CheckpointSource
+from megatron.training.exits import check_output, exit_code
 from megatron.training.restore import read_saved
 from megatron.training.setup import start_process
 
@@ -39,50 +41,58 @@ def build_parser() -> FlagParser:
     """The tool's flags."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--hf", required=True, metavar="DIR", help="the model in Hugging Face format")
-    add("--load", metavar="DIR", help="compare with the newest checkpoint here (default: the same folder, converted)")
+    add("--hf", type=path_word, required=True, metavar="DIR", help="the model in Hugging Face format")
+    add(
+        "--load",
+        type=path_word,
+        metavar="DIR",
+        help="compare with the newest checkpoint here (default: the same folder, converted)",
+    )
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="precision of both models")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
-    add("--batch", type=int, default=2, metavar="N", help="sequences at a time")
+    add("--batch", type=within(int, SIZE), default=2, metavar="N", help="sequences at a time")
     add(
         "--batches",
-        type=int,
+        type=within(int, SIZE),
         default=1,
         metavar="N",
         help="first choices are counted over N batches, all else over one",
     )
-    add("--length", type=int, default=128, metavar="N", help="tokens of each")
-    add("--data-path", metavar="PREFIX", help="take the last tokens of this .bin/.idx dataset (default: random tokens)")
-    add("--seed", type=int, default=0, metavar="N", help="of random tokens")
+    add("--length", type=within(int, between(2, 2**27)), default=128, metavar="N", help="tokens of each")
+    add(
+        "--data-path",
+        type=path_word,
+        metavar="PREFIX",
+        help="take the last tokens of this .bin/.idx dataset (default: random tokens)",
+    )
+    add("--seed", type=within(int, SEED), default=0, metavar="N", help="of random tokens")
     add("--all-layers", action="store_true", help="a row for every layer; without it the worst layer of each site")
     add(
         "--threshold",
-        type=float,
+        type=within(float, NOT_NEGATIVE),
         metavar="X",
         help="most ulps that logits may differ on average (default 100 in float32, where a sum's order shows, else 4)",
     )
-    add("--gradient-threshold", type=float, metavar="X", help="most that gradients may differ, relative to the largest "
-        "of a parameter (default 1e-5 in float32, 0.05 in others)")  # fmt: skip
-    add("--output", metavar="PNG", help="draw the mean error of each site over the layers")
+    add(
+        "--gradient-threshold",
+        type=within(float, NOT_NEGATIVE),
+        metavar="X",
+        help="most that gradients may differ, relative to the largest of a parameter (default 1e-5 in float32, 0.05 in "
+        "others)",
+    )
+    add("--output", type=path_word, metavar="PNG", help="draw the mean error of each site over the layers")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """See the module."""
     setup_logging(0)
-    try:
-        return run(build_parser().parse_args(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
+    return exit_code(lambda: run(build_parser().parse_args(argv)))
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; the exit code."""
-    if min(args.batch, args.batches) < 1 or args.length < 2:
-        raise ConfigError(
-            f"--batch {args.batch} and --batches {args.batches} must be at least 1 and --length {args.length} at least 2"
-        )
+    check_output("--output", args.output)
     ours = CheckpointSource(read_saved(args.load, None).path) if args.load else None
     parallel = ParallelConfig(device=args.device)
     groups, device = start_process(RunConfig(parallel=parallel), 0, 1, 0, 1)
@@ -182,6 +192,7 @@ def draw(found: Sequence[Difference], path: Path) -> None:
     axes.set_title("ours against transformers")
     figure.legend(loc="outside right upper", fontsize="small")
     axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron.config.data import TokenizerConfig
-from megatron.core.errors import USER_ERROR_EXIT_CODE, CheckpointError, ConfigError, UserError
+from megatron.config.interval import COUNT_OR_NONE, RANKS, SIZE
+from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.log import get_logger, setup_logging
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
@@ -30,8 +31,9 @@ from megatron.core.models.mcore.writer import write_mcore
 from megatron.core.models.merge import MergedSource
 from megatron.core.models.source import Source
 from megatron.core.transformer.lora import is_adapter
-from megatron.training.arguments import FlagParser
+from megatron.training.arguments import FlagParser, path_word, within
 from megatron.training.convert import CheckpointSource, OnBytes, parse_dtype, to_checkpoint, to_hf, to_peft
+from megatron.training.exits import exit_code
 from megatron.training.restore import Saved, check_tp, read_saved
 
 log = get_logger(__name__)
@@ -50,20 +52,31 @@ def build_parser() -> FlagParser:
         choices=(*formats, "peft"),
         help="format of --save-dir; peft writes the LoRA adapters alone, all others a model with adapters merged",
     )
-    add("--load-dir", required=True, metavar="DIR", help="a Hugging Face model, or a folder that a run saved in")
-    add("--save-dir", required=True, metavar="DIR", help="must not hold anything yet")
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the newest)")
+    add(
+        "--load-dir",
+        type=path_word,
+        required=True,
+        metavar="DIR",
+        help="a Hugging Face model, or a folder that a run saved in",
+    )
+    add("--save-dir", type=path_word, required=True, metavar="DIR", help="must not hold anything yet")
+    add("--ckpt-step", type=within(int, COUNT_OR_NONE), metavar="N", help="iteration to load (default: the newest)")
     add("--bf16", action="store_true", help="write bf16 (default: as the weights are stored)")
     add("--fp16", action="store_true", help="write fp16")
     add("--fp32", action="store_true", help="write fp32")
     add(
         "--target-tensor-parallel-size",
-        type=int,
+        type=within(int, RANKS),
         metavar="N",
         help="tensor-parallel ranks of --saver mcore (default 1); for others the check that the model can be cut N times: "
         "our checkpoints load under every layout",
     )
-    add("--target-pipeline-parallel-size", type=int, metavar="N", help="stages of --saver mcore (default 1)")
+    add(
+        "--target-pipeline-parallel-size",
+        type=within(int, RANKS),
+        metavar="N",
+        help="stages of --saver mcore (default 1)",
+    )
     add(
         "--saver-transformer-impl",
         choices=("transformer_engine", "local"),
@@ -71,7 +84,7 @@ def build_parser() -> FlagParser:
     )
     add(
         "--true-vocab-size",
-        type=int,
+        type=within(int, SIZE),
         metavar="N",
         help="of --loader mcore, when the checkpoint only has the padded one",
     )
@@ -82,24 +95,14 @@ def build_parser() -> FlagParser:
         help="of --loader mcore: arguments in the checkpoint that are not known here and that the model does not depend on",
     )
     add("--tokenizer-type", metavar="TYPE", help="as in training (default: the tokenizer found with the model)")
-    add("--tokenizer-model", metavar="PATH", help="the tokenizer's folder or file")
+    add("--tokenizer-model", type=path_word, metavar="PATH", help="the tokenizer's folder or file")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 after one line on stderr for a mistake of the user's; nothing half-written is left."""
+    """The exit code, see `exit_code`; nothing half-written is left."""
     setup_logging(0)
-    try:
-        run(build_parser().parse_args(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
-    except OSError as error:
-        print(f"error: {error.filename or 'the disk'}: {error.strerror}; nothing was written", file=sys.stderr)
-        return USER_ERROR_EXIT_CODE
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code(lambda: run(build_parser().parse_args(argv)))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -163,7 +163,7 @@ def _open_parts(
         tokens = int(np.sum(data.sequence_lengths[first:last], dtype=np.int64))
         if tokens:
             parts.append(Part(data, first, last, weights[number] if weights else Fraction(tokens)))
-        elif source.high > source.low:
+        elif name == "train" or source.high > source.low:
             problem = (
                 f"the {name} split gets documents {first} to {last} of the {len(data)} of {prefix}, with no tokens"
             )

@@ -92,5 +92,5 @@ def _publish(entry: Path, text: str, arrays: Arrays) -> None:
 def _load(path: Path) -> npt.NDArray[Any]:
     try:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} is damaged ({error}); remove the folder {path.parent} to build it again") from error

@@ -40,7 +40,7 @@ class Job:
     codes: dict[int, int] = field(default_factory=dict)
 
     def text(self, rank=0, kind="out"):
-        return (self.folder / f"{rank}.{kind}").read_text()
+        return (self.folder / f"{rank}.{kind}").read_text(errors="backslashreplace")
 
     def wait_for(self, text, rank=0, kind="out", timeout=60.0):
         """Until a rank has written `text`."""
@@ -122,6 +122,12 @@ def start(argv, folder, world_size=1, driver=None, env=None):
 def run(argv, folder, world_size=1, driver=None, env=None, timeout=60.0):
     """As `start`, waited for."""
     return start(argv, folder, world_size, driver, env).wait(timeout)
+
+
+@functools.cache
+def warm(module):
+    """Import a module into the process that ranks are forked from, once."""
+    _ask({"import": module})
 
 
 class Torchrun:

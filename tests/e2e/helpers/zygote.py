@@ -4,7 +4,8 @@ Starting Python and torch costs seconds a process; a fork costs nothing. A rank 
 a process of its own with torchrun's environment variables, its own stdout and stderr, signals and exit code.
 
 Requests and answers are lines of JSON: {"argv", "env", "out", "err", "driver"} -> pid; {"poll": pid} -> exit code, minus
-the signal that killed it, or null while it runs. When stdin ends, ranks that still run are killed.
+the signal that killed it, or null while it runs; {"import": module} -> null, and later ranks find it imported. When stdin
+ends, ranks that still run are killed.
 """
 
 import importlib
@@ -25,7 +26,11 @@ def serve():
     running = set()
     for line in sys.stdin:
         job = json.loads(line)
-        answer = _poll(job["poll"], running) if "poll" in job else _fork(job, running)
+        if "import" in job:
+            importlib.import_module(job["import"])
+            answer = None
+        else:
+            answer = _poll(job["poll"], running) if "poll" in job else _fork(job, running)
         print(json.dumps(answer), flush=True)
     for pid in running:
         os.kill(pid, signal.SIGKILL)

@@ -42,7 +42,7 @@ def saved(tmp_path_factory):
 def test_half_a_character_is_no_prompt(call, saved):
     """What Python makes of a byte on the command line that is not UTF-8."""
     code, out, err = call("generate", "--load-hf", saved[1], "--prompt", "a\udcff")
-    assert (code, out) == (2, "") and err.endswith("check the terminal's encoding, or what wrote it\n")
+    assert (code, out) == (2, "") and err.endswith("give it in that encoding\n")
     assert err.startswith(r"error: --prompt 'a\udcff' is not text in UTF-8") and err.count("\n") == 1
 
 

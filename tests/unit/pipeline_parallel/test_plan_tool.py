@@ -115,9 +115,9 @@ def test_trace(plan, tmp_path):
         (("--virtual", 2, "--num-layers", 8, "--num-layers-per-virtual-pipeline-stage", 1), "say the same; remove one"),
         (("--virtual", 2, "--microbatch-group-size-per-virtual-pipeline-stage", 3), "give 4 or more"),
         (("--microbatch-group-size-per-virtual-pipeline-stage", 4), "has no effect under schedule 1f1b; remove it"),
-        (("--forward-time", "nan"), "--forward-time nan must be above 0"),
-        (("--latency", -1), "--latency -1.0 must be 0 or more"),
-        (("--num-microbatches", 0), "--num-microbatches 0 must be above 0"),
+        (("--forward-time", "nan"), "--forward-time: must be above 0, got nan"),
+        (("--latency", -1), "--latency: must be 0 or more, got -1"),
+        (("--num-microbatches", 0), "--num-microbatches: must be from 1 to 100000, got 0"),
         (("--png", "/dev/null/x.png"), "--png /dev/null/x.png cannot be written"),
         (("--schedule", "best"), "--schedule: invalid choice"),
         (("--bubble", 1), "unrecognized arguments: --bubble 1"),
@@ -137,7 +137,7 @@ def test_runs_without_torch():
         [*command, "--pipeline-model-parallel-size", "2"], cwd=TOOL.parents[1], capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: --num-microbatches 0 must be above 0"
+    assert done.stderr.splitlines()[-1] == "error: --num-microbatches: must be from 1 to 100000, got 0"
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert "megatron" in imported and not {"torch", "matplotlib"} & imported
 

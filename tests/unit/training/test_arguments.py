@@ -3,10 +3,20 @@ import dataclasses
 import pytest
 
 from megatron.config.flag import flag_of, spelling
+from megatron.config.interval import SIZE
 from megatron.config.run import PARTS, RunConfig, flag_fields
 from megatron.core.errors import ConfigError
 from megatron.core.models.presets import PRESETS
-from megatron.training.arguments import GROUP_TITLES, build_parser, parse, print_arguments, spellings_of
+from megatron.training.arguments import (
+    GROUP_TITLES,
+    FlagParser,
+    build_parser,
+    parse,
+    path_word,
+    print_arguments,
+    spellings_of,
+    within,
+)  # fmt: skip
 from megatron.training.retired_flags import ADVICE, advice
 
 
@@ -178,3 +188,47 @@ class TestListing:
         names = [line.split()[0] for line in body]
         assert names == sorted(flag_fields(), key=str.lower)
         assert {line.index(" ", len(name) + 3) for line, name in zip(body, names)} == {51}
+
+
+@pytest.mark.parametrize("word", ["\udcff", "a\udc80b"])
+def test_words_that_are_not_utf8_are_refused(word):
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        parse(["--save", word], description="test")
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load", "--data-path", "--vocab-file"])
+def test_an_empty_word_is_no_path(flag):
+    """It would mean the folder that the program is started in."""
+    with pytest.raises(ConfigError, match=f"{flag}: is empty; give it a value"):
+        parse([flag, ""], description="test")
+
+
+class TestFlagsOfTools:
+    def parser(self):
+        parser = FlagParser()
+        parser.add_argument("--size", type=within(int, SIZE))
+        parser.add_argument("--id", type=int)
+        parser.add_argument("--share", type=float)
+        parser.add_argument("--folder", type=path_word)
+        return parser
+
+    @pytest.mark.parametrize(
+        ("line", "says"),
+        [
+            ("--size 0", "--size: must be from 1 to 134217728, got 0"),
+            ("--size -2", "--size: must be from 1 to 134217728, got -2"),
+            ("--size many", "--size: needs a whole number, got 'many'"),
+            (f"--id {2**63}", f"--id: must be from -{2**63} to {2**63 - 1}, got {2**63}"),
+            ("--share nan", "--share: must be finite, got nan"),
+            ("--share 1e400", "--share: must be finite, got 1e400"),
+            ("--folder=", "--folder: is empty; give it a value, or leave it out"),
+        ],
+    )
+    def test_a_value_outside_is_named(self, line, says):
+        with pytest.raises(ConfigError) as error:
+            self.parser().parse_args(line.split())
+        assert str(error.value) == says
+
+    def test_values_inside(self):
+        args = self.parser().parse_args(f"--size 1 --id {-(2**63)} --share=-1e-400 --folder a".split())
+        assert vars(args) == {"size": 1, "id": -(2**63), "share": 0.0, "folder": "a"}
