@@ -25,7 +25,7 @@ def as_user_error(error: BaseException) -> UserError | None:
     if isinstance(error, UserError):
         return error
     found: UserError | None = None
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes | os.PathLike):
         found = UserError(f"{os.fsdecode(error.filename)}: {error.strerror}; give another path, or mend this one")
     elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
         found = UserError(f"the disk: {error.strerror}; make room, or write elsewhere")

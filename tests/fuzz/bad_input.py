@@ -26,19 +26,7 @@ from tests.fuzz.campaign import Campaign, Failure, main
 from tests.fuzz.programs import BAD_FILES, DRIVER, PROGRAMS, bad_files, good_files
 
 SECONDS, SECONDS_AFTER_A_STEP = 90.0, 4.0  # a good case takes less than two on an idle machine
-WHOLE = (
-    "0",
-    "-1",
-    "-2",
-    "1",
-    "3",
-    "30",
-    "999999",
-    "1000000000",
-    "1000000000000",
-    "9223372036854775807",
-    "1" + "0" * 40,
-)
+WHOLE = ("0", "-1", "-2", "1", "3", "30", "999999", "1000000000", "1000000000000", str(2**63 - 1), "1" + "0" * 40)
 NUMBERS = ("nan", "inf", "-inf", "1e400", "1e-400", "1e300", "0.5", "-0.0", "", " ", "none", "0x10", "1,2", "\u0663")
 TEXTS = (
     "",
@@ -55,12 +43,8 @@ TEXTS = (
     "/",
     ".",
 )
-WEIGHTS = {
-    "pretrain_gpt.py": 24,
-    "tools/quickstart.py": 1,
-    "tools/merge_datasets.py": 2,
-    "tools/run_text_generation_server.py": 3,
-}
+WEIGHTS = {"pretrain_gpt.py": 24, "tools/quickstart.py": 1, "tools/merge_datasets.py": 2,
+           "tools/run_text_generation_server.py": 3}  # fmt: skip
 STRAYS = ("--bogus", "--bogus=1", "stray", "--", "-x", "", "\udcff", "--help-me", "-1", "@file", "--train-iter", "---")
 
 
@@ -184,12 +168,9 @@ def _options(program: str, line: int) -> tuple[Option, ...]:
 def _kind(name: str, metavar: str) -> str:
     if metavar in ("N", "X"):
         return "whole" if metavar == "N" else "number"
-    of_files = metavar in ("DIR", "FILE", "PATH", "PREFIX", "PNG")
-    return (
-        "path"
-        if of_files or re.search("path|dir$|file$|save|load|_model$|curve|timeline|checkpoint$", name)
-        else "text"
-    )
+    if metavar in ("DIR", "FILE", "PATH", "PREFIX", "PNG"):
+        return "path"
+    return "path" if re.search("path|dir$|file$|save|load|_model$|curve|timeline|checkpoint$", name) else "text"
 
 
 def command_line(case: Case) -> list[str]:
@@ -212,12 +193,9 @@ def command_line(case: Case) -> list[str]:
 
 def check(case: Case, folder: Path) -> str:
     """Run it; "works" or "refused". Raises Failure."""
-    launch.warm("tests.fuzz.programs")
     named = {**good_files(), **bad_files(folder), "out": str(folder / "out")}
     (folder / "out").mkdir()
     words = [re.sub(r"\{(\w+)\}", lambda match: named.get(match[1], match[0]), word) for word in command_line(case)]
-    if any("\0" in word for word in words):
-        raise AssertionError(words)
     before = _listing(folder)
     job = launch.start([folder / "out", case.program, *words], folder / "log", driver=DRIVER)
     word = _wait(job)

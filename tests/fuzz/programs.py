@@ -104,6 +104,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], ...]] = {
 @functools.cache
 def good_files() -> dict[str, str]:
     """Name -> path of what the programs read, and of damaged and unreadable versions of it. Made once, read-only."""
+    launch.warm("tests.fuzz.programs")
     root = Path(tempfile.mkdtemp(prefix="fuzz-files-"))
     atexit.register(_remove, root, os.getpid())
     hf, tokenizer, data, chat = root / "hf", root / "tokenizer", root / "sets" / "data", root / "chat"

@@ -1,5 +1,7 @@
 """A sample of the campaign, and cases that once ended with a traceback, began to work or were said to have worked."""
 
+import importlib.util
+
 import pytest
 
 from tests.fuzz.bad_input import CAMPAIGN, Case, Change, check
@@ -62,6 +64,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_refused_in_one_line(name, tmp_path):
     assert check(REFUSED[name], tmp_path) == "refused"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_package_that_is_missing_is_noticed_before_anything_is_written(tmp_path):
+    assert check(changed(PRETRAIN, 0, ("--wandb-project", "mine")), tmp_path) == "refused"
 
 
 def test_a_sample():

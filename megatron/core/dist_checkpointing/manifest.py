@@ -79,6 +79,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} is missing: the checkpoint is damaged, or of another format "
             "(tools/checkpoint/convert.py converts those)"
         ) from error
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
     body = raw.rpartition(_CHECKSUM_LINE)[0]
     if raw != body + _checksum_line(body):
         raise _not_intact(path, raw)

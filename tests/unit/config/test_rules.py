@@ -223,6 +223,13 @@ CASES = [
     ),
     (
         rules_training.batches_are_whole,
+        {"global_batch_size": 4 * 65537},
+        {"global_batch_size": 4 * 65536},
+        2,
+        ["262148", "65537 microbatches a step of --micro-batch-size 2 x data-parallel size 2 = 4", "lower it"],
+    ),
+    (
+        rules_training.batches_are_whole,
         {"global_batch_size": 12, "rampup_batch_size": (2, 2, 50)},
         {"global_batch_size": 12, "rampup_batch_size": (4, 4, 50)},
         2,
