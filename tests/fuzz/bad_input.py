@@ -43,8 +43,8 @@ TEXTS = (
     "/",
     ".",
 )
-WEIGHTS = {"pretrain_gpt.py": 24, "tools/quickstart.py": 1, "tools/merge_datasets.py": 2,
-           "tools/run_text_generation_server.py": 3}  # fmt: skip
+WEIGHTS = {"pretrain_gpt.py": 24, "tools/quickstart.py": 1, "tools/merge_datasets.py": 2}
+WEIGHTS["tools/run_text_generation_server.py"] = 3  # others 4
 STRAYS = ("--bogus", "--bogus=1", "stray", "--", "-x", "", "\udcff", "--help-me", "-1", "@file", "--train-iter", "---")
 
 

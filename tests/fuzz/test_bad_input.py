@@ -46,6 +46,7 @@ REFUSED = {
     "quickstart.py with a flag": Case("tools/quickstart.py", 0, (Change("add", "--bogus"),)),
     "convert, tp -2": changed(CONVERT, 1, ("--target-tensor-parallel-size", "-2")),
     "convert, tp 0": changed(CONVERT, 1, ("--target-tensor-parallel-size", "0")),
+    "convert, weights without permission": changed(CONVERT, 2, ("--load-dir", "{checkpoint___0_0_safetensors_shut}")),
     "999999 workers": changed(PRETRAIN, 1, ("--num-workers", "999999")),
     "999999 workers, preprocessing": changed("tools/preprocess_data.py", 0, ("--workers", "999999")),
     "a vocabulary beyond memory": changed(PRETRAIN, 0, ("--vocab-size", "100000000"), ("--hidden-size", "100000000")),

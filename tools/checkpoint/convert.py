@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
     shapes = [shape for name, shape in source.shapes.items() if args.saver != "peft" or is_adapter(name)]
     nbytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     started, target = time.perf_counter(), Path(args.save_dir)
-    with progress(nbytes) as on_bytes:
+    with removed_on_failure(target), progress(nbytes) as on_bytes:
         if isinstance(source, CheckpointSource) and args.saver == "peft":
             to_peft(source, target, dtype=dtype, on_bytes=on_bytes)
         elif args.saver == "mcore":
@@ -184,6 +185,18 @@ def with_flags(tokenizer: TokenizerConfig, args: argparse.Namespace) -> Tokenize
         raise ConfigError(f"--tokenizer-model {args.tokenizer_model} is not there")
     kind = args.tokenizer_type or "HuggingFaceTokenizer"
     return dataclasses.replace(tokenizer, tokenizer_type=kind, tokenizer_model=args.tokenizer_model)
+
+
+@contextmanager
+def removed_on_failure(folder: Path) -> Iterator[None]:
+    """A folder that was not there before is not there after a failure either, whatever was put into it first."""
+    own = not folder.exists()
+    try:
+        yield
+    except BaseException:
+        if own:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @contextmanager
