@@ -43,7 +43,7 @@ def test_half_a_character_is_no_prompt(call, saved):
     """What Python makes of a byte on the command line that is not UTF-8."""
     code, out, err = call("generate", "--load-hf", saved[1], "--prompt", "a\udcff")
     assert (code, out) == (2, "") and err.endswith("give it in that encoding\n")
-    assert err.startswith(r"error: --prompt 'a\udcff' is not text in UTF-8") and err.count("\n") == 1
+    assert err.startswith(r"error: 'a\udcff' is not UTF-8") and err.count("\n") == 1
 
 
 @pytest.fixture
