@@ -46,7 +46,8 @@ def _yarn_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
     low = max(math.floor(dimension_of(config.yarn_beta_fast)), 0)
     high = min(math.ceil(dimension_of(config.yarn_beta_slow)), dim - 1)
     index = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
-    stretch = ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    # Edges that lie beyond all frequencies may have changed places; the published rule has one for equal ones only.
+    stretch = ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)
     return frequencies * (1.0 - stretch) + frequencies / config.rope_scaling_factor * stretch
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
+from megatron.config.rules_ranges import Interval
 from megatron.core.errors import CheckpointError
 
 T = TypeVar("T")
@@ -55,13 +57,25 @@ class JsonFields:
         self._taken.add(name)
         return name in self._values
 
-    def number(self, name: str, default: Any = _MISSING) -> float:
-        """A field that may be written as an integer or with a decimal point."""
-        return float(self.take(name, (int, float), default))
+    def number(self, name: str, interval: Interval, default: Any = _MISSING) -> float:
+        """A field that may be written as an integer or with a decimal point, and lies in `interval`."""
+        return float(self._in(interval, name, self.take(name, (int, float), default)))
 
-    def only(self, name: str, supported: Any, default: Any = _MISSING) -> None:
-        """Raise CheckpointError unless the field has the one value that is supported here."""
-        value = self.take(name, object, supported if default is _MISSING else default)
+    def integer(self, name: str, interval: Interval, default: Any = _MISSING) -> int:
+        """A whole number that lies in `interval`."""
+        return int(self._in(interval, name, self.take(name, int, default)))
+
+    def optional_number(self, name: str, interval: Interval) -> float | None:
+        """`number`, or None when the field is absent or null."""
+        return None if self.take(name, (int, float), None) is None else self.number(name, interval)
+
+    def optional_integer(self, name: str, interval: Interval) -> int | None:
+        """`integer`, or None when the field is absent or null."""
+        return None if self.take(name, int, None) is None else self.integer(name, interval)
+
+    def only(self, name: str, supported: Any) -> None:
+        """Raise CheckpointError unless the field is absent, null or the one value that is supported here."""
+        value = self.take(name, object, supported)
         if value != supported:
             raise self.error(f"{name} is {value!r}; only {supported!r} is supported")
 
@@ -75,6 +89,13 @@ class JsonFields:
                 f"unknown {'field' if len(unknown) == 1 else 'fields'} {listed}; if the model does not depend on it, "
                 "remove it from the file"
             )
+
+    def _in(self, interval: Interval, name: str, value: float) -> float:
+        if not math.isfinite(value):
+            raise self.error(f"{name} is {value!r}; it must be {interval.words} and finite")
+        if not interval.holds(value):
+            raise self.error(f"{name} is {value!r}; it must be {interval.words}")
+        return value
 
     def error(self, problem: str) -> CheckpointError:
         """An error that names the file."""

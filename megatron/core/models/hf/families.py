@@ -14,24 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
+from megatron.config.rules_ranges import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Interval
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.rotary import read_rotary, write_rotary
+from megatron.core.models.hf.rotary import attention_factor, read_rotary, write_rotary
 
 CONFIG_FILE = "config.json"
+# Far above any model's: lists of layers are made before the weights are looked at.
+_LAYERS = Interval("from 1 to 100000", lambda x: 1 <= x <= 100_000)
 
 
 @dataclass(frozen=True)
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
-    packed_qkv: queries, keys and values are one tensor, `W_pack`.
+    groups, head_dim: num_key_value_heads and head_dim of a config.json without them; None: one for each head, and
+    hidden / heads. packed_qkv: queries, keys and values are one tensor, `W_pack`.
     """
 
     model_type: str
     architecture: str
     read: Callable[[JsonFields, dict[str, Any]], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]] | None
+    groups: int | None = None
+    head_dim: int | None = None
     packed_qkv: bool = False
 
 
@@ -61,7 +67,7 @@ def read_config(folder: Path) -> tuple[Family, ModelConfig]:
 def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelConfig:
     """The model that the content of a config.json describes. Raises CheckpointError naming fields that are not known."""
     fields = JsonFields(values, where)
-    common = _read_common(fields, where)
+    common = _read_common(fields, where, family.groups, family.head_dim)
     found = {**common, **family.read(fields, common)}
     fields.finish()
     return ModelConfig(**found)
@@ -91,26 +97,41 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
     return family, values
 
 
-def _read_common(fields: JsonFields, where: str) -> dict[str, Any]:
-    heads = fields.take("num_attention_heads", int)
-    groups = fields.take("num_key_value_heads", int, heads)
+def _read_common(
+    fields: JsonFields, where: str, default_groups: int | None, default_head_dim: int | None
+) -> dict[str, Any]:
+    """What all families have. The defaults are those of a file without the field; None: derived from others."""
+    heads, hidden = fields.integer("num_attention_heads", AT_LEAST_ONE), fields.integer("hidden_size", AT_LEAST_ONE)
+    groups = fields.optional_integer("num_key_value_heads", AT_LEAST_ONE)
+    if groups is None:
+        groups = heads if fields.has("num_key_value_heads") else default_groups or heads
+    if heads % groups:
+        raise fields.error(f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+    head_dim = fields.optional_integer("head_dim", AT_LEAST_ONE) or default_head_dim
+    if head_dim is None and hidden % heads:
+        raise fields.error(
+            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim"
+        )
+    size = head_dim or hidden // heads
+    if size % 2:
+        raise fields.error(f"head_dim is {size}; rotary embeddings need an even one")
     # The first conversions of Llama 1 have the other name only, some later ones both.
     older = fields.has("max_sequence_length") and not fields.has("max_position_embeddings")
-    context = fields.take("max_sequence_length" if older else "max_position_embeddings", int)
+    context = fields.integer("max_sequence_length" if older else "max_position_embeddings", AT_LEAST_ONE)
     fields.only("hidden_act", "silu")
     return {
-        "num_layers": fields.take("num_hidden_layers", int),
-        "hidden_size": fields.take("hidden_size", int),
+        "num_layers": fields.integer("num_hidden_layers", _LAYERS),
+        "hidden_size": hidden,
         "num_attention_heads": heads,
         "group_query_attention": groups != heads,
         "num_query_groups": groups if groups != heads else None,
-        "kv_channels": fields.take("head_dim", int, None),
-        "ffn_hidden_size": fields.take("intermediate_size", int),
-        "vocab_size": fields.take("vocab_size", int),
+        "kv_channels": head_dim,
+        "ffn_hidden_size": fields.integer("intermediate_size", AT_LEAST_ONE),
+        "vocab_size": fields.integer("vocab_size", AT_LEAST_ONE),
         "max_position_embeddings": context,
-        "norm_epsilon": fields.number("rms_norm_eps", 1e-6),
-        "init_method_std": fields.number("initializer_range", 0.02),
-        "attention_dropout": fields.number("attention_dropout", 0.0),
+        "norm_epsilon": fields.number("rms_norm_eps", POSITIVE, 1e-6),
+        "init_method_std": fields.number("initializer_range", NOT_NEGATIVE, 0.02),
+        "attention_dropout": fields.number("attention_dropout", BELOW_ONE, 0.0),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", bool, False),
         "hidden_dropout": 0.0,
         "normalization": "RMSNorm",
@@ -155,9 +176,14 @@ def _write_llama(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_mistral(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    # Only a null says that there is none: a file without the field has the window of the first Mistral.
-    window = fields.take("sliding_window", int, None if fields.has("sliding_window") else 4096)
+    window = _window(fields)
     return {} if window is None else {"window_size": f"{window - 1},0"}
+
+
+def _window(fields: JsonFields) -> int | None:
+    """Only a null says that there is none: a file without the field has the window of the first Mistral, as of Qwen."""
+    window = fields.optional_integer("sliding_window", AT_LEAST_ONE)
+    return window if window is not None or fields.has("sliding_window") else 4096
 
 
 def _write_mistral(model: ModelConfig) -> dict[str, Any]:
@@ -171,23 +197,26 @@ def _read_qwen2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 def _read_qwen3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     fields.only("attention_bias", False)
-    head_dim = common["kv_channels"] or 128
-    return {"qk_layernorm": True, "kv_channels": head_dim, **_read_layer_windows(fields, common["num_layers"])}
+    return {"qk_layernorm": True, **_read_layer_windows(fields, common["num_layers"])}
 
 
 def _read_layer_windows(fields: JsonFields, layers: int) -> dict[str, Any]:
     """Qwen's fields for layers with and without a sliding window."""
     used = fields.take("use_sliding_window", bool, False)
-    window, first = fields.take("sliding_window", int, 4096), fields.take("max_window_layers", int, 28)
-    default = ["sliding_attention" if used and layer >= first else "full_attention" for layer in range(layers)]
+    window, first = _window(fields), fields.integer("max_window_layers", NOT_NEGATIVE, 28)
+    slide = used and window is not None
+    default = ["sliding_attention" if slide and layer >= first else "full_attention" for layer in range(layers)]
     kinds: list[Any] = fields.take("layer_types", list, default)
-    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+    if len(kinds) != layers or not all(kind in ("sliding_attention", "full_attention") for kind in kinds):
         raise fields.error(f"layer_types {kinds} is not one of sliding_attention, full_attention for {layers} layers")
     slides = [int(kind == "sliding_attention") for kind in kinds]
-    if not used and any(slides):
-        raise fields.error("layer_types has sliding_attention and use_sliding_window is false")
+    if any(slides) and not slide:
+        raise fields.error(
+            f"layer_types has sliding_attention, but use_sliding_window is {used} and sliding_window {window}"
+        )
     if not any(slides):
         return {}
+    assert window is not None
     return {"window_size": f"{window - 1},0", "window_attn_skip_freq": None if all(slides) else str(slides)}
 
 
@@ -216,9 +245,9 @@ FAMILIES = {
     family.model_type: family
     for family in (
         Family("llama", "LlamaForCausalLM", _read_llama, _write_llama),
-        Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral),
-        Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_layer_windows),
-        Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_layer_windows),
+        Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral, groups=8),
+        Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_layer_windows, groups=32),
+        Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_layer_windows, groups=32, head_dim=128),
         # Written as the Llama that it is.
         Family("baichuan", "BaiChuanForCausalLM", _read_baichuan, None, packed_qkv=True),
     )
@@ -241,7 +270,7 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
         for field in dataclasses.fields(ModelConfig)
         if field.name not in without and _has_a_part(model, field.name)
     }
-    derived = {
+    derived: dict[str, Any] = {
         "group_query_attention": True,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
@@ -250,11 +279,16 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
         "window_attn_skip_freq": model.windows,
         "add_qkv_bias": model.qkv_bias,
     }
+    if model.position_embedding_type == "yarn":
+        derived["yarn_mscale"] = attention_factor(model)
     return {**found, **derived}
 
 
 def _has_a_part(model: ModelConfig, field: str) -> bool:
-    """False for numbers of a rotary scaling that is off, and for YaRN's, which config.json holds all of."""
+    """False for numbers of a rotary scaling that is off."""
+    yarn = model.position_embedding_type == "yarn"
     if field.startswith("yarn_"):
-        return False
+        return yarn
+    if field in ("rope_scaling_factor", "rope_scaling_original_max_position_embeddings"):
+        return yarn or model.use_rope_scaling
     return model.use_rope_scaling or not field.startswith("rope_scaling_")

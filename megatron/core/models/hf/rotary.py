@@ -6,27 +6,36 @@ import math
 from typing import Any
 
 from megatron.config.model import ModelConfig
+from megatron.config.rules_ranges import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from megatron.core.models.hf.config_json import JsonFields
 
 
 def read_rotary(fields: JsonFields, where: str, *, default_theta: float, context: int) -> dict[str, Any]:
-    """Fields of ModelConfig. `context`: the model's max_position_embeddings. Raises CheckpointError."""
+    """Fields of ModelConfig. `context`: the model's max_position_embeddings. Raises CheckpointError.
+
+    Where both dicts are given, transformers takes `rope_scaling` and no field of the other.
+    """
     old, new = fields.take("rope_scaling", dict, None), fields.take("rope_parameters", dict, None)
-    rope = JsonFields(new or old or {}, f"{where}: {'rope_parameters' if new else 'rope_scaling'}")
-    theta = rope.take("rope_theta", (int, float), fields.take("rope_theta", (int, float), default_theta))
-    fields.only("partial_rotary_factor", 1.0)
-    rope.only("partial_rotary_factor", 1.0)
+    rope = JsonFields(old or new or {}, f"{where}: {'rope_scaling' if old else 'rope_parameters'}")
+    outer = fields.number("rope_theta", ABOVE_ONE, default_theta)
+    for place in (fields, rope):
+        place.only("partial_rotary_factor", 1.0)
     kind = rope.take("rope_type", str, rope.take("type", str, "default"))
-    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": float(theta)}
+    base = rope.number("rope_theta", ABOVE_ONE, outer)
+    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
     if kind == "linear":
-        found["rotary_seq_len_interpolation_factor"] = rope.number("factor")
+        found["rotary_seq_len_interpolation_factor"] = rope.number("factor", POSITIVE)
     elif kind == "llama3":
+        low, high = rope.number("low_freq_factor", POSITIVE), rope.number("high_freq_factor", POSITIVE)
+        if low >= high:
+            raise rope.error(f"low_freq_factor {low} is not below high_freq_factor {high}")
+        original = "original_max_position_embeddings"
         found |= {
             "use_rope_scaling": True,
-            "rope_scaling_factor": rope.number("factor"),
-            "rope_scaling_low_freq_factor": rope.number("low_freq_factor"),
-            "rope_scaling_high_freq_factor": rope.number("high_freq_factor"),
-            "rope_scaling_original_max_position_embeddings": rope.take("original_max_position_embeddings", int),
+            "rope_scaling_factor": rope.number("factor", AT_LEAST_ONE),
+            "rope_scaling_low_freq_factor": low,
+            "rope_scaling_high_freq_factor": high,
+            f"rope_scaling_{original}": rope.integer(original, AT_LEAST_ONE, context),
         }
     elif kind == "yarn":
         found |= _yarn(rope, context)
@@ -39,20 +48,30 @@ def read_rotary(fields: JsonFields, where: str, *, default_theta: float, context
 
 
 def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
-    factor = rope.number("factor")
-    rope.only("truncate", True)
-    attention: float | None = rope.take("attention_factor", (int, float), None)
-    scale, scale_all = rope.take("mscale", (int, float), None), rope.take("mscale_all_dim", (int, float), None)
+    factor = rope.number("factor", AT_LEAST_ONE)
+    if rope.has("truncate") and not rope.take("truncate", bool, False):  # a null is no default here
+        raise rope.error("truncate is false; only true is supported")
+    attention = rope.optional_number("attention_factor", POSITIVE)
+    scale, scale_all = (rope.optional_number(name, NOT_NEGATIVE) for name in ("mscale", "mscale_all_dim"))
+    fast, slow = rope.number("beta_fast", POSITIVE, 32.0), rope.number("beta_slow", POSITIVE, 1.0)
+    if slow >= fast:
+        raise rope.error(f"beta_slow {slow} is not below beta_fast {fast}")
+    original = "original_max_position_embeddings"
     if attention is None:
         attention = _mscale(factor, scale) / _mscale(factor, scale_all) if scale and scale_all else _mscale(factor, 1.0)
     return {
         "position_embedding_type": "yarn",
         "rope_scaling_factor": factor,
-        "rope_scaling_original_max_position_embeddings": rope.take("original_max_position_embeddings", int, context),
-        "yarn_beta_fast": rope.number("beta_fast", 32.0),
-        "yarn_beta_slow": rope.number("beta_slow", 1.0),
-        "yarn_mscale": float(attention),
+        f"rope_scaling_{original}": rope.integer(original, AT_LEAST_ONE, context),
+        "yarn_beta_fast": fast,
+        "yarn_beta_slow": slow,
+        "yarn_mscale": attention,
     }
+
+
+def attention_factor(config: ModelConfig) -> float:
+    """YaRN's factor on cos and sin, given or derived."""
+    return _mscale(config.rope_scaling_factor, 1.0) if config.yarn_mscale is None else config.yarn_mscale
 
 
 def _mscale(factor: float, scale: float) -> float:
@@ -70,7 +89,7 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": config.rope_scaling_original_max_position_embeddings,
             "beta_fast": config.yarn_beta_fast,
             "beta_slow": config.yarn_beta_slow,
-            "attention_factor": _mscale(factor, 1.0) if config.yarn_mscale is None else config.yarn_mscale,
+            "attention_factor": attention_factor(config),
         }
     elif config.use_rope_scaling:
         scaling = {
