@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.config.flag import flag
 from megatron.config.lora import LORA_TARGETS, lora_projections
 from megatron.config.window import attention_windows, keys_in_window
+from megatron.core.errors import ConfigError
 
 # How the model is run and what is added to it, not what it is: with --use-checkpoint-args these stay the run's own, all
 # others are the checkpoint's.
@@ -173,10 +174,19 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated channels of a head (0 without rotary embedding); even."""
+        """Rotated channels of a head (0 without rotary embedding). Raises ConfigError unless they are pairs.
+
+        Megatron-LM and transformers round an odd number up, but take the frequencies of the odd number.
+        """
         if self.position_embedding_type not in ("rope", "yarn"):
             return 0
-        return int(self.head_dim * self.rotary_percent) // 2 * 2
+        channels = int(self.head_dim * self.rotary_percent)
+        if channels % 2 or channels == 0:
+            raise ConfigError(
+                f"--rotary-percent {self.rotary_percent} of head size {self.head_dim} rotates {channels} channels, and "
+                "they are rotated in pairs; change it or --kv-channels, or use --position-embedding-type none"
+            )
+        return channels
 
     @property
     def window(self) -> int | None:

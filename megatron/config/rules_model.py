@@ -207,12 +207,10 @@ def adapters_have_a_place(run: RunConfig, world_size: int) -> str | None:
 
 def rotary_rotates(run: RunConfig, world_size: int) -> str | None:
     """Channels are rotated in pairs: at least two of a head."""
-    m = run.model
-    if m.position_embedding_type in ("rope", "yarn") and m.rotary_dim < 2:
-        return (
-            f"--rotary-percent {m.rotary_percent} of head size {m.head_dim} rotates no pair of channels; raise it or "
-            "use --position-embedding-type none"
-        )
+    try:
+        _ = run.model.rotary_dim
+    except ConfigError as error:
+        return str(error)
     return None
 
 

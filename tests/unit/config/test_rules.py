@@ -182,6 +182,14 @@ CASES = [
     ),
     (
         rules_model.rotary_rotates,
+        {**ROPE, "kv_channels": 12, "rotary_percent": 0.25},
+        {**ROPE, "kv_channels": 12, "rotary_percent": 0.5},
+        1,
+        ["0.25", "12", "3 channels", "--kv-channels"],
+    ),
+    (rules_model.rotary_rotates, {**YARN, "kv_channels": 7}, {**YARN, "kv_channels": 8}, 1, ["7 channels"]),
+    (
+        rules_model.rotary_rotates,
         {**ROPE, "rotary_percent": 0.1},
         {**ROPE, "rotary_percent": 0.25},
         1,

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron.core.errors import CheckpointError
 from megatron.core.models.hf.families import FAMILIES, parse_config, read_config, write_config
+from megatron.core.models.hf.source import HFSource
 from megatron.kernels.ops.rope import rotary_frequencies
 from tests.unit.models.builds import CPU, make_ids
 from tests.unit.models.hf_models import LINEAR, LLAMA3, YARN, edit_json, make_hf_model, save_hf_model
@@ -161,3 +163,13 @@ def test_a_model_with_other_yarn_numbers_than_the_folder_keeps_its_own(tmp_path,
     found = parse_config(family, written, "written")
     assert rotary_frequencies(found, CPU)[0].equal(rotary_frequencies(model, CPU)[0])
     assert rotary_frequencies(found, CPU)[1] == rotary_frequencies(model, CPU)[1]
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 99_999}, {"num_attention_heads": 10**9, "head_dim": 8}])
+def test_a_size_that_the_weights_do_not_have_is_found_before_all_names_are_made(tmp_path, changes):
+    save_hf_model("llama", tmp_path)
+    edit_json(tmp_path / "config.json", **{**changes, "num_key_value_heads": None})
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"holds no tensor model\.layers\.99998|o_proj\.weight is \[64, 64\]"):
+        HFSource(tmp_path)
+    assert time.monotonic() - start < 20

@@ -46,12 +46,8 @@ class HFFolder:
         """Elements `box` of a tensor, a view of mapped memory."""
         return narrow(self._files[self._place[name]].view(name), box)
 
-    def check(self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None) -> None:
-        """Raise CheckpointError unless the folder holds exactly the `expected` tensors in these shapes.
-
-        Two leftovers of older models are let pass: rotary frequencies, which follow from config.json, and a
-        `tied_head` that equals the embedding.
-        """
+    def require(self, expected: dict[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError unless the folder holds these tensors in these shapes; it may hold others."""
         for name, shape in expected.items():
             entry = self.entries.get(name)
             if entry is None:
@@ -60,6 +56,14 @@ class HFFolder:
                 raise CheckpointError(
                     f"{self.path}: tensor {name} is {list(entry.shape)}, its config.json calls for {list(shape)}"
                 )
+
+    def check(self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None) -> None:
+        """Raise CheckpointError unless the folder holds exactly the `expected` tensors in these shapes.
+
+        Two leftovers of older models are let pass: rotary frequencies, which follow from config.json, and a
+        `tied_head` that equals the embedding.
+        """
+        self.require(expected)
         extra = [name for name in self.entries if name not in expected and not name.endswith("rotary_emb.inv_freq")]
         if tied_head in extra:
             self._check_tied(tied_head)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.folder import HFFolder
@@ -22,6 +23,7 @@ class HFSource:
         self.path = path
         family, self.model = read_config(path)
         self.folder = HFFolder(path)
+        self.folder.require(_last_layer(self.model))  # a table of made-up sizes would take very long
         self.table = table(family, self.model)
         untied = self.model.untie_embeddings_and_output_weights
         self.folder.check(self.table.theirs, tied_head=None if untied else "lm_head.weight")
@@ -31,3 +33,11 @@ class HFSource:
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """See Source. Rows of the vocabulary's padding are zero."""
         return gather(self.table.of_own(name, box), box, dtype, self.folder.read)
+
+
+def _last_layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Two tensors that bound the number of layers and of heads."""
+    assert model.num_layers and model.hidden_size and model.num_attention_heads
+    h, last = model.hidden_size, f"model.layers.{model.num_layers - 1}."
+    heads = model.num_attention_heads * model.head_dim
+    return {f"{last}input_layernorm.weight": (h,), f"{last}self_attn.o_proj.weight": (h, heads)}
