@@ -76,9 +76,9 @@ def make_hf_model(name, dtype=torch.float32, **changes):
 
 
 @torch.no_grad()
-def random_model(cls, config):
-    """The same model for the same configuration, in fp32."""
-    torch.manual_seed(7)
+def random_model(cls, config, seed=7):
+    """The same model for the same configuration and seed, in fp32."""
+    torch.manual_seed(seed)
     model = cls(config).eval()
     for key, parameter in model.named_parameters():
         if "norm" in key or key.endswith("bias"):

@@ -16,7 +16,7 @@ _MISSING: Any = object()
 _NAMES = """
     architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path _commit_hash name_or_path
     attn_implementation _attn_implementation _attn_implementation_autoset use_cache pretraining_tp tokenizer_class
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix task_specific_params
+    sep_token_id decoder_start_token_id prefix task_specific_params
     model_max_length return_dict output_hidden_states output_attentions output_scores return_dict_in_generate torchscript
     use_bfloat16 tf_legacy_loss pruned_heads problem_type finetuning_task id2label label2id is_encoder_decoder is_decoder
     add_cross_attention cross_attention_hidden_size tie_encoder_decoder chunk_size_feed_forward max_length min_length

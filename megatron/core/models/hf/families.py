@@ -119,6 +119,8 @@ def _read_common(
     older = fields.has("max_sequence_length") and not fields.has("max_position_embeddings")
     context = fields.integer("max_sequence_length" if older else "max_position_embeddings", AT_LEAST_ONE)
     fields.only("hidden_act", "silu")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields.take(name, (int, list), None)
     return {
         "num_layers": fields.integer("num_hidden_layers", _LAYERS),
         "hidden_size": hidden,
