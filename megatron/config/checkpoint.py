@@ -29,6 +29,12 @@ class CheckpointConfig:
         "used unless another is given. A checkpoint in --load goes before it, so that a run can be started again",
         metavar="DIR",
     )
+    load_adapter: str | None = flag(
+        None,
+        "go on with the LoRA adapter in this folder, as PEFT saves it, on the model of --load-hf, --pretrained-checkpoint "
+        "or --load; its adapter_config.json gives rank, alpha and projections. A checkpoint of this run goes before it",
+        metavar="DIR",
+    )
     save_hf: str | None = flag(
         None, "write every checkpoint to DIR/iter_0000100 in Hugging Face format, too", metavar="DIR"
     )

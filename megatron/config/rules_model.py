@@ -43,6 +43,17 @@ def one_source_of_shape(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def one_source_of_adapters(run: RunConfig, world_size: int) -> str | None:
+    """Rank, alpha and projections come from the adapter's folder or from flags; dropout is each run's own."""
+    shape = ("lora_rank", "lora_alpha", "lora_target_modules")
+    if run.checkpoint.load_adapter and (given := [flag_name(name) for name in shape if name in run.given]):
+        return (
+            f"{', '.join(given)} has no effect: --load-adapter takes the adapters' shape from its adapter_config.json; "
+            "remove one of the two"
+        )
+    return None
+
+
 def batch_shape_is_given(run: RunConfig, world_size: int) -> str | None:
     """There is no default size of a sample or of a microbatch."""
     required = {"--seq-length": run.data.seq_length, "--micro-batch-size": run.train.micro_batch_size}
@@ -198,9 +209,9 @@ def adapters_have_a_place(run: RunConfig, world_size: int) -> str | None:
     except ConfigError as error:
         return str(error)
     if projections and not (c.load or c.pretrained_checkpoint or c.load_hf):
+        asked = f"--load-adapter {c.load_adapter}" if c.load_adapter else f"--lora-rank {run.model.lora_rank}"
         return (
-            f"--lora-rank {run.model.lora_rank} adapts a model that is trained already; give it with --load-hf, "
-            "--pretrained-checkpoint or --load"
+            f"{asked} adapts a model that is trained already; give it with --load-hf, --pretrained-checkpoint or --load"
         )
     return None
 
@@ -293,6 +304,7 @@ def tp_divides_vocabulary(run: RunConfig, world_size: int) -> str | None:
 
 RULES = (
     one_source_of_shape,
+    one_source_of_adapters,
     batch_shape_is_given,
     only_supported_parallelism,
     only_local_layers,

@@ -56,6 +56,11 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     state = read_state(path)
     saved = model_config_of(state)
     finetune = run.checkpoint.finetune or state["train"] is None  # a converted model was not trained here
+    if finetune and saved.lora_rank and run.checkpoint.load_adapter:
+        raise CheckpointError(
+            f"{path} holds LoRA adapters already; --load-adapter {run.checkpoint.load_adapter} needs a model without any: "
+            "remove it, or merge them with tools/checkpoint/convert.py --loader megatron --saver megatron"
+        )
     begins_lora = finetune and saved.lora_rank is None and run.model.lora_rank is not None
     base = dataclasses.replace(run.model, lora_rank=None) if begins_lora else run.model
     check_same_model(path, saved, base, finetune=run.checkpoint.finetune)

@@ -30,7 +30,7 @@ from megatron.training.profile import ProfileTimeline
 from megatron.training.progress import ProgressLine, terminal_console
 from megatron.training.setup import build, open_heartbeat_files, start_process, together
 from megatron.training.signals import ExitSignals
-from megatron.training.start import take_hf_shape
+from megatron.training.start import take_adapter_shape, take_hf_shape
 from megatron.training.trainer import Trainer
 from megatron.training.writers import Metrics, check_packages, open_writers
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str], description: str) -> None:
     setup_logging(rank)
     try:
         run = parse(argv, description=description)
-        run = take_hf_shape(run)
+        run = take_adapter_shape(take_hf_shape(run))
         check(run, world_size)
         log.info(print_arguments(run))
         pretrain(run, rank, world_size, local_rank, started)

@@ -23,6 +23,7 @@ from megatron.core.errors import CheckpointError, ConfigError, DataError
 from megatron.core.groups import Groups
 from megatron.core.log import get_logger
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hf.adapter import AdapterSource
 from megatron.core.models.hf.families import CONFIG_FILE
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
@@ -31,6 +32,7 @@ from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.pipeline_parallel.partition import partition
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
+from megatron.core.transformer.lora import is_adapter
 from megatron.kernels.choose import choose_kernels
 from megatron.training.checkpoint import model_config_of, model_tensors
 from megatron.training.setup import together
@@ -43,14 +45,15 @@ log = get_logger(__name__)
 class Saved:
     """What is known of a saved model before anything is built.
 
-    path: a checkpoint of ours, or a folder in Hugging Face format; `hf` is then its weights. model: in the precision
-    that it is stored in. dtype: the one to run it in; None for the stored one.
+    path: a checkpoint of ours, or a folder in Hugging Face format; `hf` is then its weights. adapter: PEFT's, put on it.
+    model: in the precision that it is stored in. dtype: the one to run it in; None for the stored one.
     """
 
     path: Path
     model: ModelConfig
     tokenizer: TokenizerConfig
     hf: HFSource | None = None
+    adapter: AdapterSource | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -74,13 +77,20 @@ def read_saved(directory: str, step: int | None) -> Saved:
     return Saved(path, *saved_parts(read_state(path)))
 
 
-def read_hf(directory: str) -> Saved:
+def read_hf(directory: str, adapter: str | None = None) -> Saved:
     """A folder in Hugging Face format: config.json, the tokenizer if there is one, and the headers of its weights.
 
-    Local. Raises CheckpointError for what is missing, damaged or not supported.
+    adapter: the folder of an adapter that will be put on it with `with_adapter`. Local. Raises CheckpointError for what
+    is missing, damaged or not supported.
     """
-    source = HFSource(Path(directory))
+    source = HFSource(Path(directory), adapter)
     return Saved(source.path, _in_dtype(source.model, source.dtype), tokenizer_of(source.path), hf=source)
+
+
+def with_adapter(saved: Saved, folder: str) -> Saved:
+    """The saved model with the LoRA adapter of a folder in PEFT's format. Local. Raises CheckpointError."""
+    adapter = AdapterSource(Path(folder), saved.model)
+    return dataclasses.replace(saved, model=adapter.model, adapter=adapter)
 
 
 def saved_parts(state: dict[str, Any]) -> tuple[ModelConfig, TokenizerConfig]:
@@ -160,12 +170,16 @@ def restore_model(saved: Saved, groups: Groups, device: torch.device) -> tuple[G
     assert config.num_layers
     stage = partition(config.num_layers, range(groups.pp.size))[groups.pp.rank]
     model = GPTModel(build, [stage]).eval().requires_grad_(False)
-    parameters, source = local_parameters(model), saved.hf
+    parameters, source, adapter = local_parameters(model), saved.hf, saved.adapter
+    adapters = {n: p for n, p in parameters.items() if is_adapter(n)} if adapter else {}
+    parameters = {n: p for n, p in parameters.items() if n not in adapters}
     with groups.heartbeat.phase("load-checkpoint"):
         if source is None:
             _read_checkpoint(saved.path, parameters, groups, saved.stored)
         else:
             together(groups.world, lambda: fill(parameters, source))
+        if adapter is not None:
+            together(groups.world, lambda: fill(adapters, adapter))
     sizes = f"tp {groups.tp.size}, pp {groups.pp.size}"
     log.info("loaded %s: %s on %s, %s", saved.path, config.dtype_name, device, sizes)
     return model, build

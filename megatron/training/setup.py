@@ -34,9 +34,10 @@ from megatron.core.errors import ConfigError, UserError
 from megatron.core.groups import Group, Groups, backend_for, connect, create_groups
 from megatron.core.log import get_logger
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hf.adapter import AdapterSource
 from megatron.core.models.hf.families import write_config
 from megatron.core.models.hf.source import HFSource
-from megatron.core.models.source import fill
+from megatron.core.models.source import Source, fill
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter, initialize, local_parameters
@@ -271,15 +272,20 @@ def build_gpt(shared: Build, stages: Sequence[Stage] | None) -> GPTModel:
 
 
 def initial_weights(run: RunConfig, parameters: dict[str, Parameter], groups: Groups, *, has_checkpoint: bool) -> None:
-    """Weights that depend on the seed, or those of --load-hf; a checkpoint is loaded over them later.
+    """Weights that depend on the seed, or those of --load-hf and --load-adapter; a checkpoint is loaded over them later.
 
     Raises ConfigError for adapters of a model that nobody trained.
     """
+    adapters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
     if has_checkpoint:
+        if run.checkpoint.load_adapter:
+            return _load_adapter(run, run.checkpoint.load_adapter, adapters, groups)
         return initialize({n: p for n, p in parameters.items() if p.requires_grad}, run.train.seed)
     if run.checkpoint.load_hf:
-        _load_hf(Path(run.checkpoint.load_hf), {n: p for n, p in parameters.items() if not is_adapter(n)}, groups)
-        return initialize({n: p for n, p in parameters.items() if is_adapter(n)}, run.train.seed)
+        _load_hf(run, run.checkpoint.load_hf, {n: p for n, p in parameters.items() if n not in adapters}, groups)
+        if run.checkpoint.load_adapter:
+            return _load_adapter(run, run.checkpoint.load_adapter, adapters, groups)
+        return initialize(adapters, run.train.seed)
     if run.model.lora_rank:
         raise ConfigError(
             f"--lora-rank {run.model.lora_rank} adapts a model that is trained already, and "
@@ -289,9 +295,18 @@ def initial_weights(run: RunConfig, parameters: dict[str, Parameter], groups: Gr
     initialize(parameters, run.train.seed)
 
 
-def _load_hf(folder: Path, parameters: dict[str, Parameter], groups: Groups) -> None:
+def _load_hf(run: RunConfig, folder: str, parameters: dict[str, Parameter], groups: Groups) -> None:
+    source = together(groups.world, lambda: HFSource(Path(folder), run.checkpoint.load_adapter))
+    _fill(folder, source, parameters, groups)
+
+
+def _load_adapter(run: RunConfig, folder: str, adapters: dict[str, Parameter], groups: Groups) -> None:
+    base = dataclasses.replace(run.model, lora_rank=None)
+    _fill(folder, together(groups.world, lambda: AdapterSource(Path(folder), base)), adapters, groups)
+
+
+def _fill(folder: str, source: Source, parameters: dict[str, Parameter], groups: Groups) -> None:
     with groups.heartbeat.phase("load-checkpoint"):
-        source = together(groups.world, lambda: HFSource(folder))
         together(groups.world, lambda: fill(parameters, source))
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters.values()}
     log.info("loaded %s, stored as %s, as %s", folder, str(source.dtype).removeprefix("torch."), ", ".join(dtypes))

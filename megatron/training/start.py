@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.store import read_state
 from megatron.core.errors import CheckpointError
 from megatron.core.log import get_logger
+from megatron.core.models.hf.adapter import check_no_adapter, read_adapter_config
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.training.checkpoint import find_checkpoint
@@ -27,6 +28,7 @@ def take_hf_shape(run: RunConfig) -> RunConfig:
         return run
     folder = Path(run.checkpoint.load_hf)
     _, found = read_config(folder)
+    check_no_adapter(folder, run.checkpoint.load_adapter)
     # Dropout is in the file, and yet each run's own.
     kept = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | run.given
     own = {f.name: getattr(run.model, f.name) for f in dataclasses.fields(found) if f.name in kept}
@@ -38,6 +40,18 @@ def take_hf_shape(run: RunConfig) -> RunConfig:
         run.tokenizer, tokenizer_type=tokenizer.tokenizer_type, tokenizer_model=tokenizer.tokenizer_model
     )
     return dataclasses.replace(run, tokenizer=own_tokenizer)
+
+
+def take_adapter_shape(run: RunConfig) -> RunConfig:
+    """The run with the rank, alpha and projections of --load-adapter's folder, and its dropout unless one is given.
+
+    Local: reads adapter_config.json and a header. Raises CheckpointError.
+    """
+    if run.checkpoint.load_adapter is None:
+        return run
+    found = read_adapter_config(Path(run.checkpoint.load_adapter))
+    own = {name: value for name, value in found.items() if name not in run.given}
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, **own))
 
 
 def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:

@@ -24,7 +24,16 @@ from megatron.core.transformer.context import Build
 from megatron.training.arguments import FlagParser, path_word, within
 from megatron.training.convert import parse_dtype
 from megatron.training.exits import exit_code
-from megatron.training.restore import Saved, check_pp, check_tp, read_hf, read_saved, restore_model, restore_tokenizer
+from megatron.training.restore import (
+    Saved,
+    check_pp,
+    check_tp,
+    read_hf,
+    read_saved,
+    restore_model,
+    restore_tokenizer,
+    with_adapter,
+)
 from megatron.training.setup import start_process
 
 
@@ -36,6 +45,12 @@ def add_model_flags(parser: FlagParser) -> None:
         "--load-hf", type=path_word, metavar="DIR", help="or a model in Hugging Face format, which needs no conversion"
     )
     add = parser.add_argument
+    add(
+        "--load-adapter",
+        type=path_word,
+        metavar="DIR",
+        help="put the LoRA adapter in this folder, as PEFT saves it, on the model",
+    )
     add("--ckpt-step", type=within(int, COUNT_OR_NONE), metavar="N", help="iteration of --load (default: the newest)")
     for name in ("bf16", "fp16", "fp32"):
         add(f"--{name}", action="store_true", help=f"run in {name} (default: as the weights are stored)")
@@ -81,11 +96,11 @@ def read_model(args: argparse.Namespace) -> tuple[Saved, Tokenizer]:
 
 
 def _find_model(args: argparse.Namespace) -> Saved:
-    if args.load_hf is None:
-        return read_saved(args.load, args.ckpt_step)
-    if args.ckpt_step is not None:
+    if args.load_hf is not None and args.ckpt_step is not None:
         raise ConfigError(f"--ckpt-step {args.ckpt_step} has no effect with --load-hf; remove it")
-    return read_hf(args.load_hf)
+    hf, adapter = args.load_hf, args.load_adapter
+    saved = read_saved(args.load, args.ckpt_step) if hf is None else read_hf(hf, adapter)
+    return saved if adapter is None else with_adapter(saved, adapter)
 
 
 def _layout(args: argparse.Namespace) -> tuple[int, int]:

@@ -133,6 +133,56 @@ def test_some_projections_of_a_checkpoint_of_ours(base, tmp_path):
     assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), adapted)
 
 
+@pytest.mark.parametrize("layout", [{}, TP2], ids=["1", "tp 2"])
+def test_an_adapter_of_peft_is_gone_on_with(base, trained, tmp_path, layout):
+    """From the adapter that a run exported: its losses, and then learning goes on from there."""
+    root, output = trained
+    losses = {}
+    adapter = {"--load-adapter": root / "hf/iter_0000006"}
+    for name, start in {"checkpoint": {"--load": root / "run", **LORA}, "adapter": {**adapter, **layout}}.items():
+        changes = {"--load-hf": base, "--mock-data": None, "--skip-train": None, "--eval-iters": 2, **start}
+        done = run(flags(changes, without=SHAPE_FLAGS), tmp_path / name, 2 if name == "adapter" and layout else 1)
+        assert set(done.codes) == {0}, done.text
+        losses[name] = [loss for _, loss in evaluations(done.stdout[0])]
+    assert losses["adapter"] == pytest.approx(losses["checkpoint"], rel=1e-5)
+    if layout:
+        return
+    changes = {
+        "--load-hf": base,
+        "--mock-data": None,
+        "--save": tmp_path / "run",
+        "--load": tmp_path / "run",
+        **adapter,
+    }
+    given = {"--save-interval": 2, "--train-iters": 2, "--lr": 2e-2, "--lr-decay-iters": 9}
+    argv = flags(changes, given, without=SHAPE_FLAGS)
+    first = run(argv, tmp_path / "log")
+    assert first.codes == [0], first.text
+    began, ended = (lines(text)[at]["lm loss"] for text, at in ((first.stdout[0], 0), (output, -1)))
+    assert began < lines(output)[0]["lm loss"] and abs(began - ended) < 0.5
+    # The same command goes on with its own checkpoint, and an adapter cannot be put on one that has some.
+    again = run([*argv, "--train-iters", "3"], tmp_path / "log2")
+    assert [line["iteration"] for line in lines(again.stdout[0])] == [3], again.text
+    twice = flags({**changes, "--load": root / "run", "--finetune": None}, without={*SHAPE_FLAGS, "--save"})
+    done = run(twice, tmp_path / "log3")
+    assert done.codes == [2] and "holds LoRA adapters already; --load-adapter" in done.stderr[0], done.text
+
+
+@pytest.mark.parametrize("loader", ["hf", "megatron"])
+def test_an_adapter_of_peft_is_merged_by_the_converter(base, trained, tmp_path, loader):
+    root, _ = trained
+    source = base
+    if loader == "megatron":
+        source = tmp_path / "base"
+        words = ["--loader", "hf", "--saver", "megatron", "--load-dir", str(base), "--save-dir", str(source)]
+        assert convert.main(words) == 0
+    words = ["--loader", loader, "--saver", "hf", "--load-dir", source, "--save-dir", tmp_path / "a"]
+    assert convert.main([str(word) for word in [*words, "--load-adapter", root / "hf/iter_0000006"]]) == 0
+    assert convert_to("hf", root, tmp_path / "b") == 0
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.parametrize(
     ("more", "without", "problem"),
     [
@@ -142,6 +192,7 @@ def test_some_projections_of_a_checkpoint_of_ours(base, tmp_path):
         ({"--load": "nowhere"}, ("--load-hf",), "--load nowhere holds none; give --load-hf"),
         ({}, ("--load-hf", "--load"), "--lora-rank 4 adapts a model that is trained already; give it with --load-hf"),
         ({}, ("--lora-rank",), "--lora-alpha has no effect: there are no adapters"),
+        ({"--load-adapter": "x"}, (), "adapter_config.json is not there; give a folder in PEFT's format"),
     ],
 )
 def test_mistakes(base, trained, tmp_path, more, without, problem):

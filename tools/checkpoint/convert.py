@@ -24,6 +24,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT_OR_NONE, RANKS, SIZE
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.log import get_logger, setup_logging
+from megatron.core.models.hf.adapter import AdaptedSource, AdapterSource
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.mcore.arguments import flags_beside
@@ -61,6 +62,12 @@ def build_parser() -> FlagParser:
         help="a Hugging Face model, or a folder that a run saved in",
     )
     add("--save-dir", type=path_word, required=True, metavar="DIR", help="must not hold anything yet")
+    add(
+        "--load-adapter",
+        type=path_word,
+        metavar="DIR",
+        help="merge the LoRA adapter in this folder, as PEFT saves it, into the model",
+    )
     add("--ckpt-step", type=within(int, COUNT_OR_NONE), metavar="N", help="iteration to load (default: the newest)")
     add("--bf16", action="store_true", help="write bf16 (default: as the weights are stored)")
     add("--fp16", action="store_true", help="write fp16")
@@ -146,6 +153,8 @@ def check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for a flag that the chosen formats do not read, and for formats that do not go together."""
     if args.saver == "peft" and args.loader != "megatron":
         raise ConfigError(f"--saver peft writes the adapters of our checkpoints, not of --loader {args.loader}")
+    if args.saver == "peft" and args.load_adapter is not None:
+        raise ConfigError(f"--load-adapter {args.load_adapter} is an adapter already; remove it, or --saver peft")
     read_by = {
         "ckpt_step": ("--loader", args.loader, ("megatron", "mcore")),
         "true_vocab_size": ("--loader", args.loader, ("mcore",)),
@@ -165,16 +174,21 @@ def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig]:
     folder = Path(args.load_dir)
     if not folder.is_dir():
         raise CheckpointError(f"--load-dir {folder} is no folder")
+    source: Source
     if args.loader == "hf":
-        return HFSource(folder), tokenizer_of(folder)
-    if args.loader == "mcore":
-        return MCoreSource(folder, args.ckpt_step, args.true_vocab_size, args.ignore_arguments or ()), TokenizerConfig()
-    saved = read_saved(args.load_dir, args.ckpt_step)
-    source = CheckpointSource(saved.path)
+        source, tokenizer = HFSource(folder, args.load_adapter), tokenizer_of(folder)
+    elif args.loader == "mcore":
+        source = MCoreSource(folder, args.ckpt_step, args.true_vocab_size, args.ignore_arguments or ())
+        tokenizer = TokenizerConfig()
+    else:
+        saved = read_saved(args.load_dir, args.ckpt_step)
+        source, tokenizer = CheckpointSource(saved.path), saved.tokenizer
+    if args.load_adapter is not None:
+        source = AdaptedSource(source, AdapterSource(Path(args.load_adapter), source.model))
     if source.model.lora_rank and args.saver != "peft":
         log.info("merging the LoRA adapters into the model")
-        return MergedSource(source), saved.tokenizer
-    return source, saved.tokenizer
+        source = MergedSource(source)
+    return source, tokenizer
 
 
 def with_flags(tokenizer: TokenizerConfig, args: argparse.Namespace) -> TokenizerConfig:

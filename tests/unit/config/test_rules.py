@@ -559,8 +559,19 @@ def test_a_rule_stops_the_bad_run_and_passes_the_good_one(rule, bad, good, world
 
 
 def test_every_rule_has_a_row():
-    elsewhere = {given_flags_have_an_effect, rules_model.one_source_of_shape}  # what was typed matters to these
+    elsewhere = {
+        given_flags_have_an_effect,
+        rules_model.one_source_of_shape,
+        rules_model.one_source_of_adapters,
+    }  # what was typed matters to these
     assert set(rules.RULES) == {case[0] for case in CASES} | elsewhere
+
+
+def test_adapters_have_one_source():
+    fields = {"load_hf": "a", "load_adapter": "b", "lora_rank": 4, "lora_alpha": 2.0}
+    rules.check(make_run(("load_hf", "load_adapter", "lora_dropout"), **fields), 1)
+    with pytest.raises(ConfigError, match="--lora-rank, --lora-alpha has no effect: --load-adapter takes"):
+        rules.check(make_run(("load_hf", "load_adapter", "lora_rank", "lora_alpha"), **fields), 1)
 
 
 class TestShapeFromCheckpoint:

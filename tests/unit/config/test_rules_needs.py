@@ -233,7 +233,7 @@ ALWAYS = """
     eval_iters
     log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory_interval progress_bar timing_log_level
     tensorboard_dir wandb_project loss_curve profile_timeline
-    save load load_hf pretrained_checkpoint
+    save load load_hf load_adapter pretrained_checkpoint
 """
 
 

@@ -1,4 +1,4 @@
-"""A config.json read field by field, so that none is overlooked: what nobody asked for stops the conversion."""
+"""A config.json, or an adapter's, read field by field, so that none is overlooked: what nobody asked for is an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class JsonFields:
         value = self._values.get(name)
         if value is None:
             if default is _MISSING:
-                raise self.error(f"{name} is missing; it is no complete config.json")
+                raise self.error(f"{name} is missing; the file is not complete")
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
         # A bool is an int in Python and no number here.
@@ -79,16 +79,17 @@ class JsonFields:
         if value != supported:
             raise self.error(f"{name} is {value!r}; only {supported!r} is supported")
 
-    def finish(self, harmless: frozenset[str] = HARMLESS) -> None:
+    def finish(
+        self,
+        harmless: frozenset[str] = HARMLESS,
+        advice: str = "if the model does not depend on it, remove it from the file",
+    ) -> None:
         """Raise CheckpointError naming fields that hold something and were not taken: they may change the model."""
         left = {name: value for name, value in self._values.items() if value is not None}
         unknown = sorted(set(left) - self._taken - harmless)
         if unknown:
             listed = ", ".join(f"{name} = {left[name]!r}" for name in unknown)
-            raise self.error(
-                f"unknown {'field' if len(unknown) == 1 else 'fields'} {listed}; if the model does not depend on it, "
-                "remove it from the file"
-            )
+            raise self.error(f"unknown {'field' if len(unknown) == 1 else 'fields'} {listed}; {advice}")
 
     def _in(self, interval: Interval, name: str, value: float) -> float:
         if not math.isfinite(value):

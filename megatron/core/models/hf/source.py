@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.models.hf.adapter import check_no_adapter
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.names import table
@@ -18,9 +19,11 @@ from megatron.core.models.mapping import gather
 class HFSource:
     """A folder in Hugging Face format. Everything but the tensors' elements is checked when it is opened."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError, see read_config and HFFolder."""
+    def __init__(self, path: Path, adapter: str | None = None) -> None:
+        """adapter: the folder of the adapter that is going to be put on it. Raises CheckpointError, see read_config,
+        HFFolder and check_no_adapter."""
         self.path = path
+        check_no_adapter(path, adapter)
         family, self.model = read_config(path)
         self.folder = HFFolder(path)
         self.folder.require(_last_layer(self.model))  # a table of made-up sizes would take very long

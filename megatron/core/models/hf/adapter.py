@@ -1,0 +1,161 @@
+"""A PEFT adapter's folder as a source of weights: the way back of what peft.py writes.
+
+Only plain LoRA is read: what changes the model in another way is refused by name. Rank-stabilised scaling, alpha /
+sqrt(r), is plain with another alpha.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.lora import PROJECTIONS
+from megatron.config.model import ModelConfig
+from megatron.config.rules_ranges import AT_LEAST_ONE, BELOW_ONE, POSITIVE
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.tensor_file import TensorFile, narrow
+from megatron.core.errors import CheckpointError
+from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_table
+from megatron.core.models.mapping import gather
+from megatron.core.models.source import Source
+from megatron.core.transformer.lora import is_adapter
+
+_OLD_FILE = "adapter_model.bin"
+# Bookkeeping, and settings of features that are off. Which modules have adapters, the tensors say.
+_HARMLESS = frozenset(
+    ["auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "megatron_core"]
+    + ["qalora_group_size", "exclude_modules"]
+)
+_STARTS = (True, "gaussian")  # of init_lora_weights: those that leave the base model's weights as they are
+
+
+class AdapterSource:
+    """The adapters of a PEFT folder, for a model without any: a Source of parameters that `is_adapter` names.
+
+    model: the base with the adapters' rank, alpha, dropout and projections.
+    """
+
+    def __init__(self, path: Path, base: ModelConfig) -> None:
+        """Raises CheckpointError for what is missing, damaged, not supported, or made for another model."""
+        if base.lora_rank is not None:
+            raise CheckpointError(
+                f"the model has LoRA adapters already; {path} cannot be added to them. Merge them into it first with "
+                "tools/checkpoint/convert.py --loader megatron --saver megatron"
+            )
+        self.model = dataclasses.replace(base, **read_adapter_config(path))
+        self._file = TensorFile(path / ADAPTER_FILE)
+        self.table = adapter_table(self.model)
+        self.shapes = self.table.own
+        entries = self._file.entries
+        self.dtype: torch.dtype = next(iter(entries.values())).dtype
+        for name in sorted({*self.table.theirs, *entries}):
+            there = list(entries[name].shape) if name in entries else "nothing"
+            called_for = list(self.table.theirs[name]) if name in self.table.theirs else "nothing"
+            if there != called_for:
+                raise CheckpointError(
+                    f"{path / ADAPTER_FILE}: tensor {name} is {there}, and its {ADAPTER_CONFIG} on this model calls for "
+                    f"{called_for}; give the model that the adapter was trained on"
+                )
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """See Source."""
+        return gather(self.table.of_own(name, box), box, dtype, lambda key, part: narrow(self._file.view(key), part))
+
+
+class AdaptedSource:
+    """A model's weights from `base`, and those of its adapters from `adapter`: a Source of both."""
+
+    def __init__(self, base: Source, adapter: AdapterSource) -> None:
+        self._base, self._adapter = base, adapter
+        self.model = adapter.model
+        self.shapes = {**base.shapes, **adapter.shapes}
+        self.dtype = base.dtype
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """See Source."""
+        return (self._adapter if is_adapter(name) else self._base).read(name, box, dtype)
+
+
+def read_adapter_config(path: Path) -> dict[str, Any]:
+    """The LoRA fields of ModelConfig that a PEFT folder describes. Local: reads its JSON and the header of its weights.
+
+    Raises CheckpointError for what is missing, damaged or not supported.
+    """
+    file = path / ADAPTER_CONFIG
+    try:
+        values = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{file} is not there; give a folder in PEFT's format: {ADAPTER_CONFIG}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} is no JSON object")
+    # What is off is written as false or empty, by every version of PEFT for every feature that it knows.
+    fields = JsonFields({k: v for k, v in values.items() if v is not False and v != {} and v != []}, str(file))
+    fields.only("peft_type", "LORA")
+    fields.only("task_type", "CAUSAL_LM")
+    fields.only("bias", "none")
+    start = fields.take("init_lora_weights", (bool, str), True)
+    if start not in _STARTS:
+        raise fields.error(
+            f"init_lora_weights is {start!r}, which may change the base model's weights; only true, false and gaussian "
+            "are supported"
+        )
+    rank = fields.integer("r", AT_LEAST_ONE, 8)
+    alpha = fields.number("lora_alpha", POSITIVE, 8)
+    found = {
+        "lora_rank": rank,
+        "lora_alpha": alpha * math.sqrt(rank) if fields.take("use_rslora", bool, False) else alpha,
+        "lora_dropout": fields.number("lora_dropout", BELOW_ONE, 0.0),
+        "lora_target_modules": _projections(path, fields),
+    }
+    fields.finish(_HARMLESS, "only plain LoRA, the same in all layers, is supported")
+    return found
+
+
+def check_no_adapter(folder: Path, applied: str | None) -> None:
+    """Raise CheckpointError for a model's folder with an adapter in it, which transformers would apply to the model.
+
+    applied: the folder of the adapter that is asked for.
+    """
+    if (folder / ADAPTER_CONFIG).is_file() and (applied is None or Path(applied).resolve() != folder.resolve()):
+        raise CheckpointError(
+            f"{folder} holds an adapter beside the model ({ADAPTER_CONFIG}), which transformers applies; give "
+            f"--load-adapter {folder}, or remove that file"
+        )
+
+
+def _projections(path: Path, fields: JsonFields) -> tuple[str, ...]:
+    """The projections that have tensors. Raises CheckpointError unless they are those that the file names."""
+    if not (path / ADAPTER_FILE).is_file() and (path / _OLD_FILE).exists():
+        raise CheckpointError(
+            f"{path} holds {_OLD_FILE}, which could run code when it is read; save the adapter again with safetensors"
+        )
+    entries = TensorFile(path / ADAPTER_FILE).entries
+    there = {match[1] for name in entries if (match := re.search(r"\.(\w+)\.lora_[AB]\.weight$", name))}
+    named = fields.take("target_modules", (list, str))
+    if isinstance(named, list):
+        ends = {str(name).rsplit(".", 1)[-1] for name in named}
+        if unknown := sorted(ends - set(PROJECTIONS)):
+            raise fields.error(
+                f"target_modules names {', '.join(unknown)}; only {', '.join(PROJECTIONS)} are supported"
+            )
+        if ends != there:
+            raise fields.error(
+                f"target_modules names {', '.join(sorted(ends))}, and {ADAPTER_FILE} has tensors of "
+                f"{', '.join(sorted(there)) or 'none'}"
+            )
+    if not there or not there <= set(PROJECTIONS):
+        raise fields.error(
+            f"{ADAPTER_FILE} has tensors of {', '.join(sorted(there)) or 'no projection'}; only adapters of "
+            f"{', '.join(PROJECTIONS)} are supported"
+        )
+    return tuple(projection for projection in PROJECTIONS if projection in there)
