@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from megatron.config.data import TokenizerConfig
 from megatron.core.parameter import local_parameters
@@ -82,6 +84,21 @@ class TestTools:
         ended = new[: new.index(new[5])]
         for where in (("--load-hf", own), ("--load", convert(own, own.parent / "checkpoint"))):
             assert call("generate", *where, *GREEDY_FLAGS)[1] == TEXTS[0] + tokenizer.decode(ended) + "\n"
+
+    def test_generate_with_an_adapter_writes_what_peft_does(self, call, own, tmp_path):
+        theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(own), LoraConfig(r=4, target_modules=["v_proj"]))
+        with torch.no_grad():
+            for name, parameter in theirs.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(torch.ones(parameter.shape) * 0.3)
+        theirs.save_pretrained(tmp_path / "adapter")
+        tokenizer = restore_tokenizer(read_hf(own))
+        new = greedy(theirs.base_model.model, tokenizer.encode(TEXTS[0]), 12)
+        adapter = ("--load-adapter", tmp_path / "adapter")
+        for where in (("--load-hf", own), ("--load", convert(own, own.parent / "checkpoint"))):
+            code, out, err = call("generate", *where, *adapter, *GREEDY_FLAGS)
+            assert (code, out) == (0, TEXTS[0] + tokenizer.decode(new) + "\n"), err
+            assert out != call("generate", *where, *GREEDY_FLAGS)[1]
 
     def test_the_precision_is_the_flags(self, call, saved, own):
         converted = convert(own, own.parent / "checkpoint", torch.bfloat16)
