@@ -29,7 +29,7 @@ from megatron.core.models.hf.families import CONFIG_FILE, write_config
 from megatron.core.models.hf.folder import SINGLE_FILE
 from megatron.core.models.hf.names import table
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
-from megatron.core.models.hf.side_files import side_files
+from megatron.core.models.hf.side_files import copy_side_files, known_ids, side_files, side_folder
 from megatron.core.models.source import Source
 from megatron.core.transformer.lora import is_adapter
 from megatron.training.checkpoint import MODEL_PREFIX, converted_state
@@ -85,12 +85,19 @@ def to_checkpoint(
         raise CheckpointError(f"{root} holds checkpoints already; give another folder")
     model = dataclasses.replace(source.model, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     root.mkdir(parents=True, exist_ok=True)
-    tokenizer = _copy_tokenizer(tokenizer, root / TOKENIZER_FOLDER)
+    copied = root / TOKENIZER_FOLDER
+    is_new = not copied.exists()
     tensors = [
         WholeTensor(MODEL_PREFIX + name, dtype, shape, functools.partial(source.read, name, dtype=dtype))
         for name, shape in source.shapes.items()
     ]
-    return write_whole(root, 0, tensors, converted_state(RunConfig(model=model, tokenizer=tokenizer)), on_bytes)
+    try:
+        tokenizer = _copy_tokenizer(tokenizer, copied)
+        return write_whole(root, 0, tensors, converted_state(RunConfig(model=model, tokenizer=tokenizer)), on_bytes)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(copied, ignore_errors=True)
+        raise
 
 
 def to_hf(
@@ -99,13 +106,16 @@ def to_hf(
     *,
     dtype: torch.dtype,
     tokenizer: TokenizerConfig,
+    base: str | None = None,
     on_bytes: OnBytes = lambda nbytes: None,
 ) -> None:
     """Write `folder` in Hugging Face format, with the tokenizer's files where there are any.
 
-    Raises ConfigError when no supported family can hold the model, CheckpointError, and OSError, leaving nothing.
+    base: the folder of the Hugging Face model that training began with, see side_folder. Raises ConfigError when no
+    supported family can hold the model, CheckpointError, and OSError, leaving nothing.
     """
-    _write_all(hf_export(source, folder, dtype, tokenizer), side_files(tokenizer), on_bytes)
+    beside = side_folder(tokenizer, base)
+    _write_all(hf_export(source, folder, dtype, tokenizer, beside), side_files(beside), on_bytes)
 
 
 def to_peft(
@@ -140,8 +150,9 @@ def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
     if run.model.lora_rank:
         export = adapter_export(source, folder, source.dtype, replace=True)
     else:
-        export = hf_export(source, folder, source.dtype, run.tokenizer, replace=True)
-        files = side_files(run.tokenizer)
+        beside = side_folder(run.tokenizer, run.checkpoint.load_hf)
+        export = hf_export(source, folder, source.dtype, run.tokenizer, beside, replace=True)
+        files = side_files(beside)
     together(world, lambda: _writing(folder, export.begin if world.rank == 0 else None))
     together(world, lambda: _writing(folder, lambda: export.write(export.shards[world.rank :: world.size])))
     finish = functools.partial(export.finish, files)
@@ -159,19 +170,24 @@ def _writing(folder: Path, work: Callable[[], None] | None) -> None:
 
 
 def hf_export(
-    source: Source, folder: Path, dtype: torch.dtype, tokenizer: TokenizerConfig, *, replace: bool = False
+    source: Source,
+    folder: Path,
+    dtype: torch.dtype,
+    tokenizer: TokenizerConfig,
+    beside: Path | None,
+    *,
+    replace: bool = False,
 ) -> HFExport:
     """The export of a source, once its tensors are found to be those that its configuration calls for.
 
-    A config.json beside the tokenizer is kept if it is this model's: the model came from there. Raises ConfigError when
-    no supported family can hold the model.
+    beside: the folder whose files will lie beside the weights. Its config.json is kept if it is this model's: the model
+    came from there; else the token ids in it. Raises ConfigError when no supported family can hold the model.
     """
-    like = Path(tokenizer.tokenizer_model) if tokenizer.tokenizer_model else None
-    family, config = write_config(source.model, like)
+    family, config = write_config(source.model, beside)
     config.pop("dtype", None)  # the newer name of the same field
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     if "eos_token_id" not in config:
-        config |= token_ids(tokenizer, source.model)
+        config |= known_ids(beside) or token_ids(tokenizer, source.model)
     layout = table(family, source.model)
     _check_shapes(layout.own, source.shapes)
     return HFExport(
@@ -235,15 +251,14 @@ def parse_dtype(bf16: bool, fp16: bool, fp32: bool, stored: torch.dtype) -> torc
 
 
 def _copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfig:
-    files = side_files(tokenizer)
+    beside = side_folder(tokenizer, None)
+    files = side_files(beside)
+    if beside is not None and (config := beside / CONFIG_FILE).is_file():
+        files.append(config)  # some tokenizers need it, and it knows more than we do when the model goes back
     if not files:
         return tokenizer
-    assert tokenizer.tokenizer_model
-    if (config := Path(tokenizer.tokenizer_model) / CONFIG_FILE).is_file():
-        files.append(config)  # some tokenizers need it, and it knows more than we do when the model goes back
     folder.mkdir(exist_ok=True)
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
+    copy_side_files(files, folder)
     return dataclasses.replace(tokenizer, tokenizer_model=str(folder))
 
 

@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 def run(args: argparse.Namespace) -> None:
     """Open, check, convert, say what was done."""
     check_flags(args)
-    source, tokenizer = open_source(args)
+    source, tokenizer, base = open_source(args)
     tokenizer = with_flags(tokenizer, args)
     dtype = parse_dtype(args.bf16, args.fp16, args.fp32, source.dtype)
     if args.target_tensor_parallel_size:
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
                 on_bytes=on_bytes,
             )
         elif args.saver == "hf":
-            to_hf(source, target, dtype=dtype, tokenizer=tokenizer, on_bytes=on_bytes)
+            to_hf(source, target, dtype=dtype, tokenizer=tokenizer, base=base, on_bytes=on_bytes)
         else:
             target = to_checkpoint(source, target, dtype=dtype, tokenizer=tokenizer, on_bytes=on_bytes)
     seconds = time.perf_counter() - started
@@ -169,9 +169,9 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {said} has no effect with {flag} {chosen}; remove it")
 
 
-def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig]:
-    """The weights and the tokenizer that belongs to them."""
-    folder = Path(args.load_dir)
+def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig, str | None]:
+    """The weights, the tokenizer that belongs to them, and the Hugging Face model that a run began with, if it did."""
+    folder, base = Path(args.load_dir), None
     if not folder.is_dir():
         raise CheckpointError(f"--load-dir {folder} is no folder")
     source: Source
@@ -183,12 +183,13 @@ def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig]:
     else:
         saved = read_saved(args.load_dir, args.ckpt_step)
         source, tokenizer = CheckpointSource(saved.path), saved.tokenizer
+        base = source.base
     if args.load_adapter is not None:
         source = AdaptedSource(source, AdapterSource(Path(args.load_adapter), source.model))
     if source.model.lora_rank and args.saver != "peft":
         log.info("merging the LoRA adapters into the model")
         source = MergedSource(source)
-    return source, tokenizer
+    return source, tokenizer, base
 
 
 def with_flags(tokenizer: TokenizerConfig, args: argparse.Namespace) -> TokenizerConfig:

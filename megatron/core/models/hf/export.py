@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.tensor_file import write_tensor_file
 from megatron.core.dist_checkpointing.whole import WRITERS, WholeTensor, fill_files
 from megatron.core.errors import CheckpointError
 from megatron.core.models.hf.folder import INDEX_FILE
+from megatron.core.models.hf.side_files import copy_side_files
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.source import Source
 
@@ -82,8 +83,7 @@ class HFExport:
             places = {tensor.name: self._name(number) for number, held in enumerate(self._shards) for tensor in held}
             index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(places.items()))}
             _write_json(self._temporary / INDEX_FILE, index)
-        for file in files:
-            shutil.copyfile(file, self._temporary / file.name)
+        copy_side_files(files, self._temporary)
         sync_folder(self._temporary)
         if self.path.exists():
             shutil.rmtree(self.path)

@@ -1,32 +1,77 @@
-"""Files beside the weights in a Hugging Face folder: the tokenizer's, and the settings of generation."""
+"""Files beside the weights in a Hugging Face folder: the tokenizer's, its templates and code, the settings of generation."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.config.data import TokenizerConfig
+from megatron.core.models.hf.families import CONFIG_FILE
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-_OTHERS = (
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+# Tokenizers with code of their own have their vocabulary under a name of their own, too.
+_PATTERNS = ["tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json"]
+_PATTERNS += ["added_tokens.json", "chat_template.*", "generation_config.json"]
+_TEMPLATES = "additional_chat_templates"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def side_files(tokenizer: TokenizerConfig) -> list[Path]:
-    """The files of a tokenizer's folder that belong beside a Hugging Face model; none when it is no folder."""
-    folder = Path(tokenizer.tokenizer_model) if tokenizer.tokenizer_model else None
-    if folder is None or not folder.is_dir():
+def side_folder(tokenizer: TokenizerConfig, base: str | None) -> Path | None:
+    """The Hugging Face folder whose files belong beside a model with this tokenizer; None when there is none.
+
+    base: the folder of the Hugging Face model that training began with. It counts unless the tokenizer is from elsewhere.
+    """
+    given = [Path(file) for file in (tokenizer.tokenizer_model, tokenizer.vocab_file) if file]
+    if tokenizer.tokenizer_model and given[0].is_dir():
+        return given[0]
+    folder = Path(base) if base else None
+    if folder is None or not folder.is_dir() or any(file.resolve().parent != folder.resolve() for file in given):
+        return None
+    return folder
+
+
+def side_files(folder: Path | None) -> list[Path]:
+    """What belongs beside a model's weights, config.json excepted: files, and a folder of templates."""
+    if folder is None:
         return []
-    return [folder / name for name in (*_TOKENIZERS, *_OTHERS) if (folder / name).is_file()]
+    patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    templates = folder / _TEMPLATES
+    return sorted(found) + ([templates] if templates.is_dir() else [])
+
+
+def copy_side_files(files: Sequence[Path], folder: Path) -> None:
+    """Copy files, and folders as they are, over what a run that was killed has left. Raises OSError."""
+    for file in files:
+        if file.is_dir():
+            shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(file, folder / file.name)
+
+
+def known_ids(folder: Path | None) -> dict[str, Any]:
+    """The token ids that the folder's config.json names; none when it does not say where a text ends."""
+    found = {} if folder is None else _json(folder / CONFIG_FILE)
+    return {name: found[name] for name in _IDS if name in found} if "eos_token_id" in found else {}
 
 
 def tokenizer_of(folder: Path) -> TokenizerConfig:
-    """The tokenizer in a Hugging Face folder; one without a type when it holds none."""
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        return TokenizerConfig()
-    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    """The tokenizer in a Hugging Face folder; one without a type, which names the folder, when it holds none."""
+    has_one = any((folder / name).is_file() for name in _TOKENIZERS)
+    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer" if has_one else None, tokenizer_model=str(folder))
+
+
+def _has_code(folder: Path) -> bool:
+    return any("auto_map" in _json(folder / name) for name in ("tokenizer_config.json", CONFIG_FILE))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; nothing when it is missing or is none: whoever needs it says so."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
