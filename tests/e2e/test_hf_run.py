@@ -37,6 +37,9 @@ def test_from_hugging_face_and_back(tmp_path, model):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "iter_0000004")
     before = AutoModelForCausalLM.from_pretrained(model)
     assert not torch.equal(saved.lm_head.weight, before.lm_head.weight)
+    assert saved.config.eos_token_id == before.config.eos_token_id == 2
+    beside = [folder / "generation_config.json" for folder in (tmp_path / "hf/iter_0000004", model)]
+    assert beside[0].read_bytes() == beside[1].read_bytes()
     first = lines(one.stdout[0])[0]["lm loss"]
 
     again = run([*argv, "--train-iters", "6", "--override-opt_param-scheduler"], tmp_path / "log2")
