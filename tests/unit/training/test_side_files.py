@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from megatron.config.data import TokenizerConfig
 from megatron.core.models.hf.side_files import side_files, side_folder
+from megatron.core.models.hf.source import HFSource
+from megatron.training.convert import to_hf
 from tests.unit.inference.serving import write_tokenizer
 from tests.unit.models.hf_models import edit_json, save_hf_model
 from tests.unit.training.test_convert import WORDS
@@ -141,3 +144,16 @@ def test_a_run_that_began_with_a_model_keeps_what_lay_beside_it(tmp_path, tokeni
     found = side_folder(TokenizerConfig(**config), str(tmp_path / "hf"))
     assert (found == tmp_path / "hf") == carried
     assert carried == (tmp_path / "hf/generation_config.json" in side_files(found))
+
+
+@pytest.mark.parametrize(
+    "content", [{"model_type": "gpt2", "eos_token_id": 9}, {"model_type": "llama", "hidden_size": 0}]
+)
+def test_a_tokenizer_beside_another_model_stops_no_export(tmp_path, content):
+    save_hf_model("llama", tmp_path / "hf")
+    (tmp_path / "other").mkdir()
+    write_tokenizer(tmp_path / "other")
+    (tmp_path / "other/config.json").write_text(json.dumps(content))
+    tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "other"))
+    to_hf(HFSource(tmp_path / "hf"), tmp_path / "out", dtype=torch.float32, tokenizer=tokenizer)
+    assert read(tmp_path / "out/config.json")["eos_token_id"] == content.get("eos_token_id", 257)

@@ -78,9 +78,10 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
 
     like: a folder whose config.json is taken instead if it describes this very model: it knows more, such as token ids.
     """
-    if like is not None and (like / CONFIG_FILE).is_file():
-        family, described = read_config(like)
-        if family.write is not None and _maths(described) == _maths(model):
+    described = None if like is None else _read_if_known(like)
+    if like is not None and described is not None:
+        family, other = described
+        if family.write is not None and _maths(other) == _maths(model):
             return family, json.loads((like / CONFIG_FILE).read_bytes())
     family = _family_of(model)
     assert family.write is not None
@@ -95,6 +96,14 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
             "in that format"
         )
     return family, values
+
+
+def _read_if_known(folder: Path) -> tuple[Family, ModelConfig] | None:
+    """`read_config`, or None for what is not there or not supported: then it describes another model, if any."""
+    try:
+        return read_config(folder)
+    except CheckpointError:
+        return None
 
 
 def _read_common(
