@@ -10,8 +10,8 @@ from tests.fuzz.hf_configs import CAMPAIGN
 
 
 def test_a_sample_of_random_configurations():
-    counts = expect_none_fails(CAMPAIGN, seed=1, cases=24)
-    assert counts["same"] >= 10 and counts["refused"] >= 4
+    counts = expect_none_fails(CAMPAIGN, seed=1, cases=16)
+    assert counts["same"] >= 8 and counts["refused"] >= 3
 
 
 WRONG = {"rotary_base": 9999.0, "window_size": "3,0", "norm_epsilon": 0.03, "rope_scaling_factor": 2.0}
