@@ -199,13 +199,16 @@ def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[Shar
 
 
 def _weights(trainer: Trainer) -> list[ShardedTensor]:
-    """This rank's weights, or its slices of them where parameters come and go: sharded over dp, or away."""
-    if not trainer.data_parallel.params_come_and_go:
-        return model_tensors(trainer.parameters, trainer.groups)
-    frozen = {name: parameter for name, parameter in trainer.parameters.items() if parameter.slot is None}
-    return model_tensors(frozen, trainer.groups) + [
+    """This rank's weights; of those that come and go, as ranks share them or they are away, its slices alone.
+
+    What stays must be loaded whole, also where ranks share its optimizer: nothing gathers it before the first update.
+    """
+    come_and_go = trainer.data_parallel.come_and_go
+    staying = {name: parameter for name, parameter in trainer.parameters.items() if name not in come_and_go}
+    return model_tensors(staying, trainer.groups) + [
         sharded
         for number, (piece, tensor) in enumerate(trainer.data_parallel.weights())
+        if piece.name in come_and_go
         for sharded in _flat(MODEL_PREFIX + piece.name, tensor, piece, trainer, number)
     ]
 

@@ -7,6 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.config.activation_offload import ActivationOffloadConfig
+from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.recompute import RecomputeConfig
@@ -84,12 +85,11 @@ def _fields_of(part, fields):
 
 def built(run):
     parallel = run.parallel
-    sharded = parallel.overlapped_distributed_optimizer or parallel.data_parallel_sharding_strategy
     groups = pool.groups(
         tp=parallel.tensor_model_parallel_size,
         cp=parallel.context_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
-        instances=1 if sharded else None,
+        instances=data_parallel_settings(parallel).optimizer_instances,
     )
     return build(run, groups, torch.device("cpu"))
 
@@ -213,6 +213,27 @@ def test_saved_with_and_loaded_without_and_back(tmp_path, bf16):
         assert on == straight[0][3:]
         expected, found = whole([straight[1]]), whole([ended])
         assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+SHARED = {
+    "optim": {"use_distributed_optimizer": True},
+    "optim, overlapped": ZERO_1,
+    "optim_grads": {"data_parallel_sharding_strategy": "optim_grads", "overlap_param_gather": True},
+    "optim_grads_params": ZERO_3,
+}
+
+
+@pytest.mark.parametrize("strategy", SHARED)
+def test_loaded_where_ranks_share_what_stays_on_the_device(tmp_path, strategy):
+    """Ranks share every bucket's optimizer, and some buckets stay: they are loaded whole, from either side's files."""
+    case = Case(TWO, SHARED[strategy], Layout(1, 2), bf16=strategy == "optim, overlapped")
+    found = {}
+    for first in (True, False):
+        folder = str(tmp_path / str(first))
+        pool.run(2, session, case.run(far=first, save=folder, save_interval=3), 3, True)
+        for then in (True, False):
+            found[first, then] = pool.run(2, session, case.run(far=then, load=folder), 2)[0][0]
+    assert len({str(losses) for losses in found.values()}) == 1, found
 
 
 def evaluated(rank, size, run):

@@ -106,7 +106,7 @@ class DataParallel:
             overlap=settings.overlap_gather,
             late_updates=late_updates,
         )
-        self.params_come_and_go = self._params.come_and_go  # some are empty while nobody reads them
+        self.come_and_go = self._params.come_and_go  # names of parameters that are empty while nobody reads them
         # Where nothing is shared there is no shard to keep instead.
         self._undecided = settings.mode == AUTO and self._comm.shards > 1
         self.keeps_grads = settings.mode == LAST or self._comm.shards == 1

@@ -15,7 +15,7 @@ from megatron.core.parameter import Parameter
 
 
 class Params:
-    """Hands each bucket to a gate or to a window. come_and_go: whether a window has any.
+    """Hands each bucket to a gate or to a window. come_and_go: names of the parameters that a window has.
 
     With both, their gathers are in one order on all ranks all the same: the order in which the model reads.
     """
@@ -41,7 +41,7 @@ class Params:
         staying = [bucket for bucket in buckets if not sharded and bucket.index not in away]
         self._keepers: list[ParamGate | ParamWindow] = []
         self._keeper_of: dict[int, ParamGate | ParamWindow] = {}
-        self.come_and_go = bool(visiting)
+        self.come_and_go = frozenset(name for bucket in visiting for name in bucket.parameters)
         if visiting:
             self._keep(ParamWindow(model, visiting, comm, homes=away, late_updates=late_updates), visiting)
         if staying:
