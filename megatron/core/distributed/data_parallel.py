@@ -304,8 +304,20 @@ class DataParallel:
 
     def _measure(self) -> Measured:
         """Communication: the largest bucket is reduced three times, then two small all-reduces over the world."""
-        largest = max(self.buckets, key=lambda bucket: bucket.size)
-        grads = torch.zeros(largest.size, dtype=torch.float32, device=self.device)
+        largest = max((bucket.size for bucket in self.buckets), default=0)  # none where all of this stage is frozen
+        size = sum(bucket.size for bucket in self.buckets)
+        reduce_seconds = self._probe(largest) * size / largest if largest else 0.0
+        blocks = sum(sorted(bucket.size for bucket in self.buckets)[-_BLOCKS:])
+        saved = size - size // self._comm.shards - blocks
+        slowest = torch.tensor([reduce_seconds, self._backward_seconds], dtype=torch.float64, device=self.device)
+        least = torch.tensor([float(headroom(self.device))], dtype=torch.float64, device=self.device)
+        reduce_seconds, backward_seconds = all_reduce(slowest, self._groups.world, "max").tolist()
+        (free,) = all_reduce(least, self._groups.world, "min").tolist()
+        return Measured(4 * size, max(0, 4 * saved), reduce_seconds, backward_seconds, int(free))
+
+    def _probe(self, size: int) -> float:
+        """Seconds that reducing so many gradients takes, the median of three."""
+        grads = torch.zeros(size, dtype=torch.float32, device=self.device)
         seconds = []
         for _ in range(_PROBES):
             synchronize(self.device)
@@ -314,15 +326,7 @@ class DataParallel:
             self._comm.reduce(grads, "probe").wait()
             synchronize(self.device)
             seconds.append(time.perf_counter() - started)
-        size = sum(bucket.size for bucket in self.buckets)
-        reduce_seconds = sorted(seconds)[_PROBES // 2] * size / largest.size
-        blocks = sum(sorted(bucket.size for bucket in self.buckets)[-_BLOCKS:])
-        saved = size - size // self._comm.shards - blocks
-        slowest = torch.tensor([reduce_seconds, self._backward_seconds], dtype=torch.float64, device=self.device)
-        least = torch.tensor([float(headroom(self.device))], dtype=torch.float64, device=self.device)
-        reduce_seconds, backward_seconds = all_reduce(slowest, self._groups.world, "max").tolist()
-        (free,) = all_reduce(least, self._groups.world, "min").tolist()
-        return Measured(4 * size, max(0, 4 * saved), reduce_seconds, backward_seconds, int(free))
+        return sorted(seconds)[_PROBES // 2]
 
     def _sum_over_tp(self) -> None:
         partial = [

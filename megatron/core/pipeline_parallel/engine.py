@@ -38,7 +38,10 @@ class Gradients(Protocol):
     """How the stages of this rank are differentiated."""
 
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
-        """Call `run`, which differentiates the stage; `last`: nothing is added to the stage's gradients afterwards."""
+        """Call `run`, which differentiates the stage, or does nothing where all of it is frozen.
+
+        `last`: nothing is added to the stage's gradients afterwards.
+        """
         ...
 
     def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
@@ -190,8 +193,7 @@ class Engine:
         else:
             gradient = self._arrived(Kind.RECV_BACKWARD, stage, m, self._gradients, (stage + 1, m))
         edge = alive.edge
-        if edge is not None:
-            compute(lambda: torch.autograd.backward(edge, gradient))
+        compute(lambda: None if edge is None else torch.autograd.backward(edge, gradient))
         if alive.input is not None:
             self._gradients[stage, m] = torch.zeros_like(alive.input) if alive.input.grad is None else alive.input.grad
 
