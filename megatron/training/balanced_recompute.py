@@ -136,6 +136,9 @@ def choose(
 def _report(
     run: RunConfig, groups: Groups, choices: list[Choice], chosen: Choice, budget: float, seconds: float
 ) -> None:
+    if not chosen.options:
+        log.info("pipeline rank 0 has no layers, so there is nothing to choose for it")
+        return
     log.info("what layers of pipeline rank 0 may keep for backward, and the time it costs them:")
     for line in table(choices, chosen, budget, seconds):
         log.info("%s", line)

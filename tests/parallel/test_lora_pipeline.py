@@ -9,6 +9,7 @@ from tests.parallel.test_pipeline_checkpoints import CLOSE, OVERLAPPED, built, p
 LORA = {"lora_rank": 2, "lora_alpha": 4.0, "finetune": True, "untie_embeddings_and_output_weights": True, "lr": 1e-2}
 STEPS = 4  # --grad-reduce-mode auto decides in the third
 ALONE, IN_V = "E|ttttttttL", "E|ttt|tttt|tL"
+BALANCED = {"recompute_policy": "balanced", "activation_memory_budget": 1.0}
 FAR = {"optimizer_cpu_offload": True, "optimizer_offload_chunk_size": 1024}
 # World size and fields.
 LAYOUTS = {
@@ -16,6 +17,7 @@ LAYOUTS = {
     "zb-h1": (2, pipeline(2, "zb-h1", pipeline_model_parallel_layout=ALONE)),
     "zb-v": (2, pipeline(2, "zb-v", pipeline_model_parallel_layout=IN_V)),
     "zb-h1, updates in host memory": (2, pipeline(2, "zb-h1", pipeline_model_parallel_layout=ALONE, **FAR)),
+    "1f1b, balanced recompute": (2, pipeline(2, "1f1b", pipeline_model_parallel_layout=ALONE, **BALANCED)),
     "dp 2, 1f1b, overlapped": (4, pipeline(2, "1f1b", pipeline_model_parallel_layout=ALONE, **OVERLAPPED)),
     "dp 2, zb-h1, overlapped": (4, pipeline(2, "zb-h1", pipeline_model_parallel_layout=ALONE, **OVERLAPPED)),
 }
