@@ -17,13 +17,12 @@ import secrets
 import shutil
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.manifest import MANIFEST, has_our_format
+from megatron.core.dist_checkpointing.manifest import FOLDER_NAME, MANIFEST, has_our_format
 from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.errors import CheckpointError
 from megatron.core.log import get_logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_WHOLE = re.compile(r"iter_(\d{7,})")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.tmp-[0-9a-f]{8}")
 log = get_logger(__name__)
@@ -123,7 +122,7 @@ def prune(root: Path, newest: int, keep: int) -> None:
 def _checkpoints(root: Path) -> dict[int, Path]:
     """Iteration -> folder. One that was moved aside counts while nothing else has its number."""
     found: dict[int, Path] = {}
-    for pattern in (_REPLACED, _WHOLE):
+    for pattern in (_REPLACED, FOLDER_NAME):
         for entry in root.iterdir() if root.is_dir() else ():
             match = pattern.fullmatch(entry.name)
             if match and (entry / MANIFEST).is_file():

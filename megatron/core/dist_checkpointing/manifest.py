@@ -23,6 +23,7 @@ MANIFEST = "metadata.json"
 FORMAT = "megatron-patched"
 VERSION = 1
 
+FOLDER_NAME = re.compile(r"iter_(\d{7,})")  # of a whole checkpoint
 _FILE_NAME = re.compile(r"__\d+_\d+\.safetensors")
 _FIRST_LINE = f'{{\n"format": "{FORMAT}",'.encode()
 _CHECKSUM_LINE = b',\n"crc32": '
@@ -48,8 +49,12 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a checkpoint says about itself. `files`: name -> bytes. `state`: what the caller saved with it."""
+    """Everything a checkpoint says about itself. `files`: name -> bytes. `state`: what the caller saved with it.
 
+    `iteration`: None in checkpoints of a time when it was not written.
+    """
+
+    iteration: int | None
     tensors: dict[str, TensorRecord]
     files: dict[str, int]
     state: dict[str, Any]
@@ -70,7 +75,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `folder`/metadata.json. Raises CheckpointError when it is missing, damaged or of another format."""
+    """Read `folder`/metadata.json. Raises CheckpointError when it is missing, damaged or of another format, and when
+    the folder has the name of another iteration."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
@@ -90,7 +96,11 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format {content.get('format')!r} version {content.get('version')!r}, this program reads "
             f"{FORMAT!r} version {VERSION}; load it with the release that wrote it"
         )
-    return _from_json(path, content)
+    manifest = _from_json(path, content)
+    named = FOLDER_NAME.fullmatch(folder.name)
+    if named and manifest.iteration not in (None, int(named[1])):
+        raise DamagedError(f"{path} is of iteration {manifest.iteration}: the folder was renamed; give its name back")
+    return manifest
 
 
 def has_our_format(folder: Path) -> bool:
@@ -131,6 +141,7 @@ def _to_bytes(manifest: Manifest) -> bytes:
         "format": json.dumps(FORMAT),
         "version": json.dumps(VERSION),
         "torch": json.dumps(manifest.torch_version),
+        "iteration": json.dumps(manifest.iteration),
         "block_bytes": json.dumps(BLOCK_BYTES),
         "files": json.dumps(manifest.files),
         "tensors": f"{{\n{tensors}\n}}",
@@ -155,7 +166,10 @@ def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
         if odd := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:  # keeps reads in the folder
             raise ValueError(f"file name {odd[0]!r}")
         tensors = {name: _record_from_json(entry) for name, entry in content["tensors"].items()}
-        return Manifest(tensors, content["files"], content["state"], content["torch"])
+        iteration = content.get("iteration")
+        if not (iteration is None or isinstance(iteration, int)):
+            raise ValueError(f"iteration {iteration!r}")
+        return Manifest(iteration, tensors, content["files"], content["state"], content["torch"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(f"{path} is damaged: {type(error).__name__} {error}") from error
 

@@ -53,9 +53,10 @@ class _Written:
 class SafetensorsWriter(StorageWriter):
     """Writes this rank's chunks to `folder`/__{rank}_{n}.safetensors; the first rank then writes metadata.json."""
 
-    def __init__(self, folder: Path, rank: int, state: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, iteration: int, rank: int, state: dict[str, Any]) -> None:
         """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON."""
         self._folder = folder
+        self._iteration = iteration
         self._rank = rank
         self._state = state
 
@@ -72,7 +73,8 @@ class SafetensorsWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank: write metadata.json after all ranks' files are on disk, and sync the folder."""
         with portable():
-            manifest = _manifest(metadata, [result for rank in results for result in rank], self._state)
+            written = [result for rank in results for result in rank]
+            manifest = _manifest(self._iteration, metadata, written, self._state)
             try:
                 check_sizes(self._folder, manifest)
             except DamagedError as error:
@@ -199,7 +201,7 @@ def _fetch(planner: SavePlanner, item: WriteItem) -> list[Tensor]:
     return [data]
 
 
-def _manifest(metadata: Metadata, results: Sequence[WriteResult], state: dict[str, Any]) -> Manifest:
+def _manifest(iteration: int, metadata: Metadata, results: Sequence[WriteResult], state: dict[str, Any]) -> Manifest:
     chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
     files: dict[str, int] = {}
     for result in results:
@@ -211,7 +213,7 @@ def _manifest(metadata: Metadata, results: Sequence[WriteResult], state: dict[st
         assert isinstance(record, TensorStorageMetadata)
         ordered = tuple(sorted(chunks[name], key=lambda c: c.box.offset))
         tensors[name] = TensorRecord(tuple(record.size), record.properties.dtype, ordered)
-    return Manifest(tensors, files, state, torch.__version__)
+    return Manifest(iteration, tensors, files, state, torch.__version__)
 
 
 def _to_dcp(record: TensorRecord) -> TensorStorageMetadata:

@@ -49,7 +49,7 @@ def save(
     temporary: Path | None = None
     try:
         temporary = on_first(group, "checkpoint begin", lambda: begin(root, iteration))
-        writer = SafetensorsWriter(temporary, group.rank, state)
+        writer = SafetensorsWriter(temporary, iteration, group.rank, state)
         _write(tensors, writer, group)
         published = on_first(group, "checkpoint publish", lambda: publish(root, iteration, temporary))
     except BaseException as error:

@@ -119,7 +119,7 @@ def write_whole(
                     chunk = Chunk(box, name, crcs[tensor.name])
                     records[tensor.name] = TensorRecord(tensor.shape, tensor.dtype, (chunk,))
         sizes = {name: (temporary / name).stat().st_size for name in names}
-        write_manifest(temporary, Manifest(records, sizes, state, torch.__version__))
+        write_manifest(temporary, Manifest(iteration, records, sizes, state, torch.__version__))
         return publish(root, iteration, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

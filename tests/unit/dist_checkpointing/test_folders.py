@@ -7,7 +7,7 @@ from megatron.core.errors import CheckpointError
 
 def make(root, iteration, note="x"):
     temporary = begin(root, iteration)
-    write_manifest(temporary, Manifest({}, {}, {"note": note}, "2.0"))
+    write_manifest(temporary, Manifest(iteration, {}, {}, {"note": note}, "2.0"))
     return publish(root, iteration, temporary)
 
 

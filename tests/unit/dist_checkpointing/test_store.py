@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,27 @@ def test_round_trip_is_bit_for_bit(tmp_path, world):
     assert load(path, into, group=world) == STATE == read_state(path)
     assert all(same(a.data, b.data) for a, b in zip(pieces, into))
     verify(path)
+
+
+def test_a_folder_with_the_name_of_another_iteration_is_refused(tmp_path, world):
+    for iteration in (2, 4):
+        save(tmp_path, iteration, [whole("w", torch.zeros(2))], STATE, group=world, keep=None)
+    (tmp_path / "iter_0000004").rename(tmp_path / "iter_0000006")
+    found = find(tmp_path, 6)
+    for read in (read_state, lambda path: load(path, [], group=world), verify):
+        with pytest.raises(CheckpointError, match=r"is of iteration 4: the folder was renamed; give its name back"):
+            read(found)
+    assert newest_whole(tmp_path, before=None, group=world) == 2
+    renamed = found.rename(tmp_path / "best")  # a name that promises no iteration
+    assert read_state(renamed) == STATE
+
+
+def test_a_checkpoint_that_does_not_say_its_iteration_loads(tmp_path, world):
+    path = save(tmp_path, 4, [], STATE, group=world, keep=None)
+    raw = (path / MANIFEST).read_bytes()
+    body = raw.rpartition(b',\n"crc32"')[0].replace(b'"iteration": 4,\n', b"", 1)
+    (path / MANIFEST).write_bytes(body + b',\n"crc32": "%08x"}\n' % zlib.crc32(body))
+    assert read_state(path) == STATE
 
 
 def test_nothing_but_state_is_a_checkpoint_too(tmp_path, world):
