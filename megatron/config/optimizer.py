@@ -48,7 +48,7 @@ class OptimizerConfig:
     loss_scale_window: int = flag(1000, "good steps after which the dynamic loss scale doubles")
     hysteresis: int = flag(2, "overflows before the dynamic loss scale halves; a full good window resets the count")
     check_for_nan_in_loss_and_grad: bool = flag(
-        True, "do not look for NaN or infinity in gradients; by default such a step is skipped, and said"
+        True, "apply a step whose gradients hold NaN or infinity; by default it is skipped, and said"
     )
 
     @property

@@ -48,6 +48,7 @@ _BY_INTERVAL: dict[Interval, str] = {
     COUNT_OR_NONE: """
         optimizer_offload_auto_threshold cpu_offloading_num_layers decoder_first_pipeline_num_layers
         decoder_last_pipeline_num_layers lr_warmup_iters lr_warmup_samples manual_gc_interval eval_iters
+        max_consecutive_nan_iterations
     """,
     WORKERS_OR_NONE: "num_workers",
     SEED: "seed",

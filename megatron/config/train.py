@@ -38,6 +38,11 @@ class TrainConfig:
     )
     manual_gc_interval: int = flag(0, "steps between collections with --manual-gc; 0 never collects")
     deterministic_mode: bool = flag(False, "choose deterministic kernels, and stop where there is none")
+    max_consecutive_nan_iterations: int = flag(
+        10,
+        "stop with an error after so many iterations in a row whose gradients were not finite, those aside that lower "
+        "fp16's loss scale; 0 never stops",
+    )
     iterations_to_skip: tuple[int, ...] | None = flag(
         None, "iterations whose data is read but not trained on (to step over a loss spike)", nargs="+"
     )

@@ -30,6 +30,10 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, of another model, or that could not be written."""
 
 
+class TrainingError(MegatronError):
+    """Training cannot go on, and no flag was wrong: every rank raises the same, and one of them prints it."""
+
+
 class CommError(MegatronError):
     """A collective failed or timed out. The message names the collective, its group and the missing ranks."""
 

@@ -156,10 +156,15 @@ class Evaluate:
 
 
 class Checkpoint:
-    """Saves every --save-interval steps, when the run is stopped, and at its end."""
+    """Saves every --save-interval steps, when the run is stopped, and at its end.
+
+    Not while gradients are not finite: what is trained may be spoilt, and each save may delete an older one that is not.
+    A save that is due then comes after the next good step.
+    """
 
     def __init__(self) -> None:
         self._saved_at = -1
+        self._is_due = False
 
     def start(self, trainer: Trainer) -> None:
         """What was loaded need not be saved again."""
@@ -168,19 +173,24 @@ class Checkpoint:
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Save when the interval is full."""
-        every = trainer.run.checkpoint.save_interval
-        if every and report.iteration % every == 0:
+        config = trainer.run.checkpoint
+        if config.save and config.save_interval and report.iteration % config.save_interval == 0:
+            self._is_due = True
+            if trainer.bad_steps and trainer.groups.rank == 0:
+                log.warning("iteration %d: not saved, as gradients are not finite", report.iteration)
+        if self._is_due and not trainer.bad_steps:
             self._save(trainer)
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Save what is not saved yet."""
+        """Save what is not saved yet; after a bad step without deleting older checkpoints."""
         if self._saved_at != trainer.state.iteration:
-            self._save(trainer)
+            self._save(trainer, prune=not trainer.bad_steps)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, *, prune: bool = True) -> None:
+        self._is_due = False
         if trainer.run.checkpoint.save:
             with trainer.groups.heartbeat.phase("save-checkpoint"):
-                path = save_checkpoint(trainer)
+                path = save_checkpoint(trainer, prune=prune)
                 if trainer.run.checkpoint.save_hf:
                     save_hf(trainer, path)
             self._saved_at = trainer.state.iteration

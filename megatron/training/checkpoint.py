@@ -33,8 +33,11 @@ FORMAT = 1
 MODEL_PREFIX = "model/"
 
 
-def save_checkpoint(trainer: Trainer) -> Path:
-    """Write a checkpoint of the trainer's iteration under --save. Collective over the world."""
+def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
+    """Write a checkpoint of the trainer's iteration under --save, and delete what --save-retain has no room for.
+
+    Without `prune` all older ones stay. Collective over the world.
+    """
     run, groups = trainer.run, trainer.groups
     assert run.checkpoint.save
     root, iteration = Path(run.checkpoint.save), trainer.state.iteration
@@ -45,7 +48,8 @@ def save_checkpoint(trainer: Trainer) -> Path:
         tensors += optimizer_tensors(trainer, trainer.optimizer.pieces())
     if run.checkpoint.save_rng:
         tensors += _rng_tensors(trainer.rng.state(), groups.rank, writer=True)
-    path = save(root, iteration, tensors, _state(trainer), group=groups.world, keep=run.checkpoint.save_retain)
+    keep = run.checkpoint.save_retain if prune else None
+    path = save(root, iteration, tensors, _state(trainer), group=groups.world, keep=keep)
     log.info("  successfully saved checkpoint from iteration %7d to %s", iteration, root)
     return path
 

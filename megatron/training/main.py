@@ -18,7 +18,7 @@ from typing import NoReturn
 from megatron.config.rules import check
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
-from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError
+from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError, TrainingError
 from megatron.core.groups import disconnect, launch_environment
 from megatron.core.log import get_logger, setup_logging
 from megatron.training.arguments import parse, print_arguments
@@ -26,6 +26,7 @@ from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, Garb
 from megatron.training.exits import as_user_error
 from megatron.training.log_memory import LogMemory, PeakMemory
 from megatron.training.loop import Callback, fit
+from megatron.training.not_finite import NotFinite
 from megatron.training.profile import ProfileTimeline
 from megatron.training.progress import ProgressLine, terminal_console
 from megatron.training.setup import build, open_heartbeat_files, start_process, together
@@ -55,6 +56,10 @@ def main(argv: Sequence[str], description: str) -> None:
         if rank != 0:
             _let_rank_0_speak(local_rank, INTERRUPTED_EXIT_CODE)
         _end("interrupted", INTERRUPTED_EXIT_CODE)
+    except TrainingError as error:
+        if rank != 0:
+            _let_rank_0_speak(local_rank, 1)
+        _end(f"error: {error}", 1)
     except Exception as error:
         mistake = as_user_error(error)
         if mistake is not None:
@@ -109,7 +114,7 @@ def build_callbacks(
         callbacks.append(LogMemory(peak))
     if run.logging.profile_timeline:
         callbacks.append(ProfileTimeline())
-    callbacks += [Checkpoint(), Exit(signals, started)]
+    callbacks += [Checkpoint(), NotFinite(), Exit(signals, started)]
     return [*callbacks, GarbageCollection()] if run.train.manual_gc else callbacks
 
 

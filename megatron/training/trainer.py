@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -44,6 +45,9 @@ class Trainer:
     state: TrainState
     step: TrainStep
     pipeline: PipelineSettings
+    # In a row, up to now, of the steps that were not left out on purpose:
+    bad_steps: int = 0  # whose gradients were not finite
+    nan_steps: int = 0  # the same without those that lower fp16's loss scale
 
     @property
     def total_iterations(self) -> int:
@@ -112,6 +116,9 @@ class Trainer:
             overflow = self.optimizer.loss_scale.dynamic and scale > run.optimizer.min_loss_scale
             skipped = overflow and not update.applied
             nan = not (overflow or update.applied)
+            is_bad = not math.isfinite(norm)
+            self.bad_steps = self.bad_steps + 1 if is_bad else 0
+            self.nan_steps = self.nan_steps + 1 if is_bad and not overflow else 0
         state.iteration += 1
         state.consumed_samples += samples
         if not (skipped or nan):

@@ -5,8 +5,9 @@ import math
 
 import pytest
 
+from tests.e2e.helpers.drivers import NAN_WEIGHT
 from tests.e2e.helpers.launch import run
-from tests.e2e.helpers.runs import MOCK, TRAINING, flags, lines
+from tests.e2e.helpers.runs import MOCK, TRAINING, checkpoint, flags, lines
 
 DRIVERS = "tests.e2e.helpers.drivers:"
 SIX = {"--train-iters": 6}
@@ -58,11 +59,80 @@ def test_fp16_overflow_lowers_the_scale(tmp_path):
 def test_fp16_overflow_at_the_lowest_scale_is_a_nan(tmp_path):
     fp16 = {"--fp16": None, "--initial-loss-scale": 2**26, "--min-loss-scale": 2**25, "--hysteresis": 1}
     result = run(flags(MOCK, SIX, fp16), tmp_path / "log")
-    assert result.codes == [0], result.text
+    assert result.codes == [0], result.text  # five in a row are below the limit
     assert column(result, "loss scale") == [2**25] * 6
     assert column(result, "number of skipped iterations") == [1, 0, 0, 0, 0, 0]
     assert column(result, "number of nan iterations") == [0, 1, 1, 1, 1, 1]
     assert result.stdout[0].count("gradients are not finite") == 5
+
+
+def saving(tmp_path, **changes):
+    return {"--save": tmp_path / "save", "--save-interval": 2, "--save-retain": 1, **changes}
+
+
+def held(tmp_path):
+    return sorted(path.name for path in (tmp_path / "save").glob("iter_*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "last", "named"),
+    [
+        ({}, 9, NAN_WEIGHT),
+        # Scales 8 (twice), 4 and 2 are given up first.
+        ({"--fp16": None, "--initial-loss-scale": 8}, 13, NAN_WEIGHT),
+        # The first update spoils all weights.
+        ({"--no-check-for-nan-in-loss-and-grad": None}, 9, "embedding.word_embeddings.weight"),
+    ],
+)
+def test_nan_weights_end_the_run_and_leave_its_checkpoints(tmp_path, options, last, named):
+    long = saving(
+        tmp_path, **{"--train-iters": 40, "--exit-interval": 20, "--max-consecutive-nan-iterations": 4, **options}
+    )
+    result = run(flags(MOCK, long), tmp_path / "log", 2, driver=DRIVERS + "nan_weight", env={"FAULTY_STEP": 6})
+    assert result.codes[0] == 1 and held(tmp_path) == ["iter_0000004"], result.text
+    said = (
+        f"error: gradients were not finite in 4 iterations in a row, the last one {last}: weight {named} is not finite"
+    )
+    assert result.stderr[0].startswith(said) and result.stderr[0].count("\n") == 1, result.text
+    assert result.stderr[1] == "" and "Traceback" not in result.text
+    assert "iteration 6: not saved" in result.stdout[0]
+    # The same command goes on from there.
+    again = run(flags(MOCK, long, {"--load": tmp_path / "save", "--exit-interval": 6}), tmp_path / "log2", 2)
+    assert again.codes == [0, 0] and held(tmp_path) == ["iter_0000006"], again.text
+
+
+def test_the_end_of_a_run_with_nan_weights_is_an_error_too(tmp_path):
+    few = saving(tmp_path, **{"--train-iters": 8, "--max-consecutive-nan-iterations": 0})
+    result = run(flags(MOCK, few), tmp_path / "log", driver=DRIVERS + "nan_weight", env={"FAULTY_STEP": 6})
+    assert result.codes == [1] and held(tmp_path) == ["iter_0000004"], result.text
+    assert f"ends at iteration 8 and weight {NAN_WEIGHT} is not finite" in result.stderr[0]
+
+
+def test_the_last_step_is_not_finite_and_the_weights_are(tmp_path):
+    """The run is complete: it is saved, and what was saved before stays, in case this is worth nothing."""
+    env = {"FAULTY_RANK": 1}
+    short = saving(tmp_path, **{"--train-iters": 3})
+    result = run(flags(MOCK, short), tmp_path / "log", 2, driver=DRIVERS + "nan_gradient", env=env)
+    assert result.codes == [0, 0] and held(tmp_path) == ["iter_0000002", "iter_0000003"], result.text
+
+
+def test_a_gradient_is_named_where_the_weights_are_finite(tmp_path):
+    """That of the last parameter of the model, on one rank: the first that backward comes to."""
+    options = {"--max-consecutive-nan-iterations": 1}
+    result = run(flags(MOCK, options), tmp_path / "log", 2, driver=DRIVERS + "nan_gradient", env={"FAULTY_RANK": 1})
+    said = "the last one 3: gradient of decoder.final_layernorm.weight is not finite"
+    assert result.codes[0] == 1 and said in result.stderr[0], result.text
+
+
+def test_search_for_the_loss_scale_puts_saves_off_and_ends_no_run(tmp_path):
+    fp16 = {"--fp16": None, "--initial-loss-scale": 2**26, "--loss-scale-window": 100}
+    options = saving(tmp_path, **fp16, **{"--save-interval": 3, "--max-consecutive-nan-iterations": 1})
+    result = run(flags(MOCK, options), tmp_path / "log")
+    assert result.codes == [0], result.text
+    skipped = column(result, "number of skipped iterations")
+    first = skipped.index(0) + 1  # the first step that was applied
+    assert first > 3 and f"saved checkpoint from iteration {first:7d}" in result.stdout[0], result.text
+    assert checkpoint(tmp_path / "save" / "iter_0000010")[1]["train"]["skipped_iterations"] == sum(skipped)
 
 
 def test_iterations_to_skip(tmp_path):

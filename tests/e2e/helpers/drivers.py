@@ -14,6 +14,8 @@ from megatron.core.heartbeat import Heartbeat
 from megatron.training.main import main
 from megatron.training.step import TrainStep
 
+NAN_WEIGHT = "decoder.layers.1.self_attention.linear_proj.weight"
+
 
 def finetune(argv):
     """finetune.py instead of pretrain_gpt.py, with nothing wrong."""
@@ -72,6 +74,17 @@ def nan_gradient(argv):
 
     DataParallel.end_backward = end_with_nan
     digests(argv)
+
+
+def nan_weight(argv):
+    """One element of a weight is NaN from step FAULTY_STEP on."""
+
+    def spoil(step, number):
+        if number == int(os.environ["FAULTY_STEP"]):
+            dict(step._model.named_parameters())[NAN_WEIGHT].data[0, 0] = math.nan
+
+    before_each_step(spoil)
+    main(argv, description="test")
 
 
 def digests(argv):

@@ -230,6 +230,7 @@ ALWAYS = """
     tokenizer_type
     micro_batch_size global_batch_size rampup_batch_size train_iters train_samples seed calculate_per_token_loss
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
+    max_consecutive_nan_iterations
     eval_iters
     log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory_interval progress_bar timing_log_level
     tensorboard_dir wandb_project loss_curve profile_timeline

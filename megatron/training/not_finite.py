@@ -1,0 +1,79 @@
+"""A run whose numbers are not finite any more ends with an error that names where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import gather_objects
+from megatron.core.errors import TrainingError
+from megatron.training.state import StepReport
+from megatron.training.trainer import Trainer
+
+
+class NotFinite:
+    """Stops the run after --max-consecutive-nan-iterations, and lets none end well whose weights are not finite."""
+
+    def start(self, trainer: Trainer) -> None:
+        """Nothing to prepare."""
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Raise TrainingError on all ranks when the limit is reached."""
+        limit = trainer.run.train.max_consecutive_nan_iterations
+        if not limit or trainer.nan_steps < limit:
+            return
+        weight = first_weight(trainer)
+        where = f"weight {weight}" if weight else f"gradient of {first_gradient(trainer)}"
+        raise TrainingError(
+            f"gradients were not finite in {limit} iterations in a row, the last one {report.iteration}: {where} is not "
+            "finite (--max-consecutive-nan-iterations). Nothing was saved since; go on from the newest checkpoint, with a "
+            "smaller --lr or past the data with --iterations-to-skip"
+        )
+
+    def end(self, trainer: Trainer, reason: str | None) -> None:
+        """Raise TrainingError on all ranks, before anything is saved, when the last step was bad and a weight is, too."""
+        if trainer.bad_steps and (weight := first_weight(trainer)):
+            raise TrainingError(
+                f"the run ends at iteration {trainer.state.iteration} and weight {weight} is not finite. It was not saved; "
+                "go on from the newest checkpoint, with a smaller --lr or past the data with --iterations-to-skip"
+            )
+
+
+def first_weight(trainer: Trainer) -> str | None:
+    """Name of the first parameter of the model that is not finite. Communication: one gather of names over the world."""
+    trainer.data_parallel.settle()
+    frozen = ((name, p.detach()) for name, p in trainer.parameters.items() if p.slot is None)
+    trained = ((piece.name, tensor) for piece, tensor in trainer.data_parallel.weights())
+    bad = _not_finite(frozen) | _not_finite(trained)
+    return _first(
+        [(_stage(trainer, name), number, name) for number, name in enumerate(trainer.parameters) if name in bad],
+        trainer,
+    )
+
+
+def first_gradient(trainer: Trainer) -> str | None:
+    """Name of the first parameter in backward, from the loss on, whose gradient of the last step is not finite.
+
+    Communication: one gather of names over the world.
+    """
+    bad = _not_finite((name, tensor) for name, _, tensor in trainer.data_parallel.gradients())
+    return _first(
+        [(-_stage(trainer, name), -number, name) for number, name in enumerate(trainer.parameters) if name in bad],
+        trainer,
+    )
+
+
+def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+    return {name for name, tensor in tensors if not torch.isfinite(tensor).all()}
+
+
+def _stage(trainer: Trainer, name: str) -> int:
+    return trainer.model.stage_of(name) or 0
+
+
+def _first(here: list[tuple[int, int, str]], trainer: Trainer) -> str | None:
+    """The least of all ranks' entries: (stage, place in it, name)."""
+    found = [entry for rank in gather_objects(min(here, default=None), trainer.groups.world) if (entry := rank)]
+    return min(found)[2] if found else None
