@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from megatron.config.rules_model import shape_is_pending
 from megatron.config.run import RunConfig
@@ -109,6 +110,14 @@ def saves_have_an_interval(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def exports_are_not_checkpoints(run: RunConfig, world_size: int) -> str | None:
+    """Both are called iter_0000100: in one folder an export would take the place of its checkpoint."""
+    c = run.checkpoint
+    if c.save is not None and c.save_hf is not None and Path(c.save).absolute() == Path(c.save_hf).absolute():
+        return f"--save {c.save} and --save-hf {c.save_hf} are the same folder; give --save-hf one of its own"
+    return None
+
+
 def one_schedule_wins(run: RunConfig, world_size: int) -> str | None:
     """Either the flags' schedule or the checkpoint's is taken when they differ."""
     s = run.schedule
@@ -128,5 +137,6 @@ RULES = (
     conversations_are_read,
     pretrained_is_only_the_start,
     saves_have_an_interval,
+    exports_are_not_checkpoints,
     one_schedule_wins,
 )

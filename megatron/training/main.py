@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NoReturn
 
 from megatron.config.rules import check
@@ -29,7 +30,7 @@ from megatron.training.loop import Callback, fit
 from megatron.training.not_finite import NotFinite
 from megatron.training.profile import ProfileTimeline
 from megatron.training.progress import ProgressLine, terminal_console
-from megatron.training.setup import build, open_heartbeat_files, start_process, together
+from megatron.training.setup import build, hold_folders, open_heartbeat_files, start_process, together
 from megatron.training.signals import ExitSignals
 from megatron.training.start import take_adapter_shape, take_hf_shape
 from megatron.training.trainer import Trainer
@@ -76,12 +77,13 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
     """Build everything and train. `started`: monotonic seconds. Collective over the world."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     groups, device = start_process(run, rank, world_size, local_rank, local_world_size)
-    with ExitSignals(enabled=run.train.exit_signal_handler) as signals:
+    with ExitSignals(enabled=run.train.exit_signal_handler) as signals, ExitStack() as held:
         try:
             with groups.heartbeat.phase("set-up"):
                 together(groups.world, lambda: check_packages(run.logging) if rank == 0 else None)
                 peak = PeakMemory(device) if run.logging.log_memory else None  # it counts what is made after it
                 trainer = build(run, groups, device)
+                hold_folders(run, groups, held)
                 open_heartbeat_files(run, groups)
             console = terminal_console(run.logging.progress_bar and rank == 0)
             with ProgressLine(trainer.total_iterations, trainer.state.iteration, console) as progress:

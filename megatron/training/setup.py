@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -29,6 +30,7 @@ from megatron.core.datasets.loader import build_loader
 from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.device import choose_device, set_cpu_threads, synchronize
+from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.errors import ConfigError, UserError
 from megatron.core.groups import Group, Groups, backend_for, connect, create_groups
@@ -183,10 +185,30 @@ def _end_orphan(message: str) -> NoReturn:
     os._exit(1)
 
 
+def hold_folders(run: RunConfig, groups: Groups, held: ExitStack) -> None:
+    """Let no other job write to --save and --save-hf until `held` is closed. Collective over the world.
+
+    The first thing a run writes, so it also finds out whether it can. Raises ConfigError and CheckpointError.
+    """
+
+    def hold_all() -> None:
+        for flag, folder in (("--save", run.checkpoint.save), ("--save-hf", run.checkpoint.save_hf)):
+            if folder is None:
+                continue
+            try:
+                held.enter_context(hold(Path(folder)))
+            except OSError as error:
+                raise ConfigError(
+                    f"{flag} {folder} cannot be written ({error.strerror}); give another folder"
+                ) from error
+
+    together(groups.world, hold_all if groups.rank == 0 and not run.train.skip_train else lambda: None)
+
+
 def open_heartbeat_files(run: RunConfig, groups: Groups) -> None:
     """Keep a file of every rank's phase under --heartbeat-dir or --save, if one is given. Collective over the world.
 
-    The first thing a run writes, so it also finds out whether it can. Raises ConfigError.
+    Raises ConfigError when it cannot be written.
     """
     save = run.checkpoint.save
     flag = f"--heartbeat-dir {run.parallel.heartbeat_dir}" if run.parallel.heartbeat_dir else f"--save {save}"

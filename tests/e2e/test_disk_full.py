@@ -37,7 +37,8 @@ def test_full_disk(small_disk, tmp_path):
     result = run(flags(MOCK, save), tmp_path / "log")
     assert_refused(result, small_disk / "save", 6, "ENOSPC: No space left on device")
     left = sorted(path.name for path in (small_disk / "save").iterdir())
-    assert left == ["heartbeat", "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt", "progress.txt"]
+    files = ["latest_checkpointed_iteration.txt", "lock.json", "progress.txt"]
+    assert left == ["heartbeat", "iter_0000002", "iter_0000004", *files]
     # With room for one more it goes on from the last one.
     retry = {**save, "--load": small_disk / "save", "--save-retain": 1, "--train-iters": 10}
     shutil.rmtree(small_disk / "save" / "iter_0000002")
@@ -55,6 +56,6 @@ def test_one_of_two_ranks_cannot_write(faulty_rank, tmp_path):
     result = run(resume, tmp_path / "log2", 2, driver=LIMITED, env=env)
     assert_refused(result, tmp_path / "save", 4, f"rank {faulty_rank}: EFBIG: File too large")
     left = sorted(path.name for path in (tmp_path / "save").iterdir())
-    assert left == ["heartbeat", "iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert left == ["heartbeat", "iter_0000002", "latest_checkpointed_iteration.txt", "lock.json"]
     resumed = run(resume, tmp_path / "log3", 2)
     assert resumed.codes == [0, 0] and list(figures(resumed.stdout[0])) == [3, 4, 5, 6], resumed.text

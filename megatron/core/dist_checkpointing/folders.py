@@ -62,7 +62,7 @@ def find(root: Path, iteration: int | None) -> Path | None:
 
 
 def begin(root: Path, iteration: int) -> Path:
-    """Clean up after killed runs and make the folder to write in. Only one run may save under a root at a time."""
+    """Clean up after killed runs and make the folder to write in. One run at a time: see lock.py."""
     root.mkdir(parents=True, exist_ok=True)
     for entry in list(root.iterdir()):
         if replaced := _REPLACED.fullmatch(entry.name):

@@ -535,6 +535,13 @@ CASES = [
     (rules_files.tokenizer_has_its_files, {"tokenizer_type": "TikTokenizer"}, HF, 1, ["--tokenizer-model"]),
     (rules_files.saves_have_an_interval, {"save": "d"}, {"save": "d", "save_interval": 5}, 1, ["--save-interval"]),
     (
+        rules_files.exports_are_not_checkpoints,
+        {"save": "d", "save_interval": 5, "save_hf": "./d"},
+        {"save": "d", "save_interval": 5, "save_hf": "d/hf"},
+        1,
+        ["--save d", "--save-hf ./d"],
+    ),
+    (
         rules_files.one_schedule_wins,
         {"load": "d", "override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
         {"load": "d", "override_opt_param_scheduler": True},
