@@ -11,7 +11,7 @@ from megatron.core.comm.collectives import gather_objects
 from megatron.core.device import memory_report, peak_tflops
 from megatron.core.log import get_logger
 from megatron.training.checkpoint import save_checkpoint
-from megatron.training.convert import save_hf
+from megatron.training.convert import complete_exports, save_hf
 from megatron.training.flops import train_flops
 from megatron.training.log_line import LogLine, LogWindow, format_evaluation, format_line
 from megatron.training.loss_curve import draw_loss_curve
@@ -167,9 +167,12 @@ class Checkpoint:
         self._is_due = False
 
     def start(self, trainer: Trainer) -> None:
-        """What was loaded need not be saved again."""
+        """What was loaded need not be saved again, but a run that was killed may not have exported it."""
         self._saved_at = trainer.state.iteration
         _write_progress(trainer, "Starting job")
+        if trainer.run.checkpoint.save_hf:
+            with trainer.groups.heartbeat.phase("save-checkpoint"):
+                complete_exports(trainer)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Save when the interval is full."""

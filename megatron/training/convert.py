@@ -19,12 +19,14 @@ from torch import Tensor
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
+from megatron.core.comm.collectives import gather_objects
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.folders import folder_name
 from megatron.core.dist_checkpointing.whole import WholeReader, WholeTensor, write_whole
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.log import get_logger
-from megatron.core.models.hf.export import HFExport
+from megatron.core.models.hf.export import HFExport, leftovers, repair
 from megatron.core.models.hf.families import CONFIG_FILE, write_config
 from megatron.core.models.hf.folder import SINGLE_FILE
 from megatron.core.models.hf.names import table
@@ -159,6 +161,23 @@ def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
     together(world, lambda: _writing(folder, finish if world.rank == 0 else None))
     log.info("  successfully saved %s in Hugging Face format", folder)
     return folder
+
+
+def complete_exports(trainer: Trainer) -> None:
+    """What a killed run owes --save-hf: half-made exports are cleared away, and that of the checkpoint from which
+    training goes on is written if it is not there. Collective over the world. Raises CheckpointError on all ranks."""
+    config, world = trainer.run.checkpoint, trainer.groups.world
+    assert config.save and config.save_hf
+    root, checkpoint = Path(config.save_hf), Path(config.save) / folder_name(trainer.state.iteration)
+
+    def repair_all() -> None:
+        for path in leftovers(root):
+            repair(path)
+
+    together(world, lambda: _writing(root, repair_all if world.rank == 0 else None))
+    owed = trainer.state.iteration > 0 and checkpoint.is_dir() and not (root / checkpoint.name).exists()
+    if gather_objects(owed, world)[0]:  # as the first rank sees it
+        save_hf(trainer, checkpoint)
 
 
 def _writing(folder: Path, work: Callable[[], None] | None) -> None:

@@ -33,7 +33,7 @@ def test_from_hugging_face_and_back(tmp_path, model):
     one = run(argv, tmp_path / "log")
     assert one.codes == [0], one.text
     assert "loaded" in one.stdout[0] and "stored as float32, as float32" in one.stdout[0]
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["iter_0000002", "iter_0000004"]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["iter_0000002", "iter_0000004", "lock.json"]
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "iter_0000004")
     before = AutoModelForCausalLM.from_pretrained(model)
     assert not torch.equal(saved.lm_head.weight, before.lm_head.weight)
@@ -52,6 +52,23 @@ def test_from_hugging_face_and_back(tmp_path, model):
     # Adam's first steps turn rounding into whole steps where a gradient is nearly zero, in a few elements.
     for name, parameter in saved.named_parameters():
         assert (parameter - dict(other.named_parameters())[name]).abs().mean() < 1e-5, name
+
+
+def test_an_export_that_a_kill_prevented_is_written_by_the_next_start(tmp_path, model):
+    """Also when nothing is left to train."""
+    argv = options(model, tmp_path, {"--save-interval": 4})
+    killed = run(argv, tmp_path / "log", driver="tests.e2e.helpers.drivers:dies_before_an_export")
+    assert killed.codes == [-9] and (tmp_path / "run" / "iter_0000004").is_dir()
+    left = tmp_path / "hf" / ".iter_0000002.tmp"
+    left.mkdir(exist_ok=True)  # of another killed run
+    again = run(argv, tmp_path / "log2")
+    assert again.codes == [0] and "nothing is left to train" in again.stdout[0], again.text
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["iter_0000004", "lock.json"]
+    straight = run(options(model, tmp_path / "straight"), tmp_path / "log3")
+    assert straight.codes == [0], straight.text
+    for file in ("config.json", "model.safetensors"):
+        name = f"hf/iter_0000004/{file}"
+        assert (tmp_path / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
 def test_a_converted_checkpoint_starts_a_run(tmp_path, model):

@@ -11,6 +11,7 @@ import time
 
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.heartbeat import Heartbeat
+from megatron.core.models.hf.export import HFExport
 from megatron.training.main import main
 from megatron.training.step import TrainStep
 
@@ -74,6 +75,12 @@ def nan_gradient(argv):
 
     DataParallel.end_backward = end_with_nan
     digests(argv)
+
+
+def dies_before_an_export(argv):
+    """Rank 0 is killed when its checkpoint is saved and its export is to begin."""
+    HFExport.begin = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    main(argv, description="test")
 
 
 def nan_weight(argv):

@@ -1,9 +1,15 @@
-"""Write a folder in Hugging Face format, streamed: a JSON file, shards of safetensors with an index."""
+"""Write a folder in Hugging Face format, streamed: a JSON file, shards of safetensors with an index.
+
+NAME/         a whole export
+.NAME.tmp/    being written; left by a killed program, removed by `repair` and by the next export
+.NAME.old/    replaced by another export; whole until that one is in place, and put back by `repair` if it is not
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +29,14 @@ from megatron.core.models.hf.side_files import copy_side_files
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.source import Source
 
+_LEFT = re.compile(r"\.(iter_\d{7,})\.(?:tmp|old)")  # of the exports that a run makes of its checkpoints
+
 
 class HFExport:
     """A folder that is being written: `begin`, `write` for all shards (on any ranks and threads), then `finish`.
 
-    Everything is written to a folder beside `path`, which is renamed at the end: `path` is there whole, or not at all.
+    Everything is written to a folder beside `path`, which is renamed at the end: `path` is there whole, or not at all, and
+    an older export is deleted when it is.
     """
 
     def __init__(
@@ -46,7 +55,7 @@ class HFExport:
         weights' file when there is one. `replace`: `path` may hold an older export."""
         self.path, self._source, self._dtype, self._table, self._replace = path, source, dtype, table, replace
         self._config, self._single_file = config, single_file
-        self._temporary = path.parent / f".{path.name}.tmp"
+        self._temporary = _temporary(path)
         tensors = [WholeTensor(name, dtype, shape, self._reader(name)) for name, shape in table.theirs.items()]
         self._shards = fill_files(tensors, shard_bytes)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -58,10 +67,12 @@ class HFExport:
 
     def begin(self) -> None:
         """Make the folder to write in. Raises CheckpointError when `path` has something in it already; OSError."""
-        if not self._replace and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise CheckpointError(f"{self.path} is there already and not empty; give another folder")
-        if self._temporary.exists():  # of a run that was killed
-            shutil.rmtree(self._temporary)
+        repair(self.path)
+        if self.path.exists():
+            if not self.path.is_dir():
+                raise CheckpointError(f"{self.path} is there already and no folder; give another one")
+            if not self._replace and any(self.path.iterdir()):
+                raise CheckpointError(f"{self.path} is there already and not empty; give another folder")
         self._temporary.mkdir(parents=True)
 
     def write(self, numbers: Sequence[int], on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -86,9 +97,10 @@ class HFExport:
         copy_side_files(files, self._temporary)
         sync_folder(self._temporary)
         if self.path.exists():
-            shutil.rmtree(self.path)
+            self.path.rename(_replaced(self.path))
         self._temporary.rename(self.path)
         sync_folder(self.path.parent)
+        repair(self.path)
 
     def abandon(self) -> None:
         """Delete what was written."""
@@ -104,6 +116,41 @@ class HFExport:
             return gather(pieces, box, self._dtype, lambda own, part: self._source.read(own, part, self._dtype))
 
         return read
+
+
+def repair(path: Path) -> None:
+    """Undo what a killed program left of an export at `path`: then it is there whole, older or newer, or not at all.
+
+    Raises OSError. Only where nobody writes that export.
+    """
+    replaced, temporary = _replaced(path), _temporary(path)
+    if replaced.exists():
+        if not path.exists():  # killed between the two renames
+            replaced.rename(path)
+        else:
+            shutil.rmtree(replaced)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Paths under `root` of exports that a killed program left something of."""
+    found = (_LEFT.fullmatch(entry.name) for entry in root.iterdir()) if root.is_dir() else ()
+    return sorted({root / match[1] for match in found if match})
+
+
+def _temporary(path: Path) -> Path:
+    return path.parent / f".{path.name}.tmp"
+
+
+def _replaced(path: Path) -> Path:
+    return path.parent / f".{path.name}.old"
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
