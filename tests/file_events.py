@@ -7,14 +7,17 @@ from pathlib import Path
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree", "os.listdir")
 
 
-def on_each(folders, call):
-    """Call call(number from 1) before each of this process's events below one of the folders, from now on."""
-    below = tuple(f"{Path(folder)}{os.sep}" for folder in folders)
+def on_each(folders, call, but=()):
+    """Call call(number from 1) before each of this process's events below one of the folders `but` some, from now on."""
+    below, not_below = (tuple(f"{Path(folder)}{os.sep}" for folder in each) for each in (folders, but))
     count = 0
 
     def hook(event, args):
         nonlocal count
-        if event in EVENTS and isinstance(args[0], str | os.PathLike) and os.fspath(args[0]).startswith(below):
+        if event not in EVENTS or not isinstance(args[0], str | os.PathLike):
+            return
+        path = os.fspath(args[0])
+        if path.startswith(below) and not path.startswith(not_below):
             count += 1
             call(count)
 
