@@ -12,6 +12,8 @@ from megatron.core.errors import TrainingError
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
 
+ADVICE = "go on from the newest checkpoint, with a smaller --lr or past the data with --iterations-to-skip"
+
 
 class NotFinite:
     """Stops the run after --max-consecutive-nan-iterations, and lets none end well whose weights are not finite."""
@@ -24,12 +26,9 @@ class NotFinite:
         limit = trainer.run.train.max_consecutive_nan_iterations
         if not limit or trainer.nan_steps < limit:
             return
-        weight = first_weight(trainer)
-        where = f"weight {weight}" if weight else f"gradient of {first_gradient(trainer)}"
         raise TrainingError(
-            f"gradients were not finite in {limit} iterations in a row, the last one {report.iteration}: {where} is not "
-            "finite (--max-consecutive-nan-iterations). Nothing was saved since; go on from the newest checkpoint, with a "
-            "smaller --lr or past the data with --iterations-to-skip"
+            f"gradients were not finite in {limit} iterations in a row, the last one {report.iteration}: {_where(trainer)} "
+            f"(--max-consecutive-nan-iterations). Nothing was saved since; {ADVICE}"
         )
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
@@ -37,7 +36,7 @@ class NotFinite:
         if trainer.bad_steps and (weight := first_weight(trainer)):
             raise TrainingError(
                 f"the run ends at iteration {trainer.state.iteration} and weight {weight} is not finite. It was not saved; "
-                "go on from the newest checkpoint, with a smaller --lr or past the data with --iterations-to-skip"
+                f"{ADVICE}"
             )
 
 
@@ -63,6 +62,14 @@ def first_gradient(trainer: Trainer) -> str | None:
         [(-_stage(trainer, name), -number, name) for number, name in enumerate(trainer.parameters) if name in bad],
         trainer,
     )
+
+
+def _where(trainer: Trainer) -> str:
+    if weight := first_weight(trainer):
+        return f"weight {weight} is not finite"
+    if gradient := first_gradient(trainer):
+        return f"gradient of {gradient} is not finite"
+    return "each number of the last one is finite, their norm is not"
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
