@@ -78,6 +78,7 @@ def held(tmp_path):
     ("options", "last", "named"),
     [
         ({}, 9, NAN_WEIGHT),
+        ({"--pipeline-model-parallel-size": 2}, 9, NAN_WEIGHT),
         # Scales 8 (twice), 4 and 2 are given up first.
         ({"--fp16": None, "--initial-loss-scale": 8}, 13, NAN_WEIGHT),
         # The first update spoils all weights.

@@ -84,11 +84,14 @@ def dies_before_an_export(argv):
 
 
 def nan_weight(argv):
-    """One element of a weight is NaN from step FAULTY_STEP on."""
+    """One element of a weight is NaN from step FAULTY_STEP on, on the ranks that own it."""
 
     def spoil(step, number):
         if number == int(os.environ["FAULTY_STEP"]):
-            dict(step._model.named_parameters())[NAN_WEIGHT].data[0, 0] = math.nan
+            step._data_parallel.settle()
+            for piece, elements in step._data_parallel.weights():
+                if piece.name == NAN_WEIGHT and piece.start == 0:
+                    elements[0] = math.nan
 
     before_each_step(spoil)
     main(argv, description="test")
