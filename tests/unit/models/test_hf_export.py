@@ -42,7 +42,7 @@ class Constant:
 
 
 def export(path, value, shapes, side_file):
-    made = hf_export(Constant(value, shapes), path, torch.float32, TokenizerConfig(), replace=True)
+    made = hf_export(Constant(value, shapes), path, torch.float32, TokenizerConfig(), None, replace=True)
     made.begin()
     made.write(made.shards)
     made.finish([side_file])

@@ -147,12 +147,6 @@ def _replaced(path: Path) -> Path:
     return path.parent / f".{path.name}.old"
 
 
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    with open(target, "rb") as file:
-        os.fsync(file.fileno())
-
-
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     with open(path, "x", encoding="utf-8") as file:
         json.dump(content, file, indent=2)

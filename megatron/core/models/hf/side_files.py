@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,9 +48,16 @@ def copy_side_files(files: Sequence[Path], folder: Path) -> None:
     """Copy files, and folders as they are, over what a run that was killed has left. Raises OSError."""
     for file in files:
         if file.is_dir():
-            shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
+            shutil.copytree(file, folder / file.name, copy_function=_copy, dirs_exist_ok=True)
         else:
-            shutil.copyfile(file, folder / file.name)
+            _copy(file, folder / file.name)
+
+
+def _copy(source: str | Path, target: str | Path) -> None:
+    """Copy a file's content, down to the disk: an export that a crash of the host cut short would not be whole."""
+    shutil.copyfile(source, target)
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def known_ids(folder: Path | None) -> dict[str, Any]:
