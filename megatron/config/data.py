@@ -23,7 +23,6 @@ class DataConfig:
     )
     mock_data: bool = flag(False, "random tokens instead of a dataset, to try a configuration")
     data_cache_path: str | None = flag(None, "folder for sample indices; default a cache folder beside each dataset")
-    mmap_bin_files: bool = flag(True, "read .bin files with plain reads instead of memory-mapping them")
     num_workers: int = flag(2, "processes a rank that prepare batches; 0 prepares them in the training process")
     dataloader_type: str = flag(
         "single",

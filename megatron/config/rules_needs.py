@@ -414,7 +414,7 @@ _DATA = (
         "give one --data-path",
     ),
     _need(
-        "data_cache_path mmap_bin_files dataloader_type",
+        "data_cache_path dataloader_type",
         _reads_files,
         "--mock-data reads no files",
         "give --data-path instead of --mock-data",

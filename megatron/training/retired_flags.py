@@ -28,6 +28,7 @@ ADVICE: dict[str, str] = {
     "--checkpoint-activations": "is now --recompute-granularity full, with --recompute-method and --recompute-num-layers",
     # What this tree always does.
     "--use-mcore-models": _ALWAYS,
+    "--no-mmap-bin-files": _ALWAYS,
     "--exit-signal-handler": "is always on here; remove it, or give --no-exit-signal-handler to turn it off",
     "--accumulate-allreduce-grads-in-fp32": _ALWAYS,
     "--attention-softmax-in-fp32": _ALWAYS,

@@ -157,7 +157,7 @@ def _open_parts(
     parts: list[Part] = []
     for number, prefix in enumerate(prefixes):
         if prefix not in opened:
-            opened[prefix] = (Conversations if config.sft else IndexedDataset)(prefix, config.mmap_bin_files)
+            opened[prefix] = (Conversations if config.sft else IndexedDataset)(prefix)
         data = opened[prefix]
         first, last = round(source.low * len(data)), round(source.high * len(data))
         tokens = int(np.sum(data.sequence_lengths[first:last], dtype=np.int64))

@@ -4,6 +4,10 @@ Any number of processes on any number of hosts may ask for the same arrays at th
 them in a folder of its own and renames that to the final name. Renaming a folder is atomic and fails when the final
 name is taken, so the first one wins, the others drop theirs, and a folder under the final name is always whole. A
 process that is killed leaves a hidden folder (`.NAME.*`) behind, which nothing reads.
+
+A bit that flips in an index changes which samples are read and nothing would notice. So description.json holds a
+checksum of every array's file, which each process verifies when it opens the entry: one pass over the files, about a
+second per gigabyte.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import os
 import shutil
 import uuid
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,9 @@ from megatron.core.errors import DataError
 from megatron.core.log import get_logger
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+DESCRIPTION = "description.json"
+FORMAT = 2  # of an entry; part of its name
+CHECKED_AT_ONCE = 1 << 24  # bytes
 LOGGER = get_logger(__name__)
 
 
@@ -35,16 +43,17 @@ def cached_arrays(
 
     `inputs`, JSON values, must hold everything the arrays depend on; it is stored beside them. `label` only makes the
     folder's name readable. Without a folder, or when it cannot be written (logged), the arrays stay in memory. Raises
-    DataError for a stored array that cannot be read.
+    DataError for a stored array that cannot be read or is not what was stored.
     """
     if folder is None:
         return build()
+    inputs = {"format": FORMAT, **inputs}
     text = json.dumps(inputs, sort_keys=True, indent=1)
     entry = folder / f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{label}"
     if not entry.is_dir():
         arrays = build()
         try:
-            _publish(entry, text, arrays)
+            _publish(entry, inputs, arrays)
         except OSError as error:
             LOGGER.warning(
                 "cannot keep the sample index in %s (%s): every process builds its own at each start; "
@@ -54,7 +63,7 @@ def cached_arrays(
             )
             return arrays
         LOGGER.info("built sample index %s", entry)
-    return {name: _load(entry / f"{name}.npy") for name in names}
+    return _load(entry, inputs, names)
 
 
 def index_inputs(idx_path: str, *, version: int, **sizes: int) -> dict[str, Any]:
@@ -69,18 +78,22 @@ def index_inputs(idx_path: str, *, version: int, **sizes: int) -> dict[str, Any]
     }
 
 
-def _publish(entry: Path, text: str, arrays: Arrays) -> None:
+def _publish(entry: Path, inputs: Mapping[str, Any], arrays: Arrays) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
     beside = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
     try:
         beside.mkdir()
-        (beside / "description.json").write_text(text + "\n", encoding="utf-8")
         for name, array in arrays.items():
             with open(beside / f"{name}.npy", "wb") as file:
                 np.save(file, array, allow_pickle=False)
                 # Else a crash of the host could leave the name in place and the bytes not.
                 file.flush()
                 os.fsync(file.fileno())
+        description = {"inputs": inputs, "crc32": {name: _crc32(beside / f"{name}.npy") for name in arrays}}
+        with open(beside / DESCRIPTION, "w", encoding="utf-8") as text:
+            text.write(json.dumps(description, sort_keys=True, indent=1) + "\n")
+            text.flush()
+            os.fsync(text.fileno())
         beside.rename(entry)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
@@ -89,8 +102,26 @@ def _publish(entry: Path, text: str, arrays: Arrays) -> None:
     # Another process was first: its arrays are the same.
 
 
-def _load(path: Path) -> npt.NDArray[Any]:
+def _load(entry: Path, inputs: Mapping[str, Any], names: Collection[str]) -> Arrays:
+    path = entry / DESCRIPTION
     try:
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} is damaged ({error}); remove the folder {path.parent} to build it again") from error
+        description = json.loads(path.read_bytes())
+        if description["inputs"] != inputs:
+            raise ValueError("it describes other arrays")
+        arrays = {}
+        for name in names:
+            path = entry / f"{name}.npy"
+            if _crc32(path) != description["crc32"][name]:
+                raise ValueError("it has not its checksum")
+            arrays[name] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{path} is damaged: {error}; remove the folder {entry} to build it again") from error
+    return arrays
+
+
+def _crc32(path: Path) -> str:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(CHECKED_AT_ONCE):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"

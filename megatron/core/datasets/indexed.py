@@ -12,6 +12,8 @@
 | 8D | int64 first sequence of each document, then N |
 | N or 0 | int8 modes, which only multimodal files have |
 
+Sequences lie back to back and fill the `.bin`, so an offset or a length that was altered is found by the others.
+
 A document is one sequence unless its text was given as a list, one sequence an item. A document without tokens has no
 sequence. The layout is Megatron-LM's (megatron/core/datasets/indexed_dataset.py).
 """
@@ -19,6 +21,7 @@ sequence. The layout is Megatron-LM's (megatron/core/datasets/indexed_dataset.py
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +47,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+CHECKED_AT_ONCE = 1 << 20  # entries of an index in host memory while it is checked
+COPIED_AT_ONCE = 1 << 24  # bytes
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -68,12 +73,14 @@ class IndexedDataset:
     """Sequences of tokens in a `.bin/.idx` pair, read on demand.
 
     `sequence_lengths` [N] int32, `sequence_pointers` [N] int64 (bytes) and `document_indices` [D] int64 are memory maps
-    of the `.idx`. With `mmap=False` the `.bin` is read with plain reads, for file systems on which mapping is slow.
+    of the `.idx`, which is read once and checked (0.1 s per 10 million sequences). The `.bin` is read with plain reads:
+    they cost about 2 us more per sequence than a memory map, and a file that is cut while it is in use, or a disk that
+    fails, is an error of one read where a map would end the process with SIGBUS.
     Raises DataError for a file that is missing, damaged or of another format.
     """
 
-    def __init__(self, prefix: str | Path, mmap: bool = True) -> None:
-        self.prefix, self.mmap = str(prefix), mmap
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
         self.idx_path, self.bin_path = f"{prefix}.idx", f"{prefix}.bin"
         for path in (self.idx_path, self.bin_path):
             if not os.path.isfile(path):
@@ -86,35 +93,32 @@ class IndexedDataset:
         self.sequence_lengths, rest = _cut(buffer[HEADER.size :], np.dtype("<i4"), sequences)
         self.sequence_pointers, rest = _cut(rest, np.dtype("<i8"), sequences)
         self.document_indices, _ = _cut(rest, np.dtype("<i8"), documents)
-        self._check_ends()
-        self._tokens = _map_tokens(self.bin_path, self.dtype) if mmap else None
-        self._file = None if mmap else open(self.bin_path, "rb", buffering=0)  # noqa: SIM115, open as long as this is
+        self._check()
+        self._file = open(self.bin_path, "rb", buffering=0)  # noqa: SIM115, open as long as this is
 
     def __len__(self) -> int:
         """Number of sequences."""
         return len(self.sequence_lengths)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, bool]]:
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         # A pickled memory map would carry the whole file; a worker process opens it again.
-        return IndexedDataset, (self.prefix, self.mmap)
+        return IndexedDataset, (self.prefix,)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Tokens [offset, offset + length) of one sequence, in the file's type; to its end when `length` is None.
 
-        A read-only view of the file when it is memory-mapped.
+        Read-only. Raises DataError when the file has become shorter or cannot be read.
         """
         size = int(self.sequence_lengths[sequence])
         count = size - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > size:
             raise IndexError(f"tokens {offset} to {offset + count} of sequence {sequence}, which has {size}")
         start = int(self.sequence_pointers[sequence]) + offset * self.dtype.itemsize
-        if self._tokens is not None:
-            first = start // self.dtype.itemsize
-            tokens = self._tokens[first : first + count]
-        else:
-            assert self._file is not None
+        try:
             read = os.pread(self._file.fileno(), count * self.dtype.itemsize, start)
-            tokens = np.frombuffer(read[: len(read) // self.dtype.itemsize * self.dtype.itemsize], dtype=self.dtype)
+        except OSError as error:
+            raise DataError(f"{self.bin_path} cannot be read at byte {start}: {error.strerror}") from error
+        tokens = np.frombuffer(read[: len(read) // self.dtype.itemsize * self.dtype.itemsize], dtype=self.dtype)
         if len(tokens) != count:
             raise DataError(
                 f"{self.bin_path} ends before tokens {offset} to {offset + count} of sequence {sequence}, "
@@ -122,24 +126,48 @@ class IndexedDataset:
             )
         return tokens
 
-    def _check_ends(self) -> None:
-        """What a header cannot tell: the index's last document, and the `.bin` that the last sequence needs."""
+    def _check(self) -> None:
+        """What a header cannot tell: that sequences and documents are in order and fill the `.bin`."""
         sequences = len(self)
         if len(self.document_indices) < 1 or self.document_indices[0] != 0 or self.document_indices[-1] != sequences:
             shown = self.document_indices[[0, -1]].tolist() if len(self.document_indices) else []
-            raise DataError(
-                f"{self.idx_path} is damaged: its documents must run from sequence 0 to {sequences}, found {shown}; "
-                "make the dataset again"
-            )
-        end = 0
-        if sequences:
-            end = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+            raise self._damage(f"its documents must run from sequence 0 to {sequences}, found {shown}")
+        for first in range(0, len(self.document_indices) - 1, CHECKED_AT_ONCE):
+            bounds = self.document_indices[first : first + CHECKED_AT_ONCE + 1]
+            if falls := np.flatnonzero(bounds[1:] < bounds[:-1])[:1].tolist():
+                one, other = bounds[falls[0] : falls[0] + 2].tolist()
+                raise self._damage(
+                    f"document {first + falls[0]} must not begin after document {first + falls[0] + 1}, "
+                    f"found sequences {one} and {other}"
+                )
+        end = self._check_sequences()
         size = os.path.getsize(self.bin_path)
-        if size < end:
+        if size != end:
             raise DataError(
                 f"{self.bin_path} has {size} bytes but {self.idx_path} describes {end}; "
-                "the file was cut short or is of another dataset: copy or make it again"
+                "one of them was cut short or is of another dataset: copy or make both again"
             )
+
+    def _check_sequences(self) -> int:
+        """Bytes of all sequences, which must follow each other without a gap."""
+        end = 0
+        for first in range(0, len(self), CHECKED_AT_ONCE):
+            lengths = self.sequence_lengths[first : first + CHECKED_AT_ONCE]
+            if negative := np.flatnonzero(lengths < 0)[:1].tolist():
+                raise self._damage(f"sequence {first + negative[0]} has {lengths[negative[0]]} tokens")
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            pointers = self.sequence_pointers[first : first + CHECKED_AT_ONCE]
+            starts = np.concatenate([[end], ends[:-1]])
+            if wrong := np.flatnonzero(pointers != starts)[:1].tolist():
+                raise self._damage(
+                    f"sequence {first + wrong[0]} must begin at byte {starts[wrong[0]]} of the .bin, "
+                    f"found {pointers[wrong[0]]}"
+                )
+            end = int(ends[-1])
+        return end
+
+    def _damage(self, what: str) -> DataError:
+        return DataError(f"{self.idx_path} is damaged: {what}; copy it or make the dataset again")
 
 
 class IndexedDatasetWriter:
@@ -186,11 +214,8 @@ class IndexedDatasetWriter:
                 "tokenizers of different size; make both with the same tokenizer"
             )
         lengths = np.array(other.sequence_lengths, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-        if not np.array_equal(other.sequence_pointers, ends - lengths.astype(np.int64) * self.dtype.itemsize):
-            raise DataError(f"{other.bin_path} does not hold its sequences back to back; make the dataset again")
-        # Nothing but whole sequences: bytes beyond the last one would move everything that follows.
-        self._file.write(_map_tokens(other.bin_path, self.dtype)[: int(lengths.sum(dtype=np.int64))].data)
+        with open(other.bin_path, "rb") as tokens:
+            shutil.copyfileobj(tokens, self._file, COPIED_AT_ONCE)
         self._append(lengths, self._sequences + np.asarray(other.document_indices[1:], np.int64))
 
     def finalize(self) -> None:
@@ -265,10 +290,3 @@ def _cut(buffer: npt.NDArray[np.uint8], dtype: np.dtype[Any], count: int) -> tup
     size = count * dtype.itemsize
     # A plain array over the map: a slice of np.memmap costs microseconds more each time.
     return np.asarray(buffer[:size]).view(dtype), buffer[size:]
-
-
-def _map_tokens(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    count = os.path.getsize(path) // dtype.itemsize
-    if count == 0:
-        return np.zeros(0, dtype)  # an empty file cannot be mapped
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))

@@ -34,15 +34,15 @@ def mask_prefix(prefix: str | Path) -> str:
 class Conversations:
     """The two pairs of an instruction dataset. Raises DataError when one is missing or does not fit the other."""
 
-    def __init__(self, prefix: str, mmap: bool = True) -> None:
+    def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        self.tokens = IndexedDataset(prefix, mmap)
+        self.tokens = IndexedDataset(prefix)
         if not os.path.isfile(f"{mask_prefix(prefix)}.idx"):
             raise DataError(
                 f"{mask_prefix(prefix)}.idx does not exist, so {prefix} is no instruction dataset; make one with "
                 "tools/preprocess_sft.py"
             )
-        self.mask = IndexedDataset(mask_prefix(prefix), mmap)
+        self.mask = IndexedDataset(mask_prefix(prefix))
         self.sequence_lengths = self.tokens.sequence_lengths
         for part, dtype in ((self.tokens, TOKEN_DTYPE), (self.mask, MASK_DTYPE)):
             if part.dtype != dtype:
@@ -59,6 +59,16 @@ class Conversations:
     def __len__(self) -> int:
         """Number of conversations."""
         return len(self.tokens)
+
+    def marks(self, conversation: int) -> npt.NDArray[np.uint8]:
+        """1 for each token that is trained on, else 0. Raises DataError for another value."""
+        marks: npt.NDArray[np.uint8] = self.mask.get(conversation)
+        if marks.size and marks.max() > 1:
+            raise DataError(
+                f"{self.mask.bin_path} is damaged: conversation {conversation} has mark {marks.max()}, which is neither "
+                "0 nor 1; make the dataset again with tools/preprocess_sft.py"
+            )
+        return marks
 
 
 class SFTDataset:
@@ -138,7 +148,7 @@ class SFTDataset:
             tokens = self.conversations.tokens.get(conversation)
             end = at + len(tokens)
             rows[0, at:end] = tokens
-            rows[1, at + 1 : end] = self.conversations.mask.get(conversation)[1:] != 0
+            rows[1, at + 1 : end] = self.conversations.marks(conversation)[1:]
             rows[2, at:end] = count
             at = end
         rows[2, at:] = len(found)

@@ -120,7 +120,8 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises DamagedError when the file is missing, is no safetensors file, or has not the size its header says."""
+        """Raises DamagedError when the file is missing, is no safetensors file, or is not what its header says: tensors
+        back to back that fill it."""
         self._path = path
         self.entries, self.metadata = _read_header(path)
         self._checked: set[tuple[str, int]] = set()
@@ -219,21 +220,43 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                 raise ValueError(f"its header would be {length} bytes of its {size}")
             content = json.loads(file.read(length))
         metadata = content.pop(_METADATA, {})
-        entries, end = {}, 0
-        for key, value in content.items():
-            start, stop = value["data_offsets"]
-            entry = Entry(DTYPES[value["dtype"]], tuple(value["shape"]), 8 + length + start)
-            if stop - start != math.prod(entry.shape) * entry.dtype.itemsize:
-                raise ValueError(f"tensor {key} of shape {list(entry.shape)} has {stop - start} bytes")
-            entries[key], end = entry, max(end, stop)
+        if not (isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())):
+            raise ValueError(f"{_METADATA} is no object of texts")
+        spans = {key: _span(key, value) for key, value in content.items()}
+        end = 0
+        for key, (start, stop) in sorted(spans.items(), key=lambda item: item[1]):
+            if start != end:
+                raise ValueError(f"tensor {key} begins at byte {start} where {end} is the next")
+            end = stop
         if size != 8 + length + end:
             raise ValueError(f"it has {size} bytes and its header says {8 + length + end}")
+        entries = {
+            key: Entry(DTYPES[value["dtype"]], tuple(value["shape"]), 8 + length + spans[key][0])
+            for key, value in content.items()
+        }
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"unknown or missing {error}" if isinstance(error, KeyError) else str(error)
         raise DamagedError(f"{path} is damaged or no safetensors file: {reason}") from error
     return entries, metadata
+
+
+def _span(key: str, value: Any) -> tuple[int, int]:
+    """The first byte of a tensor in the file's data and the one after its last. Raises ValueError."""
+    offsets, shape = value["data_offsets"], value["shape"]
+    if not (_are_sizes(offsets) and len(offsets) == 2):
+        raise ValueError(f"tensor {key} has offsets {offsets}")
+    if not _are_sizes(shape):
+        raise ValueError(f"tensor {key} has shape {shape}")
+    start, stop = offsets
+    if stop - start != math.prod(shape) * DTYPES[value["dtype"]].itemsize:
+        raise ValueError(f"tensor {key} of shape {shape} has {stop - start} bytes")
+    return start, stop
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -167,7 +167,6 @@ CASES = [
     ("split", "9,1,0", SPLITS, FILES, "its own data path"),
     ("data_cache_path", "c", {}, FILES, "--mock-data"),
     ("dataloader_type", "cyclic", {}, FILES, "--mock-data"),
-    ("mmap_bin_files", False, {}, SPLITS, "--mock-data"),
     ("sft_packing", False, FILES, {**FILES, "sft": True}, "cut from documents"),
     ("valid_data_path", ("b",), {**SPLITS, "eval_iters": 0}, SPLITS, "never evaluates"),
     ("test_data_path", ("b",), {**SPLITS, "eval_iters": 0}, SPLITS, "never evaluates"),

@@ -109,11 +109,10 @@ def test_cache_folders(tmp_path):
     assert names == {folder.name for folder in (tmp_path / "cache").iterdir()}
 
 
-def test_dataloader_type_and_plain_reads_reach_the_dataset(tmp_path):
+def test_dataloader_type_reaches_the_dataset(tmp_path):
     path = tagged(tmp_path, "a", 0, 4)
     single = build(data_path=(path,), split="1").train
-    cyclic = build(data_path=(path,), split="1", dataloader_type="cyclic", mmap_bin_files=False).train
-    assert single.indexed.mmap and not cyclic.indexed.mmap
+    cyclic = build(data_path=(path,), split="1", dataloader_type="cyclic").train
     assert (cyclic[9] == cyclic[0]).all() and any((single[9 + i] != single[i]).any() for i in range(9))
 
 

@@ -99,9 +99,39 @@ def test_read_only_folder(tmp_path):
     assert cached_arrays(tmp_path, "x", NAMES, {"n": 1}, arrays)["b"].shape == (2, 3)
 
 
-def test_damaged_entry_is_named(tmp_path):
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda entry: os.truncate(entry / "a.npy", 1000), r"a\.npy is damaged: it has not its checksum"),
+        (lambda entry: os.truncate(entry / "a.npy", 0), r"a\.npy is damaged: it has not its checksum"),
+        (lambda entry: flip(entry / "a.npy", 5000), r"a\.npy is damaged: it has not its checksum"),
+        (lambda entry: flip(entry / "b.npy", 129), r"b\.npy is damaged: it has not its checksum"),
+        (lambda entry: (entry / "b.npy").unlink(), r"b\.npy is damaged: .*No such file"),
+        (lambda entry: flip(entry / "description.json", 20), r"description\.json is damaged: "),
+        (lambda entry: (entry / "description.json").write_text("[]"), r"description\.json is damaged: "),
+        (lambda entry: (entry / "description.json").unlink(), r"description\.json is damaged: .*No such file"),
+    ],
+)
+def test_damaged_entry_is_named(tmp_path, damage, reason):
     cached_arrays(tmp_path, "x", NAMES, {"n": 1}, arrays)
     (entry,) = tmp_path.iterdir()
-    os.truncate(entry / "a.npy", 1000)
-    with pytest.raises(DataError, match=r"a\.npy is damaged .*; remove the folder .*-x to build it again"):
+    damage(entry)
+    with pytest.raises(DataError, match=rf"{reason}.*; remove the folder .*-x to build it again"):
         cached_arrays(tmp_path, "x", NAMES, {"n": 1}, arrays)
+
+
+def test_an_entry_of_other_data_under_this_name_is_refused(tmp_path):
+    cached_arrays(tmp_path, "x", NAMES, {"n": 1}, arrays)
+    (entry,) = tmp_path.iterdir()
+    cached_arrays(tmp_path, "x", NAMES, {"n": 2}, lambda: {"a": np.zeros(3), "b": np.zeros(2)})
+    (other,) = set(tmp_path.iterdir()) - {entry}
+    entry.rename(tmp_path / "away")
+    other.rename(entry)
+    with pytest.raises(DataError, match=r"description\.json is damaged: it describes other arrays"):
+        cached_arrays(tmp_path, "x", NAMES, {"n": 1}, never)

@@ -170,6 +170,14 @@ class TestFiles:
         with pytest.raises(DataError, match=r"is not the mask of .*: the conversations have other lengths"):
             Conversations(prefix)
 
+    def test_a_mark_that_is_neither_0_nor_1(self, prefix):
+        with open(f"{mask_prefix(prefix)}.bin", "r+b") as file:
+            file.write(b"\x40" * 4)
+        dataset = build(prefix)
+        with pytest.raises(DataError, match=r"chat_mask\.bin is damaged: conversation 0 has mark 64, which is neither"):
+            for i in range(len(dataset)):
+                dataset[i]
+
 
 class TestBuild:
     def build(self, sizes=(80, 20, None), seed=1, **flags):

@@ -94,3 +94,42 @@ def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, change, reason):
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DamagedError, match=rf"f\.safetensors is damaged.*{re.escape(reason)}"):
         TensorFile(path)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "reason"),
+    [
+        ({"a": [0, 24], "b": [0, 24], "c": [24, 48]}, "tensor b begins at byte 0 where 24 is the next"),
+        ({"a": [0, 24], "b": [16, 40], "c": [24, 48]}, "tensor b begins at byte 16 where 24 is the next"),
+        ({"a": [0, 24], "b": [-24, 0], "c": [24, 72]}, "tensor b has offsets [-24, 0]"),
+        ({"a": [0, 24], "b": [24.0, 48.0], "c": [48, 72]}, "tensor b has offsets [24.0, 48.0]"),
+        ({"a": [0, 24], "b": [48, 24], "c": [48, 72]}, "tensor b of shape [6] has -24 bytes"),
+        ({"a": [0, 24], "b": [25, 49], "c": [48, 72]}, "tensor b begins at byte 25 where 24 is the next"),
+        ({"a": [0, 24], "b": [48, 72], "c": [72, 96]}, "tensor b begins at byte 48 where 24 is the next"),
+    ],
+)
+def test_offsets_must_fill_the_file_without_overlap(tmp_path, offsets, reason):
+    write_header(tmp_path / "f.safetensors", {key: ([6], pair) for key, pair in offsets.items()}, bytes(72))
+    with pytest.raises(DamagedError, match=rf"f\.safetensors is damaged.*{re.escape(reason)}"):
+        TensorFile(tmp_path / "f.safetensors")
+
+
+@pytest.mark.parametrize("shape", [[-2, -3], [6.0], [True, 6], "6", None])
+def test_a_shape_is_a_list_of_sizes(tmp_path, shape):
+    write_header(tmp_path / "f.safetensors", {"a": (shape, [0, 24])}, bytes(24))
+    with pytest.raises(DamagedError, match=r"f\.safetensors is damaged.*tensor a has shape"):
+        TensorFile(tmp_path / "f.safetensors")
+
+
+@pytest.mark.parametrize("name", ["[1, 2]", "null", '{"__metadata__": 3}', '{"__metadata__": {"a": 1}}', '{"a": null}'])
+def test_a_header_of_another_kind_is_damage(tmp_path, name):
+    text = name.encode()
+    (tmp_path / "f.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(DamagedError, match=r"f\.safetensors is damaged"):
+        TensorFile(tmp_path / "f.safetensors")
+
+
+def write_header(path, tensors, data):
+    entries = {key: {"dtype": "F32", "shape": shape, "data_offsets": pair} for key, (shape, pair) in tensors.items()}
+    text = json.dumps(entries).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)

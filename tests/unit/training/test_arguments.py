@@ -70,7 +70,6 @@ def test_names_follow_megatron():
     spelled = {name: spelling(spec) for name, (_, spec) in flag_fields().items()}
     assert spelled["tensor_model_parallel_size"] == "--tensor-model-parallel-size"
     assert spelled["add_bias_linear"] == "--disable-bias-linear"
-    assert spelled["mmap_bin_files"] == "--no-mmap-bin-files"
     assert spelled["check_for_nan_in_loss_and_grad"] == "--no-check-for-nan-in-loss-and-grad"
 
 
