@@ -2,9 +2,14 @@
 
 | format | keys |
 |---|---|
-| messages | `messages`: a list of {role, content}; also `tools` |
-| ShareGPT | `conversations`: a list of {from, value}; also `system`, `tools` |
-| Alpaca | `instruction`, `input` (may be missing or empty), `output`; also `system`, `history`: earlier [question, answer] |
+| messages | `messages`: a list of {role, content} |
+| ShareGPT | `conversations`: a list of {from, value} |
+| Alpaca | `instruction`, `input` (may be missing or empty), `output`; also `history`: earlier [question, answer] |
+
+All may have `system`, the text of a system turn, and `tools`. A turn of the assistant with `"weight": 0` is part of the
+conversation and not trained on, as in OpenAI's format for fine-tuning
+(https://platform.openai.com/docs/guides/supervised-fine-tuning). What says how to train in another way is refused by
+name, and so is what has a newer name in that format.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from typing import Any
 
 from megatron.core.datasets.jsonl import check_surrogates, parse_object
 
+# Other programs' names for a turn's weight.
+_WEIGHTS_ELSEWHERE = ("train", "training", "loss", "loss_weight", "loss_mask")
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
@@ -26,10 +33,14 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """messages: dicts with `role`, `content` and whatever else the template may read. tools: JSON schemas, if any."""
+    """messages: dicts with `role`, `content` and whatever else the template may read. tools: JSON schemas, if any.
+
+    untrained: places in `messages` of turns of the assistant that are not trained on.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    untrained: frozenset[int] = frozenset()
 
 
 def parse_conversation(line: bytes) -> Conversation:
@@ -44,13 +55,44 @@ def parse_conversation(line: bytes) -> Conversation:
     else:
         keys = ", ".join(sorted(record)) or "none"
         raise ValueError(f"has none of the keys messages, conversations and instruction, only {keys}")
-    if "messages" not in record and record.get("system"):
-        messages.insert(0, {"role": "system", "content": _text(record["system"], "system")})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("has no turn of the assistant, so nothing to train on")
+    if record.get("functions"):
+        raise ValueError("holds 'functions'; write them under 'tools'")
+    weights = [_weight(message, number) for number, message in enumerate(messages, start=1)]
+    if record.get("system") and _lacks_system(messages, _text(record["system"], "system")):
+        messages.insert(0, {"role": "system", "content": record["system"]})
+        weights.insert(0, 1)
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    untrained = frozenset(number for number in answers if weights[number] == 0)
+    if len(untrained) == len(answers):
+        which = "only turns of the assistant with weight 0" if answers else "no turn of the assistant"
+        raise ValueError(f"has {which}, so nothing to train on")
     if b"\\u" in line:
         check_surrogates([str(message["content"]) for message in messages], "content")
-    return Conversation(messages, _tools(record.get("tools")))
+    return Conversation(messages, _tools(record.get("tools")), untrained)
+
+
+def _weight(message: dict[str, Any], number: int) -> int:
+    """The weight of turn `number`, taken out of it: 1 or 0."""
+    for name in _WEIGHTS_ELSEWHERE:
+        if message.get(name) is not None:
+            raise ValueError(f"has '{name}' in turn {number}; write it as a weight of 0 or 1")
+    weight = message.pop("weight", None)
+    if weight is None:
+        return 1
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ValueError(f"gives turn {number} the weight {json.dumps(weight)[:40]}; give 0 or 1")
+    if weight == 1 and message["role"] != "assistant":
+        raise ValueError(f"gives turn {number} the weight 1, and only the assistant's turns are trained on")
+    return int(weight)
+
+
+def _lacks_system(messages: list[dict[str, Any]], system: str) -> bool:
+    """Whether the record's `system` is still to become the first turn. Raises ValueError when that says something else."""
+    if messages[0]["role"] not in ("system", "developer"):
+        return True
+    if messages[0]["content"] != system:
+        raise ValueError(f"says '{system[:40]}' under 'system' and '{messages[0]['content'][:40]}' in its system turn")
+    return False
 
 
 def _turns(turns: Any, key: str) -> list[dict[str, Any]]:
@@ -66,6 +108,8 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"has {where} from '{role}', which is none of {', '.join(ROLES)}")
+    if turn.get("function_call"):
+        raise ValueError(f"holds 'function_call' in {where.partition(' under')[0]}; write it as 'tool_calls'")
     content = turn.get("content", turn.get("value"))
     if content is None and turn.get("tool_calls"):
         content = ""

@@ -8,10 +8,17 @@ the assistant is what the text up to it has more than the prompt that would ask 
 That holds only while each of these texts begins with the one before. It is checked for every conversation, and one for
 which it fails is refused: some templates drop or move text of earlier turns, and no cut of the final text is right then.
 The end-of-turn token belongs to the turn; white space that the template puts after it does not.
+
+[Note: What a template leaves out]
+A template writes what its author thought of. What it does not know, such as `tool_calls` or `tools`, is lost without a
+word, and a turn that held nothing else becomes an empty answer to learn. So a conversation is refused when its rendering
+does not change where a part of it does: the text of a turn, the tools, a field of the turns that holds an object or a
+list, or text to learn (TEXTS). Other fields, such as names and ids, only label what is there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
@@ -21,6 +28,7 @@ from megatron.core.datasets.sft_records import Conversation
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from megatron.core.errors import ConfigError
 
+TEXTS = ("reasoning_content", "reasoning", "thinking", "refusal")
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -40,10 +48,15 @@ class ChatTemplate:
             template = self._tokenizer.library.get_chat_template(self._template, conversation.tools)
         except ValueError as error:
             raise ValueError(f"fits none of the tokenizer's templates: {_first_line(error)}") from error
-        if MARK.search(template):
+        marked = MARK.search(template) is not None
+        if not marked and conversation.messages[0]["role"] == "assistant":
+            raise ValueError("begins with a turn of the assistant, which answers no prompt; remove that turn")
+        text = self._apply(conversation, conversation.messages)
+        self._check_nothing_is_left_out(conversation, text)
+        if marked:
             tokens, trained = self._encode_marked(conversation)
         else:
-            tokens, trained = self._encode_by_prefixes(conversation)
+            tokens, trained = self._encode_by_prefixes(conversation, text)
         # What comes first is not predicted.
         if not any(trained[1:]):
             raise ValueError("has no token to train on: the chat template writes nothing for the assistant's turns")
@@ -53,13 +66,14 @@ class ChatTemplate:
         found = self._apply(
             conversation, conversation.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
+        trained = [bool(mark) for mark in found["assistant_masks"]]
+        if conversation.untrained:
+            trained = _without(trained, conversation)
+        return list(found["input_ids"]), trained
 
-    def _encode_by_prefixes(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+    def _encode_by_prefixes(self, conversation: Conversation, text: str) -> tuple[list[int], list[bool]]:
         messages = conversation.messages
-        if messages[0]["role"] == "assistant":
-            raise ValueError("begins with a turn of the assistant, which answers no prompt; remove that turn")
-        text = self._apply(conversation, messages)
+        answers: list[int] = []
         bounds = [0]  # prompt and turn in turn: even pieces are prompts
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -73,9 +87,55 @@ class ChatTemplate:
                     "conversation, or give a template with {% generation %} marks with --chat-template"
                 )
             bounds += [len(prompt), max(len(prompt), self._end(turn))]
+            answers.append(number)
+            if _holds_more(message) and not self._is_written(turn[len(prompt) :]):
+                raise ValueError(f"has turn {number + 1} from assistant, for which the chat template writes nothing")
         pieces = self._tokenize(text, [*bounds, len(text)])
         tokens = list(itertools.chain.from_iterable(pieces))
-        return tokens, [number % 2 == 1 for number, piece in enumerate(pieces) for _ in piece]
+        learnt = [n % 2 == 1 and answers[n // 2] not in conversation.untrained for n in range(len(pieces))]
+        return tokens, [is_learnt for is_learnt, piece in zip(learnt, pieces, strict=True) for _ in piece]
+
+    def _check_nothing_is_left_out(self, conversation: Conversation, text: str) -> None:
+        """Raise ValueError for a part that `text`, the conversation's rendering, does not depend on.
+
+        [Note: What a template leaves out]
+        """
+        messages = conversation.messages
+        for number, message in enumerate(messages):
+            said = message["content"].strip()
+            if said and said not in text:
+                other = [*messages[:number], {**message, "content": message["content"] + "x"}, *messages[number + 1 :]]
+                if self._renders_as(dataclasses.replace(conversation, messages=other), text):
+                    raise ValueError(
+                        f"has turn {number + 1} from {message['role']}, whose text the chat template leaves out"
+                    )
+        for name in dict.fromkeys(
+            name for message in messages for name in message if _is_to_learn(name, message[name])
+        ):
+            without = [{key: value for key, value in message.items() if key != name} for message in messages]
+            if self._renders_as(dataclasses.replace(conversation, messages=without), text):
+                number = next(n for n, message in enumerate(messages, start=1) if message.get(name))
+                raise ValueError(
+                    f"has '{name}' in turn {number}, which the chat template leaves out; remove it, or give a template "
+                    "that writes it with --chat-template"
+                )
+        if conversation.tools and self._renders_as(dataclasses.replace(conversation, tools=None), text):
+            raise ValueError(
+                "has 'tools', which the chat template leaves out; remove them, or give a template that writes them "
+                "with --chat-template"
+            )
+
+    def _renders_as(self, conversation: Conversation, text: str) -> bool:
+        try:
+            return bool(self._apply(conversation, conversation.messages) == text)
+        except ValueError:  # the template needs what was taken away
+            return False
+
+    def _is_written(self, turn: str) -> bool:
+        """Whether a turn's text has more than the tokens that end it."""
+        for mark in self._marks:
+            turn = turn.replace(mark, "")
+        return bool(turn.strip())
 
     def _end(self, turn: str) -> int:
         bare = turn.rstrip()
@@ -106,6 +166,31 @@ class ChatTemplate:
             return library.apply_chat_template(list(messages), **options)
         except Exception as error:  # whatever the template's own code raises
             raise ValueError(f"is refused by the chat template: {_first_line(error)}") from error
+
+
+def _is_to_learn(name: str, value: Any) -> bool:
+    return name not in ("role", "content") and bool(value) and (isinstance(value, dict | list) or name in TEXTS)
+
+
+def _holds_more(message: dict[str, Any]) -> bool:
+    return any(_is_to_learn(name, value) for name, value in message.items())
+
+
+def _without(trained: list[bool], conversation: Conversation) -> list[bool]:
+    """The marks without those of the turns that are not trained on. Raises ValueError when marks are not one a turn."""
+    answers = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    runs = [(is_trained, len(list(marks))) for is_trained, marks in itertools.groupby(trained)]
+    marked = sum(is_trained for is_trained, _ in runs)
+    if marked != len(answers):
+        raise ValueError(
+            f"has turns of weight 0, and the chat template makes {marked} marked parts for {len(answers)} turns of the "
+            "assistant: which is whose cannot be told; give a template with one {% generation %} mark per turn"
+        )
+    places = iter(answers)
+    kept: list[bool] = []
+    for is_trained, length in runs:
+        kept += [is_trained and next(places) not in conversation.untrained] * length
+    return kept
 
 
 def _first_line(error: Exception) -> str:

@@ -163,7 +163,7 @@ def test_damage_is_found_in_every_block_of_a_long_index(tmp_path, monkeypatch, p
     monkeypatch.setattr(indexed, "CHECKED_AT_ONCE", 3)
     write_documents(tmp_path / "set", [[1, 2]] * 11)
     assert len(IndexedDataset(tmp_path / "set")) == 11
-    tokens, index = read_pair(tmp_path / "set")
+    _, index = read_pair(tmp_path / "set")
     at = 34 + 4 * 11 + 8 * 3 * place
     (tmp_path / "set.idx").write_bytes(index[:at] + struct.pack("<q", 1) + index[at + 8 :])
     with pytest.raises(

@@ -43,6 +43,13 @@ def parse(record):
         ({"instruction": "i", "input": "x", "output": "o", "system": "s"}, messages("i\nx", "o", system="s")),
         ({"instruction": "i", "output": "o", "history": [["q", "a"]]}, messages("q", "a", "i", "o")),
         ({"messages": messages("é", "\n\t")}, messages("é", "\n\t")),
+        ({"messages": messages("q", "a"), "system": "s"}, messages("q", "a", system="s")),
+        ({"messages": messages("q", "a", system="s"), "system": "s"}, messages("q", "a", system="s")),
+        ({"messages": messages("q", "a", system="s"), "system": None}, messages("q", "a", system="s")),
+        (
+            {"system": "s", "conversations": [{"from": r, "value": r[0]} for r in ("system", "human", "gpt")]},
+            messages("h", "g", system="s"),
+        ),
     ],
 )
 def test_formats(record, expected):
@@ -58,9 +65,48 @@ def test_fields_for_the_template_are_kept():
     assert parse({"messages": messages("q", "a"), "tools": '[{"name": "g"}]'}).tools == [{"name": "g"}]
 
 
+def test_a_turn_of_weight_0_is_not_trained_on():
+    turns = messages("q", "a", "r", "b", "s", "c")
+    turns[1]["weight"], turns[3]["weight"], turns[4]["weight"], turns[5]["weight"] = 0, 1, 0, None
+    found = parse({"messages": turns, "system": "x"})
+    assert found.untrained == {2}
+    assert found.messages == messages("q", "a", "r", "b", "s", "c", system="x")
+    assert parse({"messages": messages("q", "a")}).untrained == set()
+
+
+def weighted(number, weight, name="weight"):
+    turns = messages("q", "a", "r", "b")
+    turns[number][name] = weight
+    return {"messages": turns}
+
+
 @pytest.mark.parametrize(
     ("record", "says"),
     [
+        (weighted(1, 0.5), "gives turn 2 the weight 0.5; give 0 or 1"),
+        (weighted(3, True), "gives turn 4 the weight true; give 0 or 1"),
+        (weighted(1, "0"), 'gives turn 2 the weight "0"; give 0 or 1'),
+        (weighted(2, 1), "gives turn 3 the weight 1, and only the assistant's turns are trained on"),
+        (weighted(1, False, "train"), "has 'train' in turn 2; write it as a weight of 0 or 1"),
+        (weighted(1, False, "loss"), "has 'loss' in turn 2; write it as a weight of 0 or 1"),
+        (
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]},
+            "has only turns of the assistant with weight 0, so nothing to train on",
+        ),
+        (
+            {"messages": messages("q", "a", system="s"), "system": "t"},
+            "says 't' under 'system' and 's' in its system turn",
+        ),
+        (
+            {"system": "t", "conversations": [{"from": r, "value": r[0]} for r in ("system", "human", "gpt")]},
+            "says 't' under 'system' and 's' in its system turn",
+        ),
+        ({"messages": messages("q", "a"), "system": 3}, "has a int as system, not text"),
+        ({"messages": messages("q", "a"), "functions": [{"name": "f"}]}, "holds 'functions'; write them under 'tools'"),
+        (
+            {"messages": [*messages("q"), {"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+            "holds 'function_call' in turn 2; write it as 'tool_calls'",
+        ),
         ([1], "is a JSON list, not an object"),
         ({"text": "t"}, "has none of the keys messages, conversations and instruction, only text"),
         ({"messages": []}, "holds no list of turns under 'messages'"),

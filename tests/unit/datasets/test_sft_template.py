@@ -104,13 +104,102 @@ def test_tools_reach_the_template(tokenizer):
     assert tokenizer.decode(ids).startswith("fox<|im_start|>")
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "fox", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "over", "tool_call_id": "c1", "name": "fox"}
+# Writes calls and tools, as CHATML does not.
+CALLING = (
+    "{{ (tools | tojson + '\n') if tools else '' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{{ message['tool_calls'] | tojson if message['tool_calls'] else '' }}{{ '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_calls_are_trained_on_where_the_template_writes_them(tokenizer):
+    turns = [*TURNS[:2], CALL, RESULT, *TURNS[2:3]]
+    ids, trained = encode(tokenizer, CALLING, turns, tools=[{"name": "fox"}])
+    assert [run[:12] for run in runs(tokenizer, ids, trained)] == ['[{"function"', "jumps over<|"]
+
+
+THINKING = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "tools", "says"),
+    [
+        (
+            CHATML,
+            [*TURNS[:2], CALL, RESULT, *TURNS[2:]],
+            None,
+            "has 'tool_calls' in turn 3, which the chat template leaves",
+        ),
+        (
+            MARKED,
+            [*TURNS[:2], CALL, RESULT, *TURNS[2:]],
+            None,
+            "has 'tool_calls' in turn 3, which the chat template leaves",
+        ),
+        (CHATML, TURNS, [{"name": "fox"}], "has 'tools', which the chat template leaves out"),
+        (
+            CHATML,
+            [*TURNS[:2], {**TURNS[2], "reasoning_content": "lazy dog"}],
+            None,
+            "has 'reasoning_content' in turn 3, which the chat template leaves",
+        ),
+        (
+            CHATML.replace("messages %}", "messages if message.role != 'system' %}"),
+            TURNS,
+            None,
+            "has turn 1 from system, whose text the chat template leaves out",
+        ),
+        (
+            CALLING.replace("if message['tool_calls'] else", "if message['tool_calls'] and loop.index == 3 else"),
+            [*TURNS[:2], CALL, RESULT, CALL, RESULT, *TURNS[2:3]],
+            None,
+            "has turn 5 from assistant, for which the chat template writes nothing",
+        ),
+    ],
+    ids=["calls", "calls, marked", "tools", "reasoning", "system", "one of two calls"],
+)
+def test_nothing_is_left_out_without_a_word(tokenizer, template, turns, tools, says):
+    with pytest.raises(ValueError, match=says):
+        encode(tokenizer, template, turns, tools)
+
+
+def test_what_is_not_text_to_learn_may_be_left_out(tokenizer):
+    labelled = [{**turn, "name": "someone", "id": 7, "tool_calls": None, "annotations": []} for turn in TURNS]
+    assert encode(tokenizer, CHATML, labelled) == encode(tokenizer, CHATML, TURNS)
+    # A template may shorten a text, as many do with the reasoning in an answer.
+    thought = [*TURNS[:2], {**TURNS[2], "content": "<think>lazy dog</think>jumps over"}, *TURNS[3:]]
+    assert encode(tokenizer, THINKING, thought) == encode(tokenizer, CHATML, TURNS)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MARKED], ids=["chatml", "llama3", "marked"])
+def test_turns_of_weight_0(tokenizer, template):
+    whole, all_trained = encode(tokenizer, template, TURNS)
+    for left, untrained in ((1, {2}), (0, {4})):
+        ids, trained = ChatTemplate(tokenizer, template).encode(Conversation(TURNS, untrained=frozenset(untrained)))
+        assert ids == whole
+        assert runs(tokenizer, ids, trained) == [runs(tokenizer, whole, all_trained)[left]]
+
+
+def test_marks_that_are_not_one_per_turn_cannot_be_weighed(tokenizer):
+    answer = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    twice = MARKED.replace(answer, "{% generation %}{{ 'a' }}{% endgeneration %}{{ ':' }}" + answer)
+    encode(tokenizer, twice, TURNS)
+    with pytest.raises(ValueError, match="4 marked parts for 2 turns of the assistant"):
+        ChatTemplate(tokenizer, twice).encode(Conversation(TURNS, untrained=frozenset({2})))
+
+
 @pytest.mark.parametrize(
     ("template", "turns", "says"),
     [
         (MOVING, TURNS[1:], "turn 2 is not how the whole text begins"),
         (MISTRAL, messages("the", "fox", "dog")[1:], "begins with a turn of the assistant"),
         (MISTRAL, [*TURNS, *TURNS[1:2], *TURNS[1:2]], "refused by the chat template: roles must alternate"),
-        ("{{ messages[0]['content'] }}", TURNS, "writes nothing for the assistant's turns"),
+        ("{{ messages[0]['content'] }}", TURNS, "turn 2 from user, whose text the chat template leaves out"),
         ("{{ messages[0]['content'] + 1 }}", TURNS, "is refused by the chat template: "),
         (MARKED.replace("== 'assistant'", "== 'tool'"), TURNS, "writes nothing for the assistant's turns"),
     ],
