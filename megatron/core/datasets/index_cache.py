@@ -3,7 +3,7 @@
 Any number of processes on any number of hosts may ask for the same arrays at the same time. Each that finds none builds
 them in a folder of its own and renames that to the final name. Renaming a folder is atomic and fails when the final
 name is taken, so the first one wins, the others drop theirs, and a folder under the final name is always whole. A
-process that is killed leaves a hidden folder (`.NAME.*`) behind, which nothing reads.
+process that is killed leaves a hidden folder (`.NAME.*`) behind, which nothing reads and the next builder removes.
 
 A bit that flips in an index changes which samples are read and nothing would notice. So description.json holds a
 checksum of every array's file, which each process verifies when it opens the entry: one pass over the files, about a
@@ -21,11 +21,12 @@ import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.scratch import is_left, open_held
 from megatron.core.errors import DataError
 from megatron.core.log import get_logger
 
@@ -80,26 +81,35 @@ def index_inputs(idx_path: str, *, version: int, **sizes: int) -> dict[str, Any]
 
 def _publish(entry: Path, inputs: Mapping[str, Any], arrays: Arrays) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
+    for other in entry.parent.glob(f".{entry.name}.*"):
+        if is_left(other / DESCRIPTION):
+            shutil.rmtree(other, ignore_errors=True)  # another process may do the same
     beside = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
     try:
         beside.mkdir()
-        for name, array in arrays.items():
-            with open(beside / f"{name}.npy", "wb") as file:
-                np.save(file, array, allow_pickle=False)
-                # Else a crash of the host could leave the name in place and the bytes not.
-                file.flush()
-                os.fsync(file.fileno())
-        description = {"inputs": inputs, "crc32": {name: _crc32(beside / f"{name}.npy") for name in arrays}}
-        with open(beside / DESCRIPTION, "w", encoding="utf-8") as text:
-            text.write(json.dumps(description, sort_keys=True, indent=1) + "\n")
-            text.flush()
-            os.fsync(text.fileno())
-        beside.rename(entry)
+        with open_held(beside / DESCRIPTION) as description:
+            _write(beside, inputs, arrays, description)
+            beside.rename(entry)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
     # Another process was first: its arrays are the same.
+
+
+def _write(folder: Path, inputs: Mapping[str, Any], arrays: Arrays, description: BinaryIO) -> None:
+    checksums: dict[str, str] = {}
+    for name, array in arrays.items():
+        with open(folder / f"{name}.npy", "wb") as file:
+            np.save(file, array, allow_pickle=False)
+            # Else a crash of the host could leave the name in place and the bytes not.
+            file.flush()
+            os.fsync(file.fileno())
+        checksums[name] = _crc32(folder / f"{name}.npy")
+    text = json.dumps({"inputs": inputs, "crc32": checksums}, sort_keys=True, indent=1)
+    description.write(f"{text}\n".encode())
+    description.flush()
+    os.fsync(description.fileno())
 
 
 def _load(entry: Path, inputs: Mapping[str, Any], names: Collection[str]) -> Arrays:

@@ -21,6 +21,7 @@ sequence. The layout is Megatron-LM's (megatron/core/datasets/indexed_dataset.py
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.scratch import is_left, open_held
 from megatron.core.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -173,7 +175,8 @@ class IndexedDataset:
 class IndexedDatasetWriter:
     """Writes a `.bin/.idx` pair beside its final name; `finalize` syncs and renames it into place.
 
-    Used as a context manager: leaving the block without `finalize`, by an error or not, removes what was written.
+    Used as a context manager: leaving the block without `finalize`, by an error or not, removes what was written. What
+    a writer of the same name left that was killed is removed first.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -186,7 +189,8 @@ class IndexedDatasetWriter:
         self._sequences = 0
         try:
             Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._bin_path, "wb")  # noqa: SIM115, closed by finalize or __exit__
+            _remove_left(Path(prefix))
+            self._file = open_held(Path(self._bin_path))  # closed by finalize or __exit__
         except OSError as error:
             raise DataError(f"cannot write {prefix}.bin: {error}; choose another --output-prefix") from error
 
@@ -261,6 +265,16 @@ def merge_datasets(prefixes: Sequence[str | Path], output_prefix: str | Path) ->
         for prefix in prefixes:
             writer.add_dataset(prefix)
         writer.finalize()
+
+
+def _remove_left(prefix: Path) -> None:
+    """Remove temporary files of writers that were killed."""
+    own = re.compile(re.escape(prefix.name) + r"\.bin\.(\d+)\.tmp")
+    for path in list(prefix.parent.iterdir()):
+        found = own.fullmatch(path.name)
+        if found and int(found[1]) != os.getpid() and is_left(path):
+            for kind in ("idx", "bin"):
+                prefix.with_name(f"{prefix.name}.{kind}.{found[1]}.tmp").unlink(missing_ok=True)
 
 
 def _read_header(path: str) -> tuple[np.dtype[Any], int, int]:

@@ -69,6 +69,7 @@ def test_a_killed_builder_leaves_nothing_that_is_read(tmp_path):
     assert not list(tmp_path.glob("[!.]*"))
     found = cached_arrays(tmp_path, "killed", ("a",), {"n": 1}, lambda: {"a": np.ones(3)})
     assert found["a"].tolist() == [1, 1, 1]
+    assert not list(tmp_path.glob(".*")), "the next builder removes what the killed one left"
 
 
 def test_second_call_reads_the_folder(tmp_path):
