@@ -10,6 +10,7 @@ python tools/plan.py memory --world-size 16 <the flags of the run>
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from megatron.config.interval import COUNT, FRACTION, LAYERS, NOT_NEGATIVE, POSITIVE, RANKS, between
 from megatron.config.rules import check, check_vocabulary
+from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.offload_pass import with_offload
 from megatron.core.pipeline_parallel.passes import with_transfers
@@ -175,8 +177,11 @@ def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
     )
     world_size = smallest if args.world_size is None else args.world_size
     check(run, world_size)
-    if run.model.vocab_size is not None:
-        check_vocabulary(run.model, parallel, run.model.vocab_size)
+    if run.model.vocab_size is None:
+        size = build_tokenizer(run.tokenizer, None).vocab_size
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=size))
+    assert run.model.vocab_size
+    check_vocabulary(run.model, parallel, run.model.vocab_size)
     cpu = parallel.device == "cpu"
     target = Target(cpu, wide=cpu and run.model.dtype_name != "float32" and not args.cpu_multiplies_halves)
     ranks = plan_memory(run, world_size, target)

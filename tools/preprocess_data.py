@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT, SIZE, WORKERS
-from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
+from megatron.core.datasets.preprocess import ON_ERROR, PreprocessOptions, preprocess
 from megatron.core.datasets.tokenizer import build_tokenizer
+from megatron.core.errors import ConfigError
 from megatron.core.log import get_logger, setup_logging
 from megatron.training.arguments import FlagParser, add_config, path_word, within
 from megatron.training.exits import exit_code
@@ -56,6 +57,9 @@ def build_parser() -> FlagParser:
     )
     add("--keep-sequential-samples", action="store_true", help="keep the input's order whatever --partitions is")
     add(
+        "--on-error", default="stop", choices=ON_ERROR, help="skip leaves lines that cannot be used out and counts them"
+    )
+    add(
         "--log-interval",
         type=within(int, COUNT),
         default=1000,
@@ -82,6 +86,10 @@ def run(namespace: argparse.Namespace) -> None:
     """Tokenize and write; say what was done. Raises UserErrors."""
     args = vars(namespace)
     tokenizer_flags = {spec.name: args.pop(spec.name) for spec in dataclasses.fields(TokenizerConfig)}
+    if tokenizer_flags["chat_template"] is not None:
+        raise ConfigError(
+            "--chat-template has no effect on documents; give it to tools/preprocess_sft.py, or remove it"
+        )
     tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags), args.pop("vocab_size"))
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
     summary = preprocess(PreprocessOptions(**values), tokenizer)

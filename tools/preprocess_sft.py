@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT, SIZE, WORKERS
+from megatron.core.datasets.preprocess import ON_ERROR
 from megatron.core.datasets.sft_preprocess import SFTOptions, preprocess_sft
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.log import get_logger, setup_logging
@@ -51,7 +52,12 @@ def build_parser() -> FlagParser:
         help="leave out conversations with more tokens (default: keep all)",
     )
     add("--truncate", action="store_true", help="cut them to --seq-length tokens instead")
-    add("--chat-template", type=path_word, metavar="FILE", help="a Jinja template in place of the tokenizer's own")
+    add(
+        "--on-error",
+        default="stop",
+        choices=ON_ERROR,
+        help="skip leaves conversations that cannot be used out and counts them",
+    )
     add(
         "--log-interval",
         type=within(int, COUNT),

@@ -33,7 +33,7 @@ from megatron.core.inference.chat import open_template
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.slots import SlotDecoder
 from megatron.core.log import get_logger
-from megatron.training.arguments import FlagParser, path_word, within
+from megatron.training.arguments import FlagParser, within
 from megatron.training.restore import stop_ids
 from megatron.training.setup import together
 from megatron.training.tool import (
@@ -98,7 +98,13 @@ def build_parser() -> FlagParser:
         metavar="N",
         help=f"longest prompt and answer together (default: the model's limit, at most {DEFAULT_CONTEXT})",
     )
-    add("--chat-template", type=path_word, metavar="FILE", help="Jinja template in the place of the tokenizer's own")
+    # Left out of the namespace when not given, as the tokenizer's other flags.
+    add(
+        "--chat-template",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="chatml, or a file with a Jinja template, in the place of the model's own",
+    )
     add("--add-bos", action="store_true", help="begin prompts of /v1/completions with the tokenizer's bos")
     add("--stop-id", action="append", default=[], type=int, metavar="N", help="token that ends an answer, like eod")
     return parser
@@ -113,7 +119,7 @@ def serve(args: argparse.Namespace) -> None:
     if args.add_bos and tokenizer.bos is None:
         raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
     context = context_length(saved, args.max_sequence_length, "--max-sequence-length", DEFAULT_CONTEXT)
-    template = open_template(tokenizer, args.chat_template)
+    template = open_template(tokenizer)
     check_stop_ids(args.stop_id, tokenizer)
     ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
     first = launch_environment()[0] == 0

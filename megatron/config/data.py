@@ -64,6 +64,11 @@ class TokenizerConfig:
         "the tokenizer's folder (HuggingFaceTokenizer) or file (SentencePiece, tiktoken)",
         aliases=("--tokenizer-name-or-path",),
     )
+    chat_template: str | None = flag(
+        None,
+        "in the place of the tokenizer's own template: chatml, or a file with a Jinja template; default for instruction "
+        "data the one it was made with",
+    )
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
     tiktoken_pattern: str | None = flag(

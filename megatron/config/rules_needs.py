@@ -445,7 +445,7 @@ _DATA = (
         "give --tokenizer-type TikTokenizer",
     ),
     _need(
-        "trust_remote_code",
+        "trust_remote_code chat_template",
         lambda run: run.tokenizer.tokenizer_type in HUGGING_FACE,
         lambda run: f"{_tokenizer(run)}, not HuggingFaceTokenizer",
         "give --tokenizer-type HuggingFaceTokenizer",

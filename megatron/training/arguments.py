@@ -62,6 +62,10 @@ def parse(argv: Sequence[str], *, description: str) -> RunConfig:
         if shape and given.get(other):
             flag = other.replace("_", "-")
             raise ConfigError(f"--preset has no effect: --{flag} takes the shape from {origin}; remove one")
+    if given.get("tokenizer_type", "NullTokenizer") != "NullTokenizer":
+        shape.pop(
+            "vocab_size", None
+        )  # the tokenizer has its own; a preset's is that of the published model's tokenizer
     return _configure({**shape, **given}, frozenset(given))
 
 
@@ -77,7 +81,8 @@ def build_parser(description: str) -> FlagParser:
     parser.add_argument(
         "--preset",
         metavar="NAME",
-        help=f"take a published model's shape; other flags win over it: {', '.join(PRESETS)}",
+        help="take a published model's shape, with the vocabulary of the run's own tokenizer; other flags win over it: "
+        + ", ".join(PRESETS),
     )
     for part, cls in PARTS.items():
         group = parser.add_argument_group(GROUP_TITLES[part])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import gather_objects
-from megatron.core.datasets.tokenizer import build_tokenizer
+from megatron.core.datasets.tokenizer import build_tokenizer, portable
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.folders import folder_name
 from megatron.core.dist_checkpointing.whole import WholeReader, WholeTensor, write_whole
@@ -31,7 +31,7 @@ from megatron.core.models.hf.families import CONFIG_FILE, write_config
 from megatron.core.models.hf.folder import SINGLE_FILE
 from megatron.core.models.hf.names import table
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
-from megatron.core.models.hf.side_files import copy_side_files, known_ids, side_files, side_folder
+from megatron.core.models.hf.side_files import copy_side_files, known_ids, side_files, side_folder, side_texts
 from megatron.core.models.source import Source
 from megatron.core.transformer.lora import is_adapter
 from megatron.training.checkpoint import MODEL_PREFIX, converted_state
@@ -94,7 +94,7 @@ def to_checkpoint(
         for name, shape in source.shapes.items()
     ]
     try:
-        tokenizer = _copy_tokenizer(tokenizer, copied)
+        tokenizer = portable(_copy_tokenizer(tokenizer, copied))
         return write_whole(root, 0, tensors, converted_state(RunConfig(model=model, tokenizer=tokenizer)), on_bytes)
     except BaseException:
         if is_new:
@@ -116,22 +116,24 @@ def to_hf(
     base: the folder of the Hugging Face model that training began with, see side_folder. Raises ConfigError when no
     supported family can hold the model, CheckpointError, and OSError, leaving nothing.
     """
+    tokenizer = portable(tokenizer)
     beside = side_folder(tokenizer, base)
-    _write_all(hf_export(source, folder, dtype, tokenizer, beside), side_files(beside), on_bytes)
+    export = hf_export(source, folder, dtype, tokenizer, beside)
+    _write_all(export, side_files(beside), side_texts(tokenizer), on_bytes)
 
 
 def to_peft(
     source: CheckpointSource, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes = lambda nbytes: None
 ) -> None:
     """Write the adapters of a checkpoint as PEFT's. Raises ConfigError when it has none, else as `to_hf`."""
-    _write_all(adapter_export(source, folder, dtype), [], on_bytes)
+    _write_all(adapter_export(source, folder, dtype), [], {}, on_bytes)
 
 
-def _write_all(export: HFExport, files: Sequence[Path], on_bytes: OnBytes) -> None:
+def _write_all(export: HFExport, files: Sequence[Path], texts: Mapping[str, str], on_bytes: OnBytes) -> None:
     export.begin()
     try:
         export.write(export.shards, on_bytes)
-        export.finish(files)
+        export.finish(files, texts)
     except BaseException:
         export.abandon()
         raise
@@ -149,15 +151,16 @@ def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
     folder = Path(run.checkpoint.save_hf) / checkpoint.name
     source = together(world, lambda: CheckpointSource(checkpoint))
     files: list[Path] = []
+    texts: dict[str, str] = {}
     if run.model.lora_rank:
         export = adapter_export(source, folder, source.dtype, replace=True)
     else:
         beside = side_folder(run.tokenizer, run.checkpoint.load_hf)
         export = hf_export(source, folder, source.dtype, run.tokenizer, beside, replace=True)
-        files = side_files(beside)
+        files, texts = side_files(beside), side_texts(run.tokenizer)
     together(world, lambda: _writing(folder, export.begin if world.rank == 0 else None))
     together(world, lambda: _writing(folder, lambda: export.write(export.shards[world.rank :: world.size])))
-    finish = functools.partial(export.finish, files)
+    finish = functools.partial(export.finish, files, texts)
     together(world, lambda: _writing(folder, finish if world.rank == 0 else None))
     log.info("  successfully saved %s in Hugging Face format", folder)
     return folder
@@ -277,7 +280,7 @@ def _copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfig
     if not files:
         return tokenizer
     folder.mkdir(exist_ok=True)
-    copy_side_files(files, folder)
+    copy_side_files(files, {}, folder)
     return dataclasses.replace(tokenizer, tokenizer_model=str(folder))
 
 

@@ -32,7 +32,7 @@ from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.device import choose_device, set_cpu_threads, synchronize
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.errors import ConfigError, UserError
+from megatron.core.errors import CheckpointError, ConfigError, UserError
 from megatron.core.groups import Group, Groups, backend_for, connect, create_groups
 from megatron.core.log import get_logger
 from megatron.core.models.gpt import GPTModel
@@ -60,7 +60,7 @@ from megatron.training.exits import as_user_error
 from megatron.training.far_weights import build_far_weights
 from megatron.training.memory_report import MIB, format_footprint
 from megatron.training.microbatches import BatchSchedule
-from megatron.training.start import find_start
+from megatron.training.start import find_start, settle_files
 from megatron.training.state import TrainState
 from megatron.training.step import TrainStep
 from megatron.training.timers import Timers
@@ -80,8 +80,9 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         check(dataclasses.replace(run, checkpoint=asked), groups.world.size)
     if run.train.skip_train:
         run = _evaluation_only(run)
+    run = together(groups.world, lambda: settle_files(run))
     tokenizer = together(groups.world, lambda: build_tokenizer(run.tokenizer, run.model.vocab_size))
-    run = with_vocabulary(run, tokenizer.vocab_size)
+    run = with_vocabulary(run, tokenizer.vocab_size, checkpoint)
     if run.checkpoint.save_hf:
         write_config(run.model)  # says now, and not at the first save, that no family can hold the model
     kernels = choose_kernels(run.model, device)
@@ -242,15 +243,31 @@ def together(group: Group, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int) -> RunConfig:
-    """The run with the model's vocabulary and position range filled in, checked against the tokenizer."""
-    model = dataclasses.replace(
-        run.model,
-        vocab_size=run.model.vocab_size or tokenizer_vocab_size,
-        max_position_embeddings=run.model.max_position_embeddings or run.data.seq_length,
-    )
+def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int, checkpoint: Path | None) -> RunConfig:
+    """The run with the model's vocabulary and position range filled in, checked against the tokenizer.
+
+    A vocabulary that nobody gave is that of the checkpoint that is loaded, or else the tokenizer's.
+    """
+    size, origin = run.model.vocab_size, "of the flags"
+    if size is None and checkpoint is not None:
+        size, origin = _saved_vocabulary(checkpoint), "of the checkpoint"
+    if size is None:
+        size, origin = tokenizer_vocab_size, "of the tokenizer"
+    positions = run.model.max_position_embeddings or run.data.seq_length
+    model = dataclasses.replace(run.model, vocab_size=size, max_position_embeddings=positions)
     check_vocabulary(model, run.parallel, tokenizer_vocab_size)
+    log.info(
+        "vocabulary: %d tokens (%s), padded to %d; the tokenizer has %d",
+        *(size, origin, model.padded_vocab_size, tokenizer_vocab_size),
+    )
     return dataclasses.replace(run, model=model)
+
+
+def _saved_vocabulary(checkpoint: Path) -> int | None:
+    try:
+        return saved_model_config(checkpoint).vocab_size
+    except CheckpointError:
+        return None  # loading it will say what is wrong, and which one is whole
 
 
 def build_model(

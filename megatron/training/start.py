@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from megatron.config.model import RUNTIME_FIELDS
+from megatron.config.rules_files import HUGGING_FACE
 from megatron.config.run import RunConfig
+from megatron.core.datasets.blend import parse_blend
+from megatron.core.datasets.build import find_sources
+from megatron.core.datasets.sft import template_of
+from megatron.core.datasets.tokenizer import portable
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.store import read_state
 from megatron.core.errors import CheckpointError
@@ -52,6 +58,23 @@ def take_adapter_shape(run: RunConfig) -> RunConfig:
     found = read_adapter_config(Path(run.checkpoint.load_adapter))
     own = {name: value for name, value in found.items() if name not in run.given}
     return dataclasses.replace(run, model=dataclasses.replace(run.model, **own))
+
+
+def settle_files(run: RunConfig) -> RunConfig:
+    """The run with the files that its checkpoints name as they are found from any folder: the tokenizer, with the chat
+    template of the instruction data, and the model of --load-hf.
+
+    Local. Raises ConfigError and DataError for a chat template that cannot be read, or for several that differ.
+    """
+    tokenizer, checkpoint = portable(run.tokenizer), run.checkpoint
+    if run.data.sft and tokenizer.tokenizer_type in HUGGING_FACE:
+        sources = [source for _, source in find_sources(run.data).items() if source is not None]
+        prefixes = [prefix for source in sources for prefix in parse_blend(source.words, source.flag)[0]]
+        template = template_of(prefixes, tokenizer.chat_template)
+        tokenizer = dataclasses.replace(tokenizer, chat_template=template)
+    if checkpoint.load_hf is not None:
+        checkpoint = dataclasses.replace(checkpoint, load_hf=os.path.abspath(checkpoint.load_hf))
+    return dataclasses.replace(run, tokenizer=tokenizer, checkpoint=checkpoint)
 
 
 def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:

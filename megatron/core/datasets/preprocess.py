@@ -5,8 +5,10 @@ The output does not depend on the number of workers. Memory is a few blocks a wo
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -22,11 +24,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.core.datasets.indexed import IndexedDatasetWriter, merge_datasets, pack_tokens, token_dtype
 from megatron.core.datasets.jsonl import Block, find_inputs, parse_texts, read_blocks
+from megatron.core.datasets.scratch import is_left, open_held
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.errors import ConfigError, DataError, UserError
 from megatron.core.log import get_logger
 
 LOGGER = get_logger(__name__)
+ON_ERROR = ("stop", "skip")
+SHOWN_REASONS = 5  # lines that --on-error skip names one by one
+HELD = "held"  # the file in a scratch folder that its run holds
 BLOCKS_AHEAD = 4  # blocks a worker has in hand: enough that none waits while another is at a slow block
 
 
@@ -42,6 +48,7 @@ class PreprocessOptions:
     partitions: int = 1
     keep_sequential_samples: bool = False
     log_interval: int = 1000
+    on_error: str = "stop"
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,13 @@ class Packed:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """What a worker made of a block. With `error`, (line of the block from 0, what is wrong), there are no documents."""
+    """What a worker made of a block. refused: (line of the block from 0, what is wrong) of the lines that were left out;
+    with --on-error stop the first of them, and then there are no documents."""
 
     block: Block
     lines: int
     packed: dict[str, Packed] = field(default_factory=dict)
-    error: tuple[int, str] | None = None
+    refused: Sequence[tuple[int, str]] = ()
     counts: Mapping[str, int] = field(default_factory=dict)  # added up in the summary
 
 
@@ -70,9 +78,10 @@ class Summary:
 
     documents: int
     tokens: int
+    skipped: int  # lines left out by --on-error skip
     bytes: int
     seconds: float
-    counts: Mapping[str, int]
+    counts: Counter[str]
 
 
 def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
@@ -81,7 +90,8 @@ def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
     Line i is document i. A document without tokens keeps its place in the document index, has no sequence and gets no
     end-of-document token, as in Megatron-LM. With partitions > 1, document i goes to partition i mod partitions and the
     partitions are written one after another, as Megatron-LM does unless --keep-sequential-samples is given.
-    Raises DataError with the file and line for a line that cannot be used, and ConfigError for impossible options.
+    Raises DataError with the file and line for a line that cannot be used, unless --on-error skip leaves it out, and
+    ConfigError for impossible options.
     """
     for flag in ("workers", "partitions", "log_interval"):
         if vars(options)[flag] < 1:
@@ -96,10 +106,16 @@ def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
                 )
                 for key in dict.fromkeys(options.json_keys)
             }
-            encoder = BlockEncoder(tokenizer, tuple(dict.fromkeys(options.json_keys)), options.append_eod)
-            summary = write_blocks(encode_blocks(paths, encoder, options.workers), outputs, options.log_interval)
+            keys = tuple(dict.fromkeys(options.json_keys))
+            encoder = BlockEncoder(tokenizer, keys, options.append_eod, options.on_error)
+            summary = write_blocks(
+                encode_blocks(paths, encoder, options.workers), outputs, options.log_interval, options.on_error
+            )
             if not summary.documents:
-                raise DataError(f"--input {' '.join(options.input)} holds no documents; give files with JSON lines")
+                why = f"; all of its {summary.skipped} lines were skipped" if summary.skipped else ""
+                raise DataError(
+                    f"--input {' '.join(options.input)} holds no documents{why}; give files with JSON lines"
+                )
             for output in outputs.values():
                 output.finalize()
     except OSError as error:
@@ -110,24 +126,35 @@ def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
 class BlockEncoder(Dataset[EncodedBlock]):
     """Block -> packed documents. It lives in worker processes and so holds all that they need."""
 
-    def __init__(self, tokenizer: Tokenizer, keys: Sequence[str], append_eod: bool) -> None:
-        self.tokenizer, self.keys, self.append_eod = tokenizer, keys, append_eod
+    def __init__(self, tokenizer: Tokenizer, keys: Sequence[str], append_eod: bool, on_error: str) -> None:
+        self.tokenizer, self.keys, self.append_eod, self.on_error = tokenizer, keys, append_eod, on_error
         self.dtype = token_dtype(tokenizer.vocab_size)
 
     def __getitem__(self, block: Block) -> EncodedBlock:
         lines = block.lines()
-        numbers = [number for number, line in enumerate(lines) if line.strip()]
-        documents: list[list[list[str]]] = []
-        for number in numbers:
+        documents: dict[int, list[list[str]]] = {}  # by line
+        refused: list[tuple[int, str]] = []
+        for number, line in enumerate(lines):
+            if not line.strip():
+                continue
             try:
-                documents.append(parse_texts(lines[number], self.keys))
+                documents[number] = parse_texts(line, self.keys)
             except ValueError as error:
-                return EncodedBlock(block, len(lines), error=(number, str(error)))
+                refused.append((number, str(error)))
+                if self.on_error == "stop":
+                    return EncodedBlock(block, len(lines), refused=refused)
         try:
-            packed = {key: self._pack([texts[i] for texts in documents]) for i, key in enumerate(self.keys)}
+            packed = self._pack_all(documents)
         except UserError:
-            return EncodedBlock(block, len(lines), error=self._blame(numbers, documents))
-        return EncodedBlock(block, len(lines), packed)
+            blamed = self._blame(documents)
+            refused = sorted([*refused, *blamed.items()])
+            if self.on_error == "stop":
+                return EncodedBlock(block, len(lines), refused=refused[:1])
+            packed = self._pack_all({number: texts for number, texts in documents.items() if number not in blamed})
+        return EncodedBlock(block, len(lines), packed, refused)
+
+    def _pack_all(self, documents: Mapping[int, list[list[str]]]) -> dict[str, Packed]:
+        return {key: self._pack([texts[i] for texts in documents.values()]) for i, key in enumerate(self.keys)}
 
     def _pack(self, documents: Sequence[Sequence[str]]) -> Packed:
         """Tokenize the texts of documents in one call, so that the library is entered once a block."""
@@ -144,15 +171,16 @@ class BlockEncoder(Dataset[EncodedBlock]):
         tokens = np.fromiter(itertools.chain.from_iterable(kept), np.int64, int(lengths.sum(dtype=np.int64)))
         return Packed(pack_tokens(tokens, self.dtype), lengths, sequences)
 
-    def _blame(self, numbers: Sequence[int], documents: Sequence[list[list[str]]]) -> tuple[int, str]:
-        """The first line that the tokenizer refuses by itself, and why."""
-        for number, texts in zip(numbers, documents, strict=True):
+    def _blame(self, documents: Mapping[int, list[list[str]]]) -> dict[int, str]:
+        """The lines that the tokenizer refuses by themselves, and why."""
+        blamed: dict[int, str] = {}
+        for number, texts in documents.items():
             try:
-                for key_texts in texts:
-                    self._pack([key_texts])
+                self._pack_all({number: texts})
             except UserError as error:
-                return number, f"cannot be tokenized: {error}"
-        raise AssertionError("a batch was refused of which every text is accepted")
+                blamed[number] = f"cannot be tokenized: {error}"
+        assert blamed, "a batch was refused of which every text is accepted"
+        return blamed
 
 
 class Output:
@@ -163,9 +191,7 @@ class Output:
         self._prefix, self._documents = prefix, 0
         self._part_prefixes = [prefix]
         if parts > 1:
-            folder = Path(prefix).parent
-            folder.mkdir(parents=True, exist_ok=True)
-            scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix=".partitions.", dir=folder))
+            scratch = self._stack.enter_context(_scratch_folder(Path(prefix)))
             self._part_prefixes = [f"{scratch}/{number:06}" for number in range(parts)]
         self._writers = [self._stack.enter_context(IndexedDatasetWriter(part, dtype)) for part in self._part_prefixes]
 
@@ -200,6 +226,18 @@ class Output:
         self._stack.close()
 
 
+@contextlib.contextmanager
+def _scratch_folder(prefix: Path) -> Iterator[Path]:
+    """A folder beside the dataset, removed at the end; those of runs that were killed are removed at the beginning."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    name = f".{prefix.name}.partitions."
+    for other in list(prefix.parent.iterdir()):
+        if other.name.startswith(name) and is_left(other / HELD):
+            shutil.rmtree(other)
+    with tempfile.TemporaryDirectory(prefix=name, dir=prefix.parent) as folder, open_held(Path(folder, HELD)):
+        yield Path(folder)
+
+
 def encode_blocks(paths: Sequence[str], encoder: Dataset[EncodedBlock], workers: int) -> Iterator[EncodedBlock]:
     """Blocks of all files in order, encoded by the worker processes. Raises DataError when one of these is killed."""
     loader: DataLoader[EncodedBlock] = DataLoader(
@@ -220,16 +258,27 @@ def encode_blocks(paths: Sequence[str], encoder: Dataset[EncodedBlock], workers:
         ) from error
 
 
-def write_blocks(blocks: Iterator[EncodedBlock], outputs: Mapping[str, Output], log_interval: int) -> Summary:
-    """Append the blocks to the outputs of their keys. Raises DataError with file and line for one with an error."""
+def write_blocks(
+    blocks: Iterator[EncodedBlock], outputs: Mapping[str, Output], log_interval: int, on_error: str
+) -> Summary:
+    """Append the blocks to the outputs of their keys.
+
+    A line that was refused is a DataError with its file and number; with on_error "skip" it is counted, and the first
+    few are logged.
+    """
     start, counts = time.monotonic(), Counter[str]()
-    documents = tokens = size = line = 0
+    documents = tokens = skipped = size = line = 0
     path = ""
     for encoded in blocks:
         if encoded.block.path != path:
             path, line = encoded.block.path, 0
-        if encoded.error is not None:
-            raise DataError(f"{path}, line {line + encoded.error[0] + 1}: {encoded.error[1]}")
+        for number, reason in encoded.refused:
+            where = f"{path}, line {line + number + 1}: {reason}"
+            if on_error == "stop":
+                raise DataError(f"{where} (--on-error skip leaves such lines out and counts them)")
+            if skipped < SHOWN_REASONS:
+                LOGGER.warning("skipped %s", where)
+            skipped += 1
         before = documents
         for key, packed in encoded.packed.items():
             outputs[key].add(packed)
@@ -243,7 +292,9 @@ def write_blocks(blocks: Iterator[EncodedBlock], outputs: Mapping[str, Output], 
             LOGGER.info(
                 "Processed %d documents (%.1f docs/s, %.2f MB/s).", documents, documents / seconds, size / 1e6 / seconds
             )
-    return Summary(documents, tokens, size, time.monotonic() - start, counts)
+    if skipped:
+        LOGGER.warning("skipped %d lines of %d", skipped, skipped + documents + counts["dropped"])
+    return Summary(documents, tokens, skipped, size, time.monotonic() - start, counts)
 
 
 def _start_worker(_: int) -> None:

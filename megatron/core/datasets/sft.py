@@ -7,6 +7,7 @@ the model learns to write it. Sequence i of both is conversation i. `tools/prepr
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,33 @@ INDEX_VERSION = 1
 def mask_prefix(prefix: str | Path) -> str:
     """Where the mask of the dataset at `prefix` is."""
     return f"{prefix}_mask"
+
+
+def template_path(prefix: str | Path) -> Path:
+    """Where the chat template of the dataset at `prefix` is, if it is not the one of its tokenizer."""
+    return Path(f"{prefix}.jinja")
+
+
+def template_of(prefixes: Iterable[str], given: str | None) -> str | None:
+    """The text of the chat template that all these datasets were made with; None for their tokenizer's own.
+
+    `given`: the text of the one that the run asks for, if it does. Raises DataError when they differ.
+    """
+    found: dict[str | None, str] = {given: "--chat-template"} if given is not None else {}
+    for prefix in prefixes:
+        path = template_path(prefix)
+        try:
+            text = path.read_text(encoding="utf-8") if path.exists() else None
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read as text: {error}; make the dataset again") from error
+        if text is not None or given is None:
+            found.setdefault(text, str(path if text is not None else f"{prefix} (the tokenizer's own)"))
+    if len(found) > 1:
+        raise DataError(
+            f"conversations in different chat templates: {' and '.join(found.values())}; a model learns one, so make the "
+            "datasets with the same"
+        )
+    return next(iter(found), None)
 
 
 class Conversations:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from megatron.core.datasets.indexed import pack_tokens
 from megatron.core.datasets.jsonl import Block, find_inputs
 from megatron.core.datasets.preprocess import EncodedBlock, Output, Packed, encode_blocks, write_blocks
-from megatron.core.datasets.sft import MASK_DTYPE, TOKEN_DTYPE, mask_prefix
+from megatron.core.datasets.sft import MASK_DTYPE, TOKEN_DTYPE, mask_prefix, template_path
 from megatron.core.datasets.sft_records import parse_conversation
 from megatron.core.datasets.sft_template import ChatTemplate
 from megatron.core.datasets.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ class SFTOptions:
     workers: int
     seq_length: int | None = None
     truncate: bool = False
-    chat_template: str | None = None
+    on_error: str = "stop"
     log_interval: int = 1000
 
 
@@ -43,6 +43,7 @@ class SFTSummary:
     trained: int  # tokens with loss
     dropped: int
     truncated: int
+    skipped: int  # lines left out by --on-error skip
     bytes: int
     seconds: float
 
@@ -50,9 +51,11 @@ class SFTSummary:
 def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
     """Write `{output_prefix}.bin/.idx` and `{output_prefix}_mask.bin/.idx`, all or nothing; conversation i is sequence i.
 
-    Raises DataError with the file and line for a conversation that cannot be used, and ConfigError for impossible options.
+    `{output_prefix}.jinja` keeps the chat template if it is not the tokenizer's own. Raises DataError with the file and
+    line for a conversation that cannot be used, unless --on-error skip leaves it out, and ConfigError for impossible
+    options.
     """
-    template = _open_template(options, tokenizer)
+    tokenizer = _check(options, tokenizer)
     paths = find_inputs(options.input)
     prefix = options.output_prefix
     try:
@@ -61,15 +64,24 @@ def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
                 "mask": stack.enter_context(Output(mask_prefix(prefix), MASK_DTYPE)),
                 "tokens": stack.enter_context(Output(prefix, TOKEN_DTYPE)),
             }
-            encoder = ConversationEncoder(template, options.seq_length, options.truncate)
-            written = write_blocks(encode_blocks(paths, encoder, options.workers), outputs, options.log_interval)
+            encoder = ConversationEncoder(
+                ChatTemplate(tokenizer), options.seq_length, options.truncate, options.on_error
+            )
+            written = write_blocks(
+                encode_blocks(paths, encoder, options.workers), outputs, options.log_interval, options.on_error
+            )
             counts = written.counts
             if not written.documents:
-                dropped = counts.get("dropped", 0)
+                dropped = counts["dropped"]
                 why = f"none of its {dropped} fits in --seq-length {options.seq_length}" if dropped else "it is empty"
+                why = f"all of its {written.skipped} lines were skipped" if written.skipped and not dropped else why
                 raise DataError(f"--input {' '.join(options.input)} holds no conversation to train on: {why}")
             # A reader sees the old pairs, none, or the new ones: without its index a dataset does not exist.
             Path(f"{prefix}.idx").unlink(missing_ok=True)
+            if tokenizer.given_template is None:
+                template_path(prefix).unlink(missing_ok=True)
+            else:
+                template_path(prefix).write_text(tokenizer.given_template, encoding="utf-8")
             for output in outputs.values():
                 output.finalize()
     except OSError as error:
@@ -80,6 +92,7 @@ def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
         trained=counts["trained"],
         dropped=counts["dropped"],
         truncated=counts["truncated"],
+        skipped=written.skipped,
         bytes=written.bytes,
         seconds=written.seconds,
     )
@@ -88,20 +101,24 @@ def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
 class ConversationEncoder(Dataset[EncodedBlock]):
     """Block -> packed conversations. It lives in worker processes and so holds all that they need."""
 
-    def __init__(self, template: ChatTemplate, seq_length: int | None, truncate: bool) -> None:
-        self.template, self.seq_length, self.truncate = template, seq_length, truncate
+    def __init__(self, template: ChatTemplate, seq_length: int | None, truncate: bool, on_error: str) -> None:
+        self.template, self.seq_length, self.truncate, self.on_error = template, seq_length, truncate, on_error
 
     def __getitem__(self, block: Block) -> EncodedBlock:
         lines = block.lines()
         kept: list[tuple[list[int], list[bool]]] = []
         counts = dict.fromkeys(("tokens", "trained", "dropped", "truncated"), 0)
+        refused: list[tuple[int, str]] = []
         for number, line in enumerate(lines):
             if not line.strip():
                 continue
             try:
                 tokens, trained = self.template.encode(parse_conversation(line))
             except ValueError as error:
-                return EncodedBlock(block, len(lines), error=(number, str(error)))
+                refused.append((number, str(error)))
+                if self.on_error == "stop":
+                    return EncodedBlock(block, len(lines), refused=refused)
+                continue
             if self.seq_length is not None and len(tokens) > self.seq_length:
                 if not (self.truncate and any(trained[1 : self.seq_length])):
                     counts["dropped"] += 1
@@ -111,7 +128,7 @@ class ConversationEncoder(Dataset[EncodedBlock]):
             kept.append((tokens, trained))
             counts["tokens"] += len(tokens)
             counts["trained"] += sum(trained[1:])
-        return EncodedBlock(block, len(lines), self._pack(kept), counts=counts)
+        return EncodedBlock(block, len(lines), self._pack(kept), refused, counts)
 
     @staticmethod
     def _pack(kept: list[tuple[list[int], list[bool]]]) -> dict[str, Packed]:
@@ -125,8 +142,8 @@ class ConversationEncoder(Dataset[EncodedBlock]):
         }
 
 
-def _open_template(options: SFTOptions, tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template, after checking the options. Raises ConfigError."""
+def _check(options: SFTOptions, tokenizer: Tokenizer) -> HuggingFaceTokenizer:
+    """The tokenizer, which must have chat templates, after checking the options. Raises ConfigError."""
     for flag, value, least in (
         ("workers", options.workers, 1),
         ("log-interval", options.log_interval, 1),
@@ -140,10 +157,4 @@ def _open_template(options: SFTOptions, tokenizer: Tokenizer) -> ChatTemplate:
         raise ConfigError(
             "chat templates belong to Hugging Face tokenizers; give --tokenizer-type HuggingFaceTokenizer"
         )
-    source = None
-    if options.chat_template is not None:
-        try:
-            source = Path(options.chat_template).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--chat-template {options.chat_template} cannot be read as text: {error}") from error
-    return ChatTemplate(tokenizer, source)
+    return tokenizer

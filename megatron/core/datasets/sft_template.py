@@ -33,11 +33,14 @@ MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """A tokenizer's template, or `template`, a template's text, in its place."""
+    """A tokenizer's template, or `template`, a template's text, in its place. Raises ConfigError when there is none."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None) -> None:
         if template is None and not tokenizer.library.chat_template:
-            raise ConfigError("the tokenizer has no chat template; give a file that holds one with --chat-template")
+            raise ConfigError(
+                "the tokenizer has no chat template, as those of base models; give --chat-template chatml, or a file that "
+                "holds one"
+            )
         self._tokenizer, self._template = tokenizer, template
         # A turn ends where a token of its own ends it, and where there is none with its text.
         self._marks = tuple(tokenizer.library.get_added_vocab())

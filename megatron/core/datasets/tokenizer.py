@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.config.data import TokenizerConfig
+from megatron.config.rules_files import HUGGING_FACE
+from megatron.core.datasets.chat_templates import read_chat_template
 from megatron.core.datasets.tokenizer_bpe import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.core.datasets.tokenizer_sentencepiece import SentencePieceTokenizer
 from megatron.core.datasets.tokenizer_tiktoken import TikTokenizer
@@ -72,6 +76,10 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None) -> Tokenize
     kind = config.tokenizer_type
     if kind is None:
         raise ConfigError("no tokenizer is given; add --tokenizer-type")
+    if config.chat_template is not None and kind not in HUGGING_FACE:
+        raise ConfigError(
+            f"--chat-template is rendered by --tokenizer-type HuggingFaceTokenizer, and it is {kind}; remove it"
+        )
     if kind == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
             raise ConfigError(f"--tokenizer-type NullTokenizer needs --vocab-size, at least 1, and got {vocab_size}")
@@ -80,8 +88,9 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None) -> Tokenize
         vocab_file = _given(config.vocab_file, kind, "--vocab-file")
         return GPT2BPETokenizer(vocab_file, _given(config.merge_file, kind, "--merge-file"))
     model = _given(config.tokenizer_model, kind, "--tokenizer-model")
-    if kind in ("HuggingFaceTokenizer", "PretrainedFromHF"):
-        return HuggingFaceTokenizer(model, config.trust_remote_code)
+    if kind in HUGGING_FACE:
+        template = None if config.chat_template is None else read_chat_template(config.chat_template)
+        return HuggingFaceTokenizer(model, config.trust_remote_code, template)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         return SentencePieceTokenizer(model)
     if kind == "TikTokenizer":
@@ -89,6 +98,19 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None) -> Tokenize
             model, config.tiktoken_pattern or "v2", config.tiktoken_num_special_tokens, vocab_size=vocab_size
         )
     raise ConfigError(f"--tokenizer-type {kind} is not known; --help lists the kinds")
+
+
+def portable(config: TokenizerConfig) -> TokenizerConfig:
+    """The same tokenizer as it is found from any folder: absolute paths, and the chat template's text. For storing.
+
+    Raises ConfigError for a chat template that cannot be read.
+    """
+    paths = {name: getattr(config, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    absolute = {name: os.path.abspath(path) for name, path in paths.items() if path is not None}
+    template = config.chat_template
+    return dataclasses.replace(
+        config, chat_template=None if template is None else read_chat_template(template), **absolute
+    )
 
 
 def _given(value: str | None, kind: str, flag: str) -> str:

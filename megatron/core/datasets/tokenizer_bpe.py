@@ -15,10 +15,11 @@ from megatron.core.errors import DataError
 class HuggingFaceTokenizer:
     """A tokenizer folder as Hugging Face saves it. The end of a document is its eos token.
 
-    library: transformers' own tokenizer, for what only it has, such as chat templates.
+    library: transformers' own tokenizer, for what only it has, such as chat templates. given_template: the text of a
+    template that took the place of the folder's own, in the library, too.
     """
 
-    def __init__(self, folder: str, trust_remote_code: bool = False) -> None:
+    def __init__(self, folder: str, trust_remote_code: bool = False, chat_template: str | None = None) -> None:
         if not os.path.isdir(folder):
             raise DataError(
                 f"--tokenizer-model {folder} is not a folder; give one that holds tokenizer.json and "
@@ -43,6 +44,9 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(len(self.library), 1 + max(self.library.get_vocab().values()))
         self.eod = int(self.library.eos_token_id)
         self.bos: int | None = self.library.bos_token_id
+        self.given_template = chat_template
+        if chat_template is not None:
+            self.library.chat_template = chat_template
         # The library below, without the offsets and checks that the wrapper adds to each text.
         self._backend: Backend | None = self.library.backend_tokenizer if self.library.is_fast else None
 

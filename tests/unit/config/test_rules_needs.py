@@ -178,6 +178,7 @@ CASES = [
     ("tiktoken_num_special_tokens", 10, {}, TIKTOKEN, "not TikTokenizer"),
     ("trust_remote_code", True, TIKTOKEN, HF, "TikTokenizer"),
     ("trust_remote_code", True, {}, {**HF, "tokenizer_type": "PretrainedFromHF"}, "NullTokenizer"),
+    ("chat_template", "chatml", TIKTOKEN, HF, "TikTokenizer"),
     ("manual_gc_interval", 5, {}, {"manual_gc": True}, "--manual-gc"),
     ("eval_interval", 5, {"eval_iters": 0}, {}, "--eval-iters 0"),
     ("eval_interval", 5, SPLITS, {**SPLITS, "valid_data_path": ("b",)}, "no validation data"),

@@ -3,15 +3,18 @@
 import gzip
 import json
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from megatron.core.datasets import jsonl
+from megatron.core.datasets import preprocess as preprocessing
 from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
 from megatron.core.datasets.tokenizer import NullTokenizer
 from megatron.core.errors import ConfigError, DataError
@@ -118,6 +121,68 @@ def test_bad_line_is_named_and_nothing_is_left(tmp_path, monkeypatch, bad, messa
     with pytest.raises(DataError, match=rf"b\.jsonl{compress}, line 48: {message}"):
         run(tmp_path, [first, second], workers=2)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_are_skipped_and_counted(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(jsonl, "BLOCK_BYTES", 200)
+    good = numbers(60)
+    lines = [json.dumps({"text": text}) for text in good]
+    lines[20:20] = ['{"text": "1', '{"body": "1"}', '{"text": "1 1000"}', '{"text": "1001"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    done = run(tmp_path, [str(tmp_path / "a.jsonl")], workers=workers, on_error="skip")
+    assert output(tmp_path) == golden(good, False)
+    assert (done.documents, done.skipped) == (60, 4)
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[20:24]))
+    with pytest.raises(DataError, match="holds no documents; all of its 4 lines were skipped"):
+        run(tmp_path, [str(tmp_path / "b.jsonl")], on_error="skip")
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_what_a_killed_run_left_is_removed_and_what_a_living_one_writes_stays(tmp_path, partitions):
+    """A run is killed in the middle, another stands still in the middle; then a third writes the same dataset."""
+    path = write_lines(tmp_path / "a.jsonl", numbers(20))
+    killed, living = (start_and_stop_in_the_middle(tmp_path, path, partitions) for _ in range(2))
+    before = hidden(tmp_path)
+    killed.kill()
+    killed.join()
+    try:
+        assert hidden(tmp_path) == before, "the killed run left what it was writing"
+        run(tmp_path, [path], partitions=partitions)
+        left = hidden(tmp_path)
+        assert left < before and len(left) == len(before) / 2
+        assert all(f".{killed.pid}." not in name for name in left)
+    finally:
+        living.kill()
+        living.join()
+    run(tmp_path, [path], partitions=partitions)
+    assert hidden(tmp_path) == set() and output(tmp_path)[0]
+
+
+def start_and_stop_in_the_middle(tmp_path, path, partitions):
+    """A process that has opened all its outputs and now waits."""
+    context = multiprocessing.get_context("fork")
+    reached = context.Event()
+
+    def work():
+        def wait(blocks, *others):
+            reached.set()
+            time.sleep(60)
+
+        preprocessing.write_blocks = wait
+        run(tmp_path, [path], partitions=partitions)
+
+    process = context.Process(target=work)
+    process.start()
+    assert reached.wait(20)
+    return process
+
+
+def hidden(tmp_path):
+    """Everything in the output's folder but the dataset, by its path there."""
+    folder = tmp_path / "out"
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    return {name for name in found if name not in ("set_text_document.bin", "set_text_document.idx")}
 
 
 def test_failure_keeps_what_was_there(tmp_path):

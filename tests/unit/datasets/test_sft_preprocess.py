@@ -1,5 +1,6 @@
 """Instruction data to tokens and masks: what is written, its independence of workers, and every way to fail."""
 
+import dataclasses
 import gzip
 import json
 import logging
@@ -8,12 +9,13 @@ import runpy
 import numpy as np
 import pytest
 
+from megatron.config.data import TokenizerConfig
 from megatron.core.datasets import jsonl
-from megatron.core.datasets.sft import Conversations
+from megatron.core.datasets.sft import Conversations, template_of
 from megatron.core.datasets.sft_preprocess import SFTOptions, preprocess_sft
 from megatron.core.datasets.sft_records import parse_conversation
 from megatron.core.datasets.sft_template import ChatTemplate
-from megatron.core.datasets.tokenizer import NullTokenizer
+from megatron.core.datasets.tokenizer import NullTokenizer, build_tokenizer
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from megatron.core.errors import ConfigError, DataError
 from tests.unit.datasets.chat import CHATML, LLAMA3, messages, tokenizer_folder
@@ -110,11 +112,17 @@ def test_conversations_that_are_too_long(tmp_path, monkeypatch, tokenizer, trunc
     assert (done.dropped, done.truncated) == ((1, longer - 1) if truncate else (longer, 0))
 
 
-def test_another_template(tmp_path, tokenizer):
+def test_another_template_is_kept_with_the_dataset(tmp_path, tokenizer, folder):
     (tmp_path / "llama.jinja").write_text(LLAMA3)
     path = write_lines(tmp_path / "a.jsonl", records(3))
-    run(tmp_path, tokenizer, [path], chat_template=str(tmp_path / "llama.jinja"))
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder)
+    changed = build_tokenizer(dataclasses.replace(config, chat_template=str(tmp_path / "llama.jinja")), None)
+    run(tmp_path, changed, [path])
     assert tokenizer.decode(written(tmp_path)[2][0]).endswith("fox fox<|eot_id|>")
+    assert template_of([str(tmp_path / "out" / "chat")], None) == LLAMA3
+    run(tmp_path, tokenizer, [path])
+    assert template_of([str(tmp_path / "out" / "chat")], None) is None
+    assert len(list((tmp_path / "out").iterdir())) == 4
 
 
 @pytest.mark.parametrize(
@@ -139,6 +147,33 @@ def test_a_bad_line_is_named_and_what_was_there_stays(tmp_path, monkeypatch, tok
     assert len(list((tmp_path / "out").iterdir())) == 4
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_conversations_are_skipped_and_counted(tmp_path, monkeypatch, tokenizer, messages_of, workers):
+    monkeypatch.setattr(jsonl, "BLOCK_BYTES", 300)
+    given = records(30)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    bad = ['{"messages": [', {"messages": messages("q")}, {"messages": [*messages("q"), call]}] * 2
+    lines = [*given[:10], *bad[:3], *given[10:], "", *bad[3:], "not json"]
+    done = run(tmp_path, tokenizer, [write_lines(tmp_path / "a.jsonl", lines)], workers=workers, on_error="skip")
+    assert written(tmp_path) == expected(tokenizer, given)
+    assert (done.conversations, done.skipped) == (30, 7)
+    said = messages_of()
+    assert len(said) == 6 and said[-1] == "skipped 7 lines of 37"
+    assert "a.jsonl, line 11: is not JSON in UTF-8" in said[0] and "a.jsonl, line 12: has no turn" in said[1]
+    assert "a.jsonl, line 13: has 'tool_calls' in turn 2, which the chat template leaves out" in said[2]
+    with pytest.raises(DataError, match=r"line 11: is not JSON .*\(--on-error skip leaves such lines out"):
+        run(tmp_path, tokenizer, [write_lines(tmp_path / "a.jsonl", lines)], workers=workers)
+    with pytest.raises(DataError, match="holds no conversation to train on: all of its 6 lines were skipped"):
+        run(tmp_path, tokenizer, [write_lines(tmp_path / "a.jsonl", bad)], on_error="skip")
+
+
+@pytest.fixture
+def messages_of(monkeypatch, caplog):
+    """What the tree has logged as warnings."""
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def test_nothing_to_train_on(tmp_path, tokenizer):
     path = write_lines(tmp_path / "a.jsonl", [])
     with pytest.raises(DataError, match=r"a\.jsonl holds no conversation to train on: it is empty"):
@@ -156,7 +191,6 @@ def test_options(tmp_path, tokenizer):
         ({"log_interval": 0}, "--log-interval is 0; give at least 1"),
         ({"seq_length": 0}, "--seq-length is 0; give at least 2"),
         ({"truncate": True}, "--truncate has no effect without a length; give --seq-length"),
-        ({"chat_template": str(tmp_path / "none")}, "--chat-template .*none cannot be read"),
     ):
         with pytest.raises(ConfigError, match=says):
             run(tmp_path, tokenizer, [path], **changes)

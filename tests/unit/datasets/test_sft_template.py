@@ -212,7 +212,7 @@ def test_refusals(tokenizer, template, turns, says):
 
 
 def test_a_template_is_needed(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=r"no chat template; give a file .* --chat-template"):
+    with pytest.raises(ConfigError, match=r"no chat template, .* give --chat-template chatml, or a file"):
         ChatTemplate(tokenizer)
     own = HuggingFaceTokenizer(tokenizer_folder(tmp_path, CHATML))
     ids, trained = ChatTemplate(own).encode(Conversation(TURNS))

@@ -61,7 +61,7 @@ class Live:
         self.built = small_model(pool.groups(), **fields)
         self.tokenizer = tokenizer
         self.engine = Engine(SlotDecoder(*self.built, slots=slots, capacity=128), tokenizer, max_waiting=max_waiting)
-        template = open_template(tokenizer, None) if chat else None
+        template = open_template(tokenizer) if chat else None
         app = build_app(self.engine, tokenizer, Settings(model="tiny", chat_template=template, **settings))
         self._server = uvicorn.Server(configure(app, max_connections, grace_seconds=1, request_seconds=request_seconds))
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)

@@ -103,6 +103,14 @@ class TestPreset:
     def test_every_preset_parses(self, name):
         assert parsed(f"--preset {name}").model.num_layers
 
+    def test_a_tokenizer_brings_its_own_vocabulary(self):
+        words = "--preset llama3-8b --tokenizer-type"
+        assert parsed(f"{words} HuggingFaceTokenizer --tokenizer-model t").model.vocab_size is None
+        assert parsed(f"{words} HuggingFaceTokenizer --tokenizer-model t --vocab-size 9").model.vocab_size == 9
+        assert (
+            parsed(f"{words} NullTokenizer").model.vocab_size == parsed("--preset llama3-8b").model.vocab_size == 128256
+        )
+
     def test_the_checkpoints_shape_would_win(self):
         assert "--use-checkpoint-args" in refusal("--preset llama2-7b --use-checkpoint-args --load d")
 

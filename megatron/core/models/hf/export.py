@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -86,15 +86,15 @@ class HFExport:
         with ThreadPoolExecutor(WRITERS) as pool:
             list(pool.map(shard, numbers))
 
-    def finish(self, files: Sequence[Path]) -> None:
-        """When all shards are written: the JSON file, copies of `files`, the index; then rename."""
+    def finish(self, files: Sequence[Path], texts: Mapping[str, str]) -> None:
+        """When all shards are written: the JSON file, copies of `files`, `texts` by name, the index; then rename."""
         name, content = self._config
         _write_json(self._temporary / name, content)
         if len(self._shards) > 1:
             places = {tensor.name: self._name(number) for number, held in enumerate(self._shards) for tensor in held}
             index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(places.items()))}
             _write_json(self._temporary / INDEX_FILE, index)
-        copy_side_files(files, self._temporary)
+        copy_side_files(files, texts, self._temporary)
         sync_folder(self._temporary)
         if self.path.exists():
             self.path.rename(_replaced(self.path))

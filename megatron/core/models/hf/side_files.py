@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.config.data import TokenizerConfig
 from megatron.core.models.hf.families import CONFIG_FILE
 
+TEMPLATE_FILE = "chat_template.jinja"  # it wins over a template in tokenizer_config.json
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # Tokenizers with code of their own have their vocabulary under a name of their own, too.
 _PATTERNS = ["tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json"]
@@ -44,19 +45,28 @@ def side_files(folder: Path | None) -> list[Path]:
     return sorted(found) + ([templates] if templates.is_dir() else [])
 
 
-def copy_side_files(files: Sequence[Path], folder: Path) -> None:
-    """Copy files, and folders as they are, over what a run that was killed has left. Raises OSError."""
+def copy_side_files(files: Sequence[Path], texts: Mapping[str, str], folder: Path) -> None:
+    """Copy files, and folders as they are, over what a run that was killed has left; write `texts`, by name, after them.
+
+    All reach the disk: an export that a crash of the host cut short would not be whole. Raises OSError.
+    """
     for file in files:
         if file.is_dir():
             shutil.copytree(file, folder / file.name, copy_function=_copy, dirs_exist_ok=True)
         else:
             _copy(file, folder / file.name)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        _sync(folder / name)
 
 
 def _copy(source: str | Path, target: str | Path) -> None:
-    """Copy a file's content, down to the disk: an export that a crash of the host cut short would not be whole."""
     shutil.copyfile(source, target)
-    with open(target, "rb") as file:
+    _sync(target)
+
+
+def _sync(path: str | Path) -> None:
+    with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
@@ -64,6 +74,11 @@ def known_ids(folder: Path | None) -> dict[str, Any]:
     """The token ids that the folder's config.json names; none when it does not say where a text ends."""
     found = {} if folder is None else _json(folder / CONFIG_FILE)
     return {name: found[name] for name in _IDS if name in found} if "eos_token_id" in found else {}
+
+
+def side_texts(tokenizer: TokenizerConfig) -> dict[str, str]:
+    """Files to write after those: a chat template in the place of the tokenizer's own, given as its text."""
+    return {} if tokenizer.chat_template is None else {TEMPLATE_FILE: tokenizer.chat_template}
 
 
 def tokenizer_of(folder: Path) -> TokenizerConfig:

@@ -1,0 +1,35 @@
+"""Chat templates that do not come with a tokenizer: one that is shipped, a file's, or a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.core.errors import ConfigError
+
+# ChatML (https://github.com/openai/openai-python/blob/release-v0.28.0/chatml.md), but for two things, so that it suits a
+# tokenizer that was not made for it: a conversation begins with the tokenizer's bos where there is one, as base models
+# are used to, and a turn ends with its eos, so that every program stops there. Where <|im_end|> is the eos, nothing
+# differs. <|im_start|> need not be a token of its own.
+_CHATML = (
+    "{{ bos_token | default('', true) }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHAT_TEMPLATES = {"chatml": _CHATML}
+
+
+def read_chat_template(word: str) -> str:
+    """The text of a template: `word` is a name of CHAT_TEMPLATES, a file, or the text itself. Raises ConfigError."""
+    if word in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[word]
+    if "{{" in word or "{%" in word:  # as it is kept in checkpoints
+        return word
+    try:
+        return Path(word).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--chat-template {word} cannot be read ({error}); give {', '.join(CHAT_TEMPLATES)} or a file with a Jinja "
+            "template in UTF-8"
+        ) from error
