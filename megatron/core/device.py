@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.errors import ConfigError
 
+OPEN_FILES = 65536
 # Dense bf16 peak, TFLOP/s, from the vendors' data sheets (no sparsity). Looked up by substring of the device's name.
 PEAK_BF16_TFLOPS = {
     "B200": 2250.0,
@@ -38,6 +39,20 @@ class MemoryReport:
     peak_allocated: int
     peak_reserved: int
     total: int
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to what the system lets it have, or to OPEN_FILES if that is less.
+
+    Every connection of gloo and NCCL is one, a rank has some to each other rank, and shells often allow 1024. A rank
+    that runs out of them cannot answer, and the others wait for it until their timeout.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a system with a limit of its own: then it stays as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def choose_device(asked: str, local_rank: int) -> torch.device:

@@ -40,6 +40,8 @@ log = get_logger(__name__)
 INTERRUPTED_EXIT_CODE = 130  # what shells report for Ctrl-C
 # A rank that others speak for waits this long for the launcher to end it: rank 0 may be slower to start.
 SILENT_SECONDS = 30.0
+# Ctrl-C reaches all ranks at once, and torchrun, which passes it on, then waits for every one of them.
+INTERRUPTED_SILENT_SECONDS = 0.5
 
 
 def main(argv: Sequence[str], description: str) -> None:
@@ -55,17 +57,17 @@ def main(argv: Sequence[str], description: str) -> None:
         pretrain(run, rank, world_size, local_rank, started)
     except KeyboardInterrupt:
         if rank != 0:
-            _let_rank_0_speak(local_rank, INTERRUPTED_EXIT_CODE)
+            _let_rank_0_speak(local_rank, INTERRUPTED_EXIT_CODE, INTERRUPTED_SILENT_SECONDS)
         _end("interrupted", INTERRUPTED_EXIT_CODE)
     except TrainingError as error:
         if rank != 0:
-            _let_rank_0_speak(local_rank, 1)
+            _let_rank_0_speak(local_rank, 1, SILENT_SECONDS)
         _end(f"error: {error}", 1)
     except Exception as error:
         mistake = as_user_error(error)
         if mistake is not None:
             if rank != 0 and mistake.on_all_ranks:
-                _let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
+                _let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE, SILENT_SECONDS)
             _end(f"error: {mistake}", USER_ERROR_EXIT_CODE)
         if isinstance(error, MegatronError):
             _end(f"error on rank {rank}: {error}", 1)
@@ -138,14 +140,14 @@ def _end(message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _let_rank_0_speak(local_rank: int, code: int) -> None:
+def _let_rank_0_speak(local_rank: int, code: int, seconds: float) -> None:
     """Wait to be ended by the launcher, which ends all ranks when the first one ends: that must be the one that speaks.
 
     Returns if that does not happen (rank 0 may be on a host without the error), on one rank of each host.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    time.sleep(SILENT_SECONDS)
+    time.sleep(seconds)
     if local_rank != 0:
         os._exit(code)
 

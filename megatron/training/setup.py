@@ -29,7 +29,7 @@ from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.loader import build_loader
 from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.datasets.tokenizer import build_tokenizer
-from megatron.core.device import choose_device, set_cpu_threads, synchronize
+from megatron.core.device import allow_open_files, choose_device, set_cpu_threads, synchronize
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.errors import CheckpointError, ConfigError, UserError
@@ -169,6 +169,7 @@ def start_process(
         error.on_all_ranks = False  # other hosts may have other devices
         raise
     set_cpu_threads(device, local_world_size)
+    allow_open_files()
     if run.train.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     timeout = run.parallel.distributed_timeout_minutes * 60

@@ -94,6 +94,22 @@ def test_ctrl_c(tmp_path):
     assert result.codes == [130] and result.stderr == ["interrupted\n"], result.text
 
 
+def test_ctrl_c_ends_every_rank_without_a_launcher_that_kills_them(tmp_path, capfd):
+    """torchrun passes SIGINT on once and then waits 30 s for all of them."""
+    job = start(flags(MOCK, LONG), tmp_path / "log", 2)
+    job.wait_for("iteration        3/")
+    sent = time.monotonic()
+    for pid in job.pids:
+        os.kill(pid, signal.SIGINT)
+    while not job.ended():
+        assert time.monotonic() - sent < 15, "a rank waits to be killed"
+        time.sleep(0.02)
+    with capfd.disabled():
+        print(f"\n  job ended {time.monotonic() - sent:.1f} s after its ranks got SIGINT")
+    result = job.wait()
+    assert result.codes == [130, 130] and result.stderr == ["interrupted\n", ""], result.text
+
+
 def test_exit_duration(tmp_path):
     limit = {"--exit-duration-in-mins": 1.5 / 60}
     result = run(flags(saving(tmp_path, **limit)), tmp_path / "log", 2)

@@ -121,10 +121,10 @@ def _load(entry: Path, inputs: Mapping[str, Any], names: Collection[str]) -> Arr
         arrays = {}
         for name in names:
             path = entry / f"{name}.npy"
-            if _crc32(path) != description["crc32"][name]:
-                raise ValueError("it has not its checksum")
+            if _crc32(path) != description["crc32"].get(name):
+                raise ValueError(f"it has not its checksum in {DESCRIPTION}")
             arrays[name] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {error}; remove the folder {entry} to build it again") from error
     return arrays
 

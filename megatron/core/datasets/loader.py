@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.core.datasets.sample import SampleDataset
 from megatron.core.errors import DataError, UserError
 
+T = TypeVar("T")
 GRACE_SECONDS = 60  # torchrun and Slurm kill what is left 30 s after SIGTERM
 
 
@@ -66,19 +69,20 @@ def build_loader(
         dp_rank=dp_rank,
         dp_size=dp_size,
     )
-    loader: DataLoader[torch.Tensor | UserError] = DataLoader(
+    loader: DataLoader[npt.NDArray[np.int64] | UserError] = DataLoader(
         _Microbatches(dataset),
         sampler=sampler,
         batch_size=None,
         num_workers=num_workers,
-        pin_memory=pin_memory,
+        collate_fn=_as_it_is,
         worker_init_fn=_outlive_sigterm,
         generator=torch.Generator().manual_seed(seed),
     )
     for item in loader:
         if isinstance(item, UserError):
             raise item
-        yield item
+        ids = torch.from_numpy(item)
+        yield ids.pin_memory() if pin_memory else ids
     raise DataError(
         f"the dataset's {len(dataset)} samples are used up: {consumed_samples} were consumed before and {len(sampler)} "
         f"microbatches of {micro_batch_size} x {dp_size} replicas read since; lower --train-iters or --eval-iters, "
@@ -92,8 +96,16 @@ def _outlive_sigterm(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
 
 
-class _Microbatches(Dataset["torch.Tensor | UserError"]):
+def _as_it_is(item: T) -> T:
+    return item
+
+
+class _Microbatches(Dataset["npt.NDArray[np.int64] | UserError"]):
     """Sample numbers -> microbatch.
+
+    An array, not a tensor: arrays come through a pipe, tensors through files in /dev/shm, which is small in containers.
+    When it is full, torch loses the batch in the worker and the training process waits for it for ever. A batch is so
+    small (a tenth of a millisecond in a pipe) that shared memory gains nothing.
 
     A user's error is returned, not raised: a DataLoader would raise it again with the worker's traceback as its message.
     """
@@ -101,8 +113,8 @@ class _Microbatches(Dataset["torch.Tensor | UserError"]):
     def __init__(self, dataset: SampleDataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, numbers: Sequence[int]) -> torch.Tensor | UserError:
+    def __getitem__(self, numbers: Sequence[int]) -> npt.NDArray[np.int64] | UserError:
         try:
-            return torch.from_numpy(np.stack([self.dataset[number] for number in numbers]))
+            return np.stack([self.dataset[number] for number in numbers])
         except UserError as error:
             return error

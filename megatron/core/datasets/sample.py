@@ -54,6 +54,6 @@ def check_ids(tokens: Tokens, vocab_size: int, prefix: str) -> None:
     if int(tokens.view(np.uint64).max()) >= vocab_size:
         bad = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
         raise DataError(
-            f"{prefix} holds token id {bad}, outside the vocabulary of {vocab_size}; "
+            f"{prefix}.bin holds token id {bad}, outside the vocabulary of {vocab_size}; "
             "it was made with another tokenizer: give that one, or make the dataset again"
         )

@@ -139,6 +139,10 @@ def _read_tracker(root: Path, held: list[int]) -> int | None:
         if held:
             log.warning("%s is missing; taking the newest checkpoint in %s, iteration %d", tracker, root, held[-1])
         return held[-1] if held else None
+    except OSError as error:
+        raise CheckpointError(
+            f"{tracker} cannot be read ({error.strerror}); {root} holds {_listed(held)}; pass one with --ckpt-step"
+        ) from error
     if not text.isdecimal():
         raise CheckpointError(
             f"{tracker} holds {text[:40]!r} instead of an iteration; {root} holds {_listed(held)}; "

@@ -1,5 +1,6 @@
 """Devices, threads and memory figures on a machine without a GPU; CUDA's answers are given by stand-ins."""
 
+import multiprocessing
 import resource
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 
 from megatron.core.device import (
     PEAK_BF16_TFLOPS,
+    allow_open_files,
     choose_device,
     headroom,
     memory_report,
@@ -165,3 +167,20 @@ class TestHeadroom:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 300)
         assert headroom(torch.device("cuda", 0)) == 650
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
+    """In a process of its own: a limit cannot be given back."""
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+
+    def work():
+        for soft, hard in ((64, 3000), (64, 2000), (40, 40)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            allow_open_files()
+            found.put(resource.getrlimit(resource.RLIMIT_NOFILE))
+
+    process = context.Process(target=work)
+    process.start()
+    assert [found.get() for _ in range(3)] == [(3000, 3000), (2000, 2000), (40, 40)]
+    process.join()

@@ -149,7 +149,7 @@ def test_token_outside_the_vocabulary(tmp_path, dtype, bad):
     (tmp_path / "other.idx").rename(tmp_path / "set.idx")
     dataset = build(IndexedDataset(tmp_path / "set"))
     number = int(np.flatnonzero(dataset.index.shuffle[0] == 0)[0])
-    with pytest.raises(DataError, match=rf"set holds token id {bad}, outside the vocabulary of 1000; .*tokenizer"):
+    with pytest.raises(DataError, match=rf"set\.bin holds token id {bad}, outside the vocabulary of 1000; .*tokenizer"):
         dataset[number]
     assert dataset[1 - number].tolist() == [999] * (SEQ + 1)
 

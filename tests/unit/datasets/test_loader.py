@@ -60,6 +60,17 @@ def test_resume_under_another_layout(consumed, dp_size, micro_batch_size):
     assert order == list(range(consumed, consumed + 4 * dp_size * micro_batch_size))
 
 
+def test_batches_need_no_shared_memory(monkeypatch):
+    """With a full /dev/shm torch would lose a tensor in the worker, and this process would wait for ever."""
+
+    def full(*others):
+        os._exit(3)  # in the worker, which inherits this
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", full)
+    loader = load(Numbers(100), num_workers=1)
+    assert [next(loader)[:, 0].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_sampler_length():
     settings = {"micro_batch_size": 2, "dp_rank": 0, "dp_size": 3}
     for samples, consumed, expected in [(12, 0, 2), (17, 0, 2), (18, 6, 2), (5, 0, 0), (5, 9, 0)]:

@@ -93,7 +93,11 @@ class HFFolder:
 def _shards(path: Path) -> list[str]:
     index = path / INDEX_FILE
     if index.is_file():
-        return sorted(set(_read_index(index).values()))
+        names = sorted(set(_read_index(index).values()))
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{path / missing[0]} is not there, though {index} names it; copy the model again")
+        return names
     if (path / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
     old = next((name for name in _OLD_FILES if (path / name).exists()), None)
