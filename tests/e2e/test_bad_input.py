@@ -111,7 +111,7 @@ class TestData:
         result = run(argv, tmp_path / "log", 2, driver="tests.e2e.helpers.drivers:own_data_path", env=env)
         assert result.codes == [1, 2] and "Traceback" not in result.text
         message = result.stderr[1].removeprefix("error: ").strip()
-        assert f"{tmp_path / 'large'} holds token id" in message
+        assert f"{tmp_path / 'large.bin'} holds token id" in message
         assert result.stderr[0].startswith("error on rank 0: ") and f"rank 1 ended: {message}" in result.stderr[0]
 
 
