@@ -221,7 +221,7 @@ def only_pickled(folder):
 @pytest.mark.parametrize(
     ("damage", "shards", "problem"),
     [
-        (lambda folder: max(folder.glob("*.safetensors")).unlink(), "40KB", "cannot be read: No such file"),
+        (lambda folder: max(folder.glob("*.safetensors")).unlink(), "40KB", "is not there, though .* names it"),
         (bad_shard, "40KB", "is damaged or no safetensors file: it has"),
         (other_shape, "1GB", r"tensor model.norm.weight is \[65\], its config.json calls for \[64\]"),
         (lambda f: other_tensors(f, remove="lm_head.weight"), "1GB", "holds no tensor lm_head.weight"),
