@@ -47,9 +47,10 @@ INTERRUPTED_SILENT_SECONDS = 0.5
 def main(argv: Sequence[str], description: str) -> None:
     """Parse, check, build, train. Ends the process with the exit codes above when something is wrong."""
     started = time.monotonic()
-    rank, world_size, local_rank = launch_environment()
-    setup_logging(rank)
+    rank = local_rank = 0
     try:
+        rank, world_size, local_rank = launch_environment()
+        setup_logging(rank)
         run = parse(argv, description=description)
         run = take_adapter_shape(take_hf_shape(run))
         check(run, world_size)

@@ -170,16 +170,22 @@ def context_length(saved: Saved, asked: int | None, flag: str, default_limit: in
 
 def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], None], argv: Sequence[str]) -> int:
     """The exit code, see `exit_code`. Log lines go to stderr; stdout is for the tool's results."""
+    if code := exit_code(_check_launch):
+        return code
     rank = launch_environment()[0]
     with contextlib.redirect_stdout(sys.stderr):
         setup_logging(rank)
     return exit_code(lambda: work(parser.parse_args(argv)), rank)
 
 
+def _check_launch() -> None:
+    launch_environment()
+
+
 def end(code: int) -> NoReturn:
     """Leave at once after an error: tearing down process groups would wait for ranks that may never answer."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if launch_environment()[0] > 0:
+    if os.environ.get("RANK", "0") != "0":
         time.sleep(5)  # the launcher kills all ranks when the first one ends: that should be the one that says why
     os._exit(code)

@@ -50,6 +50,13 @@ FLAGS = {
 }
 
 
+@pytest.mark.parametrize("env", [{"RANK": "abc"}, {"RANK": 1}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": -1}])
+def test_an_environment_that_no_launcher_made(env, tmp_path):
+    refused(
+        run(flags(MOCK), tmp_path / "log", env=env), "the environment says RANK=", *(f"{n}={v}" for n, v in env.items())
+    )
+
+
 @pytest.mark.parametrize("case", FLAGS)
 def test_flags_that_do_not_go_together(case, tmp_path):
     change, *parts = FLAGS[case]
