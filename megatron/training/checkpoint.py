@@ -103,6 +103,9 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         trainer.rng.load_state(rng)
     elif run.checkpoint.load_rng and not finetune and run.model.hidden_dropout + run.model.attention_dropout > 0:
         log.info("random state not restored: saved by %s; dropout starts anew from the seed", state["rng"] or "nobody")
+    # Under another layout sums are in another order anyway, and what was measured does not hold.
+    if not finetune and state.get("grad_reduce_mode") and state["layout"] == _layout(groups):
+        trainer.data_parallel.take_mode(state["grad_reduce_mode"])
     if not finetune:
         trainer.state = TrainState(**state["train"])
     log.info("  successfully loaded checkpoint from %s at iteration %d", path, trainer.state.iteration)
@@ -288,6 +291,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "train": dataclasses.asdict(trainer.state),
         "schedule": trainer.schedule.state(),
         "layout": _layout(trainer.groups),
+        "grad_reduce_mode": trainer.data_parallel.decided_mode(),
         "rng": _generators(trainer) if trainer.run.checkpoint.save_rng else None,
         "optimizer": (
             {"steps": optimizer.steps, "loss_scale": optimizer.loss_scale.state()}

@@ -54,7 +54,10 @@ def test_timeline(trained):
         assert names["compute"].count("forward 0") == names["compute"].count("backward 3") == 2
         assert names["step"].count("gradient norm") == 2
         reduced = [name for name in names["reduce-scatter"] if name != "probe"]
-        assert len(reduced) == len(names["all-gather"]) == 2 * len(set(reduced)) > 4
+        buckets = len(set(reduced))
+        assert len(reduced) == 2 * buckets > 4
+        # Those of the step before may still be on their way when the recording begins.
+        assert 2 * buckets <= len(names["all-gather"]) < 3 * buckets
 
 
 def test_evaluation_after_a_step_is_that_of_the_saved_model(trained, tmp_path):

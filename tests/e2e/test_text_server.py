@@ -207,7 +207,7 @@ def test_a_lost_rank_ends_the_server(folder, tmp_path, layout):
     [
         (["--port", "{taken}"], "cannot listen on --host 127.0.0.1 --port {taken}"),
         (["--max-sequence-length", "129"], "--max-sequence-length 129 is above"),
-        (["--max-batch-size", "0"], "--max-batch-size 0"),
+        (["--max-batch-size", "0"], "--max-batch-size: must be from 1 to 134217728, got 0"),
         (["--api-key", ""], "the API key is empty"),
         (["--chat-template", "nowhere"], "--chat-template nowhere cannot be read"),
     ],

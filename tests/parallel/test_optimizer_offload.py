@@ -143,7 +143,7 @@ LOADS = {
     "all far, dp 1": (1, {**FAR, "optimizer_offload_fraction": 1.0, "micro_batch_size": 8}),
     "auto, on disk": (
         2,
-        {"optimizer": "hybridadam", "optimizer_offload_auto_threshold": 1 << 60, "offload_dir": "here"},
+        {"optimizer": "hybridadam", "optimizer_offload_auto_threshold": 10**12, "offload_dir": "here"},
     ),
     "parked, tp 2": (2, {**PARKED, "tensor_model_parallel_size": 2}),
 }

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron.config.data_parallel import AUTO, LAST, DataParallelSettings
+from megatron.config.data_parallel import AUTO, EVERY, LAST, DataParallelSettings
 from megatron.core.comm.bucket_comm import BucketComm
 from megatron.core.comm.collectives import Handle, all_reduce, barrier
 from megatron.core.device import headroom, synchronize
@@ -291,11 +291,31 @@ class DataParallel:
             self._waited_seconds += time.perf_counter() - started
         return self._blocks.take(size)
 
+    def decided_mode(self) -> str | None:
+        """What --grad-reduce-mode auto has chosen; None while it still measures, and where nothing is to be chosen.
+
+        The two modes add in another order, so a run that is continued must not choose anew. Communication: as `begin_step`
+        when it decides.
+        """
+        if self._undecided and self._steps >= _FIRST_STEPS:
+            self._decide(self.microbatches)
+        if self.settings.mode != AUTO or self._undecided:
+            return None
+        return LAST if self.keeps_grads else EVERY
+
+    def take_mode(self, mode: str) -> None:
+        """Before the first step: reduce as an earlier part of this run has decided, where --grad-reduce-mode auto asks."""
+        if self._undecided:
+            self._use(mode)
+
     def _decide(self, microbatches: int) -> None:
         """Choose when gradients are reduced; the same on all ranks."""
         mode, why = choose_mode(microbatches, self._measure())
-        self._undecided = False
         log.info("--grad-reduce-mode auto: %s (%s)", mode, why)
+        self._use(mode)
+
+    def _use(self, mode: str) -> None:
+        self._undecided = False
         if self.keeps_grads != (mode == LAST):
             self.keeps_grads = mode == LAST
             self._blocks.clear()

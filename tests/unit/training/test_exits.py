@@ -1,5 +1,7 @@
 """What a program makes of an exception: a line and an exit code, or a traceback."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -33,8 +35,8 @@ def test_a_file_that_cannot_be_opened_is_named_with_the_reason(name, reason, tmp
 @pytest.mark.parametrize(
     ("ask", "amount"),
     [
-        (lambda: torch.empty(ABSURD, dtype=torch.int8), f"for {ABSURD} bytes"),
-        (lambda: torch.empty(2**40, 2**40), f"for a tensor of [{2**40}, {2**40}]"),
+        (lambda: torch.empty(ABSURD, dtype=torch.int8), rf"for {ABSURD // 1000}\d+ bytes"),
+        (lambda: torch.empty(2**40, 2**40), re.escape(f"for a tensor of [{2**40}, {2**40}]")),
         (lambda: np.empty(ABSURD, np.int8), "for 32.0 PiB"),
         (
             lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0")),
@@ -43,7 +45,8 @@ def test_a_file_that_cannot_be_opened_is_named_with_the_reason(name, reason, tmp
     ],
 )
 def test_memory_that_is_not_there(ask, amount):
-    assert f"not enough memory {amount}; " in str(as_user_error(caught(ask)))
+    """The amounts are patterns: torch may round what it asks for up."""
+    assert re.search(f"not enough memory {amount}; ", str(as_user_error(caught(ask))))
 
 
 def test_a_mistake_of_ours_is_none_of_the_users():
