@@ -208,7 +208,8 @@ def check(case: Case, folder: Path) -> str:
         raise Failure(f"left over: processes {left}")
     if word:
         return word
-    if code == 0 or (code == 1 and "differ by more than" in text):  # which is what these tools are there to say
+    # What align.py and layout_parity.py are there to say, and how a run ends that a learning rate of 1e40 has spoilt.
+    if code == 0 or (code == 1 and ("differ by more than" in text or "is not finite. It was not saved" in text)):
         return "works"
     if code != 2:
         raise Failure(f"exit code {code}: {_tail(text)}")
