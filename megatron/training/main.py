@@ -34,7 +34,7 @@ from megatron.training.setup import build, hold_folders, open_heartbeat_files, s
 from megatron.training.signals import ExitSignals
 from megatron.training.start import take_adapter_shape, take_hf_shape
 from megatron.training.trainer import Trainer
-from megatron.training.writers import Metrics, check_packages, open_writers
+from megatron.training.writers import Metrics, check_writers, open_writers
 
 log = get_logger(__name__)
 INTERRUPTED_EXIT_CODE = 130  # what shells report for Ctrl-C
@@ -83,7 +83,7 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
     with ExitSignals(enabled=run.train.exit_signal_handler) as signals, ExitStack() as held:
         try:
             with groups.heartbeat.phase("set-up"):
-                together(groups.world, lambda: check_packages(run.logging) if rank == 0 else None)
+                together(groups.world, lambda: check_writers(run.logging) if rank == 0 else None)
                 peak = PeakMemory(device) if run.logging.log_memory else None  # it counts what is made after it
                 trainer = build(run, groups, device)
                 hold_folders(run, groups, held)

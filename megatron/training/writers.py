@@ -15,6 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron.config.train import LoggingConfig
 from megatron.core.device import memory_report
 from megatron.core.errors import ConfigError
+from megatron.training.exits import check_output
 from megatron.training.log_line import LogLine, perplexity
 from megatron.training.memory_report import reserved_bytes
 from megatron.training.state import StepReport
@@ -112,8 +113,13 @@ class Metrics:
             writer.add(scalars, iteration, samples)
 
 
-def check_packages(config: LoggingConfig) -> None:
-    """Raise ConfigError for a flag whose package is missing: before anything is written."""
+def check_writers(config: LoggingConfig) -> None:
+    """Raise ConfigError for a package that is missing or a folder that cannot be written: before anything else is.
+
+    TensorBoard itself would find out in a thread of its own, with a traceback.
+    """
+    if config.tensorboard_dir:
+        check_output("--tensorboard-dir", str(Path(config.tensorboard_dir) / "events.out.tfevents"))
     if config.wandb_project:
         _import_wandb(config)
 

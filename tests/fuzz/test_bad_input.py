@@ -30,9 +30,7 @@ REFUSED = {
     "metadata.json that is a folder": changed(GENERATE, 0, ("--load", "{checkpoint_metadata_json_folder}")),
     ".idx without permission": changed(PRETRAIN, 1, ("--data-path", "{data_datasets_data_idx_shut}")),
     ".bin without permission": changed(PRETRAIN, 1, ("--data-path", "{data_datasets_data_bin_shut}")),
-    ".bin without permission, plain reads": changed(
-        PRETRAIN, 1, ("--data-path", "{data_datasets_data_bin_shut}"), ("--no-mmap-bin-files",)
-    ),
+    "a folder of TensorBoard's without permission": changed(PRETRAIN, 0, ("--tensorboard-dir", "{shut_folder}")),
     "datasets in a folder without permission": changed(MERGE, 0, ("--input", "{shut_folder}")),
     "no training data in the split": changed(PRETRAIN, 1, ("--split", "0,0,1")),
     "empty cached index": changed(PRETRAIN, 4, ("--data-cache-path", "{cache_empty}")),
