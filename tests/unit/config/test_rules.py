@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 
 from megatron.config import (
@@ -8,7 +6,6 @@ from megatron.config import (
     rules_model,
     rules_training,
 )
-from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.rules_needs import given_flags_have_an_effect
 from megatron.config.rules_ranges import numbers_are_in_range, values_are_known
 from megatron.core.errors import ConfigError
@@ -20,7 +17,6 @@ ROPE = {"position_embedding_type": "rope"}
 YARN = {"position_embedding_type": "yarn"}
 SAMPLES = {"train_iters": None, "train_samples": 1000}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}
-PENDING = {"use_checkpoint_args": True, "load": "d", "num_layers": None, "hidden_size": None, "vocab_size": None}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
@@ -572,47 +568,3 @@ def test_every_rule_has_a_row():
         rules_model.one_source_of_adapters,
     }  # what was typed matters to these
     assert set(rules.RULES) == {case[0] for case in CASES} | elsewhere
-
-
-def test_adapters_have_one_source():
-    fields = {"load_hf": "a", "load_adapter": "b", "lora_rank": 4, "lora_alpha": 2.0}
-    rules.check(make_run(("load_hf", "load_adapter", "lora_dropout"), **fields), 1)
-    with pytest.raises(ConfigError, match="--lora-rank, --lora-alpha has no effect: --load-adapter takes"):
-        rules.check(make_run(("load_hf", "load_adapter", "lora_rank", "lora_alpha"), **fields), 1)
-
-
-class TestShapeFromCheckpoint:
-    def test_shape_rules_wait_for_the_checkpoint(self):
-        rules.check(make_run(("use_checkpoint_args", "load"), **PENDING), 1)
-        with pytest.raises(ConfigError, match="--micro-batch-size must be given"):
-            rules.check(make_run(**PENDING, micro_batch_size=None), 1)
-
-    def test_and_judge_it_then(self):
-        with pytest.raises(ConfigError, match="--hidden-size 66"):
-            rules.check(make_run(**{**PENDING, "num_layers": 2, "hidden_size": 66}), 1)
-
-    def test_no_flag_may_give_the_shape_too(self):
-        with pytest.raises(ConfigError) as error:
-            rules.check(make_run(("ffn_hidden_size", "swiglu", "bf16"), **PENDING, bf16=True, swiglu=True), 1)
-        assert str(error.value).startswith("--ffn-hidden-size, --swiglu has no effect: --use-checkpoint-args")
-        rules.check(make_run(("bf16", "hidden_dropout"), **PENDING, bf16=True), 1)
-
-    def test_runtime_fields_are_fields(self):
-        assert set(RUNTIME_FIELDS) < {f.name for f in dataclasses.fields(ModelConfig)}
-
-
-class TestVocabulary:
-    def test_tokenizer_larger_than_the_model(self):
-        run = make_run(vocab_size=1000)
-        rules.check_vocabulary(run.model, run.parallel, 1000)
-        with pytest.raises(ConfigError, match=r"1001 ids but --vocab-size is 1000"):
-            rules.check_vocabulary(run.model, run.parallel, 1001)
-
-    def test_tp_divides_the_tokenizers_padded_vocabulary(self):
-        run = make_run(vocab_size=None, tensor_model_parallel_size=3)
-        rules.check_vocabulary(run.model, run.parallel, 300)  # 384 rows
-        with pytest.raises(ConfigError, match=r"512 is not a multiple of --tensor-model-parallel-size 3"):
-            rules.check_vocabulary(run.model, run.parallel, 400)
-
-    def test_unknown_vocabulary_passes_the_first_check(self):
-        rules.check(make_run(vocab_size=None, **HF), 1)
