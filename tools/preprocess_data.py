@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.interval import COUNT, SIZE, WORKERS
-from megatron.core.datasets.preprocess import ON_ERROR, PreprocessOptions, preprocess
+from megatron.config.interval import SIZE, WORKERS
+from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.errors import ConfigError
 from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import FlagParser, add_config, path_word, within
+from megatron.training.arguments import FlagParser, within
 from megatron.training.exits import exit_code
+from megatron.training.preprocess_flags import add_preprocess_flags
 
 LOGGER = get_logger(__name__)
 
@@ -22,31 +23,10 @@ LOGGER = get_logger(__name__)
 def build_parser() -> FlagParser:
     """Megatron-LM's flags of the same tool; the tokenizer's are those of training."""
     parser = FlagParser(description=__doc__, allow_abbrev=False)
+    add_preprocess_flags(parser, writes="PREFIX_KEY_document.bin and .idx", records="documents")
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        type=path_word,
-        required=True,
-        metavar="FILE",
-        help=".jsonl or .jsonl.gz files, or quoted patterns",
-    )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to tokenize (default: text)")
     add("--append-eod", action="store_true", help="end each document that is not empty with the eod token")
-    add(
-        "--output-prefix",
-        type=path_word,
-        required=True,
-        metavar="PREFIX",
-        help="writes PREFIX_KEY_document.bin and .idx",
-    )
-    add(
-        "--workers",
-        type=within(int, WORKERS),
-        required=True,
-        metavar="N",
-        help="processes that tokenize; one writes besides",
-    )
     add(
         "--partitions",
         type=within(int, WORKERS),
@@ -57,22 +37,11 @@ def build_parser() -> FlagParser:
     )
     add("--keep-sequential-samples", action="store_true", help="keep the input's order whatever --partitions is")
     add(
-        "--on-error", default="stop", choices=ON_ERROR, help="skip leaves lines that cannot be used out and counts them"
-    )
-    add(
-        "--log-interval",
-        type=within(int, COUNT),
-        default=1000,
-        metavar="N",
-        help="documents between progress lines (default 1000)",
-    )
-    add(
         "--vocab-size",
         type=within(int, SIZE),
         metavar="N",
         help="vocabulary of NullTokenizer; limits that of TikTokenizer",
     )
-    add_config(parser, TokenizerConfig)
     return parser
 
 

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.interval import COUNT, SIZE, WORKERS
-from megatron.core.datasets.preprocess import ON_ERROR
+from megatron.config.interval import SIZE
 from megatron.core.datasets.sft_preprocess import SFTOptions, preprocess_sft
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import FlagParser, add_config, path_word, within
+from megatron.training.arguments import FlagParser, within
 from megatron.training.exits import exit_code
+from megatron.training.preprocess_flags import add_preprocess_flags
 
 LOGGER = get_logger(__name__)
 
@@ -22,29 +22,8 @@ LOGGER = get_logger(__name__)
 def build_parser() -> FlagParser:
     """The tokenizer's flags are those of training."""
     parser = FlagParser(description=__doc__, allow_abbrev=False)
+    add_preprocess_flags(parser, writes="PREFIX.bin and .idx, PREFIX_mask.bin and .idx", records="conversations")
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        type=path_word,
-        required=True,
-        metavar="FILE",
-        help=".jsonl or .jsonl.gz files, or quoted patterns",
-    )
-    add(
-        "--output-prefix",
-        type=path_word,
-        required=True,
-        metavar="PREFIX",
-        help="writes PREFIX.bin and .idx, PREFIX_mask.bin and .idx",
-    )
-    add(
-        "--workers",
-        type=within(int, WORKERS),
-        required=True,
-        metavar="N",
-        help="processes that tokenize; one writes besides",
-    )
     add(
         "--seq-length",
         type=within(int, SIZE),
@@ -52,20 +31,6 @@ def build_parser() -> FlagParser:
         help="leave out conversations with more tokens (default: keep all)",
     )
     add("--truncate", action="store_true", help="cut them to --seq-length tokens instead")
-    add(
-        "--on-error",
-        default="stop",
-        choices=ON_ERROR,
-        help="skip leaves conversations that cannot be used out and counts them",
-    )
-    add(
-        "--log-interval",
-        type=within(int, COUNT),
-        default=1000,
-        metavar="N",
-        help="conversations between progress lines (1000)",
-    )
-    add_config(parser, TokenizerConfig)
     return parser
 
 

@@ -1,0 +1,46 @@
+"""The flags that the preprocessing tools share."""
+
+from __future__ import annotations
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.interval import COUNT, WORKERS
+from megatron.core.datasets.preprocess import ON_ERROR
+from megatron.training.arguments import FlagParser, add_config, path_word, within
+
+
+def add_preprocess_flags(parser: FlagParser, *, writes: str, records: str) -> None:
+    """Input, output, workers, what happens to bad records, progress, and the tokenizer's flags, which are training's.
+
+    writes: the names of the output files. records: what one line of the input is called, in the plural.
+    """
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        type=path_word,
+        required=True,
+        metavar="FILE",
+        help=".jsonl or .jsonl.gz files, or quoted patterns",
+    )
+    add("--output-prefix", type=path_word, required=True, metavar="PREFIX", help=f"writes {writes}")
+    add(
+        "--workers",
+        type=within(int, WORKERS),
+        required=True,
+        metavar="N",
+        help="processes that tokenize; one writes besides",
+    )
+    add(
+        "--on-error",
+        default="stop",
+        choices=ON_ERROR,
+        help=f"skip leaves {records} that cannot be used out and counts them",
+    )
+    add(
+        "--log-interval",
+        type=within(int, COUNT),
+        default=1000,
+        metavar="N",
+        help=f"{records} between progress lines (default 1000)",
+    )
+    add_config(parser, TokenizerConfig)
