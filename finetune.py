@@ -6,7 +6,11 @@ See docs/sft.md.
 
 import sys
 
-from megatron.training.main import main
+from megatron.training.entry import run_of
 
 if __name__ == "__main__":
-    main(["--sft", *sys.argv[1:]], description="Fine-tune a GPT-family model on instruction data.")
+    run = run_of(["--sft", *sys.argv[1:]], description="Fine-tune a GPT-family model on instruction data.")
+    # Only now, because torch takes seconds to import and a mistake on the command line is told at once.
+    from megatron.training.main import main
+
+    main(run)

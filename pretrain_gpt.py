@@ -2,7 +2,11 @@
 
 import sys
 
-from megatron.training.main import main
+from megatron.training.entry import run_of
 
 if __name__ == "__main__":
-    main(sys.argv[1:], description="Pre-train a GPT-family model.")
+    run = run_of(sys.argv[1:], description="Pre-train a GPT-family model.")
+    # Only now, because torch takes seconds to import and a mistake on the command line is told at once.
+    from megatron.training.main import main
+
+    main(run)

@@ -25,7 +25,10 @@ setup(
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
     ext_modules=[CPU_ADAM],
-    package_data={"megatron.kernels.backends": ["cpu_allocator.cpp"]},  # compiled where it is asked for
+    package_data={
+        "megatron.kernels.backends": ["cpu_allocator.cpp"],  # compiled where it is asked for
+        "megatron.config": ["flag_table.csv"],
+    },
     install_requires=[
         "torch>=2.8",
         "numpy>=1.26",

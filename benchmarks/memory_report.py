@@ -30,7 +30,7 @@ from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory import RankMemory, plan_memory
 from megatron.planner.sizes import Target
-from megatron.training.arguments import parse
+from megatron.training.command_line import parse
 from megatron.training.setup import build
 
 MIB = 1024**2

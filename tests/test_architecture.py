@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 # and its own package. Units of one layer do not import each other, but for SHARED and NEIGHBOURS.
 LAYERS = {
     "megatron.core.errors": 0,
+    "megatron.core.launch": 0,
     "megatron.core.log": 0,
     "megatron.core.mesh": 0,
     "megatron.core.heartbeat": 0,

@@ -26,8 +26,9 @@ from megatron.config.interval import SIZE, SIZE_OR_NONE
 from megatron.core.comm.collectives import barrier
 from megatron.core.datasets.jsonl import parse_texts, read_blocks
 from megatron.core.errors import ConfigError, DataError
-from megatron.core.groups import disconnect, launch_environment
+from megatron.core.groups import disconnect
 from megatron.core.inference.score import TextScore, score_texts
+from megatron.core.launch import launch_environment
 from megatron.training.arguments import FlagParser, path_word, within
 from megatron.training.exits import check_output
 from megatron.training.tool import add_model_flags, context_length, end, open_model, read_model, run_tool

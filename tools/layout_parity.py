@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config.interval import COUNT, NOT_NEGATIVE
-from megatron.training.arguments import FlagParser, parse, within
+from megatron.training.arguments import FlagParser, within
+from megatron.training.command_line import parse
 from megatron.training.exits import exit_code
 from megatron.training.layout_parity import GRID, compare, reduced, run_layout
 

@@ -34,7 +34,8 @@ from megatron.planner.memory_table import MIB, memory_headline, notes, table_row
 from megatron.planner.schedule_plot import draw, write_trace
 from megatron.planner.schedule_report import Formula, bubble_formula, report
 from megatron.planner.sizes import Target
-from megatron.training.arguments import FlagParser, parse, path_word, within
+from megatron.training.arguments import FlagParser, path_word, within
+from megatron.training.command_line import parse
 from megatron.training.exits import check_output, exit_code
 
 MS = 1e-3

@@ -28,10 +28,11 @@ except ModuleNotFoundError as missing:
 from megatron.config.interval import SIZE, between
 from megatron.core.comm.collectives import barrier
 from megatron.core.errors import ConfigError
-from megatron.core.groups import disconnect, launch_environment
+from megatron.core.groups import disconnect
 from megatron.core.inference.chat import open_template
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.slots import SlotDecoder
+from megatron.core.launch import launch_environment
 from megatron.core.log import get_logger
 from megatron.training.arguments import FlagParser, within
 from megatron.training.restore import stop_ids

@@ -10,6 +10,7 @@ from megatron.config.context import attention_comm_types
 from megatron.config.data_parallel import AUTO, EVERY, data_parallel_settings
 from megatron.config.optimizer_offload import OFF, STATES, offload_settings, updates_on_cpu
 from megatron.config.pipeline import pipeline_settings
+from megatron.config.rules_needs import notes
 from megatron.config.run import RunConfig
 from megatron.core.pipeline_parallel.simulate import Costs, simulate
 
@@ -66,6 +67,7 @@ def features(run: RunConfig, facts: Facts) -> list[Feature]:
         _gradient_reduction(run, facts),
         _gradient_mode(run, facts),
         _parameter_gather(run, facts),
+        _layers(run),
         _attention(run, facts),
         _attention_window(run),
         _products(run, facts),
@@ -74,7 +76,13 @@ def features(run: RunConfig, facts: Facts) -> list[Feature]:
         _dropout(run),
         _loss_scaling(run),
         _deterministic(run),
+        *(Feature(note.flag, note.asked, note.here, note.why) for note in (*notes(run), *run.notes)),
     ]
+
+
+def worth_a_line(rows: Sequence[Feature]) -> list[Feature]:
+    """The rows of what was asked for or is in effect."""
+    return [row for row in rows if (row.asked, row.in_effect) != ("off", "off")]
 
 
 def format_table(rows: Sequence[Feature]) -> str:
@@ -267,6 +275,12 @@ def _parameter_gather(run: RunConfig, facts: Facts) -> Feature:
     if facts.shards == 1:
         return Feature("parameter gather", asked, "off", "nothing is shared")
     return Feature("parameter gather", asked, asked, "")
+
+
+def _layers(run: RunConfig) -> Feature:
+    asked = run.model.transformer_impl
+    why = "the same mathematics; Transformer Engine's layers are not available yet" if asked != "local" else ""
+    return Feature("layers", asked, "local", why)
 
 
 def _attention(run: RunConfig, facts: Facts) -> Feature:

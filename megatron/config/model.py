@@ -133,7 +133,9 @@ class ModelConfig:
         choices=("auto", "flash", "fused", "unfused"),
     )
     transformer_impl: str = flag(
-        "local", "linear and norm implementation; only local so far", choices=("local", "transformer_engine")
+        "local",
+        "linear and norm implementation; transformer_engine is taken as local, which computes the same",
+        choices=("local", "transformer_engine"),
     )
     gradient_accumulation_fusion: bool = flag(
         True,

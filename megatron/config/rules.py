@@ -15,7 +15,7 @@ from megatron.config import (
 )
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.rules_needs import given_flags_have_an_effect
+from megatron.config.rules_needs import own_flags_have_an_effect
 from megatron.config.rules_ranges import numbers_are_in_range, values_are_known
 from megatron.config.run import RunConfig
 from megatron.core.errors import ConfigError
@@ -35,24 +35,39 @@ RULES: tuple[Rule, ...] = (
     *rules_activation_offload.RULES,
     *rules_activation_offload.SHAPE_RULES,
     *rules_optimizer_offload.RULES,
-    given_flags_have_an_effect,
+    own_flags_have_an_effect,
 )
 
 
 def check(run: RunConfig, world_size: int) -> None:
-    """Raise ConfigError with the first rule that `run` breaks on `world_size` processes. Pure; the same on every rank.
+    """Raise ConfigError with every rule that `run` breaks on `world_size` processes, a line for each. Pure; the same on
+    every rank.
 
     With --use-checkpoint-args the rules about the model's shape are left out while `run.model` has none: call this again
     once the checkpoint's shape is in it.
     """
+    broken = problems(run, world_size)
+    if broken:
+        raise ConfigError(*broken)
+
+
+def problems(run: RunConfig, world_size: int) -> list[str]:
+    """A line for each rule that `run` breaks."""
     of_shape = (*rules_model.SHAPE_RULES, *rules_recompute.SHAPE_RULES, *rules_activation_offload.SHAPE_RULES)
     waiting = of_shape if rules_model.shape_is_pending(run) else ()
+    found: list[str] = []
     for rule in RULES:
         if rule in waiting:
             continue
-        problem = rule(run, world_size)
+        try:
+            problem = rule(run, world_size)
+        except Exception:
+            if not found:
+                raise
+            continue  # it relies on what an earlier rule has found broken, and cannot judge
         if problem is not None:
-            raise ConfigError(problem)
+            found.append(problem)
+    return list(dict.fromkeys(found))
 
 
 def check_vocabulary(model: ModelConfig, parallel: ParallelConfig, tokenizer_vocab_size: int) -> None:

@@ -23,11 +23,11 @@ def one_data_source(run: RunConfig, world_size: int) -> str | None:
         )
         if paths is not None
     ]
-    sources = [*(["--mock-data"] if d.mock_data else []), *(["--data-path"] if d.data_path is not None else [])]
-    sources += per_split[:1]
-    if len(sources) > 1:
-        return f"{' and '.join(sources)} exclude each other; give one of them"
-    if not sources:
+    if d.mock_data and d.data_path is not None:
+        return "--mock-data and --data-path exclude each other; give one of them"
+    if d.mock_data or d.data_path is not None:
+        return None  # both go before data paths of each split, as in Megatron-LM: rules_needs makes notes of those
+    if not per_split:
         return "there is no data; give --data-path, --train-data-path or --mock-data"
     if per_split and d.train_data_path is None and not run.train.skip_train:
         return f"{' and '.join(per_split)} leaves nothing to train on; give --train-data-path"
@@ -85,8 +85,6 @@ def conversations_are_read(run: RunConfig, world_size: int) -> str | None:
         return None
     if run.data.mock_data:
         return "--mock-data makes up documents, not conversations; give --data-path with a dataset of preprocess_sft.py"
-    if run.data.eod_mask_loss:
-        return "--eod-mask-loss is about documents, and a dataset of conversations marks what has loss; remove it"
     return None
 
 

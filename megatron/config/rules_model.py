@@ -23,23 +23,18 @@ def shape_is_pending(run: RunConfig) -> bool:
 
 
 def one_source_of_shape(run: RunConfig, world_size: int) -> str | None:
-    """The shape comes from the checkpoint, from a Hugging Face model or from flags: one of them would be ignored."""
-    sources = {
-        "--use-checkpoint-args": ("the checkpoint", run.checkpoint.use_checkpoint_args),
-        "--load-hf": ("its config.json", run.checkpoint.load_hf is not None),
-    }
-    used = [flag for flag, (_, is_given) in sources.items() if is_given]
-    if len(used) > 1:
-        return f"{' and '.join(used)} both give the model's shape; remove one of them"
-    # How far the vocabulary is padded is not the model's; a larger tp may need another number.
-    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS}
-    for flag in used:
-        padding = {"make_vocab_size_divisible_by"} if flag == "--load-hf" else set()
-        if given := [flag_name(name) for name in sorted(shape - padding) if name in run.given]:
-            return (
-                f"{', '.join(given)} has no effect: {flag} takes the model's shape from {sources[flag][0]}; "
-                "remove one of the two"
-            )
+    """The shape comes from the checkpoint or from a Hugging Face model; flags beside the latter would be ignored.
+
+    Beside --use-checkpoint-args Megatron-LM ignores the flags, too: rules_needs makes notes of them.
+    """
+    if run.checkpoint.use_checkpoint_args and run.checkpoint.load_hf is not None:
+        return "--use-checkpoint-args and --load-hf both give the model's shape; remove one of them"
+    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS, "make_vocab_size_divisible_by"}
+    if run.checkpoint.load_hf is not None and (given := [flag_name(n) for n in sorted(shape) if n in run.given]):
+        return (
+            f"{', '.join(given)} has no effect: --load-hf takes the model's shape from its config.json; remove one of the "
+            "two"
+        )
     return None
 
 
@@ -82,13 +77,6 @@ def only_supported_parallelism(run: RunConfig, world_size: int) -> str | None:
     }
     wrong = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return f"{', '.join(wrong)} is not available yet; use 1" if wrong else None
-
-
-def only_local_layers(run: RunConfig, world_size: int) -> str | None:
-    """Layers of Transformer Engine do not exist here yet."""
-    if run.model.transformer_impl == "transformer_engine":
-        return "--transformer-impl transformer_engine is not available yet; use local"
-    return None
 
 
 def world_is_divisible(run: RunConfig, world_size: int) -> str | None:
@@ -307,7 +295,6 @@ RULES = (
     one_source_of_adapters,
     batch_shape_is_given,
     only_supported_parallelism,
-    only_local_layers,
     world_is_divisible,
     backend_fits_device,
     one_half_precision,

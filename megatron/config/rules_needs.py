@@ -1,4 +1,7 @@
-"""No silent flag: a flag that only matters under a condition is an error where the condition does not hold.
+"""No silent flag: one that only matters under a condition is named where the condition does not hold.
+
+A flag of Megatron-LM is a row of the start-up table then, since its users' command lines hold many such flags
+(--save-interval without --save). A flag of this program's own is an error, and so is any with --strict-flags.
 
 Only flags that the user typed are judged (`RunConfig.given`): defaults and presets may hold values that this run does
 not use. A flag that asks for what the run does anyway is honoured, and so not listed here: --no-load-optim beside
@@ -8,10 +11,14 @@ not use. A flag that asks for what the run does anyway is honoured, and so not l
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
+from megatron.config.flag_table import read_flags
+from megatron.config.model import RUNTIME_FIELDS, ModelConfig
+from megatron.config.note import Note
 from megatron.config.optimizer_offload import OFF, offload_settings, policy_of, updates_on_cpu
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.rules_files import HUGGING_FACE
@@ -419,7 +426,19 @@ _DATA = (
         "--mock-data reads no files",
         "give --data-path instead of --mock-data",
     ),
+    _need(
+        "eod_mask_loss",
+        lambda run: not run.data.sft,
+        "a dataset of conversations marks what has loss",
+        "use pretrain_gpt.py",
+    ),
     _need("sft_packing", lambda run: run.data.sft, "samples are cut from documents", "use finetune.py"),
+    _need(
+        "train_data_path valid_data_path test_data_path",
+        lambda run: not run.data.mock_data and run.data.data_path is None,
+        lambda run: "--mock-data reads no files" if run.data.mock_data else "--data-path is given",
+        "remove --data-path",
+    ),
     _need(
         "valid_data_path test_data_path",
         lambda run: run.eval.eval_iters > 0,
@@ -501,13 +520,44 @@ _LOOP = (
     ),
 )
 
+# Of all fields of a model's shape, and so apart from NEEDS: Megatron-LM, too, takes the checkpoint's.
+SHAPE_NEED = _need(
+    " ".join(field.name for field in dataclasses.fields(ModelConfig) if field.name not in RUNTIME_FIELDS),
+    lambda run: not run.checkpoint.use_checkpoint_args,
+    "--use-checkpoint-args takes the model's shape from the checkpoint",
+    "remove --use-checkpoint-args",
+)
 NEEDS: tuple[Need, ...] = _MODEL + _OPTIMIZER + _PARALLEL + _RECOMPUTE + _OFFLOAD + _OPTIMIZER_OFFLOAD + _DATA + _LOOP
 
 
-def given_flags_have_an_effect(run: RunConfig, world_size: int) -> str | None:
-    """Every flag that was typed changes what the run does, or the run stops with the reason."""
-    for need in NEEDS:
+def unneeded(run: RunConfig) -> dict[str, Need]:
+    """Fields of flags that were typed and have no effect in this run, with the first thing that they would need."""
+    found: dict[str, Need] = {}
+    for need in (SHAPE_NEED, *NEEDS):
         for name in need.fields:
-            if name in run.given and not need.holds(run):
-                return f"{flag_name(name)} has no effect: {need.reason(run)}; remove it, or {need.fix}"
+            if name in run.given and name not in found and not need.holds(run):
+                found[name] = need
+    return found
+
+
+def own_flags_have_an_effect(run: RunConfig, world_size: int) -> str | None:
+    """A flag that only this program has, and that was typed, changes what the run does."""
+    for name, need in unneeded(run).items():
+        if run.logging.strict_flags or flag_name(name) not in read_flags():
+            return f"{flag_name(name)} has no effect: {need.reason(run)}; remove it, or {need.fix}"
     return None
+
+
+def notes(run: RunConfig) -> list[Note]:
+    """Megatron-LM's flags that were typed and have no effect in this run: it ignores them, too, and scripts give them."""
+    return [
+        Note(flag_name(name), _shown(run.value(name)), "unused", need.reason(run))
+        for name, need in unneeded(run).items()
+        if flag_name(name) in read_flags()
+    ]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

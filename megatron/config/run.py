@@ -12,6 +12,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.flag import flag_of, spelling
 from megatron.config.model import ModelConfig
+from megatron.config.note import Note
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.parallel import ParallelConfig
@@ -37,11 +38,12 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     given: frozenset[str] = frozenset()  # names of fields that were set on the command line, not defaulted
+    notes: tuple[Note, ...] = ()  # flags that were typed and change no result
+    already: tuple[str, ...] = ()  # flags that were typed and ask for what every run does
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """JSON-ready: part name -> field name -> value."""
-        parts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "given"}
-        return {name: dataclasses.asdict(part) for name, part in parts.items()}
+        return {name: dataclasses.asdict(getattr(self, name)) for name in PARTS}
 
     def value(self, name: str) -> Any:
         """Value of the flag field `name`, whichever part holds it."""

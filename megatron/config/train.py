@@ -60,6 +60,12 @@ class EvalConfig:
 class LoggingConfig:
     """What is printed and written while training."""
 
+    print_flags: bool = flag(
+        False, "list the value of every flag at the start, and what became of each one on the command line"
+    )
+    strict_flags: bool = flag(
+        False, "stop for a flag that is accepted without an effect here, instead of listing it in the start-up table"
+    )
     log_interval: int = flag(100, "steps between log lines")
     log_throughput: bool = flag(False, "print model TFLOP/s/GPU in its Megatron-LM place of the line, too")
     log_params_norm: bool = flag(False, "print the norm of all parameters")

@@ -6,7 +6,8 @@ class MegatronError(Exception):
 
 
 class UserError(MegatronError):
-    """Something the user gave is wrong. The message says what, with the values, and how to fix it.
+    """Something the user gave is wrong. The message says what, with the values, and how to fix it; several messages are
+    several mistakes.
 
     on_all_ranks: every rank raises the same, so one of them prints it. Clear it where only this rank can know.
     """
@@ -14,8 +15,9 @@ class UserError(MegatronError):
     on_all_ranks = True
 
     def __str__(self) -> str:
-        """One line, whatever bytes the values in it have."""
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
+        """A line for each mistake, whatever bytes the values in it have."""
+        lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message)) for message in self.args)
+        return "\n".join(lines)
 
 
 class ConfigError(UserError):

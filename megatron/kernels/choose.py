@@ -23,7 +23,7 @@ class Kernels:
 
 
 def choose_kernels(config: ModelConfig, device: torch.device) -> Kernels:
-    """Raises ConfigError when a kernel that was asked for cannot run here."""
+    """The kernels that were asked for, or the nearest that can run here: all compute the same."""
     dtype = getattr(torch, config.dtype_name)
     attention_kernel, choice = attention.choose(config.attention_backend, device, dtype)
     block_kernel, block_choice = attention_lse.choose(config.attention_backend, device, dtype)

@@ -1,4 +1,4 @@
-"""The command line: one parser generated from the configuration's dataclasses, and the start-up listing.
+"""Flags generated from the configuration's dataclasses: their help, their values, the start-up listing, parsers of tools.
 
 Naming follows Megatron-LM: field `a_b` is `--a-b`. A boolean that is off by default is switched on by its bare flag, and
 one that is on by default is switched off by `--no-a-b`. Tuples take several values.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import re
 import sys
@@ -23,8 +22,7 @@ from megatron.config.interval import Interval, between
 from megatron.config.rules_ranges import RANGES
 from megatron.config.run import PARTS, RunConfig, flag_fields
 from megatron.core.errors import ConfigError
-from megatron.core.models.presets import PRESETS, preset
-from megatron.training.retired_flags import advice
+from megatron.core.models.presets import PRESETS
 
 GROUP_TITLES = {
     "model": "model",
@@ -43,30 +41,6 @@ GROUP_TITLES = {
 }
 _INT64, _FINITE = between(-(2**63), 2**63 - 1), Interval("finite", lambda x: True)
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
-
-
-def parse(argv: Sequence[str], *, description: str) -> RunConfig:
-    """The configuration that `argv` (without the program's name) asks for, not yet checked by `config.rules`.
-
-    Raises ConfigError, one line, for an unknown flag, a value of the wrong type or a missing value. `--help` prints and
-    exits.
-    """
-    parser = build_parser(description)
-    namespace, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        raise ConfigError(_explain_unknown(unknown, parser.spellings))
-    values = vars(namespace)
-    shape = preset(values.pop("preset")) if "preset" in values else {}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    for other, origin in (("use_checkpoint_args", "the checkpoint"), ("load_hf", "its config.json")):
-        if shape and given.get(other):
-            flag = other.replace("_", "-")
-            raise ConfigError(f"--preset has no effect: --{flag} takes the shape from {origin}; remove one")
-    if given.get("tokenizer_type", "NullTokenizer") != "NullTokenizer":
-        shape.pop(
-            "vocab_size", None
-        )  # the tokenizer has its own; a preset's is that of the published model's tokenizer
-    return _configure({**shape, **given}, frozenset(given))
 
 
 def build_parser(description: str) -> FlagParser:
@@ -190,18 +164,42 @@ def path_word(word: str) -> str:
     return str(_converter(str, None)(word))
 
 
+def value_of(spec: Field[Any], kind: Any, flag: str, words: Sequence[str]) -> Any:
+    """The value of a field of type `kind` (see plain_type) from the words after its flag. Raises ConfigError."""
+    found = flag_of(spec)
+    assert found is not None
+    several = typing.get_origin(kind) is tuple
+    exact = found.nargs if isinstance(found.nargs, int) else None
+    fewest = exact or (0 if found.nargs == "*" else 1)
+    if len(words) < fewest or (exact and len(words) > exact):
+        count = f"{exact} values" if exact else "at least one value" if several else "one value"
+        raise ConfigError(f"{flag}: needs {count} after it")
+    if not several and len(words) > 1:
+        extra = " ".join(words[1:])
+        raise ConfigError(f"{flag}: '{extra}' belongs to no flag; remove it, or quote a value that has spaces")
+    convert = _converter(typing.get_args(kind)[0] if several else kind, found.choices)
+    try:
+        values = tuple(convert(word) for word in words)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    return values if several else values[0]
+
+
 def _converter(kind: type, choices: Collection[Any] | None) -> Callable[[str], Any]:
     """From a word of the command line to a value. Its error shows the word, which argparse prefixes with the flag."""
     wanted = {int: "a whole number", float: "a number", str: "text"}[kind]
 
     def convert(word: str) -> Any:
         try:
-            value = kind(word)
+            value = _whole(word) if kind is int else kind(word)
         except ValueError:
             raise argparse.ArgumentTypeError(f"needs {wanted}, got '{word}'") from None
         if value == "":
             raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
         if choices and value not in choices:
+            alike = [choice for choice in choices if str(choice).lower() == word.lower()]
+            if alike:
+                return alike[0]
             listed = ", ".join(map(str, choices))
             raise argparse.ArgumentTypeError(f"'{word}' is not known; choose one of {listed}")
         return value
@@ -209,45 +207,19 @@ def _converter(kind: type, choices: Collection[Any] | None) -> Callable[[str], A
     return convert
 
 
+def _whole(word: str) -> int:
+    """A whole number, also as 2e8. Raises ValueError."""
+    try:
+        return int(word)
+    except ValueError:
+        value = float(word)
+        if not value.is_integer():
+            raise ValueError(word) from None
+        return int(value)
+
+
 def _help(spec: Field[Any], text: str) -> str:
     """The field's help and its default; fields that default to None say in words what that means."""
     default = " ".join(map(str, spec.default)) if isinstance(spec.default, tuple) else spec.default
     shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
     return (text + shown).replace("%", "%%")
-
-
-def _configure(fields: dict[str, Any], given: frozenset[str]) -> RunConfig:
-    parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
-    for name, value in fields.items():
-        parts[flag_fields()[name][0]][name] = value
-    return RunConfig(**{part: cls(**parts[part]) for part, cls in PARTS.items()}, given=given)
-
-
-def _explain_unknown(words: Sequence[str], known: Collection[str]) -> str:
-    """One line that says, for every word argparse could not place, what to write instead."""
-    problems: list[str] = []
-    for flag, values in _with_values(words):
-        if not flag:
-            problems.append(f"'{values}' belongs to no flag; remove it, or quote a value that has spaces")
-            continue
-        name = flag.split("=", 1)[0]
-        problems.append(" ".join(filter(None, (flag, values, advice(name) or _closest(name, known)))))
-    return "; ".join(problems)
-
-
-def _with_values(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Unknown words as (flag, its values): words that follow a flag are its values, the first ones may have no flag."""
-    pairs: list[tuple[str, str]] = []
-    for word in words:
-        if word.startswith("--"):
-            pairs.append((word, ""))
-        elif pairs:
-            pairs[-1] = (pairs[-1][0], f"{pairs[-1][1]} {word}".strip())
-        else:
-            pairs.append(("", word))
-    return pairs
-
-
-def _closest(flag: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(flag, known, n=1)
-    return f"is not a known flag; did you mean {near[0]}?" if near else "is not a known flag; --help lists all of them"

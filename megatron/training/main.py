@@ -1,4 +1,4 @@
-"""From the command line to a finished run, and every way it can end.
+"""From the configuration of a run to its end, and every way it can end.
 
 Exit codes: 0 done or stopped on request; 2 the user gave something that cannot work (one line on stderr, from one rank);
 130 Ctrl-C; 1 anything else, a lost rank included.
@@ -6,25 +6,23 @@ Exit codes: 0 done or stopped on request; 2 the user gave something that cannot 
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import NoReturn
 
 from megatron.config.rules import check
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
 from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError, TrainingError
-from megatron.core.groups import disconnect, launch_environment
+from megatron.core.groups import disconnect
+from megatron.core.launch import launch_environment
 from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import parse, print_arguments
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
+from megatron.training.ending import as_lines, end, let_rank_0_speak
+from megatron.training.entry import takes_shape_from_files
 from megatron.training.exits import as_user_error
+from megatron.training.flag_listing import announce_flags
 from megatron.training.log_memory import LogMemory, PeakMemory
 from megatron.training.loop import Callback, fit
 from megatron.training.not_finite import NotFinite
@@ -38,42 +36,40 @@ from megatron.training.writers import Metrics, check_writers, open_writers
 
 log = get_logger(__name__)
 INTERRUPTED_EXIT_CODE = 130  # what shells report for Ctrl-C
-# A rank that others speak for waits this long for the launcher to end it: rank 0 may be slower to start.
-SILENT_SECONDS = 30.0
 # Ctrl-C reaches all ranks at once, and torchrun, which passes it on, then waits for every one of them.
 INTERRUPTED_SILENT_SECONDS = 0.5
 
 
-def main(argv: Sequence[str], description: str) -> None:
-    """Parse, check, build, train. Ends the process with the exit codes above when something is wrong."""
+def main(run: RunConfig) -> None:
+    """Build and train the run of a command line. Ends the process with the exit codes above when something is wrong."""
     started = time.monotonic()
     rank = local_rank = 0
     try:
         rank, world_size, local_rank = launch_environment()
         setup_logging(rank)
-        run = parse(argv, description=description)
-        run = take_adapter_shape(take_hf_shape(run))
-        check(run, world_size)
-        log.info(print_arguments(run))
+        if takes_shape_from_files(run):
+            run = take_adapter_shape(take_hf_shape(run))
+            check(run, world_size)
+        announce_flags(run)
         pretrain(run, rank, world_size, local_rank, started)
     except KeyboardInterrupt:
         if rank != 0:
-            _let_rank_0_speak(local_rank, INTERRUPTED_EXIT_CODE, INTERRUPTED_SILENT_SECONDS)
-        _end("interrupted", INTERRUPTED_EXIT_CODE)
+            let_rank_0_speak(local_rank, INTERRUPTED_EXIT_CODE, INTERRUPTED_SILENT_SECONDS)
+        end("interrupted", INTERRUPTED_EXIT_CODE)
     except TrainingError as error:
         if rank != 0:
-            _let_rank_0_speak(local_rank, 1, SILENT_SECONDS)
-        _end(f"error: {error}", 1)
+            let_rank_0_speak(local_rank, 1)
+        end(f"error: {error}", 1)
     except Exception as error:
         mistake = as_user_error(error)
         if mistake is not None:
             if rank != 0 and mistake.on_all_ranks:
-                _let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE, SILENT_SECONDS)
-            _end(f"error: {mistake}", USER_ERROR_EXIT_CODE)
+                let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
+            end(as_lines(mistake), USER_ERROR_EXIT_CODE)
         if isinstance(error, MegatronError):
-            _end(f"error on rank {rank}: {error}", 1)
+            end(f"error on rank {rank}: {error}", 1)
         traceback.print_exc()
-        _end(f"error on rank {rank}: {_short(error)}", 1)
+        end(f"error on rank {rank}: {_short(error)}", 1)
 
 
 def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, started: float) -> None:
@@ -130,39 +126,3 @@ def _short(error: BaseException) -> str:
         return "it lost other ranks, too"  # its own report says which; quoting it here would only hide the first cause
     mistake = error if isinstance(error, MegatronError) else as_user_error(error)
     return str(mistake) if mistake else f"{type(error).__name__}: {line}"
-
-
-def _end(message: str, code: int) -> NoReturn:
-    """Say why and end at once: tearing down process groups would wait for ranks that may never answer."""
-    print(message, file=sys.stderr)
-    _tell_torchrun(message)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _let_rank_0_speak(local_rank: int, code: int, seconds: float) -> None:
-    """Wait to be ended by the launcher, which ends all ranks when the first one ends: that must be the one that speaks.
-
-    Returns if that does not happen (rank 0 may be on a host without the error), on one rank of each host.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    time.sleep(seconds)
-    if local_rank != 0:
-        os._exit(code)
-
-
-def _tell_torchrun(message: str) -> None:
-    """Hand the message to torchrun, whose own report of the failure then quotes it.
-
-    The file's format is that of torch.distributed.elastic.multiprocessing.errors.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
-    except OSError:
-        pass  # the message is on stderr anyway

@@ -14,7 +14,7 @@ import torch
 
 from megatron.config.context import attention_comm_types, inner_size
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.features import Facts, features, format_table
+from megatron.config.features import Facts, features, format_table, worth_a_line
 from megatron.config.layout import mesh_of
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.optimizer import ScheduleConfig
@@ -466,7 +466,8 @@ def _announce(trainer: Trainer, kernels: Kernels, tp_overlap: str, tp_overlap_wh
         far_chunks=trainer.optimizer.far_chunks,
         recomputed=recomputed,
     )
-    log.info("%s", format_table(features(run, facts)))
+    rows = features(run, facts)
+    log.info("%s", format_table(rows if run.logging.print_flags else worth_a_line(rows)))
     log.info("number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)
     sharding = trainer.data_parallel.settings.shards
     frozen = sum(math.prod(p.info.shape) for p in trainer.parameters.values() if not p.requires_grad)

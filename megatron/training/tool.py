@@ -17,7 +17,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.errors import ConfigError
-from megatron.core.groups import launch_environment
+from megatron.core.launch import launch_environment
 from megatron.core.log import setup_logging
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build

@@ -24,10 +24,12 @@ def good(tmp_path_factory):
 
 
 def refused(result, *parts):
-    """Check how the run ended and return its one line."""
+    """Check how the run ended and return its lines, one for each mistake."""
     text = "".join(result.stderr)
     assert result.codes[0] == 2 and set(result.codes) <= {2, -15}, (result.codes, result.text)
-    assert text.startswith("error: ") and text.count("\n") == 1 and text.endswith("\n"), result.text
+    lines = text.splitlines()
+    assert lines and text.endswith("\n") and all(line.startswith("error: ") for line in lines), result.text
+    assert len(lines) == len(set(lines)), "each mistake is told once, by one rank"
     assert "Traceback" not in result.text
     missing = [part for part in parts if str(part) not in text]
     assert not missing, (missing, text)
@@ -44,7 +46,11 @@ FLAGS = {
     ),
     "sequence": ({**TP2, "--sequence-parallel": None, "--seq-length": 31}, "--seq-length 31", "-size 2"),
     "world": ({"--tensor-model-parallel-size": 3}, "world size 2", "tp 3"),
-    "no effect": ({"--ckpt-step": 4}, "--ckpt-step has no effect: nothing is loaded", "add --load"),
+    "no effect": (
+        {"--ckpt-step": 4, "--strict-flags": None},
+        "--ckpt-step has no effect: nothing is loaded",
+        "add --load",
+    ),
     "unknown": ({"--sequence-paralel": None}, "--sequence-paralel", "--sequence-parallel"),
     "value": ({"--lr": "fast"}, "--lr", "fast"),
 }

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from megatron.config.rules import check
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.training.arguments import parse
+from megatron.training.command_line import parse
 from megatron.training.log_line import format_evaluation
 from tools import quickstart
 

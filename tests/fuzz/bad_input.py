@@ -1,10 +1,10 @@
-"""Bad input: a command line that works, changed in one to three places, either works still or is refused in one line.
+"""Bad input: a command line that works, changed in one to three places, either works still or is refused in plain lines.
 
 python -m tests.fuzz.bad_input --seed 1 --cases 1000
 
 Every program of the tree takes part, each case in a process that is forked warm. A case passes with exit code 0, or with
-exit code 2, one line that begins with "error: " and nothing new on disk. A traceback, any other exit code, a process
-that is left over, many forks, too much memory and standing still fail it.
+exit code 2, a line that begins with "error: " for each mistake and nothing new on disk. A traceback, any other exit code,
+a process that is left over, many forks, too much memory and standing still fail it.
 """
 
 from __future__ import annotations
@@ -215,8 +215,9 @@ def check(case: Case, folder: Path) -> str:
         raise Failure(f"exit code {code}: {_tail(text)}")
     lines = job.text(kind="err").splitlines()
     prefix = f"{Path(case.program).name}: " if case.program.endswith(".sh") else "error: "
-    if sum(line.startswith(prefix) for line in lines) != 1 or not lines[-1].startswith(prefix):
-        raise Failure(f"no single line that explains: {_tail(text)}")
+    said = [line for line in lines if line.startswith(prefix)]
+    if not said or lines[-len(said) :] != said or len(said) != len(set(said)):
+        raise Failure(f"no lines, each told once, that explain: {_tail(text)}")
     new = sorted(set(_listing(folder)) ^ set(before))
     if new:
         raise Failure(f"refused, but written: {new[:5]}; {lines[-1][:200]}")

@@ -22,6 +22,7 @@ import psutil
 
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.store import verify
+from megatron.training.entry import run_of
 from megatron.training.main import main as train
 from tests import file_events
 from tests.e2e.helpers.launch import Job, Torchrun, run, start
@@ -253,14 +254,14 @@ def killing(argv: list[str]) -> None:
 
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         _watch(at)
-    train(argv, description="test")
+    train(run_of(argv, description="test"))
 
 
 def counting(argv: list[str]) -> None:
     """A driver: every rank writes down how many deeds a kill can hit."""
     counts = [0]
     _watch(counts.append)
-    train(argv, description="test")
+    train(run_of(argv, description="test"))
     (Path(os.environ["FAULTY_FOLDER"]) / f"moments{os.environ['RANK']}").write_text(str(counts[-1]))
 
 

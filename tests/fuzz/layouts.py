@@ -24,8 +24,8 @@ from megatron.config.layout import mesh_of
 from megatron.config.rules import check
 from megatron.config.run import RunConfig
 from megatron.core.errors import UserError
-from megatron.training.arguments import parse
 from megatron.training.checkpoint import save_checkpoint
+from megatron.training.command_line import parse
 from megatron.training.layout_parity import Measurement, assemble, compare, first_gradients
 from megatron.training.setup import build
 from tests import pool

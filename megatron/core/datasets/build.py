@@ -78,19 +78,11 @@ def build_datasets(
 
 def check_flags(config: DataConfig) -> int:
     """The sequence length, after checking that exactly one kind of data is named. Raises ConfigError."""
-    kinds = {
-        "--data-path": config.data_path is not None,
-        "--train-data-path, --valid-data-path, --test-data-path": any(
-            words is not None for words in (config.train_data_path, config.valid_data_path, config.test_data_path)
-        ),
-        "--mock-data": config.mock_data,
-    }
-    given = [flag for flag, is_given in kinds.items() if is_given]
-    if len(given) != 1:
-        problem = f"{' and '.join(given)} are given together" if given else "no data is given"
-        raise ConfigError(f"{problem}; give one of {'; '.join(kinds)}")
-    if config.split is not None and config.data_path is None:
-        raise ConfigError(f"--split {config.split} cuts --data-path, which is not given; remove --split")
+    per_split = (config.train_data_path, config.valid_data_path, config.test_data_path)
+    if config.mock_data and config.data_path is not None:
+        raise ConfigError("--mock-data and --data-path are given together; give one of them")
+    if not config.mock_data and config.data_path is None and all(words is None for words in per_split):
+        raise ConfigError("no data is given; give --data-path, --train-data-path or --mock-data")
     if config.seq_length is None or config.seq_length < 1:
         raise ConfigError(f"--seq-length is {config.seq_length}; give the number of tokens in a sample, at least 1")
     return config.seq_length

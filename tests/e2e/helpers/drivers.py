@@ -12,6 +12,7 @@ import time
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.heartbeat import Heartbeat
 from megatron.core.models.hf.export import HFExport
+from megatron.training.entry import run_of
 from megatron.training.main import main
 from megatron.training.step import TrainStep
 
@@ -29,13 +30,13 @@ def own_data_path(argv):
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         argv = list(argv)
         argv[argv.index("--data-path") + 1] = os.environ["FAULTY_PREFIX"]
-    main(argv, description="test")
+    main(run_of(argv, description="test"))
 
 
 def raises_in_a_step(argv):
     """Rank FAULTY_RANK raises in its third step."""
     before_each_step(_raise_at_third)
-    main(argv, description="test")
+    main(run_of(argv, description="test"))
 
 
 def before_each_step(action):
@@ -60,7 +61,7 @@ def cannot_write_large_files(argv):
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         limit = int(os.environ["FAULTY_BYTES"])
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    main(argv, description="test")
+    main(run_of(argv, description="test"))
 
 
 def nan_gradient(argv):
@@ -80,7 +81,7 @@ def nan_gradient(argv):
 def dies_before_an_export(argv):
     """Rank 0 is killed when its checkpoint is saved and its export is to begin."""
     HFExport.begin = lambda self: os.kill(os.getpid(), signal.SIGKILL)
-    main(argv, description="test")
+    main(run_of(argv, description="test"))
 
 
 def nan_weight(argv):
@@ -94,7 +95,7 @@ def nan_weight(argv):
                     elements[0] = math.nan
 
     before_each_step(spoil)
-    main(argv, description="test")
+    main(run_of(argv, description="test"))
 
 
 def digests(argv):
@@ -108,7 +109,7 @@ def digests(argv):
         return result
 
     TrainStep.__call__ = call
-    main(argv, description="test")
+    main(run_of(argv, description="test"))
 
 
 def stops_in_an_action(argv):
@@ -127,4 +128,4 @@ def stops_in_an_action(argv):
                 os.kill(os.getpid(), signal.Signals[os.environ["FAULTY_SIGNAL"]])
 
     Heartbeat.move_to = move_and_stop
-    main(argv, description="test")
+    main(run_of(argv, description="test"))

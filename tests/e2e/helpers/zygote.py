@@ -17,6 +17,7 @@ import traceback
 
 import torch
 
+from megatron.training.entry import run_of
 from megatron.training.main import main
 
 
@@ -74,7 +75,7 @@ def _become(job):
         module, _, name = job["driver"].partition(":")
         getattr(importlib.import_module(module), name)(job["argv"])
     else:
-        main(job["argv"], description="test")
+        main(run_of(job["argv"], description="test"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 import dataclasses
 
-from megatron.config.features import Facts, Feature, features, format_table
+from megatron.config.features import Facts, Feature, features, format_table, worth_a_line
+from megatron.config.note import Note
 from tests.unit.config.runs import make_run
 
 ALONE = Facts(
@@ -306,3 +307,24 @@ def test_weight_offload_says_which_layers_and_where():
     assert row(name, **two) == (asked, f"{asked}: in host memory", "the device is the CPU, and host memory its own")
     assert row(name, dataclasses.replace(ALONE, device="cuda"), **two)[1:] == (f"{asked}: in host memory", "")
     assert row(name, **two, offload_dir="far")[1:] == (f"{asked}: in files in far", "")
+
+
+def test_what_nobody_asked_for_is_left_out():
+    rows = [Feature("a", "off", "off", ""), Feature("b", "on", "off", "why"), Feature("c", "auto", "off", "")]
+    assert worth_a_line(rows) == rows[1:]
+
+
+def test_flags_without_an_effect_have_a_row():
+    run = dataclasses.replace(
+        make_run(("save_interval", "lr"), save_interval=5),
+        notes=(Note("--async-save", "on", "saved in the step", "why"),),
+    )
+    assert features(run, ALONE)[-2:] == [
+        Feature("--save-interval", "5", "unused", "nothing is saved"),
+        Feature("--async-save", "on", "saved in the step", "why"),
+    ]
+
+
+def test_layers():
+    assert row("layers") == ("local", "local", "")
+    assert row("layers", transformer_impl="transformer_engine")[:2] == ("transformer_engine", "local")

@@ -6,7 +6,7 @@ from megatron.config import (
     rules_model,
     rules_training,
 )
-from megatron.config.rules_needs import given_flags_have_an_effect
+from megatron.config.rules_needs import own_flags_have_an_effect
 from megatron.config.rules_ranges import numbers_are_in_range, values_are_known
 from megatron.core.errors import ConfigError
 from tests.unit.config.memory_cases import MEMORY_CASES
@@ -97,7 +97,6 @@ CASES = [
         2,
         ["--expert-tensor-parallel-size 2"],
     ),
-    (rules_model.only_local_layers, {"transformer_impl": "transformer_engine"}, {}, 1, ["not available yet", "local"]),
     (rules_model.world_is_divisible, {"tensor_model_parallel_size": 2}, {}, 3, ["3", "tp 2"]),
     (
         rules_model.backend_fits_device,
@@ -409,13 +408,6 @@ CASES = [
     (rules_files.one_data_source, {"mock_data": None}, FILES, 1, ["--data-path"]),
     (
         rules_files.one_data_source,
-        {**FILES, "valid_data_path": ("b",)},
-        {"mock_data": None, "train_data_path": ("a",), "valid_data_path": ("b",)},
-        1,
-        ["--valid-data-path"],
-    ),
-    (
-        rules_files.one_data_source,
         {"mock_data": None, "valid_data_path": ("b",)},
         {"mock_data": None, "valid_data_path": ("b",), "skip_train": True},
         1,
@@ -427,13 +419,6 @@ CASES = [
         {**FILES, "sft": True},
         1,
         ["--mock-data", "preprocess_sft.py"],
-    ),
-    (
-        rules_files.conversations_are_read,
-        {**FILES, "sft": True, "eod_mask_loss": True},
-        {**FILES, "sft": True, "reset_position_ids": True, "reset_attention_mask": True},  # what happens anyway
-        1,
-        ["--eod-mask-loss"],
     ),
     (rules_model.layers_fill_the_pipeline, {**PP2, "num_layers": 7}, PP2, 2, ["7 layers", "2 pipeline ranks"]),
     (
@@ -553,9 +538,8 @@ CASES = [
 def test_a_rule_stops_the_bad_run_and_passes_the_good_one(rule, bad, good, world_size, words):
     with pytest.raises(ConfigError) as error:
         rules.check(make_run(**bad), world_size)
-    message = str(error.value)
+    message = str(error.value).splitlines()[0]
     assert message == rule(make_run(**bad), world_size), "another rule stopped the run first"
-    assert "\n" not in message
     for word in words:
         assert word in message
     rules.check(make_run(**good), world_size)
@@ -563,7 +547,7 @@ def test_a_rule_stops_the_bad_run_and_passes_the_good_one(rule, bad, good, world
 
 def test_every_rule_has_a_row():
     elsewhere = {
-        given_flags_have_an_effect,
+        own_flags_have_an_effect,
         rules_model.one_source_of_shape,
         rules_model.one_source_of_adapters,
     }  # what was typed matters to these

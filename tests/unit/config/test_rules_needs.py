@@ -1,7 +1,8 @@
 import pytest
 
 from megatron.config import rules
-from megatron.config.rules_needs import NEEDS, given_flags_have_an_effect
+from megatron.config.flag_table import read_flags
+from megatron.config.rules_needs import NEEDS, notes, unneeded
 from megatron.config.run import flag_fields, flag_name
 from megatron.core.errors import ConfigError
 from tests.unit.config.runs import make_run
@@ -168,6 +169,11 @@ CASES = [
     ("data_cache_path", "c", {}, FILES, "--mock-data"),
     ("dataloader_type", "cyclic", {}, FILES, "--mock-data"),
     ("sft_packing", False, FILES, {**FILES, "sft": True}, "cut from documents"),
+    ("train_data_path", ("b",), {}, {"mock_data": None}, "--mock-data"),
+    ("train_data_path", ("b",), FILES, {"mock_data": None}, "--data-path is given"),
+    ("valid_data_path", ("b",), {}, SPLITS, "--mock-data"),
+    ("test_data_path", ("b",), FILES, SPLITS, "--data-path is given"),
+    ("eod_mask_loss", True, {**FILES, "sft": True}, {}, "conversations"),
     ("valid_data_path", ("b",), {**SPLITS, "eval_iters": 0}, SPLITS, "never evaluates"),
     ("test_data_path", ("b",), {**SPLITS, "eval_iters": 0}, SPLITS, "never evaluates"),
     ("tokenizer_model", "t", {}, HF, "NullTokenizer"),
@@ -226,13 +232,14 @@ ALWAYS = """
     distributed_timeout_minutes heartbeat_dir
     optimizer clip_grad weight_decay_incr_style
     lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
-    seq_length data_path train_data_path mock_data num_workers reset_attention_mask eod_mask_loss sft
+    seq_length data_path mock_data num_workers reset_attention_mask sft
     tokenizer_type
     micro_batch_size global_batch_size rampup_batch_size train_iters train_samples seed calculate_per_token_loss
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
     max_consecutive_nan_iterations
     eval_iters
     log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory_interval progress_bar timing_log_level
+    print_flags strict_flags
     tensorboard_dir wandb_project loss_curve profile_timeline
     save load load_hf load_adapter pretrained_checkpoint
 """
@@ -245,18 +252,36 @@ def world_of(fields):
 @pytest.mark.parametrize(
     ("name", "value", "without", "with_", "word"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)]
 )
-def test_a_typed_flag_without_effect_stops_the_run(name, value, without, with_, word):
+def test_a_typed_flag_without_effect_is_named(name, value, without, with_, word):
+    """Megatron-LM's in the start-up table, or as a refusal with --strict-flags; this program's own as a refusal."""
     world = world_of(with_)
-    rules.check(make_run((name,), **with_, **({} if name in with_ else {name: value})), world)
+    held = make_run((name,), **with_, **({} if name in with_ else {name: value}))
+    rules.check(held, world)
+    assert notes(held) == []
     if without is None:
         return
     idle, world = {**without, name: value}, world_of(without)
     rules.check(make_run((), **idle), world)  # not typed: a default or a preset may hold what the run does not use
+    strict = make_run((name,), **idle, strict_flags=True)
     with pytest.raises(ConfigError) as error:
-        rules.check(make_run((name,), **idle), world)
+        rules.check(strict, world)
     message = str(error.value)
     assert message.startswith(f"{flag_name(name)} has no effect: ") and "; remove it, or " in message
     assert word in message and "\n" not in message
+    if flag_name(name) in read_flags():
+        loose = make_run((name,), **idle)
+        rules.check(loose, world)
+        (note,) = notes(loose)
+        assert note.flag == flag_name(name) and note.here == "unused" and note.why in message
+    else:
+        with pytest.raises(ConfigError, match="has no effect"):
+            rules.check(make_run((name,), **idle), world)
+
+
+def test_the_checkpoints_shape_goes_before_flags():
+    run = make_run(("num_layers", "make_vocab_size_divisible_by", "bf16"), load="d", use_checkpoint_args=True)
+    rules.check(run, 1)
+    assert [note.flag for note in notes(run)] == ["--num-layers", "--make-vocab-size-divisible-by"]
 
 
 @pytest.mark.parametrize("name", ["use_rope_scaling", "start_weight_decay", "end_weight_decay"])
@@ -264,8 +289,7 @@ def test_needs_that_another_rule_finds_first(name):
     run = make_run((name,), **{name: True if name == "use_rope_scaling" else 0.1})
     with pytest.raises(ConfigError, match=flag_name(name)):
         rules.check(run, 1)
-    message = given_flags_have_an_effect(run, 1)
-    assert message is not None and message.startswith(f"{flag_name(name)} has no effect")
+    assert name in unneeded(run)
 
 
 def test_every_field_is_judged():

@@ -30,12 +30,6 @@ class TestShapeFromCheckpoint:
         with pytest.raises(ConfigError, match="--hidden-size 66"):
             rules.check(make_run(**{**PENDING, "num_layers": 2, "hidden_size": 66}), 1)
 
-    def test_no_flag_may_give_the_shape_too(self):
-        with pytest.raises(ConfigError) as error:
-            rules.check(make_run(("ffn_hidden_size", "swiglu", "bf16"), **PENDING, bf16=True, swiglu=True), 1)
-        assert str(error.value).startswith("--ffn-hidden-size, --swiglu has no effect: --use-checkpoint-args")
-        rules.check(make_run(("bf16", "hidden_dropout"), **PENDING, bf16=True), 1)
-
     def test_runtime_fields_are_fields(self):
         assert set(RUNTIME_FIELDS) < {f.name for f in dataclasses.fields(ModelConfig)}
 

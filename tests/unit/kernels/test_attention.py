@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.errors import ConfigError
 from megatron.kernels.backends import flash
 from megatron.kernels.ops import attention, gemm
 from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
@@ -202,9 +201,9 @@ class TestChoose:
         assert kernel(*data, segments=segments, window=3, dropout=0.0).equal(windowed)
         assert not windowed.equal(expected)
 
-    def test_flash_on_cpu_is_an_error_with_the_reason(self):
-        with pytest.raises(ConfigError, match="--attention-backend flash cannot be used: the device is cpu; use auto"):
-            attention.choose("flash", CPU, torch.bfloat16)
+    def test_flash_on_a_cpu_falls_back_with_the_reason(self):
+        kernel, said = attention.choose("flash", CPU, torch.float32)
+        assert kernel is attention.fused and said == "fused (torch SDPA; no flash: the device is cpu)"
 
     def test_why_flash_is_missing(self):
         """The dtype is judged before the device is asked for its age, so this needs no GPU."""

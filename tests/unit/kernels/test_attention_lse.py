@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
 from megatron.kernels.ops import attention_lse, attention_lse_cuda, gemm
 from megatron.kernels.ops.attention_rule import Rule
 from tests.unit.kernels.close import random
@@ -249,9 +248,8 @@ class TestChoose:
         out, lse = kernel.forward(*inputs(6, 6, dtype=torch.float16), Rule(0))
         assert out.dtype == lse.dtype == torch.float32
 
-    def test_flash_is_refused(self):
-        with pytest.raises(ConfigError, match="--attention-backend flash cannot be used: the device is cpu; use auto"):
-            attention_lse.choose("flash", CPU, torch.bfloat16)
+    def test_flash_on_a_cpu_falls_back(self):
+        assert attention_lse.choose("flash", CPU, torch.float32) == attention_lse.choose("auto", CPU, torch.float32)
 
     def test_on_cuda(self):
         """Without a GPU: fp32 needs none to know that flash cannot do it."""

@@ -35,7 +35,7 @@ from megatron.planner.sizes import (
     sizes_of,
 )
 from megatron.planner.tally import Profile, Tally, profile_of
-from megatron.training.arguments import parse
+from megatron.training.command_line import parse
 from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import make_model

@@ -10,7 +10,7 @@ from benchmarks.memory_report import COMMON, LLAMA
 from megatron.kernels.backends import cpu_allocator
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.planner.memory import RankMemory
-from megatron.training.arguments import parse
+from megatron.training.command_line import parse
 from megatron.training.log_memory import LogMemory, PeakMemory, format_line
 from megatron.training.setup import build
 from tests import pool

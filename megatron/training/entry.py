@@ -1,0 +1,35 @@
+"""The command line of a training program, read and checked before torch is imported, so that mistakes are told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.config.rules import check
+from megatron.config.run import RunConfig
+from megatron.core.errors import USER_ERROR_EXIT_CODE, ConfigError
+from megatron.core.launch import launch_environment
+from megatron.training.command_line import parse
+from megatron.training.ending import as_lines, end, let_rank_0_speak
+
+
+def run_of(argv: Sequence[str], description: str) -> RunConfig:
+    """The run that a command line asks for. Ends the process with exit code 2 and a line for each mistake.
+
+    What depends on files (the shape of --load-hf's model, an adapter) is checked by `training/main.py`.
+    """
+    rank = local_rank = 0
+    try:
+        rank, world_size, local_rank = launch_environment()
+        run = parse(argv, description=description)
+        if not takes_shape_from_files(run):
+            check(run, world_size)
+        return run
+    except ConfigError as error:
+        if rank != 0:
+            let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
+        end(as_lines(error), USER_ERROR_EXIT_CODE)
+
+
+def takes_shape_from_files(run: RunConfig) -> bool:
+    """Whether the model is only known once the files that --load-hf or --load-adapter names are read."""
+    return run.checkpoint.load_hf is not None or run.checkpoint.load_adapter is not None

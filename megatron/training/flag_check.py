@@ -1,0 +1,60 @@
+"""What becomes of a Megatron command line here, flag by flag, without starting it. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.config.flag_table import ALIAS, READ, REFUSE
+from megatron.config.rules import problems
+from megatron.config.rules_needs import notes
+from megatron.config.run import RunConfig
+from megatron.training.command_line import UNKNOWN, Outcome, read
+from megatron.training.entry import takes_shape_from_files
+
+_FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`outcomes`: of each flag; those without an effect in this run count as noop. `problems`: why the command is refused,
+    one line each, with the flags that the line names. `words`: the equivalent command line here."""
+
+    world_size: int
+    outcomes: tuple[Outcome, ...]
+    problems: tuple[tuple[str, tuple[str, ...]], ...]
+    words: tuple[str, ...]
+
+    @property
+    def accepted(self) -> bool:
+        """Whether a run would start: files are not looked at."""
+        return not self.problems
+
+
+def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
+    """The verdict on a command line on `world_size` processes; None: on as few as its layout needs."""
+    line = read(argv)
+    typed = {outcome.typed.flag for outcome in line.outcomes}
+    world = world_size or smallest_world(line.run)
+    found = list(line.problems)
+    refused = {outcome.why for outcome in line.outcomes if outcome.kind in (REFUSE, UNKNOWN)}
+    # A value that could not be read would only break rules that are about something else.
+    if set(found) <= refused and not takes_shape_from_files(line.run):
+        found += problems(line.run, world)
+    unused = {note.flag: note for note in notes(line.run)} if set(found) <= refused else {}
+    outcomes = tuple(
+        replace(o, kind="noop", here=note.here, why=note.why)
+        if o.kind == READ and (note := unused.get(o.typed.flag))
+        else o
+        for o in line.outcomes
+    )
+    words = tuple(word for o in outcomes if o.kind in (READ, ALIAS) for word in o.meant)
+    named = tuple((line, tuple(sorted(set(_FLAG.findall(line)) & typed))) for line in found)
+    return Verdict(world, outcomes, named, words)
+
+
+def smallest_world(run: RunConfig) -> int:
+    """The fewest processes that the layout of a run fits on."""
+    p = run.parallel
+    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
