@@ -75,8 +75,12 @@ class ScheduleConfig:
         "shape of the last phase of WSD (warm-up, stable, decay)",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's decay phase, iterations")
-    lr_wsd_decay_samples: int | None = flag(None, "length of WSD's decay phase, samples")
+    lr_wsd_decay_iters: int | None = flag(
+        None, "length of WSD's decay phase, iterations; 0 stays at the peak to the end of the decay length"
+    )
+    lr_wsd_decay_samples: int | None = flag(
+        None, "length of WSD's decay phase, samples; 0 stays at the peak to the end of the decay length"
+    )
     lr_warmup_iters: int = flag(0, "linear warm-up, iterations")
     lr_warmup_samples: int = flag(0, "linear warm-up, samples")
     lr_warmup_fraction: float | None = flag(None, "linear warm-up, fraction of the decay length")

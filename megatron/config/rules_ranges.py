@@ -40,15 +40,14 @@ _BY_INTERVAL: dict[Interval, str] = {
     """,
     COUNT: """
         optimizer_offload_chunk_size ddp_bucket_size microbatch_group_size_per_virtual_pipeline_stage
-        loss_scale_window hysteresis lr_decay_iters lr_decay_samples
-        lr_wsd_decay_iters lr_wsd_decay_samples train_iters train_samples exit_interval iterations_to_skip eval_interval
-        log_interval log_memory_interval tensorboard_log_interval save_interval save_retain ckpt_step profile_step_start
-        profile_step_end
+        loss_scale_window hysteresis lr_decay_iters lr_decay_samples train_iters train_samples exit_interval
+        iterations_to_skip eval_interval log_interval log_memory_interval tensorboard_log_interval save_interval
+        save_retain ckpt_step profile_step_start profile_step_end
     """,
     COUNT_OR_NONE: """
         optimizer_offload_auto_threshold cpu_offloading_num_layers decoder_first_pipeline_num_layers
-        decoder_last_pipeline_num_layers lr_warmup_iters lr_warmup_samples manual_gc_interval eval_iters
-        max_consecutive_nan_iterations
+        decoder_last_pipeline_num_layers lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples
+        manual_gc_interval eval_iters max_consecutive_nan_iterations
     """,
     WORKERS_OR_NONE: "num_workers",
     SEED: "seed",

@@ -367,6 +367,13 @@ CASES = [
     ),
     (rules_training.schedule_fits, {"lr_decay_style": "WSD"}, WSD, 1, ["--lr-wsd-decay-iters"]),
     (
+        numbers_are_in_range,
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": -1},
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 0},
+        1,
+        ["--lr-wsd-decay-iters", "-1"],
+    ),
+    (
         rules_training.schedule_fits,
         {**WSD, "lr_warmup_iters": 7},
         {**WSD, "lr_warmup_iters": 6},

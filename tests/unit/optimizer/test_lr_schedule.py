@@ -34,6 +34,9 @@ VALUES = [
     ("WSD", {**WSD, "lr_wsd_decay_style": "linear"}, {90: 1.0, 95: 0.775, 100: 0.55, 110: 0.1}),
     ("WSD", {**WSD, "lr_wsd_decay_style": "cosine"}, {90: 1.0, 95: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 100: 0.55}),
     ("WSD", {**WSD, "lr_wsd_decay_style": "minus_sqrt"}, {90: 1.0, 95: 0.55, 110: 0.1, 111: 0.1}),
+    # No decay phase: stable to the end of the decay length, and the minimum only beyond it.
+    ("WSD", {**WSD, "lr_wsd_decay_iters": 0}, {5: 0.5, 10: 1.0, 90: 1.0, 109: 1.0, 110: 1.0, 111: 0.1}),
+    ("WSD", {"lr_wsd_decay_iters": 0, "lr_decay_iters": 50}, {0: 1.0, 50: 1.0, 51: 0.1}),
 ]
 
 
@@ -100,7 +103,7 @@ def test_constant_weight_decay():
         ({"lr_warmup_samples": 10}, "--lr-warmup-samples 10: the length of this run is in iterations"),
         ({"lr_decay_samples": 10}, "give --lr-decay-iters"),
         ({"lr_decay_style": "WSD"}, "give --lr-wsd-decay-iters"),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101, "lr_warmup_iters": 10}, "between 1 and 100"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101, "lr_warmup_iters": 10}, "between 0 and 100"),
         ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "contradict"),
     ],
 )
