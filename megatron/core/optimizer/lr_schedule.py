@@ -16,7 +16,8 @@ With w = warm-up, D = decay length, W = length of WSD's last phase, and lr_max, 
 
 linear: c = 1 - r; cosine: c = (1 + cos(pi r)) / 2, with r = (p - w) / (D - w). WSD (warm-up, stable, decay): c = 1 up
 to D - W, then with r = (p - (D - W)) / W: exponential 2 * 0.5^r - 1, linear 1 - r, cosine as above, minus_sqrt
-1 - sqrt(r); W = 0 has no such phase. Sources: cosine annealing arXiv:1608.03983; WSD arXiv:2404.06395; minus_sqrt arXiv:2405.18392.
+1 - sqrt(r); W = 0 has no such phase. Sources: cosine annealing arXiv:1608.03983; WSD arXiv:2404.06395; minus_sqrt
+arXiv:2405.18392.
 
 Megatron-LM counts iterations x batch size, where this counts iterations: every ratio is the same. Only
 inverse-square-root without a warm-up differs, whose 1 is one position.
