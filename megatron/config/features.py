@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,7 +181,16 @@ def _recompute(run: RunConfig, facts: Facts) -> Feature:
     name, asked = "activation recompute", str(run.recompute)
     if asked != "off" and run.train.skip_train:
         return Feature(name, asked, "off", "evaluation only")
+    if run.recompute.is_full and (largest := _largest_stage(run)) < (run.recompute.recompute_num_layers or 0):
+        in_effect = str(dataclasses.replace(run.recompute, recompute_num_layers=largest))
+        return Feature(name, asked, in_effect, f"the largest stage has {largest} layer{'s' if largest > 1 else ''}")
     return Feature(name, asked, facts.recomputed or asked, "layers on this rank" if facts.recomputed else "")
+
+
+def _largest_stage(run: RunConfig) -> int:
+    """Layers of the pipeline stage that has the most."""
+    assert run.model.num_layers
+    return max(len(stage.layers) for stage in pipeline_settings(run.parallel, run.model.num_layers).stages)
 
 
 def _activation_offload(run: RunConfig, facts: Facts) -> Feature:

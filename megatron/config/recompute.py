@@ -31,7 +31,9 @@ class RecomputeConfig:
         "(uniform), or the first --recompute-num-layers, one by one (block)",
         choices=(UNIFORM, BLOCK),
     )
-    recompute_num_layers: int | None = flag(None, "layers of a group (uniform), or of a stage (block)")
+    recompute_num_layers: int | None = flag(
+        None, "layers of a group (uniform), or of a stage (block); a stage that has fewer recomputes all of its layers"
+    )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
         "parts of a layer, with selective: attention between its projections (core_attn), both norms (norm), the MLP's "

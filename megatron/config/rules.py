@@ -31,7 +31,6 @@ RULES: tuple[Rule, ...] = (
     *rules_training.RULES,
     *rules_files.RULES,
     *rules_recompute.RULES,
-    *rules_recompute.SHAPE_RULES,
     *rules_activation_offload.RULES,
     *rules_activation_offload.SHAPE_RULES,
     *rules_optimizer_offload.RULES,
@@ -53,7 +52,7 @@ def check(run: RunConfig, world_size: int) -> None:
 
 def problems(run: RunConfig, world_size: int) -> list[str]:
     """A line for each rule that `run` breaks."""
-    of_shape = (*rules_model.SHAPE_RULES, *rules_recompute.SHAPE_RULES, *rules_activation_offload.SHAPE_RULES)
+    of_shape = (*rules_model.SHAPE_RULES, *rules_activation_offload.SHAPE_RULES)
     waiting = of_shape if rules_model.shape_is_pending(run) else ()
     found: list[str] = []
     for rule in RULES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.config.pipeline import pipeline_settings
 from megatron.config.recompute import BALANCED, MLP_ACT, WHOLE_MLP
 from megatron.config.run import RunConfig
 
@@ -41,17 +40,6 @@ def recomputed_parts_are_apart(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def recomputed_layers_exist(run: RunConfig, world_size: int) -> str | None:
-    """No stage has fewer layers than all stages are asked to recompute together, or one by one."""
-    number = run.recompute.recompute_num_layers
-    assert run.model.num_layers
-    stages = pipeline_settings(run.parallel, run.model.num_layers).stages
-    largest = max(len(stage.layers) for stage in stages)
-    if run.recompute.is_full and number is not None and number > largest:
-        return f"--recompute-num-layers {number} is more than the {largest} layers of the largest stage; give {largest}"
-    return None
-
-
 def balanced_recompute_is_alone(run: RunConfig, world_size: int) -> str | None:
     """It says what every layer does."""
     r = run.recompute
@@ -86,4 +74,3 @@ RULES = (
     full_recompute_is_alone,
     recomputed_parts_are_apart,
 )
-SHAPE_RULES = (recomputed_layers_exist,)

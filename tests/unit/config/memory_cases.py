@@ -60,13 +60,6 @@ MEMORY_CASES = [
         ["mlp_act", "remove one"],
     ),
     (
-        rules_recompute.recomputed_layers_exist,
-        {**FULL, "recompute_num_layers": 5, **PP2},
-        {**FULL, "recompute_num_layers": 4, **PP2},
-        2,
-        ["5", "the 4 layers"],
-    ),
-    (
         rules_optimizer_offload.one_optimizer_offload,
         {"offload_optimizer_states": True, "optimizer": "hybridadam"},
         {"offload_optimizer_states": True},

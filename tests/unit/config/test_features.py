@@ -2,6 +2,7 @@ import dataclasses
 
 from megatron.config.features import Facts, Feature, features, format_table, worth_a_line
 from megatron.config.note import Note
+from megatron.config.rules import check
 from tests.unit.config.runs import make_run
 
 ALONE = Facts(
@@ -273,6 +274,17 @@ def test_recompute():
     assert row(name, **full, recompute_method="uniform")[1] == "layers, in groups of 2"
     assert row(name, **full, recompute_method="block")[1] == "layers, first 2 of a stage"
     assert row(name, **parts, skip_train=True) == ("norm mlp_act", "off", "evaluation only")
+
+
+def test_more_layers_to_recompute_than_a_stage_has():
+    name, many = "activation recompute", {"recompute_granularity": "full", "recompute_num_layers": 5}
+    two = {"pipeline_model_parallel_size": 2, "num_layers": 8}
+    why = "the largest stage has 4 layers"
+    for method, words in (("uniform", "layers, in groups of {}"), ("block", "layers, first {} of a stage")):
+        asked = {**many, "recompute_method": method}
+        check(make_run(**asked, **two), world_size=2)
+        assert row(name, **asked, **two) == (words.format(5), words.format(4), why)
+        assert row(name, **asked, num_layers=5) == (words.format(5), words.format(5), "")
 
 
 def test_activation_offload_says_what_moves():

@@ -14,6 +14,7 @@ def test_groups_of_layers():
     assert full("uniform", 2).groups(layers) == [(range(4, 6), True), (range(6, 8), True), (range(8, 9), True)]
     assert full("block", 2).groups(layers) == [((4,), True), ((5,), True), (range(6, 9), False)]
     assert full("block", 9).groups(layers) == [((n,), True) for n in layers]
+    assert full("uniform", 9).groups(layers) == [(layers, True)]
     assert full("uniform", 2).groups(range(0)) == []
 
 
