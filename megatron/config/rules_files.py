@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from megatron.config.rules_model import shape_is_pending
 from megatron.config.run import RunConfig
+from megatron.config.split import DEFAULT_SPLIT, split_shares
+from megatron.core.errors import ConfigError
 
 HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")
 
@@ -50,16 +51,11 @@ def data_paths_are_not_empty(run: RunConfig, world_size: int) -> str | None:
 
 def split_is_three_shares(run: RunConfig, world_size: int) -> str | None:
     """--split is up to three numbers for training, validation and test."""
-    split = run.data.split
-    if split is None:
-        return None
-    problem = f"--split '{split}' must be up to three shares, such as 969,30,1"
     try:
-        shares = [float(share) for share in split.split(",")]
-    except ValueError:
-        return problem
-    valid = 1 <= len(shares) <= 3 and all(math.isfinite(s) and s >= 0 for s in shares) and sum(shares) > 0
-    return None if valid else problem
+        split_shares(run.data.split or DEFAULT_SPLIT)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def tokenizer_has_its_files(run: RunConfig, world_size: int) -> str | None:

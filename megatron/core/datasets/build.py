@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.data import DataConfig
+from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.core.datasets.blend import Blend, BlendedDataset, parse_blend
 from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.indexed import IndexedDataset
@@ -18,7 +19,6 @@ from megatron.core.datasets.sft import Conversations, SFTDataset
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.log import get_logger
 
-DEFAULT_SPLIT = "969,30,1"
 LOGGER = get_logger(__name__)
 
 
@@ -93,20 +93,8 @@ def find_sources(config: DataConfig) -> Splits[Source | None]:
     if config.data_path is None:
         flags = Splits(config.train_data_path, config.valid_data_path, config.test_data_path).items()
         return Splits(*(Source(f"--{name}-data-path", words) if words is not None else None for name, words in flags))
-    bounds = np.concatenate([[0.0], np.cumsum(parse_split(config.split or DEFAULT_SPLIT))]).tolist()
+    bounds = np.concatenate([[0.0], np.cumsum(split_shares(config.split or DEFAULT_SPLIT))]).tolist()
     return Splits(*(Source("--data-path", config.data_path, bounds[i], bounds[i + 1]) for i in range(3)))
-
-
-def parse_split(text: str) -> tuple[float, float, float]:
-    """Shares of training, validation and test, normalised to 1, from up to three numbers such as "969,30,1"."""
-    try:
-        shares = [float(word) for word in text.split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
-        raise ConfigError(f"--split '{text}' must be up to three numbers with a sum above 0, such as {DEFAULT_SPLIT}")
-    train, valid, test = (share / sum(shares) for share in shares + [0.0] * (3 - len(shares)))
-    return train, valid, test
 
 
 def _build_part(

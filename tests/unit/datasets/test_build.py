@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.blend import BlendedDataset
-from megatron.core.datasets.build import build_datasets, parse_split
+from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.mock import FACTOR, NOISE, STEP, MockDataset
 from megatron.core.datasets.sample import Splits
@@ -42,17 +42,6 @@ def test_default_split(tmp_path):
     built = build(data_path=(tagged(tmp_path, "a", 0, 1000),))
     assert built.train is not None and built.valid is not None and built.test is not None
     assert max(tokens_of(built.train)) < 969 <= min(tokens_of(built.valid)) and tokens_of(built.test) == {999}
-
-
-@pytest.mark.parametrize("text, shares", [("1", (1, 0, 0)), ("99, 1", (0.99, 0.01, 0)), ("2,1,1", (0.5, 0.25, 0.25))])
-def test_parse_split(text, shares):
-    assert parse_split(text) == pytest.approx(shares)
-
-
-@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan,1", "inf,1"])
-def test_parse_split_errors(text):
-    with pytest.raises(ConfigError, match=f"--split '{text}' must be up to three numbers"):
-        parse_split(text)
 
 
 def test_splits_that_are_not_asked_for_or_have_no_data(tmp_path, caplog, monkeypatch):

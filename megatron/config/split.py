@@ -1,0 +1,29 @@
+"""What --split means."""
+
+from __future__ import annotations
+
+import re
+
+from megatron.core.errors import ConfigError
+
+DEFAULT_SPLIT = "969,30,1"
+_NUMBER = re.compile(r"[.0-9]+")
+_OTHER_NOTATION = re.compile(r"[^\W\d]|[-+]")  # letters, signs and underscores: 1e3 is not the numbers 1 and 3
+
+
+def split_shares(text: str) -> tuple[float, float, float]:
+    """Shares of training, validation and test, normalised to 1, from up to three numbers such as "969,30,1".
+
+    As in Megatron-LM, whatever stands around the numbers does not matter, spaces and quotes that a script passes on
+    above all. Raises ConfigError.
+    """
+    try:
+        shares = [] if _OTHER_NOTATION.search(text) else [float(word) for word in _NUMBER.findall(text)]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or sum(shares) <= 0:
+        raise ConfigError(
+            f"--split '{text}' must be up to three decimal numbers with a sum above 0, such as {DEFAULT_SPLIT}"
+        )
+    train, valid, test = (share / sum(shares) for share in shares + [0.0] * (3 - len(shares)))
+    return train, valid, test
