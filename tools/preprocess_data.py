@@ -59,7 +59,7 @@ def run(namespace: argparse.Namespace) -> None:
         raise ConfigError(
             "--chat-template has no effect on documents; give it to tools/preprocess_sft.py, or remove it"
         )
-    tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags), args.pop("vocab_size"))
+    tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags).with_type_of_files(), args.pop("vocab_size"))
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
     summary = preprocess(PreprocessOptions(**values), tokenizer)
     LOGGER.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
@@ -47,7 +48,8 @@ class TokenizerConfig:
 
     tokenizer_type: str | None = flag(
         None,
-        "kind of tokenizer; PretrainedFromHF is another name of HuggingFaceTokenizer",
+        "kind of tokenizer; PretrainedFromHF is another name of HuggingFaceTokenizer; default GPT2BPETokenizer beside "
+        "--vocab-file and --merge-file",
         choices=(
             "HuggingFaceTokenizer",
             "PretrainedFromHF",
@@ -78,3 +80,9 @@ class TokenizerConfig:
         1000, "ids that TikTokenizer keeps for special tokens, first in its vocabulary"
     )
     trust_remote_code: bool = flag(False, "let a Hugging Face tokenizer run Python code from its own folder")
+
+    def with_type_of_files(self) -> TokenizerConfig:
+        """The same with the type that the files imply where none is given: as in Megatron-LM, both files of GPT-2's."""
+        if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
+            return dataclasses.replace(self, tokenizer_type="GPT2BPETokenizer")
+        return self

@@ -251,6 +251,7 @@ def _configure(values: dict[str, Any], notes: Sequence[Note], already: Sequence[
     for name, value in {**shape, **given}.items():
         parts[flag_fields()[name][0]][name] = value
     built = {part: cls(**parts[part]) for part, cls in PARTS.items()}
+    built["tokenizer"] = built["tokenizer"].with_type_of_files()
     return RunConfig(**built, given=frozenset(given), notes=tuple(notes), already=tuple(dict.fromkeys(already)))
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.config import rules
+from megatron.config.data import TokenizerConfig
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.core.errors import ConfigError
 from tests.unit.config.runs import make_run
@@ -18,6 +19,29 @@ def test_adapters_have_one_source():
     rules.check(make_run(("load_hf", "load_adapter", "lora_dropout"), **fields), 1)
     with pytest.raises(ConfigError, match="--lora-rank, --lora-alpha has no effect: --load-adapter takes"):
         rules.check(make_run(("load_hf", "load_adapter", "lora_rank", "lora_alpha"), **fields), 1)
+
+
+GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+
+
+class TestTokenizerOfFiles:
+    def test_both_files_of_gpt2_name_their_tokenizer(self):
+        made = TokenizerConfig(**GPT2_FILES).with_type_of_files()
+        assert made == TokenizerConfig(**GPT2_FILES, tokenizer_type="GPT2BPETokenizer")
+        run = make_run(tuple(GPT2_FILES), tokenizer_type=None, vocab_size=None)
+        rules.check(dataclasses.replace(run, tokenizer=made), 1)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            {"vocab_file": "vocab.json"},
+            {"tokenizer_model": "model"},
+            {**GPT2_FILES, "tokenizer_type": "HuggingFaceTokenizer"},
+        ],
+    )
+    def test_nothing_else_does(self, fields):
+        assert TokenizerConfig(**fields).with_type_of_files() == TokenizerConfig(**fields)
 
 
 class TestShapeFromCheckpoint:

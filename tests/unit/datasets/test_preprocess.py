@@ -264,6 +264,8 @@ def test_mistakes_on_the_command_line(tmp_path, tool):
         ([*common, "--tokenizer-type", "NullTokenizer", "--vocab-size", 5], f"{path}, line 2: cannot be tokenized"),
         ([*common, "--tokenizer-type", "HuggingFaceTokenizer"], "--tokenizer-type HuggingFaceTokenizer needs --token"),
         ([*common, "--tokenizer-type", "Bert"], "--tokenizer-type: "),
+        (common, "no tokenizer is given"),
+        ([*common, "--vocab-file", "no", "--merge-file", path], "--vocab-file no does not exist"),
         (common[:-2], "the following "),
         ([*common, "--worker", 1], "unrecognized "),
     ]:
