@@ -52,6 +52,7 @@ class Feature:
 def features(run: RunConfig, facts: Facts) -> list[Feature]:
     """The rows that exist in this version, in a fixed order. Pure: nothing is looked up or changed."""
     return [
+        _backend(run, facts),
         _tensor_parallelism(facts),
         _sequence_parallelism(run, facts),
         _tensor_overlap(run, facts),
@@ -93,6 +94,14 @@ def format_table(rows: Sequence[Feature]) -> str:
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
     return "\n".join(lines)
+
+
+def _backend(run: RunConfig, facts: Facts) -> Feature:
+    name, asked = "communication backend", run.parallel.distributed_backend
+    if facts.backend is None:
+        return Feature(name, asked or "auto", "off", "one process")
+    why = "" if asked in (None, facts.backend) else "no CUDA device"
+    return Feature(name, asked or "auto", facts.backend, why)
 
 
 def _tensor_parallelism(facts: Facts) -> Feature:

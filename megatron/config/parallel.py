@@ -115,7 +115,7 @@ class ParallelConfig:
     )
     device: str = flag("auto", "where to run; auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
     distributed_backend: str | None = flag(
-        None, "collective library; default nccl on CUDA, gloo on CPU", choices=("nccl", "gloo")
+        None, "collective library; default nccl on CUDA; always gloo on CPU", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(
         10.0, "a collective that waits longer ends the job and names who is missing"

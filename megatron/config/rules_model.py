@@ -89,7 +89,7 @@ def world_is_divisible(run: RunConfig, world_size: int) -> str | None:
 
 
 def backend_fits_device(run: RunConfig, world_size: int) -> str | None:
-    """NCCL moves CUDA memory only."""
+    """NCCL moves CUDA memory only. Where --device auto finds none, gloo takes its place, and the table says so."""
     if run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu":
         return "--distributed-backend nccl cannot run on --device cpu; use gloo"
     return None

@@ -287,6 +287,15 @@ def test_more_layers_to_recompute_than_a_stage_has():
         assert row(name, **asked, num_layers=5) == (words.format(5), words.format(5), "")
 
 
+def test_communication_backend():
+    name, gloo = "communication backend", dataclasses.replace(ALONE, dp=2, backend="gloo")
+    assert row(name) == ("auto", "off", "one process")
+    assert row(name, distributed_backend="nccl") == ("nccl", "off", "one process")
+    assert row(name, gloo) == ("auto", "gloo", "")
+    assert row(name, gloo, distributed_backend="gloo") == ("gloo", "gloo", "")
+    assert row(name, gloo, distributed_backend="nccl") == ("nccl", "gloo", "no CUDA device")
+
+
 def test_activation_offload_says_what_moves():
     name, four = "activation offload", {"pipeline_model_parallel_size": 4, "num_layers": 16, "global_batch_size": 16}
     assert row(name) == row(name, pipeline_offload_ratio="0") == ("off", "off", "")
