@@ -123,6 +123,12 @@ class ModelConfig:
         128,
         "pad the vocabulary to a multiple of this; not of this x tp, so that checkpoints do not depend on the layout",
     )
+    fixed_padded_vocab_size: int | None = flag(
+        None,
+        "pad the vocabulary to exactly this many rows, whatever --make-vocab-size-divisible-by is; --tensor-model-parallel-"
+        "size must divide it",
+        name="--padded-vocab-size",
+    )
     fp16: bool = flag(False, "train in fp16 with loss scaling")
     bf16: bool = flag(False, "train in bf16")
     fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32 in bf16/fp16 training")
@@ -164,7 +170,9 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the head: `vocab_size` rounded up."""
+        """Rows of the embedding and of the head: as many as were asked for, or `vocab_size` rounded up."""
+        if self.fixed_padded_vocab_size is not None:
+            return self.fixed_padded_vocab_size
         assert self.vocab_size
         step = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // step) * step

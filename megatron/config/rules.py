@@ -80,6 +80,8 @@ def check_vocabulary(model: ModelConfig, parallel: ParallelConfig, tokenizer_voc
             f"{tokenizer_vocab_size} or more, or another tokenizer"
         )
     known = dataclasses.replace(model, vocab_size=model.vocab_size or tokenizer_vocab_size)
-    problem = rules_model.tp_divides_vocabulary(RunConfig(model=known, parallel=parallel), 1)
-    if problem is not None:
-        raise ConfigError(problem)
+    run = RunConfig(model=known, parallel=parallel)
+    for rule in (rules_model.padding_holds_vocabulary, rules_model.tp_divides_vocabulary):
+        problem = rule(run, 1)
+        if problem is not None:
+            raise ConfigError(problem)

@@ -29,7 +29,8 @@ def one_source_of_shape(run: RunConfig, world_size: int) -> str | None:
     """
     if run.checkpoint.use_checkpoint_args and run.checkpoint.load_hf is not None:
         return "--use-checkpoint-args and --load-hf both give the model's shape; remove one of them"
-    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS, "make_vocab_size_divisible_by"}
+    padding = {"make_vocab_size_divisible_by", "fixed_padded_vocab_size"}  # is not the model's
+    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS} - padding
     if run.checkpoint.load_hf is not None and (given := [flag_name(n) for n in sorted(shape) if n in run.given]):
         return (
             f"{', '.join(given)} has no effect: --load-hf takes the model's shape from its config.json; remove one of the "
@@ -276,11 +277,26 @@ def heads_fit_context_parallelism(run: RunConfig, world_size: int) -> str | None
     return None
 
 
+def padding_holds_vocabulary(run: RunConfig, world_size: int) -> str | None:
+    """Each id has a row of the embedding. Skipped while the vocabulary is not known."""
+    size, rows = run.model.vocab_size, run.model.fixed_padded_vocab_size
+    if size is not None and rows is not None and rows < size:
+        return (
+            f"--padded-vocab-size {rows} has no room for a vocabulary of {size}; give at least {size}, or leave it out"
+        )
+    return None
+
+
 def tp_divides_vocabulary(run: RunConfig, world_size: int) -> str | None:
     """Each tensor-parallel rank holds as many rows of the embedding. Skipped while the vocabulary is not known."""
     if run.model.vocab_size is None:
         return None
     tp, rows = run.parallel.tensor_model_parallel_size, run.model.padded_vocab_size
+    if rows % tp and run.model.fixed_padded_vocab_size is not None:
+        return (
+            f"--padded-vocab-size {rows} is not a multiple of --tensor-model-parallel-size {tp}; give "
+            f"--padded-vocab-size {-(-rows // tp) * tp}"
+        )
     if rows % tp:
         step = run.model.make_vocab_size_divisible_by
         return (
@@ -315,5 +331,6 @@ SHAPE_RULES = (
     one_rotary_scaling,
     rotary_rotates,
     rotary_bands_are_ordered,
+    padding_holds_vocabulary,
     tp_divides_vocabulary,
 )

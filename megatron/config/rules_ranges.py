@@ -30,8 +30,8 @@ _BY_INTERVAL: dict[Interval, str] = {
     LAYERS: "num_layers recompute_num_layers num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
     SIZE: """
         hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups lora_rank vocab_size
-        make_vocab_size_divisible_by max_position_embeddings rope_scaling_original_max_position_embeddings seq_length
-        micro_batch_size global_batch_size rampup_batch_size
+        make_vocab_size_divisible_by fixed_padded_vocab_size max_position_embeddings
+        rope_scaling_original_max_position_embeddings seq_length micro_batch_size global_batch_size rampup_batch_size
     """,
     SIZE_OR_NONE: "tiktoken_num_special_tokens",
     RANKS: """

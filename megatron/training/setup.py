@@ -247,15 +247,19 @@ def together(group: Group, work: Callable[[], T]) -> T:
 def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int, checkpoint: Path | None) -> RunConfig:
     """The run with the model's vocabulary and position range filled in, checked against the tokenizer.
 
-    A vocabulary that nobody gave is that of the checkpoint that is loaded, or else the tokenizer's.
+    A vocabulary that nobody gave is that of the checkpoint that is loaded, or else the tokenizer's, and padding that
+    nobody gave is the checkpoint's.
     """
+    saved = None if checkpoint is None else _saved_model(checkpoint)
     size, origin = run.model.vocab_size, "of the flags"
-    if size is None and checkpoint is not None:
-        size, origin = _saved_vocabulary(checkpoint), "of the checkpoint"
+    if size is None and saved is not None:
+        size, origin = saved.vocab_size, "of the checkpoint"
     if size is None:
         size, origin = tokenizer_vocab_size, "of the tokenizer"
     positions = run.model.max_position_embeddings or run.data.seq_length
     model = dataclasses.replace(run.model, vocab_size=size, max_position_embeddings=positions)
+    if saved is not None and not run.given & {"make_vocab_size_divisible_by", "fixed_padded_vocab_size"}:
+        model = dataclasses.replace(model, fixed_padded_vocab_size=saved.fixed_padded_vocab_size)
     check_vocabulary(model, run.parallel, tokenizer_vocab_size)
     log.info(
         "vocabulary: %d tokens (%s), padded to %d; the tokenizer has %d",
@@ -264,9 +268,9 @@ def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int, checkpoint: Path 
     return dataclasses.replace(run, model=model)
 
 
-def _saved_vocabulary(checkpoint: Path) -> int | None:
+def _saved_model(checkpoint: Path) -> ModelConfig | None:
     try:
-        return saved_model_config(checkpoint).vocab_size
+        return saved_model_config(checkpoint)
     except CheckpointError:
         return None  # loading it will say what is wrong, and which one is whole
 

@@ -1,5 +1,6 @@
 """An export takes the place of an older one, and at every moment of that one of the two is whole, or put back."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -88,3 +89,10 @@ def test_a_kill_at_any_moment_of_a_replacement(tmp_path):
         if code != 0:
             export(path, 1.0, shapes, side_file)
     assert moment > 10 and set(found) == {1.0, 2.0} and found[-2:] == [2.0, 2.0], found
+
+
+def test_padding_is_not_written():
+    padded = dataclasses.replace(MODEL, fixed_padded_vocab_size=72)
+    assert write_config(padded) == write_config(MODEL)
+    names = table(write_config(padded)[0], padded)
+    assert names.theirs["lm_head.weight"] == (64, 32) and names.own["output_layer.weight"] == (72, 32)

@@ -11,6 +11,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.models.mcore.names import VOCABULARY
 from megatron.core.models.mcore.source import FILE, TRACKER, MCoreSource
 from megatron.core.models.mcore.writer import write_mcore
 from megatron.core.parameter import local_parameters
@@ -38,7 +39,7 @@ class FromModel:
         self.shapes = {name: tuple(t.shape) for name, t in self.tensors.items()}
         self.dtype = torch.float32
         for name, tensor in self.tensors.items():
-            if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            if name.endswith(VOCABULARY):
                 tensor[self.model.vocab_size :] = 0
 
     def read(self, name, box, dtype):
@@ -107,8 +108,20 @@ def write_as_megatron(root, source, tp, stages, *, fused=True, padding=16, **mor
 
 
 def assert_same(source, other):
-    assert other.shapes == source.shapes
+    """The same tensors, up to how far the vocabulary is padded."""
+    assert other.shapes.keys() == source.shapes.keys()
     for name, shape in source.shapes.items():
+        if name.endswith(VOCABULARY):
+            shape = (source.model.vocab_size, *shape[1:])
+            assert other.shapes[name] == (other.model.padded_vocab_size, *shape[1:])
+            padding = Box((shape[0], 0), (other.model.padded_vocab_size - shape[0], shape[1]))
+            assert other.read(name, padding, torch.float32).eq(0).all()
+            assert torch.equal(
+                other.read(name, Box((0, 0), shape), torch.float32),
+                source.read(name, Box((0, 0), shape), torch.float32),
+            )
+            continue
+        assert other.shapes[name] == shape
         whole = Box((0,) * len(shape), shape)
         assert torch.equal(other.read(name, whole, torch.float32), source.tensors[name]), name
         part = Box(tuple(n // 2 for n in shape), tuple(n - n // 2 for n in shape))
@@ -147,12 +160,26 @@ def test_what_is_written_is_what_megatron_writes(tmp_path, name, tp, pp):
     assert_same(source, MCoreSource(tmp_path, None, None))
 
 
+def test_a_padded_size_of_its_own_is_written(tmp_path):
+    source = FromModel({**MODELS["qwen"], "fixed_padded_vocab_size": 102})
+    path = write_mcore(source, tmp_path, tp=2, pp=1, fused_norms=True, dtype=torch.float32)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        found = torch.load(path / "mp_rank_01" / FILE, weights_only=True)
+    assert found["args"].padded_vocab_size == 102
+    assert found["model"]["embedding.word_embeddings.weight"].shape[0] == 51
+    assert_same(source, MCoreSource(tmp_path, None, None))
+    with pytest.raises(ConfigError, match="4 tensor-parallel ranks cannot share the 102 rows of --padded-vocab-size"):
+        write_mcore(source, tmp_path / "b", tp=4, pp=1, fused_norms=True, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_rows_are_where_the_files_padding_puts_them(tmp_path, tp):
     """Whatever the arguments say about it: --padded-vocab-size can ask for any number, tools pad on their own."""
     source = FromModel(MODELS["qwen"])
     write_as_megatron(tmp_path, source, tp, [[4]], padding=40)
-    assert_same(source, MCoreSource(tmp_path, None, None))
+    found = MCoreSource(tmp_path, None, None)
+    assert found.model.padded_vocab_size == {1: 120, 2: 160}[tp]
+    assert_same(source, found)
 
 
 def test_more_ids_than_rows(tmp_path):

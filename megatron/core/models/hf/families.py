@@ -275,7 +275,8 @@ def _family_of(model: ModelConfig) -> Family:
 
 def _maths(model: ModelConfig) -> dict[str, Any]:
     """What decides the model's outputs; sizes as derived, however they were given."""
-    without = {*RUNTIME_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init", "make_vocab_size_divisible_by"}
+    padding = {"make_vocab_size_divisible_by", "fixed_padded_vocab_size"}
+    without = {*RUNTIME_FIELDS, *padding, "init_method_xavier_uniform", "apply_output_scale_init"}
     found = {
         field.name: getattr(model, field.name)
         for field in dataclasses.fields(ModelConfig)

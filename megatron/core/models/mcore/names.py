@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.errors import ConfigError
 from megatron.core.models.mapping import Mapping, Part, Table
 
 Shape = tuple[int, ...]
@@ -137,8 +138,14 @@ class _Namer:
 
 
 def padded_rows(model: ModelConfig, tp: int) -> int:
-    """Rows of the vocabulary in each tp rank's file, with Megatron-LM's padding."""
+    """Rows of the vocabulary in each tp rank's file, with Megatron-LM's padding. Raises ConfigError."""
     assert model.vocab_size
+    if fixed := model.fixed_padded_vocab_size:
+        if fixed % tp:
+            raise ConfigError(
+                f"{tp} tensor-parallel ranks cannot share the {fixed} rows of --padded-vocab-size equally"
+            )
+        return fixed // tp
     multiple = model.make_vocab_size_divisible_by * tp
     return -(-model.vocab_size // multiple) * model.make_vocab_size_divisible_by
 

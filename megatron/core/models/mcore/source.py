@@ -7,6 +7,7 @@ nothing is imported for them. Tensors are mapped, and read when they are asked f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ class MCoreSource:
                 f"{self.path} holds {tp * self.layout.vocabulary} rows of the vocabulary, fewer than its "
                 f"{self.model.vocab_size} ids"
             )
+        self.model = dataclasses.replace(self.model, fixed_padded_vocab_size=tp * self.layout.vocabulary)
         if sum(layers) != self.model.num_layers:
             raise CheckpointError(f"{self.path} holds {sum(layers)} layers, its arguments say {self.model.num_layers}")
         self.table = table(self.model, self.layout)

@@ -1,0 +1,47 @@
+"""How large a run's vocabulary is, and how far it is padded: flags, checkpoint and tokenizer."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.model import ModelConfig
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.training import setup
+from tests.unit.config.runs import make_run
+
+CHECKPOINT = Path("iter_0000001")
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """(vocabulary, rows) of a run with a tokenizer of 900 ids that loads a checkpoint with these fields."""
+
+    def call(saved, given=(), **fields):
+        def saved_model_config(path):
+            if saved is None:
+                raise CheckpointError("damaged")
+            return ModelConfig(**saved)
+
+        monkeypatch.setattr(setup, "saved_model_config", saved_model_config)
+        run = make_run(given, **{"vocab_size": None, **fields})
+        model = setup.with_vocabulary(run, 900, CHECKPOINT).model
+        return model.vocab_size, model.padded_vocab_size
+
+    return call
+
+
+def test_the_padding_goes_on(sizes):
+    saved = {"vocab_size": 1000, "fixed_padded_vocab_size": 1040}
+    assert sizes(saved) == sizes(saved, ("vocab_size",), vocab_size=1000) == (1000, 1040)
+    assert sizes({"vocab_size": 1000}) == (1000, 1024)
+    assert sizes(None) == (900, 1024)
+
+
+def test_unless_flags_say_otherwise(sizes):
+    saved = {"vocab_size": 1000, "fixed_padded_vocab_size": 1040}
+    multiple = {"make_vocab_size_divisible_by": 8}
+    assert sizes(saved, tuple(multiple), **multiple) == (1000, 1000)
+    fixed = {"fixed_padded_vocab_size": 1100}
+    assert sizes(saved, tuple(fixed), **fixed) == (1000, 1100)
+    with pytest.raises(ConfigError, match="--padded-vocab-size 990 has no room for a vocabulary of 1000"):
+        sizes(saved, tuple(fixed), fixed_padded_vocab_size=990)
