@@ -25,6 +25,8 @@ RUNTIME_FIELDS = (
     "transformer_impl",
     "gradient_accumulation_fusion",
 )
+# How the vocabulary is padded and what becomes of that, which a format without padding leaves to each run.
+PADDING_FIELDS = ("make_vocab_size_divisible_by", "fixed_padded_vocab_size", "mask_padded_vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,13 @@ class ModelConfig:
         "size must divide it",
         name="--padded-vocab-size",
     )
+    mask_padded_vocabulary: bool = flag(
+        True,
+        "let the padding of the vocabulary take part in the softmax of the loss, as Megatron-LM does: losses of both agree "
+        "where the vocabulary is padded to as many rows. A checkpoint that was trained so, Megatron-LM's own above all, "
+        "goes on so without this",
+        name="--no-mask-padded-vocabulary",
+    )
     fp16: bool = flag(False, "train in fp16 with loss scaling")
     bf16: bool = flag(False, "train in bf16")
     fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32 in bf16/fp16 training")
@@ -176,6 +185,12 @@ class ModelConfig:
         assert self.vocab_size
         step = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // step) * step
+
+    @property
+    def softmax_size(self) -> int:
+        """Rows of the head that take part in the softmax: those of ids, or with padding unmasked all."""
+        assert self.vocab_size
+        return self.vocab_size if self.mask_padded_vocabulary else self.padded_vocab_size
 
     @property
     def dtype_name(self) -> str:

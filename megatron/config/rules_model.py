@@ -10,7 +10,7 @@ import dataclasses
 
 from megatron.config.context import attention_comm_types, copies_of_keys, inner_size
 from megatron.config.layout import mesh_of
-from megatron.config.model import RUNTIME_FIELDS, ModelConfig
+from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.run import RunConfig, flag_name
 from megatron.config.window import attention_windows
@@ -29,8 +29,7 @@ def one_source_of_shape(run: RunConfig, world_size: int) -> str | None:
     """
     if run.checkpoint.use_checkpoint_args and run.checkpoint.load_hf is not None:
         return "--use-checkpoint-args and --load-hf both give the model's shape; remove one of them"
-    padding = {"make_vocab_size_divisible_by", "fixed_padded_vocab_size"}  # is not the model's
-    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS} - padding
+    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS, *PADDING_FIELDS}
     if run.checkpoint.load_hf is not None and (given := [flag_name(n) for n in sorted(shape) if n in run.given]):
         return (
             f"{', '.join(given)} has no effect: --load-hf takes the model's shape from its config.json; remove one of the "

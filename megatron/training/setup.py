@@ -258,12 +258,16 @@ def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int, checkpoint: Path 
         size, origin = tokenizer_vocab_size, "of the tokenizer"
     positions = run.model.max_position_embeddings or run.data.seq_length
     model = dataclasses.replace(run.model, vocab_size=size, max_position_embeddings=positions)
+    if saved is not None and "mask_padded_vocabulary" not in run.given:
+        model = dataclasses.replace(model, mask_padded_vocabulary=saved.mask_padded_vocabulary)
     if saved is not None and not run.given & {"make_vocab_size_divisible_by", "fixed_padded_vocab_size"}:
         model = dataclasses.replace(model, fixed_padded_vocab_size=saved.fixed_padded_vocab_size)
     check_vocabulary(model, run.parallel, tokenizer_vocab_size)
     log.info(
-        "vocabulary: %d tokens (%s), padded to %d; the tokenizer has %d",
-        *(size, origin, model.padded_vocab_size, tokenizer_vocab_size),
+        "vocabulary: %d tokens (%s), padded to %d%s; the tokenizer has %d",
+        *(size, origin, model.padded_vocab_size),
+        "" if model.mask_padded_vocabulary else " which all take part in the softmax",
+        tokenizer_vocab_size,
     )
     return dataclasses.replace(run, model=model)
 

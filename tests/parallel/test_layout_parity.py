@@ -29,6 +29,7 @@ MODELS = {
         "reset_position_ids": True,
         "reset_attention_mask": True,
         "calculate_per_token_loss": True,
+        "mask_padded_vocabulary": False,
     },
 }
 LAYOUTS = [Layout(2, 1), Layout(2, 1, True), Layout(4, 1, True), Layout(2, 2, True), Layout(1, 4)]

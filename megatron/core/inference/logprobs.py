@@ -53,8 +53,8 @@ def token_logprobs(
     Of ids that are equally likely the lowest is the likeliest one, where `top` is 1. Called on all tp ranks of the last
     stage. Communication: one all-gather over tp of [3 + 2 top, n].
     """
-    top, tp, vocab = min(top, candidates), build.groups.tp, build.config.vocab_size
-    assert vocab is not None and candidates <= vocab < 1 << 24
+    top, tp, vocab = min(top, candidates), build.groups.tp, build.config.softmax_size
+    assert candidates <= vocab < 1 << 24
     shard = build.config.padded_vocab_size // tp.size
     first, rows = tp.rank * shard, max(1, BLOCK // shard)
     parts = [

@@ -84,9 +84,8 @@ class GPTModel(nn.Module):
         logits = self.head(hidden)
         if labels is None:
             return logits
-        vocab_size = self._build.config.vocab_size
-        assert vocab_size
-        return vocab_parallel_cross_entropy(logits, labels.t(), vocab_size, self._build.groups.tp).t()
+        size = self._build.config.softmax_size
+        return vocab_parallel_cross_entropy(logits, labels.t(), size, self._build.groups.tp).t()
 
     def hidden(
         self,

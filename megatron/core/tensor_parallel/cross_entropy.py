@@ -37,15 +37,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return logits, None, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, tp: Group) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, size: int, tp: Group) -> Tensor:
     """logits [s, b, padded vocab / tp], targets [s, b] -> loss per token [s, b] in fp32.
 
-    `vocab_size` is the true one: padding takes no part in the softmax and gets no gradient. Communication: one max and
-    one sum all-reduce of a number or two a token. Backward overwrites the logits with their gradient, so nothing else may
-    need them afterwards.
+    The softmax is over the first `size` ids of the padded vocabulary; those behind take no part and get no gradient.
+    Communication: one max and one sum all-reduce of a number or two a token. Backward overwrites the logits with their
+    gradient, so nothing else may need them afterwards.
     """
     local = logits.shape[-1]
     first = tp.rank * local
-    valid = max(0, min(local, vocab_size - first))
+    valid = max(0, min(local, size - first))
     loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, first, valid, tp)
     return loss

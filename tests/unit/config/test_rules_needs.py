@@ -224,7 +224,7 @@ ALWAYS = """
     openai_gelu bias_gelu_fusion add_bias_linear qk_layernorm
     untie_embeddings_and_output_weights attention_dropout hidden_dropout
     init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by
-    fixed_padded_vocab_size fp16 bf16
+    fixed_padded_vocab_size mask_padded_vocabulary fp16 bf16
     attention_backend transformer_impl gradient_accumulation_fusion
     tensor_model_parallel_size sequence_parallel tp_comm_bulk_wgrad pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size ddp_bucket_size device distributed_backend

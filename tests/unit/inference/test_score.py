@@ -19,9 +19,9 @@ def llama():
 
 
 @torch.no_grad()
-def logprobs_alone(model, ids):
-    """Of each of ids[1:] after all before it, by one forward."""
-    logits = model(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1).unsqueeze(0))[:, 0, :99]
+def logprobs_alone(model, ids, rows=99):
+    """Of each of ids[1:] after all before it, by one forward; the softmax is that of the first `rows` logits."""
+    logits = model(torch.tensor([ids[:-1]]), torch.arange(len(ids) - 1).unsqueeze(0))[:, 0, :rows]
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1).tolist()
 
 
@@ -41,14 +41,18 @@ class TestWindows:
         assert list(sliding_windows([5], 8, 4)) == []
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [(LLAMA, 99), (GPT2, 99), ({**GPT2, "mask_padded_vocabulary": False}, 112)],
+    ids=["llama", "gpt2", "with padding"],
+)
 @pytest.mark.parametrize("batch_tokens", [1, 20, 1000])
-def test_scores_are_those_of_each_window_alone(shape, batch_tokens):
+def test_scores_are_those_of_each_window_alone(shape, rows, batch_tokens):
     model, build = small_model(pool.groups(), **shape)
     windows = [Window(ids, scored) for ids in PROMPTS if len(ids) > 1 for scored in (1, len(ids) - 1)]
     found = score(model, build, windows, batch_tokens)
     for window, one in zip(windows, found, strict=True):
-        assert one.logprob == pytest.approx(sum(logprobs_alone(model, window.ids)[-window.scored :]), abs=1e-5)
+        assert one.logprob == pytest.approx(sum(logprobs_alone(model, window.ids, rows)[-window.scored :]), abs=1e-5)
 
 
 def test_greedy_continuations_are_recognised(llama):

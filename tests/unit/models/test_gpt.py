@@ -98,6 +98,23 @@ class TestLoss:
                 gradient[: parameter.shape[0]] / scale, parameter.grad / scale, rtol=0, atol=1e-5
             )
 
+    def test_padding_of_the_vocabulary_takes_part_where_it_is_not_masked(self, fields):
+        """As in Megatron-LM, to which the rows of the padding are rows like all others."""
+        fields = {**fields, "mask_padded_vocabulary": False}
+        ids, found, plain = make_ids(3, 10), make_model(fields, pool.groups()), make_model(fields, pool.groups())
+        loss = losses(found, ids)
+        logits = plain(ids[:, :-1], torch.arange(10).unsqueeze(0))
+        expected = F.cross_entropy(logits.permute(1, 2, 0), ids[:, 1:], reduction="none")
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+        masked = make_model({**fields, "mask_padded_vocabulary": True}, pool.groups())
+        assert (expected - losses(masked, ids)).min() > 1e-3
+        loss.sum().backward()
+        expected.sum().backward()
+        for name, parameter in plain.named_parameters():
+            gradient = found.get_parameter(name).grad
+            scale = parameter.grad.abs().max().clamp(min=0.1)  # a bias of keys has none but by rounding
+            torch.testing.assert_close(gradient / scale, parameter.grad / scale, rtol=0, atol=1e-5)
+
     def test_with_caches_only_the_last_position_has_logits(self, fields):
         """And they are those of the whole sequence."""
 

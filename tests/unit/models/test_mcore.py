@@ -39,7 +39,7 @@ class FromModel:
         self.shapes = {name: tuple(t.shape) for name, t in self.tensors.items()}
         self.dtype = torch.float32
         for name, tensor in self.tensors.items():
-            if name.endswith(VOCABULARY):
+            if name.endswith(VOCABULARY) and self.model.mask_padded_vocabulary:
                 tensor[self.model.vocab_size :] = 0
 
     def read(self, name, box, dtype):
@@ -85,7 +85,7 @@ def as_megatron_cuts_it(source, tp, stages, fused, padding=16):
                         held[local] = tensor.chunk(tp, dim=1)[rank]
                     elif name.endswith(("word_embeddings.weight", "output_layer.weight")):
                         whole = torch.zeros(padded, tensor.shape[1])
-                        whole[: model.vocab_size] = tensor[: model.vocab_size]
+                        whole[: model.softmax_size] = tensor[: model.softmax_size]
                         held[local] = whole.chunk(tp)[rank]
                     else:
                         held[local] = tensor
@@ -96,7 +96,8 @@ def as_megatron_cuts_it(source, tp, stages, fused, padding=16):
 
 def write_as_megatron(root, source, tp, stages, *, fused=True, padding=16, **more):
     folder = root / "iter_0000007"
-    arguments = {**megatron_arguments("core 0.12", **source.fields), "attention_backend": Opaque.ONE, **more}
+    theirs = {name: value for name, value in source.fields.items() if name != "mask_padded_vocabulary"}
+    arguments = {**megatron_arguments("core 0.12", **theirs), "attention_backend": Opaque.ONE, **more}
     for (rank, stage), content in as_megatron_cuts_it(source, tp, stages, fused, padding).items():
         place = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if len(stages) > 1 else ""))
         place.mkdir(parents=True)
@@ -158,6 +159,30 @@ def test_what_is_written_is_what_megatron_writes(tmp_path, name, tp, pp):
         for key, tensor in content["model"].items():
             assert torch.equal(found["model"][key], tensor), key
     assert_same(source, MCoreSource(tmp_path, None, None))
+
+
+class TestPadding:
+    """Megatron-LM trains the rows of the padding: they take part in its softmax."""
+
+    def test_its_rows_are_read(self, tmp_path):
+        source = FromModel({**MODELS["llama"], "mask_padded_vocabulary": False})
+        write_as_megatron(tmp_path, source, 1, [[4]])
+        found = MCoreSource(tmp_path, None, None)
+        assert found.model.softmax_size == found.model.padded_vocab_size == 112
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            whole = Box((0, 0), source.shapes[name])
+            assert source.tensors[name][99:].ne(0).any()
+            assert torch.equal(found.read(name, whole, torch.float32), source.tensors[name])
+
+    @pytest.mark.parametrize("masked", [True, False])
+    def test_its_rows_go_there_and_back(self, tmp_path, masked):
+        source = FromModel({**MODELS["qwen"], "mask_padded_vocabulary": masked})
+        write_mcore(source, tmp_path, tp=2, pp=1, fused_norms=True, dtype=torch.float32)
+        found = MCoreSource(tmp_path, None, None)
+        assert found.model.mask_padded_vocabulary is masked
+        name = "embedding.word_embeddings.weight"
+        rows = Box((0, 0), source.shapes[name])
+        assert torch.equal(found.read(name, rows, torch.float32), source.tensors[name])
 
 
 def test_a_padded_size_of_its_own_is_written(tmp_path):

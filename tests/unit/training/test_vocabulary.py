@@ -13,8 +13,8 @@ CHECKPOINT = Path("iter_0000001")
 
 
 @pytest.fixture
-def sizes(monkeypatch):
-    """(vocabulary, rows) of a run with a tokenizer of 900 ids that loads a checkpoint with these fields."""
+def model(monkeypatch):
+    """The model of a run with a tokenizer of 900 ids that loads a checkpoint with these fields."""
 
     def call(saved, given=(), **fields):
         def saved_model_config(path):
@@ -24,8 +24,18 @@ def sizes(monkeypatch):
 
         monkeypatch.setattr(setup, "saved_model_config", saved_model_config)
         run = make_run(given, **{"vocab_size": None, **fields})
-        model = setup.with_vocabulary(run, 900, CHECKPOINT).model
-        return model.vocab_size, model.padded_vocab_size
+        return setup.with_vocabulary(run, 900, CHECKPOINT).model
+
+    return call
+
+
+@pytest.fixture
+def sizes(model):
+    """(vocabulary, rows) of the same."""
+
+    def call(*words, **fields):
+        made = model(*words, **fields)
+        return made.vocab_size, made.padded_vocab_size
 
     return call
 
@@ -35,6 +45,15 @@ def test_the_padding_goes_on(sizes):
     assert sizes(saved) == sizes(saved, ("vocab_size",), vocab_size=1000) == (1000, 1040)
     assert sizes({"vocab_size": 1000}) == (1000, 1024)
     assert sizes(None) == (900, 1024)
+
+
+def test_a_checkpoint_whose_padding_took_part_in_the_softmax_goes_on_so(model):
+    saved = {"vocab_size": 1000, "mask_padded_vocabulary": False}
+    assert model(saved).softmax_size == 1024
+    assert model({"vocab_size": 1000}).softmax_size == 1000
+    assert model(saved, ("mask_padded_vocabulary",)).softmax_size == 1000
+    flag = {"mask_padded_vocabulary": False}
+    assert model({"vocab_size": 1000}, tuple(flag), **flag).softmax_size == 1024
 
 
 def test_unless_flags_say_otherwise(sizes):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.model import RUNTIME_FIELDS, ModelConfig
+from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.config.rules_ranges import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Interval
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.hf.config_json import JsonFields
@@ -275,8 +275,7 @@ def _family_of(model: ModelConfig) -> Family:
 
 def _maths(model: ModelConfig) -> dict[str, Any]:
     """What decides the model's outputs; sizes as derived, however they were given."""
-    padding = {"make_vocab_size_divisible_by", "fixed_padded_vocab_size"}
-    without = {*RUNTIME_FIELDS, *padding, "init_method_xavier_uniform", "apply_output_scale_init"}
+    without = {*RUNTIME_FIELDS, *PADDING_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init"}
     found = {
         field.name: getattr(model, field.name)
         for field in dataclasses.fields(ModelConfig)

@@ -61,6 +61,7 @@ _SWITCHES = (
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "init_method_xavier_uniform",
+    "mask_padded_vocabulary",  # of our writer: Megatron-LM has no such mask
 )
 _OTHERS = (
     "position_embedding_type",
@@ -114,6 +115,7 @@ def model_of(
         bias_gelu_fusion=gated_or_squared or _fuses_gelu(given, has_biases, where),
         hidden_dropout=float(given.get("hidden_dropout", 0.0)),
         attention_dropout=float(given.get("attention_dropout", 0.0)),
+        mask_padded_vocabulary=given.get("mask_padded_vocabulary", False),
         vocab_size=vocab_size or _vocabulary(given, where, counts_end="null_tokenizer_eod_id" in arguments),
     )
     _check_shape(model, where)

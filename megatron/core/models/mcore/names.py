@@ -121,7 +121,7 @@ class _Namer:
         for chunk, theirs in homes:
             for rank in range(self._layout.tp):
                 first = rank * rows
-                used = max(0, min(rows, model.vocab_size - first))  # 0: a shard of padding, which is in the file, too
+                used = max(0, min(rows, model.softmax_size - first))  # 0: a shard of padding, which is in the file, too
                 own_box, inside = Box((first, 0), (used, columns)), Box((0, 0), (used, columns))
                 parts.append(Part(own, own_box, self._layout.key(rank, chunk, theirs), inside))
         return Mapping(own, (model.padded_vocab_size, columns), tuple(parts))

@@ -97,6 +97,7 @@ def _arguments(model: ModelConfig, layout: Layout, dtype: torch.dtype) -> argpar
         **arguments_of(model),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        mask_padded_vocabulary=model.mask_padded_vocabulary,  # for reading it here again; Megatron-LM does not know it
         padded_vocab_size=layout.vocabulary * layout.tp,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
