@@ -59,7 +59,9 @@ def run(namespace: argparse.Namespace) -> None:
         raise ConfigError(
             "--chat-template has no effect on documents; give it to tools/preprocess_sft.py, or remove it"
         )
-    tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags).with_type_of_files(), args.pop("vocab_size"))
+    config = TokenizerConfig(**tokenizer_flags).with_type_of_files()
+    special = config.tokenizer_hf_include_special_tokens
+    tokenizer = build_tokenizer(config, args.pop("vocab_size"), special_tokens=special)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
     summary = preprocess(PreprocessOptions(**values), tokenizer)
     LOGGER.info(

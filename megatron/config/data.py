@@ -79,6 +79,12 @@ class TokenizerConfig:
     tiktoken_num_special_tokens: int = flag(
         1000, "ids that TikTokenizer keeps for special tokens, first in its vocabulary"
     )
+    tokenizer_hf_include_special_tokens: bool = flag(
+        True,
+        "tools/preprocess_data.py: no special tokens that HuggingFaceTokenizer puts around each text, such as a beginning-"
+        "of-sequence token; nothing else adds them by itself anyway",
+        name="--tokenizer-hf-no-include-special-tokens",
+    )
     trust_remote_code: bool = flag(False, "let a Hugging Face tokenizer run Python code from its own folder")
 
     def with_type_of_files(self) -> TokenizerConfig:

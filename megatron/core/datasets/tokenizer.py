@@ -19,8 +19,8 @@ from megatron.core.errors import ConfigError, DataError
 class Tokenizer(Protocol):
     """vocab_size: every id is below it, added tokens included. eod ends a document. bos is None where there is none.
 
-    No method adds special tokens; text that spells one is encoded to it where the library does so. Batches are encoded
-    one after another unless the library has threads of its own.
+    No method adds special tokens unless `build_tokenizer` was asked for them; text that spells one is encoded to it where
+    the library does so. Batches are encoded one after another unless the library has threads of its own.
     """
 
     vocab_size: int
@@ -67,8 +67,8 @@ class NullTokenizer:
         return " ".join(str(i) for i in ids)
 
 
-def build_tokenizer(config: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
-    """The tokenizer that the flags ask for.
+def build_tokenizer(config: TokenizerConfig, vocab_size: int | None, *, special_tokens: bool = False) -> Tokenizer:
+    """The tokenizer that the flags ask for. `special_tokens`: a Hugging Face tokenizer puts its own around every text.
 
     `vocab_size` is --vocab-size: needed by NullTokenizer, a limit for TikTokenizer, not used by the others, whose files
     say it. Raises ConfigError for a missing flag and DataError for a missing or damaged file.
@@ -90,7 +90,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None) -> Tokenize
     model = _given(config.tokenizer_model, kind, "--tokenizer-model")
     if kind in HUGGING_FACE:
         template = None if config.chat_template is None else read_chat_template(config.chat_template)
-        return HuggingFaceTokenizer(model, config.trust_remote_code, template)
+        return HuggingFaceTokenizer(model, config.trust_remote_code, template, special_tokens=special_tokens)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         return SentencePieceTokenizer(model)
     if kind == "TikTokenizer":

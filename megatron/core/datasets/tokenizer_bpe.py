@@ -16,10 +16,18 @@ class HuggingFaceTokenizer:
     """A tokenizer folder as Hugging Face saves it. The end of a document is its eos token.
 
     library: transformers' own tokenizer, for what only it has, such as chat templates. given_template: the text of a
-    template that took the place of the folder's own, in the library, too.
+    template that took the place of the folder's own, in the library, too. special_tokens: encoding adds to every text, an
+    empty one as well, what the folder's post-processor puts around it, such as the bos token.
     """
 
-    def __init__(self, folder: str, trust_remote_code: bool = False, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+        *,
+        special_tokens: bool = False,
+    ) -> None:
         if not os.path.isdir(folder):
             raise DataError(
                 f"--tokenizer-model {folder} is not a folder; give one that holds tokenizer.json and "
@@ -44,7 +52,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(len(self.library), 1 + max(self.library.get_vocab().values()))
         self.eod = int(self.library.eos_token_id)
         self.bos: int | None = self.library.bos_token_id
-        self.given_template = chat_template
+        self.given_template, self.special_tokens = chat_template, special_tokens
         if chat_template is not None:
             self.library.chat_template = chat_template
         # The library below, without the offsets and checks that the wrapper adds to each text.
@@ -57,8 +65,9 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text."""
         if self._backend is None:
-            return [self.library.encode(text, add_special_tokens=False) for text in texts]
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [self.library.encode(text, add_special_tokens=self.special_tokens) for text in texts]
+        found = self._backend.encode_batch_fast(texts, add_special_tokens=self.special_tokens)
+        return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens spelled out."""

@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from transformers import AutoTokenizer
 
 from megatron.core.datasets import jsonl
 from megatron.core.datasets import preprocess as preprocessing
@@ -19,6 +20,7 @@ from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
 from megatron.core.datasets.tokenizer import NullTokenizer
 from megatron.core.errors import ConfigError, DataError
 from tests.unit.datasets.helpers import INT32, UINT16, golden_pair, read_pair
+from tests.unit.datasets.test_tokenizer import hugging_face_folder
 
 EOD = 999
 
@@ -255,6 +257,23 @@ def test_tools(tmp_path, tool):
     code, out, err = tool("merge_datasets", "--input", tmp_path / "sets", "--output-prefix", tmp_path / "all")
     assert (code, err) == (0, "") and "merged a_text_document, b_text_document" in out
     assert read_pair(tmp_path / "all") == golden(texts, True)
+
+
+def test_special_tokens_of_a_hugging_face_tokenizer(tmp_path, tool):
+    """As Megatron-LM's tool: those that the tokenizer puts around a text, unless they are switched off."""
+    folder = hugging_face_folder(tmp_path / "hf", eos_token="</s>", bos_token="<s>")
+    texts = ["the quick fox", "", "</s> jumps", "pack my box"]
+    path = write_lines(tmp_path / "a.jsonl", texts)
+    library = AutoTokenizer.from_pretrained(folder)
+    words = ["--input", path, "--workers", 2, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    for number, (more, included) in enumerate([([], True), (["--tokenizer-hf-no-include-special-tokens"], False)]):
+        prefix = tmp_path / f"set{number}"
+        code, _, err = tool("preprocess_data", *words, "--output-prefix", prefix, "--append-eod", *more)
+        assert (code, err) == (0, "")
+        documents = [library(text, add_special_tokens=included).input_ids for text in texts]
+        assert all((ids[:1] == [0]) is included for ids in documents)
+        expected = [[[*ids, library.eos_token_id]] if ids else [] for ids in documents]
+        assert read_pair(f"{prefix}_text_document") == golden_pair(expected, UINT16)
 
 
 def test_mistakes_on_the_command_line(tmp_path, tool):
