@@ -1,0 +1,121 @@
+"""Whole-number arithmetic as in `$((...))`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+
+_TOKEN = re.compile(r"\s*(\d+|[A-Za-z_]\w*|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%()<>!~&|^?:])")
+
+
+def _divide(left: int, right: int) -> int:
+    quotient = abs(left) // abs(right)  # towards zero, as in C
+    return quotient if (left < 0) == (right < 0) else -quotient
+
+
+_BINARY: tuple[dict[str, Callable[[int, int], int]], ...] = (  # from the loosest to the tightest
+    {"||": lambda a, b: int(bool(a or b))},
+    {"&&": lambda a, b: int(bool(a and b))},
+    {"|": operator.or_},
+    {"^": operator.xor},
+    {"&": operator.and_},
+    {"==": lambda a, b: int(a == b), "!=": lambda a, b: int(a != b)},
+    {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge},
+    {"<<": operator.lshift, ">>": operator.rshift},
+    {"+": operator.add, "-": operator.sub},
+    {"*": operator.mul, "/": _divide, "%": lambda a, b: a - b * _divide(a, b)},
+)
+_UNARY: dict[str, Callable[[int], int]] = {
+    "-": operator.neg,
+    "+": operator.pos,
+    "!": lambda a: int(not a),
+    "~": operator.invert,
+}
+_MOST = 2**63  # bash's numbers have 64 bits; what does not fit is no size of a model
+
+
+class _NotKnown(Exception):
+    """The expression has a name without a number, an assignment or no meaning."""
+
+
+def evaluate(text: str, number_of: Callable[[str], int | None]) -> int | None:
+    """The value of an expression; None when it cannot be known. `number_of` gives a variable's, or None."""
+    tokens: list[str] = []
+    at = 0
+    text = text.strip()
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            return None
+        tokens.append(found[1])
+        at = found.end()
+    try:
+        reader = _Reader(tokens, number_of)
+        value = reader.choice()
+    except (_NotKnown, ZeroDivisionError, ValueError):
+        return None
+    return value if not reader.tokens and abs(value) < _MOST else None
+
+
+class _Reader:
+    """Takes tokens from the front."""
+
+    def __init__(self, tokens: list[str], number_of: Callable[[str], int | None]) -> None:
+        self.tokens = tokens
+        self._number_of = number_of
+
+    def choice(self) -> int:
+        """`a ? b : c`, or what binds tighter."""
+        value = self._binary(0)
+        if not self._take("?"):
+            return value
+        yes = self.choice()
+        self._need(":")
+        no = self.choice()
+        return yes if value else no
+
+    def _binary(self, level: int) -> int:
+        if level == len(_BINARY):
+            return self._power()
+        value = self._binary(level + 1)
+        while self.tokens and self.tokens[0] in _BINARY[level]:
+            operate = _BINARY[level][self.tokens.pop(0)]
+            value = int(operate(value, self._binary(level + 1)))
+            if abs(value) >= _MOST:
+                raise _NotKnown
+        return value
+
+    def _power(self) -> int:
+        base = self._unary()
+        if not self._take("**"):
+            return base
+        exponent = self._power()
+        if not 0 <= exponent < 64:
+            raise _NotKnown
+        return int(base**exponent)
+
+    def _unary(self) -> int:
+        if not self.tokens:
+            raise _NotKnown
+        token = self.tokens.pop(0)
+        if token in _UNARY:
+            return _UNARY[token](self._unary())
+        if token == "(":
+            value = self.choice()
+            self._need(")")
+            return value
+        number = int(token) if token.isdigit() else self._number_of(token)
+        if number is None:
+            raise _NotKnown
+        return number
+
+    def _take(self, token: str) -> bool:
+        found = bool(self.tokens) and self.tokens[0] == token
+        if found:
+            self.tokens.pop(0)
+        return found
+
+    def _need(self, token: str) -> None:
+        if not self._take(token):
+            raise _NotKnown

@@ -1,0 +1,178 @@
+"""What a bash script is made of, as data. The parser makes these, the interpreter walks over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["text", "parameter", "command", "arithmetic"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a word: plain text, or the inside of `${...}`, `$(...)` or `$((...))`. Quoted pieces are not split."""
+
+    kind: Kind
+    text: str
+    quoted: bool
+
+
+@dataclass(frozen=True)
+class Word:
+    """Pieces that follow one another without a blank."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """`name=value`, `name[index]=value`, `name+=value` or `name=(values)`.
+
+    An element of the last is (index or None, word), as in `([key]=value)`.
+    """
+
+    name: str
+    index: Word | None
+    append: bool
+    value: Word | tuple[tuple[Word | None, Word], ...]
+
+
+@dataclass(frozen=True)
+class Simple:
+    """A command: assignments, then words. Redirections are left out: they change no argument."""
+
+    assignments: tuple[Assignment, ...]
+    words: tuple[Word, ...]
+
+
+@dataclass(frozen=True)
+class Test:
+    """`[[ words ]]`."""
+
+    words: tuple[Word, ...]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """`(( text ))`."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """`{ body }`, `( body )`, or the commands of a pipeline one after the other."""
+
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class Not:
+    """`! body`."""
+
+    body: Statement
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`left && right`, or `left || right`."""
+
+    left: Statement
+    operator: Literal["&&", "||"]
+    right: Statement
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`condition` of an if or elif, its source text, and what follows then."""
+
+    text: str
+    condition: tuple[Statement, ...]
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class If:
+    """The arms of an if in their order; `otherwise` is None without else."""
+
+    arms: tuple[Arm, ...]
+    otherwise: tuple[Statement, ...] | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """`case word in`: (patterns, body) in their order. `text` is the source up to `in`."""
+
+    text: str
+    word: Word
+    arms: tuple[tuple[tuple[Word, ...], tuple[Statement, ...]], ...]
+
+
+@dataclass(frozen=True)
+class For:
+    """`for name in words`; `words` is None for the script's own arguments, `name` for `for ((...))`."""
+
+    name: str | None
+    words: tuple[Word, ...] | None
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class While:
+    """`while condition`, or with `until` as long as it fails."""
+
+    condition: tuple[Statement, ...]
+    body: tuple[Statement, ...]
+    until: bool
+
+
+@dataclass(frozen=True)
+class Function:
+    """`name() body`."""
+
+    name: str
+    body: Statement
+
+
+Statement = Simple | Test | Arithmetic | Group | Not | Chain | If | Case | For | While | Function
+
+
+@dataclass(frozen=True)
+class Script:
+    """A parsed script. `names`: variables that it sets by itself, other than from their own former value."""
+
+    body: tuple[Statement, ...]
+    names: frozenset[str]
+
+
+def literal(word: Word) -> str:
+    """The plain text of a word, without what is only known later."""
+    return "".join(part.text for part in word.parts if part.kind == "text")
+
+
+def name_of(statement: Statement) -> str | None:
+    """Of a simple command its first word; of another statement None."""
+    return literal(statement.words[0]) if isinstance(statement, Simple) and statement.words else None
+
+
+def ends_script(body: tuple[Statement, ...]) -> bool:
+    """Whether a body is the way out of a script or function."""
+    return any(name_of(each) in ("exit", "return") for each in body)
+
+
+def sets_something(body: tuple[Statement, ...]) -> bool:
+    """Whether a body can change what follows it: it holds an assignment, or more than simple commands."""
+    return any(not isinstance(each, Simple) or bool(each.assignments) or name_of(each) == "eval" for each in body)
+
+
+def words_of(statement: Statement) -> tuple[Word, ...]:
+    """Of a test or simple command, also of those under `!`, `&&` or `||`."""
+    match statement:
+        case Simple() | Test():
+            return statement.words
+        case Not():
+            return words_of(statement.body)
+        case Chain():
+            return words_of(statement.left) + words_of(statement.right)
+        case _:
+            return ()
