@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron.core.errors import ConfigError
 from megatron.training.shell.conditions import matches, test
 from megatron.training.shell.expand import array_of, calculate, fields, text_of
 from megatron.training.shell.parser import DECLARERS, parse
@@ -36,6 +37,8 @@ LOCAL = ("local", "declare", "typeset")  # in a function they make variables tha
 SHELLS = ("bash", "sh", "zsh", "ksh", "dash")
 MOST_TURNS = 64  # of a loop: enough for a loop over arguments, and an end for `while true`
 MOST_NESTED = 16  # scripts and functions that start one another
+MOST_STEPS = 100_000  # statements in all, loops unrolled
+_TOO_LONG = "the script has too many steps or levels to be read without running it; give the training command itself"
 Body = tuple[Statement, ...]
 
 
@@ -71,7 +74,10 @@ def invocations(
     open_file: the text of another script by the name it is called by, or None. Raises ConfigError.
     """
     walker = _Walker(open_file)
-    walker.run(text, scope_of(environment, arguments))
+    try:
+        walker.run(text, scope_of(environment, arguments))
+    except RecursionError:
+        raise ConfigError(_TOO_LONG) from None
     return walker.found
 
 
@@ -81,7 +87,7 @@ class _Walker:
         self._open_file = open_file
         self._launchers: tuple[tuple[str, ...], ...] = ()
         self._assumed: dict[str, None] = {}
-        self._depth = 0
+        self._depth = self._steps = 0
         self._locals: list[dict[str, str | Array | None]] = []  # of each function that runs, what its names were before
 
     def run(self, text: str, scope: Scope) -> None:
@@ -109,6 +115,9 @@ class _Walker:
 
     def _run(self, statement: Statement, scope: Scope) -> bool | None:
         """Whether it succeeds; None when that is not known."""
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            raise ConfigError(_TOO_LONG)
         match statement:
             case Simple():
                 return self._simple(statement, scope)

@@ -215,6 +215,12 @@ def test_loops_and_calls_that_never_end_are_left(tmp_path):
     assert [each.argv for each in read_path(tmp_path / "run.sh")] == [("--lr", "1")]
 
 
+@pytest.mark.parametrize("text", ["(" * 5000 + ")" * 5000, "while true; do " * 5 + ":" + "; done" * 5])
+def test_a_script_that_is_too_much_to_read(text):
+    with pytest.raises(ConfigError, match="too many steps or levels"):
+        read_script(text)
+
+
 def test_what_a_user_may_give(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.sh").write_text("torchrun --nproc_per_node 2 pretrain_gpt.py --lr ${1:-1} --save 'a b'\n")
