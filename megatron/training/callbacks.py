@@ -19,7 +19,8 @@ from megatron.training.memory_report import memory_line
 from megatron.training.progress import ProgressLine
 from megatron.training.signals import ExitSignals
 from megatron.training.state import StepReport
-from megatron.training.timers import format_timers
+from megatron.training.timed_phase import timed_phase
+from megatron.training.timers import format_timers, slowest
 from megatron.training.trainer import Trainer
 from megatron.training.writers import Metrics
 
@@ -62,7 +63,7 @@ class Log:
         self._window.add(report)
         for name, seconds in report.timers.items():
             self._timers[name] = self._timers.get(name, 0.0) + seconds
-        self._metrics.step(report, state.consumed_samples)
+        self._metrics.step(report, state.consumed_samples, trainer.groups.world.size)
         self._curves.train.append((report.iteration, report.loss))
         if report.nan and trainer.groups.rank == 0:
             log.warning(
@@ -102,12 +103,13 @@ class Log:
             peak_memory=memory_report(trainer.device).peak_allocated,
         )
         log.info(format_line(line, datetime.now(), trainer.run.logging.log_throughput))
-        self._metrics.line(line)
+        ranks: list[dict[str, float]] = []
         if trainer.run.logging.timing_log_level > 0:
             taken, self._timers = self._timers, {}
             ranks = gather_objects(taken, trainer.groups.world)
             if block := format_timers(ranks, trainer.run.logging.log_interval):
                 log.info(block)
+        self._metrics.line(line, slowest(ranks, trainer.run.logging.log_interval))
 
     def _print_memory(self, trainer: Trainer) -> None:
         self._reported_memory = True
@@ -192,7 +194,7 @@ class Checkpoint:
     def _save(self, trainer: Trainer, *, prune: bool = True) -> None:
         self._is_due = False
         if trainer.run.checkpoint.save:
-            with trainer.groups.heartbeat.phase("save-checkpoint"):
+            with timed_phase("save-checkpoint", trainer.groups):
                 path = save_checkpoint(trainer, prune=prune)
                 if trainer.run.checkpoint.save_hf:
                     save_hf(trainer, path)

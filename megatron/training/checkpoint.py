@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron.core.groups import Groups
 from megatron.core.log import get_logger
 from megatron.core.parameter import Parameter
 from megatron.core.transformer.lora import is_adapter
+from megatron.training.log_line import format_loaded, format_loading, format_saved, format_saving
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
@@ -41,7 +43,7 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
     run, groups = trainer.run, trainer.groups
     assert run.checkpoint.save
     root, iteration = Path(run.checkpoint.save), trainer.state.iteration
-    log.info("saving checkpoint at iteration %7d to %s", iteration, root)
+    log.info(format_saving(iteration, root, datetime.now()))
     trainer.data_parallel.settle()
     tensors = _weights(trainer)
     if run.checkpoint.save_optim:
@@ -50,7 +52,7 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
         tensors += _rng_tensors(trainer.rng.state(), groups.rank, writer=True)
     keep = run.checkpoint.save_retain if prune else None
     path = save(root, iteration, tensors, _state(trainer), group=groups.world, keep=keep)
-    log.info("  successfully saved checkpoint from iteration %7d to %s", iteration, root)
+    log.info(format_saved(iteration, root, groups.tp.size, groups.pp.size, datetime.now()))
     return path
 
 
@@ -71,7 +73,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     check_same_precision(path, saved, run.model)
     with_optimizer = run.checkpoint.load_optim and not finetune and not run.train.skip_train
     with_rng = run.checkpoint.load_rng and not finetune and state["rng"] == _generators(trainer)
-    log.info("loading checkpoint from %s%s", path, ", weights only" if finetune else "")
+    log.info(format_loading(path, state["train"] and state["train"]["iteration"]))
     if with_optimizer and not state["optimizer"]:
         raise CheckpointError(
             f"{path} holds no optimizer state (it was saved with --no-save-optim); give --no-load-optim"
@@ -108,7 +110,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         trainer.data_parallel.take_mode(state["grad_reduce_mode"])
     if not finetune:
         trainer.state = TrainState(**state["train"])
-    log.info("  successfully loaded checkpoint from %s at iteration %d", path, trainer.state.iteration)
+    log.info(format_loaded(path, trainer.state.iteration, groups.tp.size, groups.pp.size))
 
 
 def converted_state(run: RunConfig) -> dict[str, Any]:

@@ -7,10 +7,12 @@ import math
 import re
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from megatron.training.state import StepReport
 
 GIB = 1024**3
+_TIME = "%Y-%m-%d %H:%M:%S.%f"
 MAX_EXPONENT = 20.0  # perplexity is cut at e^20, as in Megatron-LM, to stay printable at the start of a run
 
 
@@ -98,7 +100,7 @@ class LogWindow:
 def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> str:
     """The printed line. `log_throughput` adds Megatron-LM's throughput field in its place."""
     fields = [
-        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {line.iteration:8d}/{line.train_iters:8d}",
+        f" [{now:{_TIME}}] iteration {line.iteration:8d}/{line.train_iters:8d}",
         f"consumed samples: {line.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {line.seconds_per_iteration * 1000:.1f}",
     ]
@@ -142,6 +144,32 @@ def format_evaluation(where: str, loss: float, name: str = "") -> str:
     line = f" validation{suffix} loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
+
+
+def format_saving(iteration: int, root: Path, now: datetime) -> str:
+    """Megatron-LM's line at the start of a save."""
+    return f"[{now:{_TIME}}] saving checkpoint at iteration {iteration:7d} to {root} in safetensors format"
+
+
+def format_saved(iteration: int, root: Path, tp: int, pp: int, now: datetime) -> str:
+    """Megatron-LM's line at the end of a save, with the ranks of the writer of the line: the first of each axis."""
+    return f"  [{now:{_TIME}}] successfully saved checkpoint from iteration {iteration:7d} to {root} {_ranks(tp, pp)}"
+
+
+def format_loading(path: Path, iteration: int | None) -> str:
+    """Megatron-LM's line before a load; `iteration` is None for weights that no run has saved."""
+    if iteration is None:
+        return f" loading release checkpoint from {path}"
+    return f" loading checkpoint from {path.parent} at iteration {iteration}"
+
+
+def format_loaded(path: Path, iteration: int, tp: int, pp: int) -> str:
+    """Megatron-LM's line after a load; `iteration` is the one that the run goes on from."""
+    return f"  successfully loaded checkpoint from {path.parent} {_ranks(tp, pp)} at iteration {iteration}"
+
+
+def _ranks(tp: int, pp: int) -> str:
+    return f"[ t 1/{tp}, p 1/{pp} ]"
 
 
 _ITERATION = re.compile(r"(?:\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)\]\s+)?iteration\s+(\d+)/\s*(\d+) \|")

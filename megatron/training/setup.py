@@ -63,6 +63,7 @@ from megatron.training.microbatches import BatchSchedule
 from megatron.training.start import find_start, settle_files
 from megatron.training.state import TrainState
 from megatron.training.step import TrainStep
+from megatron.training.timed_phase import timed_phase
 from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer
 
@@ -151,7 +152,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         pipeline=pipeline,
     )
     if checkpoint:
-        with groups.heartbeat.phase("load-checkpoint"):
+        with timed_phase("load-checkpoint", groups):
             load_checkpoint(trainer, checkpoint)
     with groups.heartbeat.phase("build-datasets"):
         trainer.readers = build_readers(trainer, tokenizer.eod)
@@ -476,7 +477,7 @@ def _announce(trainer: Trainer, kernels: Kernels, tp_overlap: str, tp_overlap_wh
     )
     rows = features(run, facts)
     log.info("%s", format_table(rows if run.logging.print_flags else worth_a_line(rows)))
-    log.info("number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)
+    log.info(" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)
     sharding = trainer.data_parallel.settings.shards
     frozen = sum(math.prod(p.info.shape) for p in trainer.parameters.values() if not p.requires_grad)
     if frozen:

@@ -1,13 +1,10 @@
 """Named timers of the parts of a step, and the block that prints them over ranks.
 
-Level 0 times rare things (saving, loading, set-up) by the host's clock. Levels 1 and 2 time parts of a step; the
-device works behind the host's back, so these wait for it before and after, which costs speed: they are off unless
---timing-log-level asks.
+The device works behind the host's back, so timers wait for it before and after, which costs speed: they are off unless
+--timing-log-level asks. Rare things (saving, loading) are timed by the host's clock alone, see timed_phase.py.
 
-Names, as in Megatron-LM. 0: save-checkpoint, load-checkpoint, model-and-optimizer-setup,
-train/valid/test-data-iterators-setup. 1: forward-backward, all-grads-sync, params-all-gather,
-optimizer-unscale-and-check-inf, optimizer-clip-main-grad, optimizer-count-zeros, optimizer-inner-step,
-optimizer-copy-main-to-model-params, optimizer. 2: batch-generator, forward-compute, backward-compute.
+Names, as in Megatron-LM. 1: forward-backward, all-grads-sync, optimizer. 2: batch-generator, forward-compute,
+backward-compute.
 """
 
 from __future__ import annotations
@@ -88,3 +85,9 @@ def format_timers(ranks: list[dict[str, float]], iterations: int = 1) -> str:
         times = [rank[name] * 1000 / iterations for rank in ranks if name in rank]
         lines.append(f"    {(name + ' ').ljust(48, '.')}: ({min(times):.2f}, {max(times):.2f})")
     return "\n".join(lines) if names else ""
+
+
+def slowest(ranks: list[dict[str, float]], iterations: int) -> dict[str, float]:
+    """Name -> seconds per step of the rank that took longest: what Megatron-LM writes to TensorBoard."""
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {name: max(rank[name] for rank in ranks if name in rank) / iterations for name in names}

@@ -22,7 +22,10 @@ from megatron.training.state import StepReport
 
 # TensorBoard has these a second time, under "<tag> vs samples" with the samples read so far as the x axis.
 TAGS_VS_SAMPLES = frozenset(
-    {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "num-zeros", "params-norm", "iteration-time"}
+    {
+        *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "num-zeros"),
+        *("params-norm", "iteration-time"),
+    }
 )
 VALIDATION = "lm loss validation"
 
@@ -88,15 +91,17 @@ class Metrics:
         self._interval = interval
         self._device = device
 
-    def step(self, report: StepReport, consumed_samples: int) -> None:
-        """Every `interval` steps: what the step reports, and this rank's memory."""
+    def step(self, report: StepReport, consumed_samples: int, world_size: int) -> None:
+        """Every `interval` steps: what the step reports, the number of processes, and this rank's memory."""
         if self._writers and report.iteration % self._interval == 0:
-            scalars = {**step_scalars(report), **memory_scalars(self._device)}
+            scalars = {**step_scalars(report), "world-size": world_size, **memory_scalars(self._device)}
             self._add(scalars, report.iteration, consumed_samples)
 
-    def line(self, line: LogLine) -> None:
-        """With every log line: its rates, which are averages over the steps since the line before."""
-        self._add(line_scalars(line), line.iteration, line.consumed_samples)
+    def line(self, line: LogLine, timers: Mapping[str, float]) -> None:
+        """With every log line: its rates, which are averages over the steps since the line before, and so are `timers`:
+        name -> seconds per step of the slowest rank."""
+        scalars = {**line_scalars(line), **{f"{name}-time": seconds for name, seconds in timers.items()}}
+        self._add(scalars, line.iteration, line.consumed_samples)
 
     def evaluation(self, iteration: int, consumed_samples: int, loss: float, name: str = "") -> None:
         """Validation loss and perplexity; `name` tells validation sets apart."""
@@ -151,7 +156,6 @@ def step_scalars(report: StepReport) -> dict[str, float]:
         scalars["num-zeros"] = report.num_zeros
     if report.params_norm is not None:
         scalars["params-norm"] = report.params_norm
-    scalars.update({f"{name}-time": seconds for name, seconds in report.timers.items()})
     return scalars
 
 
@@ -168,13 +172,16 @@ def line_scalars(line: LogLine) -> dict[str, float]:
 
 
 def memory_scalars(device: torch.device) -> dict[str, float]:
-    """Tag -> bytes of this process now and at most."""
+    """Tag -> bytes of this process now and at most, and on CUDA the number of allocations."""
     report = memory_report(device)
-    return {
+    scalars: dict[str, float] = {
         "mem-allocated-bytes": report.allocated,
         "mem-max-allocated-bytes": report.peak_allocated,
         "mem-reserved-bytes": reserved_bytes(device, report),
     }
+    if device.type == "cuda":
+        scalars["mem-allocated-count"] = torch.cuda.memory_stats(device)["allocation.all.current"]
+    return scalars
 
 
 def _import_wandb(config: LoggingConfig) -> ModuleType:

@@ -10,7 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.e2e.helpers.launch import run, start
 from tests.e2e.helpers.runs import MOCK, checkpoint, evaluations, figures, flags, lines, write_dataset
+from tests.unit.training.log_parsers import ITERATION, OTHERS, flagscale_losses, read
 
+TIMER = OTHERS["timer"]
 # Rows of the embedding that no token of a batch names have no gradient.
 WIDE = {"--vocab-size": 256, "--untie-embeddings-and-output-weights": None}
 TP2 = {"--tensor-model-parallel-size": 2, "--sequence-parallel": None}
@@ -63,6 +65,7 @@ class TestOneRun:
     def test_timers(self, trained):
         _, result = trained
         blocks = result.stdout[0].split("(min, max) time across ranks (ms):")[1:]
+        blocks = [block for block in blocks if block.startswith("\n    forward-backward") or "batch-generator" in block]
         assert len(blocks) == 5
         for name in ("forward-backward", "all-grads-sync", "optimizer", "batch-generator", "forward-compute"):
             times = [re.search(rf"^    {name} \.+: \(([\d.]+), ([\d.]+)\)$", block, re.MULTILINE) for block in blocks]
@@ -79,8 +82,46 @@ class TestOneRun:
         assert list(losses) == list(range(1, 11))
         printed = [line["lm loss"] for line in lines(result.stdout[0])]
         assert [(losses[n - 1] + losses[n]) / 2 for n in (2, 4, 6, 8, 10)] == pytest.approx(printed, rel=1e-6)
+        assert {event.value for event in events.Scalars("world-size")} == {2.0}
+        # As Megatron-LM: with each log line, seconds per step of the slowest rank.
+        slowest = [
+            found["most"] / 1000 for found in read(TIMER, result.stdout[0]) if found["name"] == "forward-backward"
+        ]
+        times = [(event.step, event.value) for event in events.Scalars("forward-backward-time")]
+        assert [step for step, _ in times] == [2, 4, 6, 8, 10]
+        assert [value for _, value in times] == pytest.approx(slowest, abs=1e-5)
         validation = [(event.step, event.value) for event in events.Scalars("lm loss validation")]
         assert [step for step, _ in validation] == [5, 10]
+
+    def test_public_parsers_of_megatron_logs(self, trained):
+        """Each finds the same numbers as our own reader, once for each line."""
+        folder, result = trained
+        text = result.stdout[0]
+        own = lines(text)
+        names = {
+            "iteration": "iteration",
+            "ms": "elapsed time per iteration (ms)",
+            "loss": "lm loss",
+            "norm": "grad norm",
+        }
+        for parser, pattern in ITERATION.items():
+            found = read(pattern, text)
+            assert [entry["iteration"] for entry in found if "iteration" in entry] in ([], [2, 4, 6, 8, 10]), parser
+            for name, field in names.items():
+                values = [entry[name] for entry in found if name in entry]
+                assert values in ([], [line[field] for line in own]), (parser, name)
+        assert flagscale_losses(text) == [line["lm loss"] for line in own]
+        saves = [2, 4, 6, 8, 10]
+        found = {kind: read(pattern, text) for kind, pattern in OTHERS.items()}
+        assert [entry["iteration"] for entry in found["saving"]] == saves
+        assert [(entry["iteration"], entry["path"]) for entry in found["saved"]] == [
+            (n, str(folder / "save")) for n in saves
+        ]
+        assert [entry["iteration"] for entry in found["validation"]] == [5, 10]
+        assert [(entry["rank"], entry["iteration"]) for entry in found["memory"]] == [(0, 2), (1, 2)]
+        assert len(found["parameters"]) == len(found["footprint"]) == 1 and found["argument"] == [{"length": 32}]
+        timed = [entry["name"] for entry in found["timer"]]
+        assert timed.count("save-checkpoint") == 5 and timed.count("forward-backward") == 5
 
     def test_loss_curve(self, trained):
         folder, _ = trained

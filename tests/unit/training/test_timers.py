@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megatron.training.timers import Timers, format_timers
+from megatron.training.timers import Timers, format_timers, slowest
 
 
 class Device:
@@ -80,3 +80,9 @@ def test_block_over_ranks():
 
 def test_no_times_no_block():
     assert format_timers([{}, {}]) == ""
+
+
+def test_the_slowest_rank_of_each_part():
+    ranks = [{"forward-backward": 2.0, "optimizer": 0.5}, {"forward-backward": 3.0}]
+    assert slowest(ranks, iterations=2) == {"forward-backward": 1.5, "optimizer": 0.25}
+    assert slowest([], iterations=2) == {}
