@@ -20,6 +20,7 @@ from megatron.training.shell.interpret import SHELLS, Invocation, invocations
 from megatron.training.shell.unknown import CLOSE, OPEN, plain, unknowns
 
 _PROGRAM = re.compile(r"(?:pretrain|posttrain|finetune|train)\w*\.py")
+_OTHER_PROGRAM = re.compile(r"#!(?!.*sh\b)")  # the first line of a file that is no shell script
 _RUNNER = re.compile(r"(?:python[\d.]*|torchrun|deepspeed|accelerate|msrun)")
 # What a Megatron command is known by when its program's name is not: one of these flags is in it.
 _TELLTALES = ("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--seq-length")
@@ -117,7 +118,8 @@ def _runs(word: str) -> bool:
 def _find(folder: Path, name: str) -> str | None:
     """A script by the name it is called by: one that begins with an unknown folder is looked for in this one."""
     path = folder / (name[name.rindex(CLOSE) + 1 :].lstrip("/") if CLOSE in name else name)
-    return _text_of(path) if path.suffix != ".py" and _is_file(str(path)) else None
+    text = _text_of(path) if _is_file(str(path)) else ""
+    return text if text and "\0" not in text and _OTHER_PROGRAM.match(text) is None and path.suffix != ".py" else None
 
 
 def _is_file(path: str) -> bool:

@@ -202,7 +202,11 @@ def test_placeholders_are_words():
 def test_scripts_that_a_script_starts_or_sources(tmp_path):
     (tmp_path / "model").write_text("export LAYERS=6\n")
     (tmp_path / "train.sh").write_text("mpirun -np $GPUS python pretrain_gpt.py --num-layers $LAYERS --lr $1\n")
-    (tmp_path / "run.sh").write_text("source ./model\nexport GPUS=4\nbash train.sh 3e-4\n$(dirname $0)/train.sh 1e-4\n")
+    (tmp_path / "binary").write_bytes(b"\x7fELF\0`")
+    (tmp_path / "script").write_text("#!/usr/bin/env perl\nprint `(`")
+    (tmp_path / "run.sh").write_text(
+        "./binary; ./script\nsource ./model\nexport GPUS=4\nbash train.sh 3e-4\n$(dirname $0)/train.sh 1e-4\n"
+    )
     found = read_path(tmp_path / "run.sh")
     assert [(each.world, each.argv) for each in found] == [
         (4, ("--num-layers", "6", "--lr", "3e-4")),
