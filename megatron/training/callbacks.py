@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megatron.training.log_line import LogLine, LogWindow, format_evaluation, fo
 from megatron.training.loss_curve import draw_loss_curve
 from megatron.training.memory_report import memory_line
 from megatron.training.progress import ProgressLine
+from megatron.training.progress_log import ProgressLog
 from megatron.training.signals import ExitSignals
 from megatron.training.state import StepReport
 from megatron.training.timed_phase import timed_phase
@@ -167,11 +169,15 @@ class Checkpoint:
     def __init__(self) -> None:
         self._saved_at = -1
         self._is_due = False
+        self._progress: ProgressLog | None = None
 
     def start(self, trainer: Trainer) -> None:
         """What was loaded need not be saved again, but a run that was killed may not have exported it."""
         self._saved_at = trainer.state.iteration
-        _write_progress(trainer, "Starting job")
+        config = trainer.run.checkpoint
+        if trainer.run.logging.log_progress and config.save and trainer.groups.rank == 0:
+            self._progress = ProgressLog(Path(config.save) / "progress.txt", trainer.groups.world.size)
+        self._write_progress(lambda file: file.start(trainer.state.floating_point_operations, datetime.now()))
         if trainer.run.checkpoint.save_hf:
             with trainer.groups.heartbeat.phase("save-checkpoint"):
                 complete_exports(trainer)
@@ -199,7 +205,17 @@ class Checkpoint:
                 if trainer.run.checkpoint.save_hf:
                     save_hf(trainer, path)
             self._saved_at = trainer.state.iteration
-            _write_progress(trainer, f"Saved checkpoint\tIteration: {trainer.state.iteration}")
+            state, seq_length = trainer.state, trainer.run.data.seq_length or 0
+            operations, tokens = state.floating_point_operations, state.consumed_samples * seq_length
+            self._write_progress(lambda file: file.saved(state.iteration, operations, tokens, datetime.now()))
+
+    def _write_progress(self, write: Callable[[ProgressLog], None]) -> None:
+        if self._progress is None:
+            return
+        try:
+            write(self._progress)
+        except OSError as error:  # a line less is no reason to end a run
+            log.warning("progress.txt in --save could not be written: %s", error.strerror)
 
 
 class Exit:
@@ -251,23 +267,3 @@ class GarbageCollection:
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Switch it on again."""
         gc.enable()
-
-
-def _write_progress(trainer: Trainer, what: str) -> None:
-    config = trainer.run.logging
-    if not (config.log_progress and trainer.run.checkpoint.save and trainer.groups.rank == 0):
-        return
-    state = trainer.state
-    tokens = state.consumed_samples * (trainer.run.data.seq_length or 0)
-    line = (
-        f"{datetime.now():%Y-%m-%d %H:%M:%S}\t# GPUs: {trainer.groups.world.size}\t{what}"
-        f"\tFloating-point operations: {state.floating_point_operations:.2e}"
-        f"\tTokens (in billions): {tokens / 1e9:.2f}\n"
-    )
-    path = Path(trainer.run.checkpoint.save) / "progress.txt"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line)
-    except OSError as error:  # a line less is no reason to end a run
-        log.warning("%s could not be written: %s", path, error.strerror)
