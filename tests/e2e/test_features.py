@@ -26,7 +26,7 @@ def trained(tmp_path_factory):
         **{"--save": folder / "save", "--save-interval": 2, "--save-retain": 2, "--log-progress": None},
         **{"--eval-interval": 5, "--eval-iters": 2, "--loss-curve": folder / "pictures" / "loss.png"},
         **{"--tensorboard-dir": folder / "events", "--timing-log-level": 2, "--log-interval": 2},
-        **{"--log-params-norm": None, "--log-num-zeros-in-grad": None, "--log-throughput": None},
+        **{"--log-params-norm": None, "--log-num-zeros-in-grad": None, "--log-throughput": None, "--print-flags": None},
     }
     result = run(flags(MOCK, WIDE, TP2, options), folder / "log", 2)
     assert result.codes == [0, 0] and result.stderr == ["", ""], result.text

@@ -28,7 +28,9 @@ def test_columns_and_throughputs(tmp_path, monkeypatch):
 
 def test_the_first_job_of_a_size():
     line = "{}\tJob ID: \t# GPUs: {}\t{}"
-    saved = "Saved checkpoint\tIteration: 5\tJob throughput: 1\tCumulative throughput: 1\tFloating-point operations: 3e12"
+    saved = (
+        "Saved checkpoint\tIteration: 5\tJob throughput: 1\tCumulative throughput: 1\tFloating-point operations: 3e12"
+    )
     lines = [
         line.format("2026-01-01 00:00:00", 4, "Starting job"),
         line.format("2026-01-01 01:00:00", 4, saved),
