@@ -22,14 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.training.launch_script import Command, read_launch
-
 from megatron.config.flag_table import ALIAS, NOOP, READ, SAME
 from megatron.config.interval import SIZE
 from megatron.core.errors import ConfigError
 from megatron.training.arguments import FlagParser, path_word, within
 from megatron.training.exits import exit_code
 from megatron.training.flag_check import Verdict, check_command
+from megatron.training.launch_script import Command, read_launch
 
 WIDTH = 120
 _SAID = {READ: "read", ALIAS: "another name here", SAME: "already so", NOOP: "no effect on the results"}
@@ -93,6 +92,8 @@ def report(command: Command, verdict: Verdict) -> str:
         lines += ["", *_wrapped("already so: " + ", ".join(already))]
     if command.unresolved:
         lines += ["", *_wrapped("not known from the script alone: " + ", ".join(command.unresolved))]
+    if command.assumed:
+        lines += ["", *_wrapped("taken to hold, as the script alone does not say: " + ", ".join(command.assumed))]
     if verdict.problems:
         lines += [
             "",
@@ -130,17 +131,25 @@ def _check_lines(path: Path, world_size: int | None) -> int:
 
 
 def _command(world_size: int, program: str, words: Sequence[str]) -> list[str]:
-    """A command that a shell takes: a flag with its values per line where it has many."""
+    """A command that a shell takes, broken between flags."""
     flags: list[str] = []
     for word in words:
         if word.startswith("--"):
             flags.append(word)
         else:
-            flags[-1] += " " + shlex.quote(word)
-    start = f"torchrun --nproc-per-node {world_size} {program}" if world_size > 1 else f"python {program}"
-    return [
-        " \\\n".join(textwrap.wrap(" ".join([start, *flags]), WIDTH, subsequent_indent="    ", break_on_hyphens=False))
-    ]
+            flags[-1] += " " + _quoted(word)
+    lines = [f"torchrun --nproc-per-node {world_size} {program}" if world_size > 1 else f"python {program}"]
+    for flag in flags:
+        if len(lines[-1]) + len(flag) < WIDTH - 2:
+            lines[-1] += " " + flag
+        else:
+            lines.append("    " + flag)
+    return [" \\\n".join(lines)]
+
+
+def _quoted(word: str) -> str:
+    """A word of a shell's command; variables that the script takes from elsewhere stay variables."""
+    return f'"{word}"' if "$" in word and '"' not in word else shlex.quote(word)
 
 
 def _wrapped(text: str) -> list[str]:
