@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.groups import Groups, create_groups
+from megatron.core.groups import Groups, create_groups, with_shared_heads
 from megatron.core.heartbeat import Heartbeat
 from megatron.core.mesh import Mesh
 
@@ -89,21 +89,30 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 12
     return _POOLS[world_size].run(fn, *args, timeout=timeout)
 
 
-def groups(tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, instances: int | None = None, inner: int = 1) -> Groups:
+def groups(
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    instances: int | None = None,
+    inner: int = 1,
+    holders: int = 1,
+) -> Groups:
     """Process groups of a mesh over this worker's world (cached: groups are made once a mesh and process).
 
-    `instances` of the sharded optimizer; None shards nothing. `inner`: size of cp_inner.
+    `instances` of the sharded optimizer; None shards nothing. `inner`: size of cp_inner. `holders`: size of tp_inner.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep), instances, inner)
+    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep), instances, inner, holders)
 
 
 @functools.cache
-def _groups(mesh: Mesh, instances: int | None, inner: int) -> Groups:
+def _groups(mesh: Mesh, instances: int | None, inner: int, holders: int) -> Groups:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return create_groups(
+    groups = create_groups(
         mesh, rank, Heartbeat(rank), TIMEOUT_SECONDS, optimizer_instances=instances, context_inner=inner
     )
+    return with_shared_heads(groups, holders, TIMEOUT_SECONDS)
 
 
 def free_port() -> int:

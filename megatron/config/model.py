@@ -169,6 +169,15 @@ class ModelConfig:
         assert self.num_attention_heads
         return (self.num_query_groups or 1) if self.group_query_attention else self.num_attention_heads
 
+    def local_kv_heads(self, tp: int) -> int:
+        """Key/value heads that each of `tp` ranks holds: at least one."""
+        return max(1, self.num_kv_heads // tp)
+
+    def kv_head_holders(self, tp: int) -> int:
+        """Of `tp` ranks, the neighbours that hold the same key/value head, and divide its query heads: 1 where each holds
+        heads of its own."""
+        return max(1, tp // self.num_kv_heads)
+
     @property
     def ffn_dim(self) -> int:
         """Width of the MLP's inner activation."""

@@ -146,14 +146,14 @@ def tp_divides_layers(run: RunConfig, world_size: int) -> str | None:
     """Each tensor-parallel rank holds whole heads, whole key/value heads and an equal part of the MLP."""
     m, tp = run.model, run.parallel.tensor_model_parallel_size
     assert m.num_attention_heads
-    sizes = {
-        "--num-attention-heads": m.num_attention_heads,
-        "key/value heads (--num-query-groups)": m.num_kv_heads,
-        "--ffn-hidden-size": m.ffn_dim,
-    }
-    for name, size in sizes.items():
+    for name, size in {"--num-attention-heads": m.num_attention_heads, "--ffn-hidden-size": m.ffn_dim}.items():
         if size % tp:
             return f"{name} {size} is not a multiple of --tensor-model-parallel-size {tp}; change one of them"
+    if m.num_kv_heads % tp and tp % m.num_kv_heads:
+        return (
+            f"--tensor-model-parallel-size {tp} neither divides the {m.num_kv_heads} key/value heads (--num-query-groups) "
+            "nor is a multiple of them; change one of them"
+        )
     return None
 
 
@@ -258,7 +258,7 @@ def heads_fit_context_parallelism(run: RunConfig, world_size: int) -> str | None
     assert m.num_layers and m.num_attention_heads
     try:
         types, inner = set(attention_comm_types(p, m.num_layers)), inner_size(p)
-        heads = m.num_attention_heads // p.tensor_model_parallel_size, m.num_kv_heads // p.tensor_model_parallel_size
+        heads = m.num_attention_heads // p.tensor_model_parallel_size, m.local_kv_heads(p.tensor_model_parallel_size)
         if "a2a" in types:
             copies_of_keys(*heads, p.context_parallel_size)
         if "a2a+p2p" in types:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -39,10 +40,10 @@ class Group:
 class Groups:
     """Every group this rank is in.
 
-    tp: shards of a layer. cp: shards of a sequence; cp_inner, cp_outer: cp as neighbours, and as the ranks of the same
-    place among theirs. dp: replicas that see other samples. pp: stages. up, down: pp again,
-    for messages to higher and to lower ranks, which must not wait for each other. ends: the first and the last stage,
-    on both of them; alone elsewhere.
+    tp: shards of a layer. tp_inner: neighbours along tp that hold the same key and value heads. cp: shards of a sequence;
+    cp_inner, cp_outer: cp as neighbours, and as the ranks of the same place among theirs. dp: replicas that see other
+    samples. pp: stages. up, down: pp again, for messages to higher and to lower ranks, which must not wait for each other.
+    ends: the first and the last stage, on both of them; alone elsewhere.
     dp_cp: reduces gradients of dense parameters. model (tp x pp): ranks that hold different parameters of one replica.
     shard, replicas: dp_cp once more, cut into instances of the sharded optimizer: `shard` are the ranks of one instance,
     which share its state, `replicas` those that hold the same shard in other instances. gather: `shard` again. These
@@ -55,6 +56,7 @@ class Groups:
     heartbeat: Heartbeat
     world: Group
     tp: Group
+    tp_inner: Group
     cp: Group
     cp_inner: Group
     cp_outer: Group
@@ -139,7 +141,7 @@ def create_groups(
     """Make every group of the mesh. Collective over the world: all ranks create all groups in the same order.
 
     `optimizer_instances` divides dp x cp; an instance is a run of neighbouring ranks of it. None: every rank is one, so
-    that nothing is sharded. `context_inner`: size of cp_inner.
+    that nothing is sharded. `context_inner`: size of cp_inner. For tp_inner see `with_shared_heads`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -159,9 +161,25 @@ def create_groups(
             made_here = _new_group(ranks, name, timeout)
             if rank in ranks:
                 groups[name] = Group(name, ranks, ranks.index(rank), made_here, heartbeat)
+    groups["tp_inner"] = Group("tp_inner", (rank,), 0, None, heartbeat)
     everyone = tuple(range(mesh.world_size))
     world = Group("world", everyone, rank, dist.group.WORLD if mesh.world_size > 1 else None, heartbeat)
     return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, **groups)
+
+
+def with_shared_heads(groups: Groups, holders: int, timeout_seconds: float) -> Groups:
+    """The same with a tp_inner of `holders` neighbours, which divide tp. Only the model tells how many they are: more than
+    one where it has fewer key/value heads than tp has ranks. Collective over the world."""
+    inner = groups.tp_inner
+    if holders == groups.tp.size:
+        inner = dataclasses.replace(groups.tp, name="tp_inner")
+    elif holders > 1:
+        timeout = timedelta(seconds=timeout_seconds)
+        for ranks in groups.mesh.tensor_groups(holders):
+            made = _new_group(ranks, "tp_inner", timeout)
+            if groups.rank in ranks:
+                inner = Group("tp_inner", ranks, ranks.index(groups.rank), made, groups.heartbeat)
+    return dataclasses.replace(groups, tp_inner=inner)
 
 
 def _new_group(ranks: tuple[int, ...], name: str, timeout: timedelta) -> dist.ProcessGroup | None:

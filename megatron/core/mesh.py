@@ -104,6 +104,11 @@ class Mesh:
         replicas = [ranks[i::size] for ranks in whole for i in range(size)]
         return {"shard": shards, "gather": shards, "replicas": replicas}
 
+    def tensor_groups(self, inner: int) -> list[tuple[int, ...]]:
+        """Rank lists of "tp_inner": runs of `inner` neighbours of tp, which it divides."""
+        assert self.tp % inner == 0
+        return [line[i : i + inner] for line in self.groups("tp") for i in range(0, self.tp, inner)]
+
     def context_groups(self, inner: int) -> dict[str, list[tuple[int, ...]]]:
         """Rank lists of "cp_inner", runs of `inner` neighbours of cp, and "cp_outer", the ranks of one place in them.
 

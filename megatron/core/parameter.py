@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.groups import Group
+from megatron.core.groups import Group, Groups
 
 # Elements that are initialised at a time: the work space fits a CPU core's cache, or keeps a GPU busy.
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -38,27 +38,58 @@ class Init:
 
 
 @dataclass(frozen=True)
+class Section:
+    """A run of a parameter's local elements that is one rectangle of the global tensor.
+
+    start: its first element in the flattened local piece. offset, shape: the rectangle. holders: so many neighbours along
+    tp hold these elements, 1 where they are cut. partial: each holder has only a part of the gradient, so the parts are
+    summed over the holders after the backward.
+    """
+
+    start: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    holders: int
+    partial: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def of(self, local: Tensor) -> Tensor:
+        """The section of a contiguous local piece, in its shape: a view."""
+        return local.view(-1)[self.start : self.start + self.numel].view(self.shape)
+
+
+@dataclass(frozen=True)
 class ParamInfo:
     """Where a parameter's local piece lies in the global tensor, and how its gradient behaves.
 
-    sum_over_tp: each tp rank holds only a part of the gradient (the parameter is replicated, its input is not), so the
-    parts are summed over tp after the backward. decay: weight decay applies. on_both_ends: the first and the last
-    pipeline rank hold a copy each (tied embeddings), so their gradients are summed, too.
+    sections: the local piece, in order; one, but where tp ranks share the keys and values of a group of heads. decay:
+    weight decay applies. on_both_ends: the first and the last pipeline rank hold a copy each (tied embeddings), so their
+    gradients are summed, too.
     """
 
     global_shape: tuple[int, ...]
     shape: tuple[int, ...]  # of the local piece, also while the parameter itself is freed
-    tp_dim: int | None  # dim that is sharded over tp; None when every tp rank holds the whole parameter
-    offset: tuple[int, ...]  # where the local piece starts in the global tensor
+    sections: tuple[Section, ...]
     init: Init
     decay: bool
-    sum_over_tp: bool
     on_both_ends: bool = False
 
     @property
     def numel(self) -> int:
         """Elements of the global tensor."""
         return math.prod(self.global_shape)
+
+    def section_at(self, index: int) -> Section:
+        """The section of an element of the flattened local piece."""
+        return next(section for section in reversed(self.sections) if section.start <= index)
+
+    def held_first(self, section: Section, groups: Groups) -> bool:
+        """Whether of all ranks of a replica that hold the section this is the first: it writes, and counts, for all."""
+        return groups.tp.rank % section.holders == 0 and not (self.on_both_ends and groups.pp.rank > 0)
 
 
 class GradSlot:
@@ -134,27 +165,54 @@ def make_parameter(
     device: torch.device,
     tp: Group,
     tp_dim: int | None = None,
+    divided: int | None = None,
     decay: bool = True,
     sum_over_tp: bool = False,
 ) -> Parameter:
-    """The local piece of a global parameter, uninitialised. `tp_dim` must be divisible by the tp size."""
-    shape, offset = list(global_shape), [0] * len(global_shape)
-    if tp_dim is not None:
-        shape[tp_dim] //= tp.size
-        offset[tp_dim] = shape[tp_dim] * tp.rank
+    """The local piece of a global parameter, uninitialised.
+
+    tp_dim: the dim that is cut over tp, see `cut`; None: every tp rank holds the whole parameter. sum_over_tp: then each
+    has only a part of its gradient (its input is not replicated).
+    """
+    sections: tuple[Section, ...]
+    if tp_dim is None:
+        zeros, partial = (0,) * len(global_shape), sum_over_tp and tp.size > 1
+        shape, sections = global_shape, (Section(0, zeros, global_shape, tp.size, partial),)
+    else:
+        shape, sections = cut(global_shape, tp, tp_dim, divided)
     parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
-    sharded = tp_dim if tp.size > 1 else None
-    parameter.info = ParamInfo(
-        global_shape=tuple(global_shape),
-        shape=tuple(shape),
-        tp_dim=sharded,
-        offset=tuple(offset),
-        init=init.for_shape(global_shape),
-        decay=decay,
-        sum_over_tp=sum_over_tp and tp.size > 1,
-    )
+    parameter.info = ParamInfo(tuple(global_shape), shape, sections, init.for_shape(global_shape), decay)
     parameter.slot = None
     return parameter
+
+
+def cut(
+    global_shape: tuple[int, ...], tp: Group, tp_dim: int, divided: int | None = None
+) -> tuple[tuple[int, ...], tuple[Section, ...]]:
+    """(shape, sections) of this rank's piece of a tensor that is cut over tp along a dim.
+
+    The dim's size must be a multiple of the tp size. With `divided`, for dim 0, it may also be a divisor of it: then
+    tp / size neighbours share an index. Of what it has along the next dim they divide the first `divided` among themselves,
+    and each of them holds the rest.
+    """
+    size = global_shape[tp_dim]
+    if divided is None or size >= tp.size:
+        assert size % tp.size == 0, f"{global_shape} cannot be cut along dim {tp_dim} in {tp.size} parts"
+        shape = (*global_shape[:tp_dim], size // tp.size, *global_shape[tp_dim + 1 :])
+        offset = tuple(shape[tp_dim] * tp.rank if dim == tp_dim else 0 for dim in range(len(shape)))
+        return shape, (Section(0, offset, shape, holders=1, partial=False),)
+    holders = tp.size // size
+    assert tp_dim == 0 and tp.size % size == 0 and divided % holders == 0
+    index, place = divmod(tp.rank, holders)
+    rows, inner = global_shape[1], global_shape[2:]
+    own, zeros = divided // holders, (0,) * len(inner)
+    sections = (
+        Section(0, (index, place * own, *zeros), (1, own, *inner), holders=1, partial=False),
+        Section(
+            own * math.prod(inner), (index, divided, *zeros), (1, rows - divided, *inner), holders=holders, partial=True
+        ),
+    )
+    return (1, own + rows - divided, *inner), tuple(section for section in sections if section.numel)
 
 
 def local_parameters(model: nn.Module) -> dict[str, Parameter]:
@@ -174,7 +232,8 @@ def initialize(parameters: dict[str, Parameter], seed: int) -> None:
         if info.init.kind == "constant":
             parameter.fill_(info.init.scale)
         else:
-            _fill_random(parameter, info, _key(seed, name))
+            for section in info.sections:
+                _fill_random(section.of(parameter.detach()), section.offset, info, _key(seed, name))
 
 
 def _key(seed: int, name: str) -> int:
@@ -182,28 +241,28 @@ def _key(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def _fill_random(parameter: Parameter, info: ParamInfo, key: int) -> None:
+def _fill_random(values: Tensor, offset: tuple[int, ...], info: ParamInfo, key: int) -> None:
     """By blocks of rows: 64-bit arithmetic on a whole large matrix would cost many times its size in memory."""
-    flat = parameter.view(parameter.shape[0], -1)
-    index_of_row, within = _global_index(parameter, info)
-    rows = max(1, _BLOCK[parameter.device.type] // max(1, flat.shape[1]))
+    flat = values.view(-1, values.shape[-1])
+    index_of_row, within = _global_index(values, offset, info.global_shape)
+    rows = max(1, _BLOCK[values.device.type] // max(1, flat.shape[1]))
     for start in range(0, flat.shape[0], rows):
         index = index_of_row[start : start + rows, None] + within[None, :]
-        flat[start : start + rows] = _random_values(index, key, info.init).to(parameter.dtype)
+        flat[start : start + rows] = _random_values(index, key, info.init).to(values.dtype)
 
 
-def _global_index(parameter: Parameter, info: ParamInfo) -> tuple[Tensor, Tensor]:
-    """Index in the flattened global tensor of local element (row, column), as a sum of two vectors."""
-    device = parameter.device
-    strides = [math.prod(info.global_shape[d + 1 :]) for d in range(len(info.global_shape))]
+def _global_index(values: Tensor, offset: tuple[int, ...], global_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Index in the flattened global tensor of an element in (row, column), all dims but the last as rows: a sum of two
+    vectors."""
+    strides = [math.prod(global_shape[d + 1 :]) for d in range(len(global_shape))]
     positions = [
-        (torch.arange(n, device=device, dtype=torch.int64) + start) * stride
-        for n, start, stride in zip(parameter.shape, info.offset, strides, strict=True)
+        (torch.arange(n, device=values.device, dtype=torch.int64) + start) * stride
+        for n, start, stride in zip(values.shape, offset, strides, strict=True)
     ]
-    within = torch.zeros(1, dtype=torch.int64, device=device)
-    for position in positions[1:]:
-        within = (within[:, None] + position[None, :]).reshape(-1)
-    return positions[0], within
+    rows = torch.zeros(1, dtype=torch.int64, device=values.device)
+    for position in positions[:-1]:
+        rows = (rows[:, None] + position[None, :]).reshape(-1)
+    return rows, positions[-1]
 
 
 def _random_values(index: Tensor, key: int, init: Init) -> Tensor:

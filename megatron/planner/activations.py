@@ -108,7 +108,7 @@ def _attention(model: ModelConfig, place: Place, *, again: bool) -> tuple[int, i
     """(kept by attention with what leads to it, kept by the output projection)"""
     assert model.num_attention_heads
     tokens, d, size = place.tokens * place.samples, model.head_dim, _itemsize(model)
-    n, g = model.num_attention_heads // place.tp, model.num_kv_heads // place.tp
+    n, g = model.num_attention_heads // place.tp, model.local_kv_heads(place.tp)
     out = size * tokens * n * d
     norms = _query_key_norms(model, place, n, g, tokens)
     if again or place.attention == "fused":

@@ -58,7 +58,7 @@ def layer_parameters(model: ModelConfig, tp: int) -> Iterator[tuple[str, int]]:
     h, d, f = model.hidden_size, model.head_dim, model.ffn_dim // tp
     inner = f * (2 if model.swiglu else 1)
     heads = model.num_attention_heads * d // tp
-    qkv = heads + 2 * model.num_kv_heads * d // tp
+    qkv = heads + 2 * model.local_kv_heads(tp) * d
     yield from ((f"input_layernorm.{name}", n) for name, n in _norm(model, h))
     yield from _linear("self_attention.linear_qkv", h, qkv, bias=model.qkv_bias)
     yield "self_attention.linear_proj.weight", heads * h

@@ -117,7 +117,7 @@ def sizes_of(run: RunConfig, target: Target) -> Sizes:
         f=model.ffn_dim // tp,
         gated=model.swiglu,
         heads=model.num_attention_heads // tp,
-        groups=model.num_kv_heads // tp,
+        groups=model.local_kv_heads(tp),
         d=model.head_dim,
         rotary=model.rotary_dim,
         vocab=model.padded_vocab_size // tp,

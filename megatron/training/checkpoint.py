@@ -202,8 +202,9 @@ def check_same_precision(path: Path, saved: ModelConfig, model: ModelConfig) -> 
 def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[ShardedTensor]:
     """Every weight of this rank with its place in the global model."""
     return [
-        _sharded(MODEL_PREFIX + name, parameter.detach(), parameter, groups, number)
+        sharded
         for number, (name, parameter) in enumerate(parameters.items())
+        for sharded in _sharded(MODEL_PREFIX + name, parameter, groups, number)
     ]
 
 
@@ -232,32 +233,29 @@ def optimizer_tensors(trainer: Trainer, pieces: Iterable[tuple[Piece, str, Tenso
 
 
 def _flat(name: str, data: Tensor, piece: Piece, trainer: Trainer, number: int) -> list[ShardedTensor]:
-    parameter, groups = trainer.parameters[piece.name], trainer.groups
+    info, groups = trainer.parameters[piece.name].info, trainer.groups
+    section = info.section_at(piece.start)
     # Instances of the optimizer hold copies and take turns.
-    writer = groups.replicas.rank == number % groups.replicas.size and _first_holder(parameter, groups)
+    writer = groups.replicas.rank == number % groups.replicas.size and info.held_first(section, groups)
     return flat_slice(
         name,
         data,
-        start=piece.start,
-        shape=parameter.info.shape,
-        global_shape=parameter.info.global_shape,
-        offset=parameter.info.offset,
+        start=piece.start - section.start,
+        shape=section.shape,
+        global_shape=info.global_shape,
+        offset=section.offset,
         writer=writer,
     )
 
 
-def _first_holder(parameter: Parameter, groups: Groups) -> bool:
-    """Of the tp ranks that hold a replicated parameter, and the stages that hold a copy, the first one writes it."""
-    if parameter.info.on_both_ends and groups.pp.rank > 0:
-        return False
-    return parameter.info.tp_dim is not None or groups.tp.rank == 0
-
-
-def _sharded(name: str, data: Tensor, parameter: Parameter, groups: Groups, number: int) -> ShardedTensor:
+def _sharded(name: str, parameter: Parameter, groups: Groups, number: int) -> list[ShardedTensor]:
     info = parameter.info
-    # Replicas over dp x cp take turns, so that all hosts' disks write; replicas over tp leave it to tp rank 0.
-    writer = groups.dp_cp.rank == number % groups.dp_cp.size and _first_holder(parameter, groups)
-    return ShardedTensor(name, data, info.global_shape, info.offset, writer)
+    # Replicas over dp x cp take turns, so that all hosts' disks write; replicas over tp leave it to the first of them.
+    turn, data = groups.dp_cp.rank == number % groups.dp_cp.size, parameter.detach()
+    return [
+        ShardedTensor(name, part.of(data), info.global_shape, part.offset, turn and info.held_first(part, groups))
+        for part in info.sections
+    ]
 
 
 def _rng_tensors(states: dict[str, Tensor], rank: int, *, writer: bool) -> list[ShardedTensor]:

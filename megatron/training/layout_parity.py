@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import multiprocessing
 import os
 import socket
@@ -121,7 +122,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "kv_channels": HEAD_DIM,
-        "num_query_groups": LARGEST_TP if model.group_query_attention else None,
+        "num_query_groups": math.gcd(model.num_kv_heads, LARGEST_TP) if model.group_query_attention else None,
         "ffn_hidden_size": max(1, round(hidden * ratio / 8)) * 8,
         "vocab_size": VOCAB_SIZE,  # not a multiple of anything: the padding takes part
         "make_vocab_size_divisible_by": 8,

@@ -104,13 +104,18 @@ def check_tp(saved: Saved, tp: int) -> None:
     """Raise ConfigError unless `tp` processes can share each layer of the saved model."""
     model = saved.model
     assert model.num_attention_heads
-    sizes = (model.num_attention_heads, model.num_kv_heads, model.ffn_dim, model.padded_vocab_size)
-    common = math.gcd(*sizes)
-    if common % tp:
-        heads, groups, width, vocabulary = sizes
+    heads, groups, width, vocabulary = (
+        model.num_attention_heads,
+        model.num_kv_heads,
+        model.ffn_dim,
+        model.padded_vocab_size,
+    )
+    common = math.gcd(heads, width, vocabulary)
+    fitting = [n for n in range(1, common + 1) if common % n == 0 and 0 in (groups % n, n % groups)]
+    if tp not in fitting:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp} does not cut the model of {saved.path}: {heads} heads, {groups} "
-            f"key/value heads, MLP width {width}, padded vocabulary {vocabulary}; use a divisor of {common}"
+            f"key/value heads, MLP width {width}, padded vocabulary {vocabulary}; use one of {', '.join(map(str, fitting))}"
         )
 
 

@@ -33,7 +33,7 @@ from megatron.core.device import allow_open_files, choose_device, set_cpu_thread
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.errors import CheckpointError, ConfigError, UserError
-from megatron.core.groups import Group, Groups, backend_for, connect, create_groups
+from megatron.core.groups import Group, Groups, backend_for, connect, create_groups, with_shared_heads
 from megatron.core.log import get_logger
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.adapter import AdapterSource
@@ -86,6 +86,8 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     run = with_vocabulary(run, tokenizer.vocab_size, checkpoint)
     if run.checkpoint.save_hf:
         write_config(run.model)  # says now, and not at the first save, that no family can hold the model
+    holders = run.model.kv_head_holders(groups.tp.size)
+    groups = with_shared_heads(groups, holders, run.parallel.distributed_timeout_minutes * 60)
     kernels = choose_kernels(run.model, device)
     rng = RngTracker(run.train.seed, groups, device)
     assert run.model.num_layers

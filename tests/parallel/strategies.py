@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron.config.data import DataConfig
 from megatron.config.data_parallel import EVERY, DataParallelSettings
+from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.boxes import flat_boxes
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
@@ -42,9 +43,9 @@ SAMPLES, LENGTH, EOD = 48, 8, 5
 LR, DECAY = 5e-3, 0.1
 
 
-def groups_for(settings, tp=1):
+def groups_for(settings, tp=1, holders=1):
     """Process groups of this worker's world with shards as `settings` ask for them."""
-    return pool.groups(tp=tp, instances=DataParallelSettings(**settings).optimizer_instances)
+    return pool.groups(tp=tp, instances=DataParallelSettings(**settings).optimizer_instances, holders=holders)
 
 
 @dataclass
@@ -90,8 +91,9 @@ def boxes_of(data_parallel):
     known, found = parameters_of(data_parallel), []
     for piece, elements in data_parallel.weights():
         info, done = known[piece.name].info, 0
-        for box in flat_boxes(info.shape, piece.start, piece.stop):
-            offset = tuple(a + b for a, b in zip(info.offset, box.offset, strict=True))
+        section = info.section_at(piece.start)
+        for box in flat_boxes(section.shape, piece.start - section.start, piece.stop - section.start):
+            offset = tuple(a + b for a, b in zip(section.offset, box.offset, strict=True))
             part = elements[done : done + box.numel].float().view(box.shape)
             found.append((piece.name, offset, info.global_shape, part.numpy().copy()))
             done += box.numel
@@ -117,7 +119,7 @@ def make_run(
     **optimizer,
 ):
     """Ready for its first step. `before(model)` may change the model before it is put into buckets."""
-    groups = groups_for(settings, tp)
+    groups = groups_for(settings, tp, ModelConfig(**fields).kv_head_holders(tp))
     model = make_model(fields, groups, sequence_parallel=sequence_parallel, spread=0.1)
     if before is not None:
         before(model)

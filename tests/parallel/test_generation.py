@@ -21,6 +21,7 @@ SHAPES = {
 }
 LAYERS = 4
 ONE, TP2, PP2, PP4, MIXED = (1, 1), (2, 1), (1, 2), (1, 4), (2, 2)  # tp, pp
+TP4 = (4, 1)  # two ranks share each of the two key/value heads
 
 
 def on(layout, fn, *args):
@@ -61,7 +62,7 @@ def logits(rank, size, layout, folder):
 def test_tokens_do_not_depend_on_the_layout(tmp_path, shape):
     (folder,) = on(ONE, save, str(tmp_path), SHAPES[shape])
     (expected,) = on(ONE, tokens, folder)
-    for layout in (TP2, PP2, PP4, MIXED):
+    for layout in (TP2, PP2, PP4, MIXED, TP4):
         assert on(layout, tokens, folder) == [expected] * (layout[0] * layout[1]), layout
     greedy, sampled, _ = expected
     assert greedy != sampled and len({token for ids in sampled for token in ids}) > 10
@@ -95,7 +96,7 @@ def test_logits_do_not_depend_on_pp(tmp_path, fields, one_thread):
             assert all(map(torch.equal, found, expected)), "the same sums: the same bits"
 
 
-@pytest.mark.parametrize("layout", [TP2, MIXED], ids=str)
+@pytest.mark.parametrize("layout", [TP2, TP4, MIXED], ids=str)
 def test_logits_do_not_depend_on_tp(tmp_path, layout):
     (folder,) = on(ONE, save, str(tmp_path), {})
     (expected,) = on(ONE, logits, folder)

@@ -20,8 +20,8 @@ from tests.unit.models.builds import CPU, make_ids
 from tests.unit.models.hf_models import load_quietly, save_published
 
 DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}  # a run has its own, and says so in config.json
-# Grouped heads, biases, tied embeddings, normalised wide heads; an odd vocabulary each.
-NAMES = ["Yi 6B", "Qwen2 7B", "Qwen1.5 0.5B", "Qwen3 32B"]
+# Grouped heads, biases of heads that tp ranks share, tied embeddings, normalised wide heads; an odd vocabulary each.
+NAMES = ["Yi 6B", "Qwen2 0.5B", "Qwen1.5 0.5B", "Qwen3 32B"]
 
 
 def through(rank, size, fields, root):

@@ -89,7 +89,7 @@ def test_the_reference_learns(model):
         ({"swiglu": True, "qk_layernorm": True}, {"swiglu": True, "qk_layernorm": True}),
         (
             {"num_attention_heads": 16, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 4},
-            {"num_attention_heads": 16, "num_query_groups": 4},
+            {"num_attention_heads": 16, "num_query_groups": 2},
         ),
     ],
 )

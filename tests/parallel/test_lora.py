@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.models.merge import MergedSource
 from megatron.core.parameter import local_parameters
@@ -30,6 +31,7 @@ MODELS = {
     "llama, some": {**LLAMA, **SOME},
     "gpt": {**GPT, **ALL},
     "one group": {**LLAMA, "num_query_groups": 1, **SOME},
+    "two groups": {**LLAMA, "num_query_groups": 2, **ALL},
 }
 BATCHES = 2
 
@@ -114,7 +116,7 @@ def test_it_is_the_merged_model_and_its_gradient(name):
 
 def share(rank, size, fields, sequence_parallel):
     """(losses, gradient pieces with what is partial over tp summed) of this rank."""
-    groups = pool.groups(tp=size)
+    groups = pool.groups(tp=size, holders=ModelConfig(**fields).kv_head_holders(size))
     model = adapted(fields, groups, sequence_parallel=sequence_parallel)
     with torch.no_grad():
         found = losses(model, make_ids(2, 8, seed=9))
@@ -122,8 +124,14 @@ def share(rank, size, fields, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["llama", "llama, some", "gpt"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, size) for name in ("llama", "llama, some", "gpt") for size in (2, 4)),
+        ("one group", 2),
+        ("two groups", 4),
+    ],
+)
 def test_the_same_over_tp(name, size, sequence_parallel):
     fields = MODELS[name]
     ((one, expected),) = pool.run(1, share, fields, False)

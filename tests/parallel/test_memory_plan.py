@@ -9,6 +9,7 @@ SMALL = "--hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 4 --seq-l
 # Messages and reductions that are under way are a few tensors more or less: the issue's 3 % hold for all of it.
 RUNS = {
     "tp, sequence parallel, bf16": (2, f"{TP2} --sequence-parallel --bf16 --num-layers 2"),
+    "tp, one group": (2, f"{TP2} --bf16 --num-layers 2 --group-query-attention --num-query-groups 1"),
     "1f1b, norms again": (2, f"{PP2} --global-batch-size 8 --kaimm-recompute-norm"),
     "1f1b, parts that move": (2, f"{PP2} --global-batch-size 8 {PARTS} mlp_fc1 mlp_act mlp_fc2"),
     "gpipe, half of all moves": (

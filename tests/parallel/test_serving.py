@@ -9,7 +9,7 @@ from megatron.core.inference.engine import Engine, Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.score import Window, score
 from megatron.core.inference.slots import SlotDecoder
-from tests.parallel.test_generation import LAYERS, MIXED, ONE, PP2, PP4, TP2, on, restore, save
+from tests.parallel.test_generation import LAYERS, MIXED, ONE, PP2, PP4, TP2, TP4, on, restore, save
 from tests.unit.inference.small import GREEDY, PROMPTS, run
 
 SAMPLING = Sampling(temperature=1.2, top_k=50, top_p=0.95)
@@ -54,7 +54,7 @@ def offline(rank, size, layout, folder):
 
 @pytest.mark.parametrize(
     ("tied", "slots", "layouts"),
-    [pytest.param(False, 2, (TP2, PP2, PP4, MIXED), marks=pytest.mark.slow), (True, 8, (TP2, PP2))],
+    [pytest.param(False, 2, (TP2, PP2, PP4, MIXED), marks=pytest.mark.slow), (True, 8, (TP2, PP2, TP4))],
     ids=["untied, most wait", "tied, none waits"],
 )
 def test_answers_do_not_depend_on_the_layout(tmp_path, tied, slots, layouts):
@@ -136,6 +136,7 @@ def test_a_rank_has_the_cache_of_its_own_layers_and_heads(tmp_path):
     for layout in (TP2, PP2, PP4, MIXED):
         ranks = layout[0] * layout[1]
         assert on(layout, cache_bytes, folder) == [whole // ranks] * ranks
+    assert on(TP4, cache_bytes, folder) == [whole // 2] * 4, "copies of two heads"
 
 
 def scores(rank, size, layout, folder, batch_tokens):

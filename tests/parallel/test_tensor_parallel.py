@@ -52,22 +52,24 @@ def prepare(layer, slots):
     for number, parameter in enumerate(parameters.values()):
         if parameter.info.init.kind == "constant":
             noise = normal(*parameter.info.global_shape, seed=number)
-            with torch.no_grad():
-                parameter.add_(noise[place(parameter.info.offset, parameter.shape)])
+            for section in parameter.info.sections:
+                section.of(parameter.detach()).add_(noise[place(section.offset, section.shape)])
         if slots:
             parameter.slot = slot_of(torch.full(parameter.shape, float("nan")))
     return parameters
 
 
 def taken(parameters):
-    """[(name, offset, global shape, sum over tp?, gradient)]; what autograd accumulated moves into the slot first."""
+    """[(name, offset, global shape, partial?, gradient)], section by section; what autograd accumulated moves into the
+    slot first."""
     found = []
     for name, parameter in parameters.items():
         if parameter.slot is not None and parameter.grad is not None:
             parameter.slot.add(parameter.grad)
         gradient = parameter.grad if parameter.slot is None else parameter.slot.main_grad
-        info = parameter.info
-        found.append((name, info.offset, info.global_shape, info.sum_over_tp, gradient.clone()))
+        shape = parameter.info.global_shape
+        for part in parameter.info.sections:
+            found.append((name, part.offset, shape, part.partial, part.of(gradient).clone()))
     return found
 
 
@@ -307,7 +309,9 @@ def dropout_step(rank, size, fields, sequence_parallel):
     first, second = losses(model, ids), losses(model, ids)
     assert not first.equal(second), "another mask each time"
     backward(data_parallel, (first + second).sum())
-    replicated = {n: g for n, g in gradients(data_parallel).items() if local_parameters(model)[n].info.tp_dim is None}
+    replicated = {
+        n: g for n, g in gradients(data_parallel).items() if local_parameters(model)[n].info.sections[0].holders > 1
+    }
     everywhere = all_gather(hidden, groups.tp) if sequence_parallel else hidden
     return first.detach(), hidden, everywhere, replicated
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buckets import ALIGN, BucketLayout, owned_pieces, round_up
+from megatron.core.distributed.buckets import ALIGN, BucketLayout, Piece, owned_pieces, round_up
 from megatron.core.distributed.home import Home, Travel
-from megatron.core.parameter import GradSlot, Parameter
+from megatron.core.parameter import GradSlot, Parameter, ParamInfo, Section
 
 K = TypeVar("K", bound=Hashable)
 
@@ -25,6 +25,7 @@ class Bucket:
     grads [size], fp32: gradients; every parameter's slot writes there. Kept for the whole run or, after
     `keep_grads(False)`, taken from `take` when the first gradient is written and given up to be reduced (`detach`).
     grad_shard [size / shards], fp32: this rank's slice of the reduced gradient: a view of `grads` when those are kept.
+    pieces: what this rank's slice holds, in order; each lies within one section of its parameter.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Bucket:
         """`rank` of `shards`: which slice is this rank's. `take(n)`: a block of fp32 memory of at least n elements.
         `stage`: the pipeline stage whose backward completes it; None when several do."""
         self.index, self.parameters, self.layout, self.stage = index, parameters, layout, stage
-        self.pieces = owned_pieces(layout, rank, shards)
+        self.pieces = [part for piece in owned_pieces(layout, rank, shards) for part in self._by_section(piece)]
         self.missing = 0  # gradients that this backward pass has not brought yet
         self._rank, self._shards, self._take = rank, shards, take
         self._shard_is_fresh = True
@@ -79,15 +80,22 @@ class Bucket:
         start, numel = self.layout.offsets[name], self.layout.numels[name]
         return flat[start : start + numel].view(self.parameters[name].info.shape)
 
-    def runs(self, key: Callable[[Parameter], K]) -> list[tuple[int, int, K]]:
-        """This rank's slice as (start, stop, key): the longest runs of pieces with the same key, by rows of 64.
+    def section_of(self, piece: Piece) -> Section:
+        """Whose elements the piece's are; of `pieces`, none reaches into a second section."""
+        return self.parameters[piece.name].info.section_at(piece.start)
 
-        Alignment padding belongs to the piece before it; slices without a parameter are left out.
+    def runs(self, key: Callable[[ParamInfo, Section], K]) -> list[tuple[int, int, K]]:
+        """This rank's slice as (start, stop, key): the longest runs of pieces with the same key.
+
+        Alignment padding belongs to the parameter before it; slices without a parameter are left out. So runs are whole
+        rows of 64 but where one ends between two sections of a parameter.
         """
         found: list[tuple[int, int, K]] = []
         for piece in self.pieces:
-            value = key(self.parameters[piece.name])
-            start, stop = piece.at, round_up(piece.at + piece.stop - piece.start, ALIGN)
+            value = key(self.parameters[piece.name].info, self.section_of(piece))
+            start, stop = piece.at, piece.at + piece.stop - piece.start
+            if piece.stop == self.layout.numels[piece.name]:
+                stop = round_up(stop, ALIGN)
             if found and found[-1][1:] == (start, value):
                 start = found.pop()[0]
             found.append((start, stop, value))
@@ -197,6 +205,13 @@ class Bucket:
         for name, parameter in self.parameters.items():
             assert parameter.slot is not None
             parameter.slot.main_grad = self.view_of(grads, name)
+
+    def _by_section(self, piece: Piece) -> Iterator[Piece]:
+        """The piece, cut where a section of the parameter ends."""
+        for section in self.parameters[piece.name].info.sections:
+            start, stop = max(piece.start, section.start), min(piece.stop, section.start + section.numel)
+            if start < stop:
+                yield Piece(piece.name, start, stop, piece.at + start - piece.start)
 
     def _own(self, flat: Tensor) -> Tensor:
         return flat.view(self._shards, -1)[self._rank]

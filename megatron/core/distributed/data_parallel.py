@@ -182,8 +182,9 @@ class DataParallel:
         """Wait until every bucket's `grad_shard` holds the sum over all replicas.
 
         Communication: reductions were started before: one a bucket and, unless gradients are kept, a microbatch. Then
-        one all-reduce over tp of this rank's slices of the gradients that are partial over tp, and one over the two ends
-        of the pipeline where they share an embedding.
+        one all-reduce over tp of this rank's slices of the gradients that are partial over tp, one over tp_inner of those
+        of keys and values that some of its ranks share, and one over the two ends of the pipeline where they share an
+        embedding.
         """
         self._last = True
         for bucket in self.buckets:
@@ -210,10 +211,9 @@ class DataParallel:
         """What this rank owns of the reduced gradient: (parameter, offset in the global tensor, its elements there)."""
         for bucket in self.buckets:
             for piece in bucket.pieces:
-                parameter = bucket.parameters[piece.name]
-                flat, done = bucket.grad_shard[piece.at :], 0
-                for box in flat_boxes(parameter.info.shape, piece.start, piece.stop):
-                    offset = tuple(a + b for a, b in zip(parameter.info.offset, box.offset, strict=True))
+                section, flat, done = bucket.section_of(piece), bucket.grad_shard[piece.at :], 0
+                for box in flat_boxes(section.shape, piece.start - section.start, piece.stop - section.start):
+                    offset = tuple(a + b for a, b in zip(section.offset, box.offset, strict=True))
                     yield piece.name, offset, flat[done : done + box.numel].view(box.shape)
                     done += box.numel
 
@@ -349,16 +349,17 @@ class DataParallel:
         return sorted(seconds)[_PROBES // 2]
 
     def _sum_over_tp(self) -> None:
-        partial = [
-            bucket.grad_shard[start:stop]
-            for bucket in self.buckets
-            for start, stop, summed in bucket.runs(_is_partial)
-            if summed
-        ]
-        if partial:
-            together = all_reduce(torch.cat(partial), self._groups.tp)
-            for piece, total in zip(partial, together.split([len(piece) for piece in partial]), strict=True):
-                piece.copy_(total)
+        groups = {group.size: group for group in (self._groups.tp_inner, self._groups.tp)}
+        partial: dict[int, list[Tensor]] = {size: [] for size in groups}
+        for bucket in self.buckets:
+            for start, stop, holders in bucket.runs(lambda info, section: section.holders if section.partial else 0):
+                if holders:
+                    partial[holders].append(bucket.grad_shard[start:stop])
+        for size, parts in partial.items():
+            if parts:
+                together = all_reduce(torch.cat(parts), groups[size])
+                for part, total in zip(parts, together.split([len(part) for part in parts]), strict=True):
+                    part.copy_(total)
 
     def _make_buckets(
         self, parameters: dict[str, Parameter], stages: dict[str, int | None], far: set[str], bucket_size: int | None
@@ -388,7 +389,3 @@ class DataParallel:
 def _run(jobs: list[Callable[[], None]]) -> None:
     for job in jobs:
         job()
-
-
-def _is_partial(parameter: Parameter) -> bool:
-    return parameter.info.sum_over_tp

@@ -32,7 +32,7 @@ class LayerCache:
 def allocate_caches(build: Build, layers: int, batch_size: int, capacity: int) -> list[LayerCache]:
     """An empty cache for each of `layers` layers: 2 x layers x capacity x b x groups/tp x d elements in all."""
     config = build.config
-    heads = config.num_kv_heads // build.groups.tp.size
+    heads = config.local_kv_heads(build.groups.tp.size)
     return [
         LayerCache(capacity, batch_size, heads, config.head_dim, dtype=build.dtype, device=build.device)
         for _ in range(layers)

@@ -39,7 +39,7 @@ class SlotCache:
     """One layer's keys and values, each [capacity, rows, groups/tp, d]: a `KeyValueCache`."""
 
     def __init__(self, capacity: int, rows: int, build: Build, place: _Place) -> None:
-        heads = build.config.num_kv_heads // build.groups.tp.size
+        heads = build.config.local_kv_heads(build.groups.tp.size)
         # Zeros, not empty: a masked column still meets a weight of zero, and zero times a NaN is a NaN.
         self._keys = torch.zeros(capacity, rows, heads, build.config.head_dim, dtype=build.dtype, device=build.device)
         self._values = torch.zeros_like(self._keys)
@@ -99,7 +99,7 @@ class SlotDecoder:
     def _check_room(self) -> None:
         """Raise ConfigError for a cache that the device has no room for, before memory is filled with it."""
         build, config = self._build, self._build.config
-        heads = config.num_kv_heads // build.groups.tp.size
+        heads = config.local_kv_heads(build.groups.tp.size)
         size = 2 * self._model.num_layers * self.capacity * self.slots * heads * config.head_dim * build.dtype.itemsize
         if size > (free := headroom(build.device)):
             raise ConfigError(

@@ -31,4 +31,5 @@ class Source(Protocol):
 def fill(parameters: dict[str, Parameter], source: Source) -> None:
     """Load a rank's parameters: each reads its own piece. Local."""
     for name, parameter in parameters.items():
-        parameter.copy_(source.read(name, Box(parameter.info.offset, tuple(parameter.info.shape)), parameter.dtype))
+        for section in parameter.info.sections:
+            section.of(parameter.detach()).copy_(source.read(name, Box(section.offset, section.shape), parameter.dtype))

@@ -31,7 +31,7 @@ class Chunk:
         self.state: dict[str, Tensor] = {}
         self.runs = [
             (max(first, start) - start, min(last, stop) - start, decay)
-            for first, last, decay in bucket.runs(lambda parameter: parameter.info.decay)
+            for first, last, decay in bucket.runs(lambda info, section: info.decay)
             if max(first, start) < min(last, stop)
         ]
         self._config = config

@@ -27,7 +27,6 @@ from megatron.core.optimizer.copies import Copies, Event
 from megatron.core.optimizer.far_memory import DiskMemory, Held, HostMemory
 from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
-from megatron.core.parameter import Parameter
 from megatron.planner.optimizer_memory import STAGED
 
 
@@ -144,7 +143,7 @@ class FarUpdates:
 
     def _send_again(self, chunk: Chunk, after: Event) -> Event:
         """What changed since the bucket was reduced: gradients that are parts over tp have been added up."""
-        for start, stop, partial in chunk.bucket.runs(_is_partial):
+        for start, stop, partial in chunk.bucket.runs(lambda info, section: section.partial):
             first, last = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
             if partial and first < last:
                 to = self._gradients[chunk][first:last]
@@ -200,7 +199,3 @@ class FarUpdates:
         if held is None or len(held) < size:
             held = self._staging[kind, slot] = self._host.take({kind: (size, dtype)}).tensors[kind]
         return held[:size]
-
-
-def _is_partial(parameter: Parameter) -> bool:
-    return parameter.info.sum_over_tp

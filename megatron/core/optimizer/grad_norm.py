@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Groups
-from megatron.core.parameter import Parameter
 
 _ROW = 64  # buckets and their slices are whole rows
 
 
-def counted_here(parameter: Parameter, groups: Groups) -> bool:
-    """A parameter replicated over tp is counted by tp rank 0 only; a sharded one by every rank, each its own piece.
-
-    Of two copies at the ends of the pipeline the first one counts.
-    """
-    if parameter.info.on_both_ends and groups.pp.rank > 0:
-        return False
-    return parameter.info.tp_dim is not None or groups.tp.rank == 0
-
-
 def global_norm(tensors: Iterable[Tensor], groups: Groups, device: torch.device) -> float:
-    """2-norm over the model of flat tensors that are counted here (see `counted_here`).
+    """2-norm over the model of flat tensors that this rank counts: `ParamInfo.held_first`.
 
     Rows of 64 elements are summed in fp32, rows in fp64, and the norm is rounded to fp32. Which rows follow one another
     depends on the cut, but their order moves the sixteenth digit of the sum, and the norm keeps seven. So the norm does not
@@ -47,8 +37,9 @@ def global_zeros(tensors: Iterable[Tensor], groups: Groups, device: torch.device
 
 
 def _square_sum(tensor: Tensor) -> Tensor:
-    rows = tensor.view(-1, _ROW) if tensor.numel() % _ROW == 0 else tensor.view(1, -1)
-    return torch.linalg.vector_norm(rows, dim=1).double().square_().sum()
+    if short := -tensor.numel() % _ROW:
+        tensor = F.pad(tensor, (0, short))
+    return torch.linalg.vector_norm(tensor.view(-1, _ROW), dim=1).double().square_().sum()
 
 
 def _over_model(local: Tensor, groups: Groups) -> tuple[Tensor, int]:

@@ -25,13 +25,13 @@ from megatron.core.optimizer.auto_offload import AutoOffload
 from megatron.core.optimizer.chunks import Chunk
 from megatron.core.optimizer.far_memory import DiskMemory, HostMemory
 from megatron.core.optimizer.far_updates import FarUpdates
-from megatron.core.optimizer.grad_norm import counted_here, global_norm, global_zeros
+from megatron.core.optimizer.grad_norm import global_norm, global_zeros
 from megatron.core.optimizer.loss_scale import LossScale
 from megatron.core.optimizer.parked import ParkedStates
 from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.optimizer.visits import Visits
-from megatron.core.parameter import Parameter
+from megatron.core.parameter import ParamInfo, Section
 from megatron.planner.optimizer_memory import cut, first_far, is_cut, optimizer_bytes
 
 ON_DEVICE = OffloadSettings()
@@ -252,8 +252,8 @@ class Optimizer:
         """Gradients that this rank counts, without padding."""
         for bucket in self._data_parallel.buckets:
             for piece in bucket.pieces:
-                if self._counts(bucket.parameters[piece.name]):
+                if self._counts(bucket.parameters[piece.name].info, bucket.section_of(piece)):
                     yield bucket.grad_shard[piece.at : piece.at + piece.stop - piece.start]
 
-    def _counts(self, parameter: Parameter) -> bool:
-        return counted_here(parameter, self._groups)
+    def _counts(self, info: ParamInfo, section: Section) -> bool:
+        return info.held_first(section, self._groups)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.parameter import ParamInfo
+from megatron.core.parameter import Section
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16, "uint8": torch.uint8}
 _TIE = 0x8000
@@ -123,18 +123,22 @@ def random_bits(bucket: Bucket, start: int, stop: int, step: int, device: torch.
         if first < last:
             key = int.from_bytes(hashlib.sha256(f"{step}/{piece.name}".encode()).digest()[:4], "little")
             begin = piece.start + first - piece.at
-            index = _global_index(bucket.parameters[piece.name].info, begin, begin + last - first, key, device)
+            shape, section = bucket.parameters[piece.name].info.global_shape, bucket.section_of(piece)
+            begin -= section.start
+            index = _global_index(shape, section, begin, begin + last - first, key, device)
             bits[first - start : last - start] = _hash(index)
     return bits
 
 
-def _global_index(info: ParamInfo, first: int, last: int, key: int, device: torch.device) -> Tensor:
-    """Places in the flattened global tensor of elements first .. last of the local piece, plus `key`; modulo 2^32."""
-    cut = next((dim for dim, (n, whole) in enumerate(zip(info.shape, info.global_shape)) if n != whole), 0)
-    shift = info.offset[cut] * math.prod(info.shape[cut + 1 :]) + key
-    if cut == 0:  # one run of the global tensor
+def _global_index(
+    global_shape: tuple[int, ...], section: Section, first: int, last: int, key: int, device: torch.device
+) -> Tensor:
+    """Places in the flattened global tensor of elements first .. last of the section, plus `key`; modulo 2^32."""
+    shift = sum(start * math.prod(global_shape[dim + 1 :]) for dim, start in enumerate(section.offset)) + key
+    cut = max((dim for dim, (n, whole) in enumerate(zip(section.shape, global_shape)) if n != whole), default=0)
+    if math.prod(section.shape[:cut]) == 1:  # one run of the global tensor
         return torch.arange(last - first, dtype=torch.int32, device=device).add_(_wrapped(first + shift))
-    inner, whole = math.prod(info.shape[cut:]), math.prod(info.global_shape[cut:])
+    inner, whole = math.prod(section.shape[cut:]), math.prod(global_shape[cut:])
     local = torch.arange(first, last, device=device)
     index = local + torch.div(local, inner, rounding_mode="floor") * (whole - inner)
     return index.to(torch.int32).add_(_wrapped(shift))

@@ -49,21 +49,14 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device,
         weight: Parameter | None = None,
         overlap: Plain = PLAIN,
+        divided: int | None = None,
     ) -> None:
-        """`out_shape` is the global output shape; its dim `shard_dim` is sharded. `weight`: share this one (tied head)."""
+        """`out_shape` is the global output shape; its dim `shard_dim` is sharded, with `divided` as `parameter.cut` says.
+        `weight`: share this one (tied head)."""
         super().__init__()
-        if weight is None:
-            weight = make_parameter(
-                (*out_shape, in_features), init, dtype=dtype, device=device, tp=tp, tp_dim=shard_dim
-            )
-        self.weight = weight
-        self.bias = (
-            make_parameter(
-                out_shape, Init("constant", 0.0), dtype=dtype, device=device, tp=tp, tp_dim=shard_dim, decay=False
-            )
-            if bias
-            else None
-        )
+        place: dict[str, Any] = {"dtype": dtype, "device": device, "tp": tp, "tp_dim": shard_dim, "divided": divided}
+        self.weight = make_parameter((*out_shape, in_features), init, **place) if weight is None else weight
+        self.bias = make_parameter(out_shape, Init("constant", 0.0), decay=False, **place) if bias else None
         self.lora: nn.Module | None = None
         self._tp, self._sequence_parallel, self._weight_grad = tp, sequence_parallel, weight_grad
         self._overlap = overlap

@@ -1,6 +1,9 @@
 """Self-attention with grouped key/value heads.
 
-Shapes: s full sequence, b batch, g key/value heads (groups), q query heads a group, d channels a head; /tp where sharded.
+Shapes: s full sequence, b batch, g key/value heads (groups), q query heads per group, d channels per head; /tp where
+sharded. [Note: fewer groups than ranks] Where tp is a multiple of g, tp / g neighbours share a group: each holds a copy of
+its key and value rows, and its part of the query heads. So g/tp reads 1 and q reads q g / tp. Each has the part of the
+copies' gradient that comes from its own query heads: see `Section.partial`.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class SelfAttention(nn.Module):
             config.hidden_size,
             (groups, (per_group + 2) * d),
             shard_dim=0,
+            divided=per_group * d,
             bias=config.qkv_bias,
             init=init,
             tp=tp,
@@ -64,7 +68,8 @@ class SelfAttention(nn.Module):
             else None
             for _ in range(2)
         )
-        self._local_groups, self._per_group, self._d = groups // tp.size, per_group, d
+        self._local_groups = config.local_kv_heads(tp.size)
+        self._per_group, self._d = per_group // config.kv_head_holders(tp.size), d
         self._attention, self._rng, self._dropout = attention, build.rng, config.attention_dropout
         self._window = window
 

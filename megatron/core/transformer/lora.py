@@ -9,7 +9,7 @@ Over tp, A is whole and B is cut beside a column layer, A is cut and B is whole 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shard, to_shards
 from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.memory.checkpoint import checkpoint
-from megatron.core.parameter import Init, Parameter, make_parameter
+from megatron.core.parameter import Init, Parameter, cut, make_parameter
 from megatron.core.tensor_parallel.gemm_last import Prologue
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import Build
@@ -31,10 +31,14 @@ Source = tuple[Prologue, Tensor]  # a norm or an activation, and what it reads
 
 @dataclass(frozen=True)
 class Piece:
-    """A projection, and the outputs of our weight that are its own: a rectangle of all dims but the last."""
+    """A projection, and the outputs of our weight that are its own: a rectangle of all dims but the last.
+
+    divided: see `parameter.cut`, of a column layer's outputs.
+    """
 
     projection: str
     outputs: Box
+    divided: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,9 @@ def adapted_linears(model: ModelConfig) -> list[Adapted]:
     h, f, d, groups = model.hidden_size, model.ffn_dim, model.head_dim, model.num_kv_heads
     queries = model.num_attention_heads // groups * d
     qkv = (
-        Piece("q_proj", Box((0, 0), (groups, queries))),
-        Piece("k_proj", Box((0, queries), (groups, d))),
-        Piece("v_proj", Box((0, queries + d), (groups, d))),
+        Piece("q_proj", Box((0, 0), (groups, queries)), divided=queries),
+        Piece("k_proj", Box((0, queries), (groups, d)), divided=0),
+        Piece("v_proj", Box((0, queries + d), (groups, d)), divided=0),
     )
     gate_up = (Piece("gate_proj", Box((0, 0), (1, f))), Piece("up_proj", Box((1, 0), (1, f))))
     up = (Piece("up_proj", Box((0,), (f,))),)
@@ -102,9 +106,7 @@ def freeze_all_but_adapters(parameters: dict[str, Parameter]) -> None:
 class Pair(nn.Module):
     """A and B of one projection; one of them is cut over tp, along `tp_dim` of its shape."""
 
-    def __init__(
-        self, build: Build, inputs: int, outputs: tuple[int, ...], *, a_tp_dim: int | None, b_tp_dim: int | None
-    ) -> None:
+    def __init__(self, build: Build, inputs: int, piece: Piece, *, a_tp_dim: int | None, b_tp_dim: int | None) -> None:
         super().__init__()
         rank, groups = build.config.lora_rank, build.groups
         assert rank
@@ -119,12 +121,13 @@ class Pair(nn.Module):
             sum_over_tp=a_tp_dim is None and build.sequence_parallel,
         )
         self.b = make_parameter(
-            (*outputs, rank),
+            (*piece.outputs.shape, rank),
             Init("constant", 0.0),
             dtype=build.dtype,
             device=build.device,
             tp=groups.tp,
             tp_dim=b_tp_dim,
+            divided=piece.divided,
             sum_over_tp=b_tp_dim is None and build.sequence_parallel,
         )
 
@@ -141,10 +144,11 @@ class ColumnAdapters(nn.Module):
         config, tp = build.config, build.groups.tp
         for piece in adapted.pieces:
             if piece.projection in config.lora_projections:
-                pair = Pair(build, adapted.inputs, piece.outputs.shape, a_tp_dim=None, b_tp_dim=adapted.tp_dim)
+                pair = Pair(build, adapted.inputs, piece, a_tp_dim=None, b_tp_dim=adapted.tp_dim)
                 self.add_module(piece.projection, pair)
         self._shapes = [
-            (piece.projection, _local(piece.outputs.shape, adapted.tp_dim, tp.size)) for piece in adapted.pieces
+            (piece.projection, cut(piece.outputs.shape, tp, adapted.tp_dim, piece.divided)[0])
+            for piece in adapted.pieces
         ]
         self._join, self._build = adapted.join, build
 
@@ -179,9 +183,7 @@ class RowAdapter(nn.Module):
     def __init__(self, adapted: Adapted, build: Build) -> None:
         super().__init__()
         (piece,) = adapted.pieces
-        self.add_module(
-            piece.projection, Pair(build, adapted.inputs, piece.outputs.shape, a_tp_dim=adapted.tp_dim, b_tp_dim=None)
-        )
+        self.add_module(piece.projection, Pair(build, adapted.inputs, piece, a_tp_dim=adapted.tp_dim, b_tp_dim=None))
         self._build = build
 
     def forward(self, x: Tensor, source: Source | None = None) -> Tensor:
@@ -207,10 +209,6 @@ def _narrowed(product: Callable[[Tensor], Tensor], x: Tensor, source: Source | N
 
 def _whole(projection: str, outputs: int) -> tuple[Piece, ...]:
     return (Piece(projection, Box((0,), (outputs,))),)
-
-
-def _local(shape: Sequence[int], tp_dim: int, tp: int) -> tuple[int, ...]:
-    return tuple(size // tp if dim == tp_dim else size for dim, size in enumerate(shape))
 
 
 def _scale(config: ModelConfig) -> float:

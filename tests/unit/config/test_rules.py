@@ -132,10 +132,16 @@ CASES = [
     ),
     (
         rules_model.tp_divides_layers,
+        {
+            "tensor_model_parallel_size": 4,
+            "num_attention_heads": 12,
+            "hidden_size": 96,
+            "group_query_attention": True,
+            "num_query_groups": 6,
+        },
         {"tensor_model_parallel_size": 4, "group_query_attention": True, "num_query_groups": 2},
-        {"tensor_model_parallel_size": 2, "group_query_attention": True, "num_query_groups": 2},
         4,
-        ["key/value heads", "2", "4"],
+        ["-size 4 neither divides the 6 key/value heads", "multiple"],
     ),
     (
         rules_model.tp_divides_layers,

@@ -9,7 +9,7 @@ from torch import nn
 from megatron.core import parameter as module
 from megatron.core.groups import Group
 from megatron.core.heartbeat import Heartbeat
-from megatron.core.parameter import GradSlot, Init, initialize, local_parameters, make_parameter
+from megatron.core.parameter import GradSlot, Init, Section, initialize, local_parameters, make_parameter
 from tests.unit.models.builds import slot_of
 
 CPU = torch.device("cpu")
@@ -40,17 +40,32 @@ class TestPlace:
             expected = list(shape)
             expected[dim] //= size
             assert tuple(parameter.shape) == tuple(expected)
-            assert parameter.info.global_shape == shape and parameter.info.tp_dim == dim
-            assert parameter.info.offset == tuple(rank * expected[dim] if d == dim else 0 for d in range(3))
+            offset = tuple(rank * expected[dim] if d == dim else 0 for d in range(3))
+            assert parameter.info.global_shape == shape
+            assert parameter.info.sections == (Section(0, offset, tuple(expected), holders=1, partial=False),)
             assert parameter.info.numel == 8 * 12 * 16 and parameter.slot is None
 
     def test_with_one_rank_nothing_is_sharded(self):
-        info = make((8, 4), 0, sum_over_tp=True).info
-        assert (info.tp_dim, info.offset, info.sum_over_tp, info.decay) == (None, (0, 0), False, True)
+        for dim in (0, None):
+            info = make((8, 4), dim, sum_over_tp=True).info
+            assert info.sections == (Section(0, (0, 0), (8, 4), holders=1, partial=False),) and info.decay
 
     def test_flags(self):
         info = make((8,), None, 2, 1, sum_over_tp=True, decay=False).info
-        assert (info.tp_dim, info.offset, info.sum_over_tp, info.decay) == (None, (0,), True, False)
+        assert info.sections == (Section(0, (0,), (8,), holders=2, partial=True),) and not info.decay
+
+    def test_neighbours_that_share_a_group(self):
+        """Two groups of 12 rows, on four ranks: 8 divided between two of them each, 4 that both hold."""
+        found = [make((2, 12, 5), 0, 4, rank, divided=8).info for rank in range(4)]
+        for rank, info in enumerate(found):
+            group, place = divmod(rank, 2)
+            own = Section(0, (group, 4 * place, 0), (1, 4, 5), holders=1, partial=False)
+            shared = Section(20, (group, 8, 0), (1, 4, 5), holders=2, partial=True)
+            assert info.shape == (1, 8, 5) and info.sections == (own, shared)
+            assert [info.section_at(index) for index in (0, 19, 20, 39)] == [own, own, shared, shared]
+        assert make((2, 12), 0, 4, 3, divided=0).info.sections == (Section(0, (1, 0), (1, 12), 2, True),)
+        assert make((2, 12), 0, 4, 3, divided=12).info.sections == (Section(0, (1, 6), (1, 6), 1, False),)
+        assert make((4, 12), 0, 4, 3, divided=8).info == make((4, 12), 0, 4, 3).info, "a group each"
 
 
 class TestLocalParameters:
@@ -76,6 +91,13 @@ class TestInitialValues:
         whole = filled(shape, init=init)
         shards = [filled(shape, init=init, tp_dim=dim, size=size, rank=rank) for rank in range(size)]
         assert torch.cat(shards, dim).equal(whole)
+
+    def test_neighbours_that_share_a_group(self):
+        whole = filled((2, 12, 5))
+        for rank in range(4):
+            (group, place), found = divmod(rank, 2), filled((2, 12, 5), tp_dim=0, size=4, rank=rank, divided=8)
+            assert found[:, :4].equal(whole[group : group + 1, 4 * place : 4 * place + 4])
+            assert found[:, 4:].equal(whole[group : group + 1, 8:])
 
     def test_a_vector(self):
         whole = filled((64,))

@@ -181,16 +181,22 @@ class TestSlices:
     def test_runs(self):
         """Neighbours with the same key are one run, of whole rows."""
         found = parameters((70,), (10,), (150,), (64,))
-        key = {id(p): name in ("p0", "p1") for name, p in found.items()}
+        key = {id(p.info): name in ("p0", "p1") for name, p in found.items()}
         whole, _ = bucket_of(found, 0, 1)
-        assert whole.size == 448 and whole.runs(lambda p: key[id(p)]) == [(0, 192, True), (192, 448, False)]
-        assert whole.runs(lambda p: None) == [(0, 448, None)]
+        assert whole.size == 448 and whole.runs(lambda info, section: key[id(info)]) == [
+            (0, 192, True),
+            (192, 448, False),
+        ]
+        assert whole.runs(lambda info, section: None) == [(0, 448, None)]
         found = parameters((70,), (10,), (150,), (64,))
-        key = {id(p): name in ("p0", "p1") for name, p in found.items()}
+        key = {id(p.info): name in ("p0", "p1") for name, p in found.items()}
         second, _ = bucket_of(found, 1, 4)
-        assert second.size == 512 and second.runs(lambda p: key[id(p)]) == [(0, 64, True), (64, 128, False)]
+        assert second.size == 512 and second.runs(lambda info, section: key[id(info)]) == [
+            (0, 64, True),
+            (64, 128, False),
+        ]
         last, _ = bucket_of(parameters((3,)), 3, 4)
-        assert last.runs(lambda p: True) == [] and last.pieces == [], "a slice of padding alone"
+        assert last.runs(lambda info, section: True) == [] and last.pieces == [], "a slice of padding alone"
 
 
 @pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])

@@ -156,7 +156,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(call, monkeypatch, flags, message
             3,
             "--pipeline-model-parallel-size 3 does not cut the 2 layers of .*iter_0000000; use a divisor of 2",
         ),
-        (8, None, 2, "--tensor-model-parallel-size 4 does not cut the model"),
+        (16, None, 2, "--tensor-model-parallel-size 8 does not cut the model"),
         (6, 2, 2, "6 processes for --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2; start 4 with"),
         (3, None, 2, "3 processes for --pipeline-model-parallel-size 2; start a multiple of 2 with torchrun"),
     ],
@@ -182,8 +182,9 @@ class TestRestore:
     def test_a_tp_that_does_not_cut_the_layers_is_refused(self, folder):
         saved = read_saved(folder, None)
         check_tp(saved, 2)
-        with pytest.raises(ConfigError, match=r"size 4 .* 4 heads, 2 key/value heads, .* use a divisor of 2"):
-            check_tp(saved, 4)
+        check_tp(saved, 4)  # two ranks share each of the key/value heads
+        with pytest.raises(ConfigError, match=r"size 8 .* 4 heads, 2 key/value heads, .* use one of 1, 2, 4"):
+            check_tp(saved, 8)
 
     def test_a_pp_that_does_not_cut_the_model_is_refused(self, folder):
         saved = read_saved(folder, None)

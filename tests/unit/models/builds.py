@@ -70,7 +70,8 @@ def spread_constants(parameters, scale):
         info = parameter.info
         if info.init.kind == "constant":
             noise = torch.randn(info.global_shape, generator=torch.Generator().manual_seed(number)) * scale
-            parameter.add_(noise[place(info.offset, parameter.shape)].to(parameter.device))
+            for section in info.sections:
+                section.of(parameter.detach()).add_(noise[place(section.offset, section.shape)].to(parameter.device))
 
 
 def place(offset, shape):

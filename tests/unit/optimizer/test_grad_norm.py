@@ -1,12 +1,14 @@
 """Norm and zeros of a model's gradients, and which rank counts what."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron.core.groups import Group, Groups
 from megatron.core.heartbeat import Heartbeat
 from megatron.core.mesh import Mesh
-from megatron.core.optimizer.grad_norm import counted_here, global_norm, global_zeros
+from megatron.core.optimizer.grad_norm import global_norm, global_zeros
 from megatron.core.parameter import Init, make_parameter
 from tests import pool
 from tests.unit.models.builds import CPU
@@ -20,6 +22,7 @@ def at_tp_rank(rank, size=2):
         name: Group(name, (rank,), 0, None, heartbeat)
         for name in (
             "world",
+            "tp_inner",
             "cp",
             "cp_inner",
             "cp_outer",
@@ -41,15 +44,29 @@ def at_tp_rank(rank, size=2):
     return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, tp=tp, **others)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", range(4))
 def test_who_counts(rank):
-    groups = at_tp_rank(rank)
+    groups = at_tp_rank(rank, size=4)
     made = {
-        name: make_parameter((4, 4), Init("constant", 0.0), dtype=torch.float32, device=CPU, tp=groups.tp, tp_dim=dim)
-        for name, dim in (("sharded", 1), ("replicated", None))
+        name: make_parameter(
+            (size, 4), Init("constant", 0.0), dtype=torch.float32, device=CPU, tp=groups.tp, tp_dim=dim, divided=divided
+        ).info
+        for name, size, dim, divided in (("sharded", 4, 1, None), ("replicated", 4, None, None), ("shared", 2, 0, 2))
     }
-    assert counted_here(made["sharded"], groups)
-    assert counted_here(made["replicated"], groups) is (rank == 0)
+    counts = {name: [info.held_first(section, groups) for section in info.sections] for name, info in made.items()}
+    assert counts == {"sharded": [True], "replicated": [rank == 0], "shared": [True, rank % 2 == 0]}
+    at_the_other_end = dataclasses.replace(groups, pp=at_tp_rank(1).tp)
+    tied = dataclasses.replace(made["sharded"], on_both_ends=True)
+    assert tied.held_first(tied.sections[0], groups) and not tied.held_first(tied.sections[0], at_the_other_end)
+
+
+def test_a_row_that_is_cut_between_two_sections_counts_as_one_with_zeros():
+    """So the norm of what a rank counts of such a parameter depends on no slices, either."""
+    gradient = torch.randn(200)
+    padded = torch.cat((gradient, torch.zeros(56)))
+    whole = global_norm([padded], pool.groups(), CPU)
+    assert global_norm([gradient], pool.groups(), CPU) == whole
+    assert global_norm([gradient[:64], gradient[64:]], pool.groups(), CPU) == whole
 
 
 def test_norm():

@@ -51,28 +51,32 @@ def test_rounding_at_random_is_right_on_average():
     assert out.float().equal(held)
 
 
-def bits_of(groups, name, bucket_size, step=3):
+def bits_of(groups, name, bucket_size, fields=LLAMA, step=3):
     """Random bits of a whole parameter, or of this tp rank's part."""
-    data_parallel = make_data_parallel(make_model(LLAMA, groups), groups, bucket_size=bucket_size)
-    for bucket in data_parallel.buckets:
-        for piece in bucket.pieces:
-            if piece.name == name:
-                found = random_bits(bucket, piece.at, piece.at + piece.stop - piece.start, step, CPU)
-                return found.view(bucket.parameters[name].info.shape)
-    raise AssertionError(name)
+    data_parallel = make_data_parallel(make_model(fields, groups), groups, bucket_size=bucket_size)
+    (bucket,) = (bucket for bucket in data_parallel.buckets if name in bucket.parameters)
+    pieces = [piece for piece in bucket.pieces if piece.name == name]
+    found = random_bits(bucket, pieces[0].at, pieces[-1].at + pieces[-1].stop - pieces[-1].start, step, CPU)
+    return found.view(bucket.parameters[name].info.shape)
 
 
 QKV, PROJ = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.1.mlp.linear_fc2.weight"
 
 
+SHARED = {**LLAMA, "num_query_groups": 1}
+
+
 def parts(rank, size):
     groups = pool.groups(tp=2)
-    return [bits_of(groups, name, 500).numpy() for name in (QKV, PROJ)]
+    return [bits_of(groups, name, 500).numpy() for name in (QKV, PROJ)], bits_of(groups, QKV, 500, SHARED).numpy()
 
 
 def test_random_bits_do_not_depend_on_the_layout():
     """Whole and in parts over tp, along either dim; another step draws others."""
-    ranks = pool.run(2, parts)
+    ranks, shared = zip(*pool.run(2, parts), strict=True)
+    whole = bits_of(pool.groups(), QKV, 10**6, SHARED)
+    for place, found in enumerate(shared):  # its half of 32 rows of queries, and all 8 of the one key and value
+        assert whole[:, [*range(16 * place, 16 * place + 16), *range(32, 40)]].equal(torch.from_numpy(found))
     for number, (name, dim) in enumerate([(QKV, 0), (PROJ, 1)]):
         whole = bits_of(pool.groups(), name, 10**6)
         assert torch.cat([torch.from_numpy(rank[number]) for rank in ranks], dim=dim).equal(whole)
