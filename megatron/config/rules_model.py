@@ -267,12 +267,6 @@ def heads_fit_context_parallelism(run: RunConfig, world_size: int) -> str | None
         return str(error)
     if "a2a+p2p" in types and p.hierarchical_context_parallel_sizes is None:
         return "--cp-comm-type a2a+p2p needs to know its two sizes; give --hierarchical-context-parallel-sizes"
-    if m.attention_dropout > 0 and types != {"a2a"}:
-        wrong = ", ".join(sorted(types - {"a2a"}))
-        return (
-            f"--cp-comm-type {wrong} cannot drop attention probabilities (--attention-dropout {m.attention_dropout}); give "
-            "--attention-dropout 0, or --cp-comm-type a2a"
-        )
     return None
 
 

@@ -26,6 +26,6 @@ def choose_kernels(config: ModelConfig, device: torch.device) -> Kernels:
     """The kernels that were asked for, or the nearest that can run here: all compute the same."""
     dtype = getattr(torch, config.dtype_name)
     attention_kernel, choice = attention.choose(config.attention_backend, device, dtype)
-    block_kernel, block_choice = attention_lse.choose(config.attention_backend, device, dtype)
+    block_kernel, block_choice = attention_lse.choose(config.attention_backend, device, dtype, config.attention_dropout)
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     return Kernels(attention_kernel, block_kernel, weight_grad_kernel, choice, block_choice, missing)

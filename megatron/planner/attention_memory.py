@@ -12,6 +12,7 @@ from megatron.planner.sizes import ATTENTION, BACKWARD, COMMUNICATION, FP32, MAS
 from megatron.planner.tally import Tally
 
 FUSED, UNFUSED = "fused", "unfused"
+MATRIX = 1 << 24  # of kernels/ops/attention_lse.py, which imports torch
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,14 @@ def kernel_memory(model: ModelConfig, sizes: Sizes, keys: int, comm_type: str) -
     factors and of the product. Both of those work on copies of keys (and values) for every query head.
     """
     lse = sizes.tokens * sizes.heads * FP32
-    if sizes.cp > 1 and comm_type in ("p2p", "all_gather"):  # keys and values are kept as one tensor
+    if sizes.cp > 1 and comm_type != "a2a":  # keys and values are kept as one tensor
         fp32 = FP32 // sizes.e
-        work = fp32 * 2 * sizes.queries
-        return KernelMemory(lse + 2 * sizes.keys, work, work + fp32 * 4 * sizes.keys, True, False, False, strided=False)
+        forward = fp32 * 2 * sizes.queries
+        backward = forward + fp32 * 4 * sizes.keys
+        if model.attention_dropout:
+            largest, in_backward = _dropped_at_once(sizes, comm_type)
+            forward, backward = forward + 3 * FP32 * largest, backward + 5 * FP32 * in_backward
+        return KernelMemory(lse + 2 * sizes.keys, forward, backward, True, False, False, strided=False)
     matrix = sizes.b * sizes.heads * sizes.s * keys  # elements
     dropout = model.attention_dropout > 0
     if model.attention_backend == UNFUSED:
@@ -219,6 +224,17 @@ class AttentionMemory:
         """Whether something that is kept is a view of the fused product: the norms' inputs, values, or all."""
         views = not self._changed and self._kernel.keeps_queries
         return self._qk_norm or (self._kernel.keeps_values and not self._copies_values) or views
+
+
+def _dropped_at_once(sizes: Sizes, comm_type: str) -> tuple[int, int]:
+    """Probabilities of the largest block, in forward and in backward, where plain torch drops them."""
+    own = sizes.b * sizes.heads * sizes.s**2
+    if comm_type == "all_gather":
+        largest = min(max(own, own * (sizes.cp - 1) // 2), MATRIX)
+        return largest, largest
+    if comm_type == "a2a+p2p":  # at most: longer blocks of fewer heads
+        own *= sizes.cp
+    return min(own, MATRIX), min(own // 2, MATRIX)  # a ring's backward has its own block in parts
 
 
 def _exchanged(sizes: Sizes, comm_type: str) -> int:

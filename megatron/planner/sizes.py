@@ -132,7 +132,7 @@ def place_of(run: RunConfig, sizes: Sizes) -> Place:
     attention = "upcast" if wide else "fused"
     if run.model.attention_backend == "unfused":
         attention = "unfused"
-    elif cpu and run.model.attention_dropout:
+    elif cpu and run.model.attention_dropout and (sizes.cp == 1 or comm_type(run) == "a2a"):
         attention = "math"
     return Place(sizes.s, sizes.b, sizes.tp, sizes.sp > 1, attention, "cpu" if cpu else "cuda")
 

@@ -65,7 +65,7 @@ def local_inputs(whole, cp):
 
 def part(rank, size, kind, heads, s, options, dtype=torch.float32, asked="auto"):
     """This rank's [out, dq, dk, dv]."""
-    blocks, _ = attention_lse.choose(asked, CPU, dtype)
+    blocks, _ = attention_lse.choose(asked, CPU, dtype, 0.0)
     kernel, _ = attention.choose(asked, CPU, dtype)
     attend, cp = make(kind, size, blocks, kernel)
     leaves, grad = local_inputs(whole_inputs(s, *heads, dtype=dtype), cp)

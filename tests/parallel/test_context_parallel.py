@@ -136,33 +136,27 @@ def test_dropout_of_a2a():
     assert not kept[0].equal(kept[1]), "heads are dropped each in its own way"
 
 
-def refusal(rank, size, kind, heads, dropout):
+def refusal(rank, size, kind, heads):
     attend, cp = make(kind, size)
     leaves, _ = local_inputs(whole_inputs(48, *heads), cp)
     with pytest.raises(ConfigError) as refused:
-        attend(*leaves, segments=None, window=None, dropout=dropout)
+        attend(*leaves, **PLAIN)
     return str(refused.value)
 
 
-DROPOUT = (
-    "p2p, all_gather and a2a+p2p cannot drop attention probabilities (--attention-dropout 0.1); use --cp-comm-type a2a"
-)
 HEADS_OF_A2A = "cannot share {} query heads and {} key/value heads (of a tensor-parallel rank) between {} ranks: {}"
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads", "dropout", "said"),
+    ("kind", "heads", "said"),
     [
-        ("p2p", (4, 4), 0.1, DROPOUT),
-        ("all_gather", (4, 4), 0.1, DROPOUT),
-        ("a2a+p2p", (4, 4), 0.1, DROPOUT),
-        ("a2a", (6, 6), 0.0, HEADS_OF_A2A.format(6, 6, 4, 4)),
-        ("a2a", (12, 6), 0.0, HEADS_OF_A2A.format(12, 6, 4, 4)),
-        ("a2a+p2p", (3, 3), 0.0, HEADS_OF_A2A.format(3, 3, 2, 2)),
+        ("a2a", (6, 6), HEADS_OF_A2A.format(6, 6, 4, 4)),
+        ("a2a", (12, 6), HEADS_OF_A2A.format(12, 6, 4, 4)),
+        ("a2a+p2p", (3, 3), HEADS_OF_A2A.format(3, 3, 2, 2)),
     ],
 )
-def test_refusals(kind, heads, dropout, said):
-    for message in pool.run(4, refusal, kind, heads, dropout):
+def test_refusals(kind, heads, said):
+    for message in pool.run(4, refusal, kind, heads):
         assert said in message and "; use --cp-comm-type" in message
 
 

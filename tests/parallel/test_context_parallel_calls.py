@@ -42,7 +42,7 @@ def formulas(kind, size, n, g, itemsize):
 
 def measured(rank, size, kind, heads, dtype):
     """(calls of the forward, of the backward)"""
-    attend, cp = make(kind, size, attention_lse.choose("auto", torch.device("cpu"), dtype)[0])
+    attend, cp = make(kind, size, attention_lse.choose("auto", torch.device("cpu"), dtype, 0.0)[0])
     leaves, grad = local_inputs(whole_inputs(S, *heads, b=B, d=D, dtype=dtype), cp)
     with cp.heartbeat.record() as forward:
         out = attend(*leaves, **PLAIN)

@@ -10,6 +10,10 @@ SMALL = "--hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 4 --seq-l
 RUNS = {
     "tp, sequence parallel, bf16": (2, f"{TP2} --sequence-parallel --bf16 --num-layers 2"),
     "tp, one group": (2, f"{TP2} --bf16 --num-layers 2 --group-query-attention --num-query-groups 1"),
+    "all_gather, attention dropout": (
+        2,
+        "--bf16 --num-layers 2 --seq-length 512 --attention-dropout 0.1 --context-parallel-size 2 --cp-comm-type all_gather",
+    ),
     "1f1b, norms again": (2, f"{PP2} --global-batch-size 8 --kaimm-recompute-norm"),
     "1f1b, parts that move": (2, f"{PP2} --global-batch-size 8 {PARTS} mlp_fc1 mlp_act mlp_fc2"),
     "gpipe, half of all moves": (

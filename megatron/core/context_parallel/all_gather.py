@@ -26,14 +26,14 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import Handle, all_gather_async, reduce_scatter_async
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.blocks import Attention, Gradient, Segments, zeros_like
+from megatron.core.context_parallel.blocks import Attention, Gradient, draw_seed, rule_of_all, rule_of_rank, zeros_like
 from megatron.core.context_parallel.plan import Block, other_blocks, own_blocks
-from megatron.core.context_parallel.ring import refuse_dropout
 from megatron.core.context_parallel.watch import UNWATCHED, Watch
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
+from megatron.kernels.ops.attention_rule import Rule
 
-_Part = tuple[list[Block], Segments]  # blocks to attend, with the ids of their queries and keys
+_Part = tuple[list[Block], Rule]  # blocks to attend, and what holds for all of their queries and keys
 
 
 class AllGatherAttention:
@@ -58,10 +58,10 @@ class GatheredKeys:
     def attend(self, q: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
         """q [s / size, b, n, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
 
-        Raises ConfigError when dropout is not 0.
+        Dropout takes its seed from the current generator.
         """
-        refuse_dropout(dropout)
-        out: Tensor = _Attend.apply(q, self._kv, self._exchange, segments, window)
+        seed = draw_seed(dropout, q.device)
+        out: Tensor = _Attend.apply(q, self._kv, self._exchange, segments, window, dropout, seed)
         return out.flatten(2)
 
     def gather_early(self, x: Tensor) -> Tensor:
@@ -108,14 +108,11 @@ class _Exchange:
         handle.wait()
         return total
 
-    def parts(self, length: int, segments: Tensor | None, window: int | None) -> tuple[_Part, _Part]:
-        """What `length` queries of this rank attend of its own keys, and of all others."""
+    def parts(self, length: int, rule: Rule, window: int | None) -> tuple[_Part, _Part]:
+        """What `length` queries of this rank attend of its own keys, and of all others. `rule`: of the sequence."""
         rank, size = self.group.rank, self.group.size
         own, others = (plan(rank, size, length // 2, window) for plan in (own_blocks, other_blocks))
-        if segments is None:
-            return (own, None), (others, None)
-        here = layout.take(segments, 1, rank, size)
-        return (own, (here, here)), (others, (here, segments))
+        return (own, rule_of_rank(rule, rank, rank, size)), (others, rule_of_rank(rule, rank, None, size))
 
 
 class _Start(torch.autograd.Function):
@@ -139,24 +136,33 @@ class _Start(torch.autograd.Function):
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, exchange: _Exchange, segments: Tensor | None, window: int | None
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        exchange: _Exchange,
+        segments: Tensor | None,
+        window: int | None,
+        dropout: float,
+        seed: Tensor | None,
     ) -> Tensor:
-        own, others = exchange.parts(len(q), segments, window)
+        whole = rule_of_all(segments, dropout, seed, len(q) * exchange.group.size)
+        own, others = exchange.parts(len(q), whole, window)
         exchange.gather(kv)  # under way since `_Start`, unless this is done again by a recomputation
         attention = Attention(exchange.kernel, q)
         attention.add(kv, *own)
         attention.add(exchange.take_gathered(), *others)
         out = attention.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attention.lse, segments)
-        ctx.exchange, ctx.window = exchange, window
+        ctx.save_for_backward(q, kv, out, attention.lse, segments, seed)
+        ctx.exchange, ctx.window, ctx.dropout = exchange, window, dropout
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse, segments = ctx.saved_tensors
+        q, kv, out, lse, segments, seed = ctx.saved_tensors
         exchange: _Exchange = ctx.exchange
-        own, others = exchange.parts(len(q), segments, ctx.window)
+        whole = rule_of_all(segments, ctx.dropout, seed, len(q) * exchange.group.size)
+        own, others = exchange.parts(len(q), whole, ctx.window)
         gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse)
         exchange.gather(kv)
         full = exchange.take_gathered()
@@ -165,7 +171,7 @@ class _Attend(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             exchange.reduce(dfull.to(kv.dtype))
         gradient.add(kv, dkv, *own)
-        return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None
+        return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None, None, None
 
 
 class _GatherEarly(torch.autograd.Function):

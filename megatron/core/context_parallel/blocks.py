@@ -7,11 +7,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.plan import Block
 from megatron.kernels.ops.attention_lse import BlockKernel, merge_
-from megatron.kernels.ops.attention_rule import Rule
+from megatron.kernels.ops.attention_rule import Drop, Rule
 
-Segments = tuple[Tensor, Tensor] | None  # ids of the queries [b, s] and of the keys [b, t]
+
+def rule_of_all(segments: Tensor | None, dropout: float, seed: Tensor | None, length: int) -> Rule:
+    """What holds for all `length` queries and keys of a sequence. segments: their ids [b, s]; seed: see `draw_seed`."""
+    ids = None if segments is None else (segments, segments)
+    if seed is None:
+        return Rule(segments=ids)
+    places = torch.arange(length, dtype=torch.int32, device=seed.device)
+    return Rule(segments=ids, drop=Drop(dropout, seed, places, places))
+
+
+def rule_of_rank(rule: Rule, rank: int, source: int | None, size: int) -> Rule:
+    """Of that, what holds for the queries of `rank` and the keys of rank `source`; None: for all keys."""
+
+    def taken(pair: tuple[Tensor, Tensor], dim: int) -> tuple[Tensor, Tensor]:
+        queries, keys = pair
+        keys = keys if source is None else layout.take(keys, dim, source, size)
+        return layout.take(queries, dim, rank, size), keys
+
+    drop, segments = rule.drop, rule.segments
+    if drop is not None:
+        drop = Drop(drop.rate, drop.seed, *taken((drop.queries, drop.keys), 0))
+    return Rule(segments=None if segments is None else taken(segments, 1), drop=drop)
+
+
+def draw_seed(dropout: float, device: torch.device) -> Tensor | None:
+    """The seed of a forward's dropout, int32 [1], from the device's current generator; None without dropout."""
+    if dropout == 0.0:
+        return None
+    return torch.randint(1 << 31, (1,), device=device).to(torch.int32)
 
 
 class Attention:
@@ -23,12 +52,13 @@ class Attention:
         self.out = zeros_like(q)
         self.lse = torch.full((b, n, s), float("-inf"), dtype=self.out.dtype, device=q.device)
 
-    def add(self, kv: Tensor, blocks: Sequence[Block], segments: Segments) -> None:
-        """Attend `blocks` of keys and values [2, t, b, g, d]. The first block of a query must show it a key."""
+    def add(self, kv: Tensor, blocks: Sequence[Block], rule: Rule) -> None:
+        """Attend `blocks` of keys and values [2, t, b, g, d], of all of which `rule` holds. The first block of a query must
+        show it a key."""
         k, v = kv.unbind()
         for block in blocks:
             queries, keys = block.queries, block.keys
-            out, lse = self._kernel.forward(self._q[queries], k[keys], v[keys], _rule(block, segments))
+            out, lse = self._kernel.forward(self._q[queries], k[keys], v[keys], _rule(block, rule))
             merge_(self.out[queries], self.lse[..., queries], out, lse)
 
 
@@ -39,7 +69,7 @@ class Gradient:
         self._kernel, self._grad, self._q, self._out, self._lse = kernel, grad, q, out, lse
         self.dq = zeros_like(q)
 
-    def add(self, kv: Tensor, dkv: Tensor, blocks: Sequence[Block], segments: Segments) -> None:
+    def add(self, kv: Tensor, dkv: Tensor, blocks: Sequence[Block], rule: Rule) -> None:
         """Add what `blocks` of keys and values [2, t, b, g, d] give: to `dq`, and to their gradient `dkv`, fp32."""
         k, v = kv.unbind()
         for block in blocks:
@@ -51,7 +81,7 @@ class Gradient:
                 v[keys],
                 self._out[queries],
                 self._lse[..., queries],
-                _rule(block, segments),
+                _rule(block, rule),
             )
             self.dq[queries] += dq
             dkv[0, keys] += dk
@@ -63,6 +93,5 @@ def zeros_like(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
-def _rule(block: Block, segments: Segments) -> Rule:
-    cut = None if segments is None else (segments[0][:, block.queries], segments[1][:, block.keys])
-    return Rule(block.offset, block.window, cut)
+def _rule(block: Block, rule: Rule) -> Rule:
+    return rule.cut(block.queries, block.keys)._replace(offset=block.offset, window=block.window)

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import Handle
 from megatron.core.comm.p2p import shift_async
-from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.blocks import Attention, Gradient, Segments, zeros_like
+from megatron.core.context_parallel.blocks import Attention, Gradient, draw_seed, rule_of_all, rule_of_rank, zeros_like
 from megatron.core.context_parallel.plan import Block, own_in_two, ring_blocks
 from megatron.core.context_parallel.watch import UNWATCHED, Watch
-from megatron.core.errors import ConfigError
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
+from megatron.kernels.ops.attention_rule import Rule
 
 _KEYS, _GRADIENTS = 1, 2  # tags of what travels at the same time
 _NAMES = {_KEYS: "keys and values", _GRADIENTS: "their gradient"}
@@ -39,26 +38,25 @@ class RingAttention:
     ) -> Tensor:
         """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
 
-        Raises ConfigError when dropout is not 0.
+        Dropout takes its seed from the current generator.
         """
-        refuse_dropout(dropout)
-        out: Tensor = _Ring.apply(q, k, v, self, segments, window)
+        out: Tensor = _Ring.apply(q, k, v, self, segments, window, dropout, draw_seed(dropout, q.device))
         return out.flatten(2)
 
     def shift(self, tensor: Tensor, tag: int) -> tuple[Tensor, Handle]:
         """Begin to send `tensor` to the next rank, and to receive what the one before has."""
         return self._watch(_NAMES[tag], lambda: shift_async(tensor, self.group, tag))
 
-    def steps(self, length: int, segments: Tensor | None, window: int | None) -> list[tuple[list[Block], Segments]]:
-        """(blocks, segments) of each step, for `length` tokens a rank. At step i the keys of rank - i are here."""
+    def steps(self, length: int, rule: Rule, window: int | None) -> list[tuple[list[Block], Rule]]:
+        """(blocks, what holds for them) of each step, for `length` tokens per rank; `rule` is that of the sequence. At step
+        i the keys of rank - i are here."""
         rank, size = self.group.rank, self.group.size
         assert length % 2 == 0, f"a rank's part has two equal chunks, got {length} tokens"
-        parts = None if segments is None else [layout.take(segments, 1, r, size) for r in range(size)]
         steps = []
         for step in range(size):
             source = (rank - step) % size
             blocks = ring_blocks(rank, source, size, length // 2, window)
-            steps.append((blocks, None if parts is None else (parts[rank], parts[source])))
+            steps.append((blocks, rule_of_rank(rule, rank, source, size)))
         return steps
 
 
@@ -67,20 +65,28 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingAttention, segments: Tensor | None, window: int | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ring: RingAttention,
+        segments: Tensor | None,
+        window: int | None,
+        dropout: float,
+        seed: Tensor | None,
     ) -> Tensor:
         kv = torch.stack((k, v))
         attention, here = Attention(ring.kernel, q), kv
-        steps = ring.steps(len(q), segments, window)
-        for step, (blocks, ids) in enumerate(steps, start=1):
+        steps = ring.steps(len(q), rule_of_all(segments, dropout, seed, len(q) * ring.group.size), window)
+        for step, (blocks, rule) in enumerate(steps, start=1):
             # Posted before the attention of this step, waited for after it.
             coming = ring.shift(here, _KEYS) if step < len(steps) else None
-            attention.add(here, blocks, ids)
+            attention.add(here, blocks, rule)
             if coming is not None:
                 here = _arrived(coming)
         out = attention.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attention.lse, segments)
-        ctx.ring, ctx.window = ring, window
+        ctx.save_for_backward(q, kv, out, attention.lse, segments, seed)
+        ctx.ring, ctx.window, ctx.dropout = ring, window, dropout
         return out
 
     @staticmethod
@@ -90,40 +96,32 @@ class _Ring(torch.autograd.Function):
 
         The own keys' gradient does not travel: half of its work is done beside the first message, half beside the last.
         """
-        q, kv, out, lse, segments = ctx.saved_tensors
+        q, kv, out, lse, segments, seed = ctx.saved_tensors
         ring: RingAttention = ctx.ring
         gradient, here = Gradient(ring.kernel, grad.contiguous(), q, out, lse), kv
         own, late = zeros_like(kv), None
-        (_, own_ids), *steps = ring.steps(len(q), segments, ctx.window)
+        whole = rule_of_all(segments, ctx.dropout, seed, len(q) * ring.group.size)
+        (_, own_rule), *steps = ring.steps(len(q), whole, ctx.window)
         first, last = own_in_two(ring.group.rank, ring.group.size, len(q) // 2, ctx.window)
         coming = ring.shift(here, _KEYS) if steps else None
-        gradient.add(kv, own, first, own_ids)
-        for left, (blocks, ids) in zip(reversed(range(len(steps))), steps, strict=True):
+        gradient.add(kv, own, first, own_rule)
+        for left, (blocks, rule) in zip(reversed(range(len(steps))), steps, strict=True):
             assert coming is not None
             here = _arrived(coming)
             coming = ring.shift(here, _KEYS) if left else None
             dkv = zeros_like(kv)
-            gradient.add(here, dkv, blocks, ids)
+            gradient.add(here, dkv, blocks, rule)
             if late is not None:  # what the ranks before this one gave to the keys that are here
                 dkv += _arrived(late)
             late = ring.shift(dkv.to(kv.dtype), _GRADIENTS)
-        gradient.add(kv, own, last, own_ids)
+        gradient.add(kv, own, last, own_rule)
         if late is not None:
             own += _arrived(late)
         dk, dv = own.to(kv.dtype).unbind()
-        return gradient.dq.to(q.dtype), dk, dv, None, None, None
+        return gradient.dq.to(q.dtype), dk, dv, None, None, None, None, None
 
 
 def _arrived(coming: tuple[Tensor, Handle]) -> Tensor:
     tensor, handle = coming
     handle.wait()
     return tensor
-
-
-def refuse_dropout(dropout: float) -> None:
-    """Raise ConfigError unless it is 0: a block's backward would have to draw its mask again, and no kernel does both."""
-    if dropout > 0.0:
-        raise ConfigError(
-            f"--cp-comm-type p2p, all_gather and a2a+p2p cannot drop attention probabilities (--attention-dropout "
-            f"{dropout:g}); use --cp-comm-type a2a or --attention-dropout 0"
-        )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.parameter import Section
+from megatron.kernels.ops.hash32 import hash32_, wrapped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16, "uint8": torch.uint8}
 _TIE = 0x8000
@@ -126,7 +127,7 @@ def random_bits(bucket: Bucket, start: int, stop: int, step: int, device: torch.
             shape, section = bucket.parameters[piece.name].info.global_shape, bucket.section_of(piece)
             begin -= section.start
             index = _global_index(shape, section, begin, begin + last - first, key, device)
-            bits[first - start : last - start] = _hash(index)
+            bits[first - start : last - start] = hash32_(index)
     return bits
 
 
@@ -137,23 +138,8 @@ def _global_index(
     shift = sum(start * math.prod(global_shape[dim + 1 :]) for dim, start in enumerate(section.offset)) + key
     cut = max((dim for dim, (n, whole) in enumerate(zip(section.shape, global_shape)) if n != whole), default=0)
     if math.prod(section.shape[:cut]) == 1:  # one run of the global tensor
-        return torch.arange(last - first, dtype=torch.int32, device=device).add_(_wrapped(first + shift))
+        return torch.arange(last - first, dtype=torch.int32, device=device).add_(wrapped(first + shift))
     inner, whole = math.prod(section.shape[cut:]), math.prod(global_shape[cut:])
     local = torch.arange(first, last, device=device)
     index = local + torch.div(local, inner, rounding_mode="floor") * (whole - inner)
-    return index.to(torch.int32).add_(_wrapped(shift))
-
-
-def _hash(x: Tensor) -> Tensor:
-    """Christopher Wellons' "lowbias32", in place. torch's int32 products wrap; its >> is arithmetic, hence the masks."""
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= 0x7FEB352D
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
-    x *= _wrapped(0x846CA68B)
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    return x
-
-
-def _wrapped(number: int) -> int:
-    """The int32 with the number's lower 32 bits."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+    return index.to(torch.int32).add_(wrapped(shift))

@@ -2,11 +2,18 @@
 
 Blocks of the same queries are merged by their log-sum-exps; the gradient of each block then follows from the merged
 output and log-sum-exp alone (Dao, arXiv 2307.08691). `reference` is plain torch in fp32 and the contract of the others.
+
+[Note: dropout in blocks]
+Probabilities are dropped after they are normalised, so the log-sum-exp is that of all keys, and a block's dropped output is
+merged as any other. With factors F, O = sum (F P) V and dS = P (F dP - D), where D = sum P (F dP) = sum dO O as without
+dropout. F has to be the same in backward, where blocks may be cut otherwise: see `Drop`. The fused kernels draw their own,
+by the place in their call, so `with_dropout` gives blocks that drop to the reference, some rows at a time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,14 +21,15 @@ from torch import Tensor
 
 from megatron.kernels.backends import flash
 from megatron.kernels.ops import attention_lse_cpu, attention_lse_cuda
-from megatron.kernels.ops.attention_rule import Rule
+from megatron.kernels.ops.attention_rule import Drop, Rule
 from megatron.kernels.ops.gemm import slow_half
 
 
 class Forward(Protocol):
     """q [s, b, n, d]; k, v [t, b, g, d], g dividing n -> output [s, b, n, d], log-sum-exp [b, n, s] in fp32.
 
-    The output is in q's dtype or fp32. A query that sees none of the keys gets output 0 and log-sum-exp -inf.
+    The output is in q's dtype or fp32. A query that sees none of the keys gets output 0 and log-sum-exp -inf. `rule.drop`
+    is None but for kernels that say they take it.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]: ...
@@ -38,6 +46,10 @@ class Backward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+# Elements of the probabilities that a kernel with dropout holds at a time.
+MATRIX = 1 << 24
+
+
 class BlockKernel(NamedTuple):
     """Attention of a block, and its gradient. No communication."""
 
@@ -45,8 +57,15 @@ class BlockKernel(NamedTuple):
     backward: Backward
 
 
-def choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[BlockKernel, str]:
+def choose(asked: str, device: torch.device, dtype: torch.dtype, dropout: float) -> tuple[BlockKernel, str]:
     """The kernel for `--attention-backend asked`, and "kernel (why this one)" for the start-up table."""
+    kernel, choice = _choose(asked, device, dtype)
+    if dropout == 0.0:
+        return kernel, choice
+    return with_dropout(kernel), "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
+
+
+def _choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[BlockKernel, str]:
     missing = flash.missing(device, dtype)
     if asked == "unfused":
         return reference, "unfused blocks (plain torch in fp32, asked for)"
@@ -101,6 +120,47 @@ def prefix_apart(kernel: BlockKernel) -> BlockKernel:
     return BlockKernel(forward, backward)
 
 
+def with_dropout(kernel: BlockKernel) -> BlockKernel:
+    """`kernel`, but for rules that drop, which the reference takes some queries at a time. See the note."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        if rule.drop is None:
+            return kernel.forward(q, k, v, rule)
+        found = [
+            reference_forward(q[rows], k[:reach], v[:reach], cut) for rows, reach, cut in _some_rows(q, len(k), rule)
+        ]
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs), torch.cat(lses, dim=-1)
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if rule.drop is None:
+            return kernel.backward(grad, q, k, v, out, lse, rule)
+        queries, dk, dv = [], _wide(torch.zeros_like(k)), _wide(torch.zeros_like(v))
+        for rows, reach, cut in _some_rows(q, len(k), rule):
+            some = grad[rows], q[rows], k[:reach], v[:reach], out[rows], lse[..., rows]
+            dq, *of_keys = reference_backward(*some, cut)
+            queries.append(dq)
+            for total, part in zip((dk, dv), of_keys, strict=True):
+                total[:reach] += part
+        return torch.cat(queries), dk, dv
+
+    return BlockKernel(forward, backward)
+
+
+def _some_rows(q: Tensor, t: int, rule: Rule) -> Iterator[tuple[slice, int, Rule]]:
+    """(queries, how many of the t keys they may see, their rule), as many at a time as have MATRIX weights."""
+    s, b, n, _ = q.shape
+    step = max(1, MATRIX // (b * n * t))
+    for start in range(0, s, step):
+        stop = min(s, start + step)
+        reach = t if rule.offset is None else min(t, rule.offset + stop)
+        offset = None if rule.offset is None else rule.offset + start
+        cut = rule.cut(slice(start, stop), slice(0, reach))
+        yield slice(start, stop), reach, cut._replace(offset=offset, window=rule.window)
+
+
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Take a block's result into `out` [s, b, n, d] and `lse` [b, n, s], in place, in their dtype (fp32 at least).
 
@@ -128,26 +188,39 @@ def _probabilities(q: Tensor, k: Tensor, lse: Tensor | None, rule: Rule) -> tupl
 
 
 def reference_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Plain torch in fp32, or fp64 for fp64. Holds the block's [b, n, s, t] weights."""
+    """Plain torch in fp32, or fp64 for fp64. Holds the block's [b, n, s, t] weights. Takes `rule.drop`."""
     q, k, v = _wide(q, k.shape[2]), _wide(k), _wide(v)
     weights, lse = _probabilities(q, k, None, rule)
+    if rule.drop is not None:
+        weights.mul_(_factors(rule.drop, q))
     return torch.einsum("bgmst,tbgd->sbgmd", weights, v).flatten(2, 3), lse.flatten(1, 2)
 
 
 def reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax's gradient from the merged log-sum-exp: dS = P * (dP - sum(grad * out))."""
+    """The softmax's gradient from the merged log-sum-exp: dS = P * (dP - sum(grad * out)). Takes `rule.drop`."""
     groups = k.shape[2]
     grad, q, out, k, v = _wide(grad, groups), _wide(q, groups), _wide(out, groups), _wide(k), _wide(v)
     weights, _ = _probabilities(q, k, lse.unflatten(1, q.shape[2:4]), rule)
     delta = (grad * out).sum(-1).permute(1, 2, 3, 0)  # [b, g, m, s]
+    factors = None if rule.drop is None else _factors(rule.drop, q)
     into_weights = torch.einsum("sbgmd,tbgd->bgmst", grad, v)
-    scores = weights * (into_weights - delta.unsqueeze(-1)) / math.sqrt(q.shape[-1])
+    if factors is not None:
+        into_weights.mul_(factors)
+    scores = into_weights.sub_(delta.unsqueeze(-1)).mul_(weights).div_(math.sqrt(q.shape[-1]))
+    if factors is not None:
+        weights.mul_(factors)
     dq = torch.einsum("bgmst,tbgd->sbgmd", scores, k).flatten(2, 3)
     dk = torch.einsum("bgmst,sbgmd->tbgd", scores, q)
     dv = torch.einsum("bgmst,sbgmd->tbgd", weights, grad)
     return dq, dk, dv
+
+
+def _factors(drop: Drop, q: Tensor) -> Tensor:
+    """[b, g, m, s, t], of q [s, b, g, m, d]."""
+    _, b, g, m, _ = q.shape
+    return drop.factors(b, g * m).unflatten(1, (g, m))
 
 
 def _wide(x: Tensor, groups: int | None = None) -> Tensor:

@@ -50,7 +50,6 @@ CASES = [
         1,
         ["--seq-length and --mi"],
     ),
-    (rules_model.heads_fit_context_parallelism, {"context_parallel_size": 2}, CP2, 2, ["--attention-dropout 0.1"]),
     (
         rules_model.heads_fit_context_parallelism,
         {**CP2, "cp_comm_type": ("a2a", "p2p", "p2p")},

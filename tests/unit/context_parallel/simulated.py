@@ -1,9 +1,11 @@
 """Every rank of a ring or an all-gather in one process: the same blocks and merges, no messages."""
 
+import math
+
 import torch
 
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.blocks import Attention, Gradient, zeros_like
+from megatron.core.context_parallel.blocks import Attention, Gradient, rule_of_all, rule_of_rank, zeros_like
 from megatron.core.context_parallel.plan import other_blocks, own_blocks, ring_blocks
 from megatron.kernels.ops import attention
 
@@ -12,53 +14,56 @@ def cut(x, dim, size):
     return [layout.take(x, dim, rank, size) for rank in range(size)]
 
 
-def ring(kernel, q, k, v, grad, size, segments=None, window=None):
+def ring(kernel, q, k, v, grad, size, segments=None, window=None, drop=None):
     """[out, dq, dk, dv] of the whole sequence; q, grad [s, b, n, d], k, v [s, b, g, d]."""
     queries, grads, keys = cut(q, 0, size), cut(grad, 0, size), cut(torch.stack((k, v)), 1, size)
-    ids = [None] * size if segments is None else cut(segments, 1, size)
+    whole = rule_of_all(segments, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
     dkv, results = [zeros_like(kv) for kv in keys], []
     for rank in range(size):
         sources = [(rank - step) % size for step in range(size)]
         todo = [(s, ring_blocks(rank, s, size, len(queries[rank]) // 2, window)) for s in sources]
-        pairs = {s: None if segments is None else (ids[rank], ids[s]) for s in sources}
+        rules = {s: rule_of_rank(whole, rank, s, size) for s in sources}
         forward = Attention(kernel, queries[rank])
         for source, blocks in todo:
-            forward.add(keys[source], blocks, pairs[source])
+            forward.add(keys[source], blocks, rules[source])
         out = forward.out.to(q.dtype)
         backward = Gradient(kernel, grads[rank], queries[rank], out, forward.lse)
         for source, blocks in todo:
-            backward.add(keys[source], dkv[source], blocks, pairs[source])
+            backward.add(keys[source], dkv[source], blocks, rules[source])
         results.append((out, backward.dq))
     out, dq = (layout.to_natural_order(torch.cat(x), 0, size) for x in zip(*results, strict=True))
     return [out, dq, *layout.to_natural_order(torch.cat(dkv, dim=1), 1, size).unbind()]
 
 
-def gathered(kernel, q, k, v, grad, size, segments=None, window=None):
+def gathered(kernel, q, k, v, grad, size, segments=None, window=None, drop=None):
     """As `ring`, for keys and values that were gathered."""
     queries, grads, kv = cut(q, 0, size), cut(grad, 0, size), torch.stack((k, v))
     keys = cut(kv, 1, size)
-    ids = [None] * size if segments is None else cut(segments, 1, size)
+    whole = rule_of_all(segments, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
     dkv, results = zeros_like(kv), []
     own_dkv = [zeros_like(x) for x in keys]
     for rank in range(size):
         own, others = (plan(rank, size, len(queries[rank]) // 2, window) for plan in (own_blocks, other_blocks))
-        own_ids = None if segments is None else (ids[rank], ids[rank])
-        all_ids = None if segments is None else (ids[rank], segments)
+        own_rule, all_rules = rule_of_rank(whole, rank, rank, size), rule_of_rank(whole, rank, None, size)
         forward = Attention(kernel, queries[rank])
-        forward.add(keys[rank], own, own_ids)
-        forward.add(kv, others, all_ids)
+        forward.add(keys[rank], own, own_rule)
+        forward.add(kv, others, all_rules)
         out = forward.out.to(q.dtype)
         backward = Gradient(kernel, grads[rank], queries[rank], out, forward.lse)
-        backward.add(kv, dkv, others, all_ids)
-        backward.add(keys[rank], own_dkv[rank], own, own_ids)
+        backward.add(kv, dkv, others, all_rules)
+        backward.add(keys[rank], own_dkv[rank], own, own_rule)
         results.append((out, backward.dq))
     out, dq = (layout.to_natural_order(torch.cat(x), 0, size) for x in zip(*results, strict=True))
     dkv += layout.to_natural_order(torch.cat(own_dkv, dim=1), 1, size)
     return [out, dq, *dkv.unbind()]
 
 
-def exact(q, k, v, grad, segments=None, window=None):
-    """The same of one process, by the reference kernel in fp64."""
+def exact(q, k, v, grad, segments=None, window=None, factors=1.0):
+    """The same of one process, in fp64. factors: [b, n, s, t] on the probabilities."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out = attention.unfused(*leaves, segments=segments, window=window, dropout=0.0).view(q.shape)
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in leaves[1:])
+    scores = torch.einsum("sbnd,tbnd->bnst", leaves[0], k) / math.sqrt(q.shape[-1])
+    visible = attention.causal_mask(len(q), len(k), segments, window, q.device)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1) * factors
+    out = torch.einsum("bnst,tbnd->sbnd", weights, v)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]

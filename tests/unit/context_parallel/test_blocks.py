@@ -6,6 +6,7 @@ import torch
 from megatron.core.context_parallel.blocks import Attention
 from megatron.core.context_parallel.plan import Block
 from megatron.kernels.ops import attention_lse
+from megatron.kernels.ops.attention_rule import Drop
 from tests.unit.context_parallel import simulated
 from tests.unit.kernels.close import random
 
@@ -28,12 +29,28 @@ def test_as_one_process(kernel, size, run, segments, window):
         assert (a.double() - b).abs().max() <= 3e-6 * scale
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("run", [simulated.ring, simulated.gathered])
+@pytest.mark.parametrize("segments", [None, torch.arange(40).expand(2, 40) // 11], ids=["", "segments"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_dropout_as_one_process(size, run, segments, window):
+    """The same pairs are dropped however the sequence is cut: output and gradients are those of one mask."""
+    data = inputs(40, 4, 2)
+    places = torch.arange(40, dtype=torch.int32)
+    drop = Drop(0.4, torch.tensor([3], dtype=torch.int32), places, places)
+    found = run(attention_lse.with_dropout(attention_lse.cpu), *data, size, segments, window, drop)
+    expected = simulated.exact(*data, segments, window, drop.factors(2, 4))
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).abs().max() <= 3e-6 * float(b.abs().max())
+    assert not torch.allclose(found[0].double(), simulated.exact(*data, segments, window)[0], rtol=0.1)
+
+
 def test_merges_are_fp32():
     """Sixteen blocks of bf16: off by no more than the rounding of a block's output, and of the result."""
     q, k, v, _ = inputs(80, 4, 2, torch.bfloat16)
     attention = Attention(attention_lse.reference, q)
     blocks = [Block(slice(0, 80), slice(5 * n, 5 * n + 5), None, None) for n in range(16)]
-    attention.add(torch.stack((k, v)), blocks, None)
+    attention.add(torch.stack((k, v)), blocks, attention_lse.Rule())
     whole, lse = attention_lse.reference.forward(*(x.double() for x in (q, k, v)), attention_lse.Rule())
     assert attention.out.dtype == attention.lse.dtype == torch.float32
     torch.testing.assert_close(attention.out.double(), whole, rtol=1e-5, atol=1e-6)
@@ -49,6 +66,6 @@ def test_very_different_blocks():
     for order in (range(8), reversed(range(8))):
         attention = Attention(attention_lse.cpu, q)
         blocks = [Block(slice(0, 8), slice(n, n + 1), None, None) for n in order]
-        attention.add(torch.stack((k, v)), blocks, None)
+        attention.add(torch.stack((k, v)), blocks, attention_lse.Rule())
         torch.testing.assert_close(attention.lse.double(), lse, rtol=1e-6, atol=1e-4)
         torch.testing.assert_close(attention.out.double(), whole, rtol=1e-3, atol=1e-3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.kernels.ops import attention_lse, attention_lse_cuda, gemm
-from megatron.kernels.ops.attention_rule import Rule
+from megatron.kernels.ops.attention_rule import Drop, Rule
 from tests.unit.kernels.close import random
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -233,26 +233,102 @@ class TestCuda:
         assert attention_lse_cuda._summed(wide, 2).equal(3 * k.float())
 
 
+def drop_of(s, t, rate=0.3, seed=5, first_query=0, first_key=0):
+    places = [torch.arange(first, first + n, dtype=torch.int32) for first, n in ((first_query, s), (first_key, t))]
+    return Drop(rate, torch.tensor([seed], dtype=torch.int32), *places)
+
+
+class TestDropout:
+    @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+    def test_factors_are_as_many_zeros_as_asked_and_keep_the_mean(self, rate):
+        factors = drop_of(200, 300, rate).factors(2, 4)
+        n = factors.numel()
+        dropped = factors.eq(0).double()
+        assert dropped.mean().item() == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / n))
+        torch.testing.assert_close(factors[factors > 0], torch.full_like(factors[factors > 0], 1 / (1 - rate)))
+        spread = math.sqrt(rate * (1 - rate))
+        for dim, length in enumerate(
+            factors.shape
+        ):  # of a query, a key, a head or a sample: none is dropped more often
+            means = dropped.mean(dim=[other for other in range(4) if other != dim])
+            assert (means - rate).abs().max() <= 5 * spread / math.sqrt(n // length)
+
+    def test_neighbours_are_dropped_independently(self):
+        """Of a sample, a head, a query and a key, and the same pair under another seed."""
+        one = drop_of(200, 300).factors(2, 4).eq(0).double() - 0.3
+        others = [one.roll(1, dim) for dim in range(4)]
+        for other in (*others, drop_of(200, 300, seed=6).factors(2, 4).eq(0).double() - 0.3):
+            assert abs((one * other).mean()) < 5 * 0.21 / math.sqrt(one.numel())
+
+    def test_a_pair_is_dropped_by_its_places_wherever_it_is_attended(self):
+        whole = drop_of(40, 60).factors(2, 4)
+        assert drop_of(7, 9, first_query=11, first_key=30).factors(2, 4).equal(whole[:, :, 11:18, 30:39])
+
+    @rules
+    def test_reference(self, lengths, rule):
+        """Against autograd through the definition, in fp64. The log-sum-exp knows nothing of dropout."""
+        q, k, v = (x.double().requires_grad_() for x in inputs(*lengths))
+        drop = drop_of(*lengths)
+        scores, grad = scores_of(q, k, rule), random(*q.shape, seed=7).double()
+        weights = scores.softmax(-1).nan_to_num(0.0) * drop.factors(2, 4)
+        expected = torch.einsum("bnst,tbnd->sbnd", weights, v.repeat_interleave(2, dim=2))
+        leaves = (q, k, v)
+        gradients = torch.autograd.grad(expected, leaves, grad)
+        with torch.no_grad():
+            out, lse = attention_lse.reference.forward(*leaves, rule._replace(drop=drop))
+            found = attention_lse.reference.backward(grad, *leaves, out, lse, rule._replace(drop=drop))
+        assert lse.equal(attention_lse.reference.forward(*(x.detach() for x in leaves), rule)[1])
+        for a, b in zip((out, *found), (expected, *gradients), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # factors are fp32
+
+    @rules
+    def test_some_rows_at_a_time(self, lengths, rule, monkeypatch):
+        monkeypatch.setattr(attention_lse, "MATRIX", 2 * 4 * lengths[1] * 2)  # two queries
+        kernel = attention_lse.with_dropout(attention_lse.cpu)
+        data, rule = inputs(*lengths), rule._replace(drop=drop_of(*lengths))
+        out, lse = attention_lse.reference.forward(*data, rule)
+        for a, b in zip(kernel.forward(*data, rule), (out, lse), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        back = random(*out.shape, seed=7), *data, out, lse, rule
+        for a, b in zip(kernel.backward(*back), attention_lse.reference.backward(*back), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+    def test_without_dropout_the_kernel_itself_runs(self):
+        """As in evaluation."""
+        fast = attention_lse.BlockKernel(lambda *args: "forward", lambda *args: "backward")
+        kernel = attention_lse.with_dropout(fast)
+        assert kernel.forward(*inputs(6, 6), Rule(0)) == "forward"
+        assert kernel.backward(*[torch.zeros(1)] * 6, Rule(0)) == "backward"
+
+
 class TestChoose:
+    def test_with_dropout(self):
+        kernel, said = attention_lse.choose("auto", CPU, torch.float32, 0.1)
+        assert said == "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
+        dropping = Rule(drop=drop_of(6, 6))
+        assert not kernel.forward(*inputs(6, 6), dropping)[0].equal(kernel.forward(*inputs(6, 6), Rule())[0])
+
     def test_on_cpu(self, monkeypatch):
         monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.float16})
-        assert attention_lse.choose("unfused", CPU, torch.float32)[0] is attention_lse.reference
+        assert attention_lse.choose("unfused", CPU, torch.float32, 0.0)[0] is attention_lse.reference
         for asked in ("auto", "fused"):
             for dtype in (torch.float32, torch.bfloat16):
-                assert attention_lse.choose(asked, CPU, dtype) == (
+                assert attention_lse.choose(asked, CPU, dtype, 0.0) == (
                     attention_lse.cpu,
                     "fused blocks (torch's flash for CPUs)",
                 )
-        kernel, said = attention_lse.choose("auto", CPU, torch.float16)
+        kernel, said = attention_lse.choose("auto", CPU, torch.float16, 0.0)
         assert said == "fused blocks (torch's flash for CPUs in fp32, this one has no float16 products)"
         out, lse = kernel.forward(*inputs(6, 6, dtype=torch.float16), Rule(0))
         assert out.dtype == lse.dtype == torch.float32
 
     def test_flash_on_a_cpu_falls_back(self):
-        assert attention_lse.choose("flash", CPU, torch.float32) == attention_lse.choose("auto", CPU, torch.float32)
+        assert attention_lse.choose("flash", CPU, torch.float32, 0.0) == attention_lse.choose(
+            "auto", CPU, torch.float32, 0.0
+        )
 
     def test_on_cuda(self):
         """Without a GPU: fp32 needs none to know that flash cannot do it."""
-        kernel, said = attention_lse.choose("auto", torch.device("cuda"), torch.float32)
+        kernel, said = attention_lse.choose("auto", torch.device("cuda"), torch.float32, 0.0)
         assert kernel is attention_lse.efficient
         assert said == "memory-efficient blocks (no flash: the dtype is float32, it needs bf16 or fp16)"

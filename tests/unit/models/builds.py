@@ -79,6 +79,15 @@ def place(offset, shape):
     return tuple(slice(start, start + n) for start, n in zip(offset, shape))
 
 
+def sections(parameters):
+    """[(name, offset in the global tensor, elements)] of this rank, in plain arrays."""
+    return [
+        (name, section.offset, section.of(parameter.detach()).numpy())
+        for name, parameter in parameters.items()
+        for section in parameter.info.sections
+    ]
+
+
 def make_data_parallel(model, groups, bucket_size=3000, late_updates=False, **settings):
     """Several buckets; whole gradients, summed after backward, unless `settings` say otherwise."""
     device = next(model.parameters()).device

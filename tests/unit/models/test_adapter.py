@@ -19,7 +19,7 @@ from megatron.core.models.merge import MergedSource
 from megatron.core.parameter import local_parameters
 from megatron.training.restore import read_hf, restore_model, with_adapter
 from tests import pool
-from tests.unit.models.builds import CPU, make_ids
+from tests.unit.models.builds import CPU, make_ids, sections
 from tests.unit.models.hf_models import edit_json, save_hf_model
 from tests.unit.models.test_hf_conversion import LENGTH, logits_of
 
@@ -107,21 +107,19 @@ def test_it_is_the_way_back_of_the_export(tmp_path, kind):
 
 
 def part(rank, size, folder):
-    """Name -> (offset, this rank's piece)."""
+    """This rank's sections."""
     saved = with_adapter(read_hf(str(folder / "base")), str(folder / "adapter"))
     model, _ = restore_model(saved, pool.groups(tp=size), CPU)
-    return {
-        name: (p.info.offset, p.detach().numpy()) for name, p in local_parameters(model).items() if ".lora." in name
-    }
+    return sections({name: p for name, p in local_parameters(model).items() if ".lora." in name})
 
 
 def test_a_rank_reads_its_own_slices(tmp_path):
     save_adapter(tmp_path)
     source = AdapterSource(tmp_path / "adapter", HFSource(tmp_path / "base").model)
     ranks = pool.run(2, part, tmp_path)
-    for name, (offset, piece) in itertools.chain(*(rank.items() for rank in ranks)):
+    for name, offset, piece in itertools.chain(*ranks):
         assert source.read(name, Box(offset, piece.shape), torch.float32).equal(torch.from_numpy(piece)), name
-    assert all(rank.keys() == source.shapes.keys() for rank in ranks)
+    assert all({name for name, _, _ in rank} == source.shapes.keys() for rank in ranks)
 
 
 def test_an_adapter_beside_the_model_is_applied_or_refused(tmp_path):

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from tests import pool
-from tests.unit.models.builds import CPU, assert_gradients, losses, make_ids
+from tests.unit.models.builds import CPU, assert_gradients, losses, make_ids, sections
 from tests.unit.models.hf_models import MODELS, save_hf_model
 
 LENGTH = 40  # longer than any window
@@ -99,21 +99,22 @@ def test_bf16_takes_the_same_first_choices(tmp_path, name):
 
 
 def load_part(rank, size, folder):
-    """Name -> (offset, this rank's piece) at tp = size."""
+    """This rank's sections at tp = size."""
     groups = pool.groups(tp=size)
     source = HFSource(folder)
     config = source.model
     build = Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU)
     parameters = local_parameters(GPTModel(build))
     fill(parameters, source)
-    return {name: (p.info.offset, p.detach().numpy()) for name, p in parameters.items()}
+    return sections(parameters)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2 tied", "qwen3", "llama with biases"])
+@pytest.mark.parametrize("name", ["llama", "llama with one group", "qwen2 tied", "qwen3", "llama with biases"])
 def test_a_rank_reads_its_own_slices(tmp_path, name):
     save_hf_model(name, tmp_path)
     whole = {key: p.detach() for key, p in load(tmp_path)[0].named_parameters()}
     for rank in pool.run(2, load_part, tmp_path):
-        for key, (offset, piece) in rank.items():
+        assert {key for key, _, _ in rank} == whole.keys()
+        for key, offset, piece in rank:
             place = tuple(slice(a, a + n) for a, n in zip(offset, piece.shape))
             assert torch.equal(whole[key][place], torch.from_numpy(piece)), key

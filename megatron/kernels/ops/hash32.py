@@ -1,0 +1,20 @@
+"""A hash of 32 bits, for random numbers that depend on an index alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def hash32_(x: Tensor) -> Tensor:
+    """Christopher Wellons' "lowbias32" of int32, in place. torch's products wrap; its >> is arithmetic, hence the masks."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= wrapped(0x846CA68B)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
+
+
+def wrapped(number: int) -> int:
+    """The int32 with the number's lower 32 bits."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
