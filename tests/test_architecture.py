@@ -65,7 +65,13 @@ SHARED = {
     "megatron.core.pipeline_parallel.simulate",
 }
 NEIGHBOURS = {("megatron.core.parameter", "megatron.core.groups")}
-TORCH_FREE = ("megatron.planner", "megatron.training.shell", "megatron.training.launch_")  # beside layer 0
+TORCH_FREE = (
+    "megatron.planner",
+    "megatron.training.shell",
+    "megatron.training.launch_",
+    "megatron.training.entry",
+    "megatron.training.flag_check",
+)  # beside layer 0
 DISTRIBUTED = ("megatron.core.groups", "megatron.core.comm", "megatron.core.dist_checkpointing")
 # Packages that setup.py does not install: where each may be imported. The kernels' back ends may import any.
 OPTIONAL = {
