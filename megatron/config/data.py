@@ -28,8 +28,19 @@ class DataConfig:
     dataloader_type: str = flag(
         "single",
         "single: samples in the order of the shuffled index, every epoch shuffled by itself; "
-        "cyclic: one fixed shuffle, repeated",
+        "cyclic: one fixed shuffle, repeated, or with --data-order megatron a new draw in every epoch",
         choices=("single", "cyclic"),
+    )
+    data_order: str = flag(
+        "stable",
+        "stable: sample n depends on the seed and n alone, so a longer run, or one with other batches, reads the same "
+        "samples first; megatron: Megatron-LM's samples in its order, to go on with a run of it, which depend on the "
+        "length of the run",
+        choices=("stable", "megatron"),
+    )
+    data_sharding: bool = flag(
+        True,
+        "with --data-order megatron and cyclic data, replicas draw from all samples and not each from its own range",
     )
     reset_position_ids: bool = flag(False, "positions start again at 0 after each end-of-document token")
     reset_attention_mask: bool = flag(False, "attention does not cross an end-of-document token")

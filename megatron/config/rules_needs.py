@@ -432,6 +432,18 @@ _DATA = (
         "a dataset of conversations marks what has loss",
         "use pretrain_gpt.py",
     ),
+    _need(
+        "data_order",
+        lambda run: _reads_files(run) and not run.data.sft,
+        lambda run: "--mock-data reads no files" if run.data.mock_data else "conversations have an order of their own",
+        "train on documents of --data-path",
+    ),
+    _need(
+        "data_sharding",
+        lambda run: run.data.data_order == "megatron" and run.data.dataloader_type == "cyclic",
+        "replicas read consecutive samples",
+        "give --data-order megatron and --dataloader-type cyclic",
+    ),
     _need("sft_packing", lambda run: run.data.sft, "samples are cut from documents", "use finetune.py"),
     _need(
         "train_data_path valid_data_path test_data_path",

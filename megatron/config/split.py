@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import reduce
+from operator import add
 
 from megatron.core.errors import ConfigError
 
@@ -25,5 +27,7 @@ def split_shares(text: str) -> tuple[float, float, float]:
         raise ConfigError(
             f"--split '{text}' must be up to three decimal numbers with a sum above 0, such as {DEFAULT_SPLIT}"
         )
-    train, valid, test = (share / sum(shares) for share in shares + [0.0] * (3 - len(shares)))
+    # Not `sum`, which rounds otherwise from Python 3.12 on: a last bit may move a document to another split.
+    total = reduce(add, shares)
+    train, valid, test = (share / total for share in shares + [0.0] * (3 - len(shares)))
     return train, valid, test

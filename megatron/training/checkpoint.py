@@ -25,6 +25,7 @@ from megatron.core.groups import Groups
 from megatron.core.log import get_logger
 from megatron.core.parameter import Parameter
 from megatron.core.transformer.lora import is_adapter
+from megatron.training.data_order import warn_of_another_order
 from megatron.training.log_line import format_loaded, format_loading, format_saved, format_saving
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
@@ -110,6 +111,8 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         trainer.data_parallel.take_mode(state["grad_reduce_mode"])
     if not finetune:
         trainer.state = TrainState(**state["train"])
+        if not run.train.skip_train:
+            warn_of_another_order(path, state, run, groups.mesh.dp)
     log.info(format_loaded(path, trainer.state.iteration, groups.tp.size, groups.pp.size))
 
 

@@ -56,6 +56,7 @@ from megatron.training.activation_offload import build_step_offload
 from megatron.training.balanced_recompute import choose as choose_recompute
 from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
+from megatron.training.data_order import dataset_sizes
 from megatron.training.exits import as_user_error
 from megatron.training.far_weights import build_far_weights
 from megatron.training.memory_report import MIB, format_footprint
@@ -400,21 +401,6 @@ def build_readers(trainer: Trainer, eod: int) -> Splits[BatchReader | None]:
     return Splits(train, valid, test)
 
 
-def dataset_sizes(trainer: Trainer) -> Splits[int | None]:
-    """Samples that training, all evaluations and the test will have read at the end of the run.
-
-    What was read before a resume counts as it was, even if batches or evaluations had another size then.
-    """
-    run, state = trainer.run, trainer.state
-    per_evaluation = run.eval.eval_iters * trainer.batches.final_global_batch_size
-    if run.train.skip_train:
-        return Splits(None, per_evaluation, per_evaluation)
-    every, last = run.eval.eval_interval, trainer.total_iterations
-    evaluations = (last // every - state.iteration // every if every else 0) + 1
-    valid = state.consumed_valid_samples + evaluations * per_evaluation
-    return Splits(state.consumed_samples + trainer.samples_left, valid, per_evaluation)
-
-
 def _reader(trainer: Trainer, dataset: SampleDataset | None, consumed: int, eod: int) -> BatchReader:
     run, mesh = trainer.run, trainer.groups.mesh
     assert run.train.micro_batch_size
@@ -428,6 +414,8 @@ def _reader(trainer: Trainer, dataset: SampleDataset | None, consumed: int, eod:
             dp_size=mesh.dp,
             num_workers=run.data.num_workers,
             seed=run.train.seed,
+            cyclic=run.data.data_order == "megatron" and run.data.dataloader_type == "cyclic",
+            sharding=run.data.data_sharding,
             pin_memory=trainer.device.type == "cuda",
         )
     return BatchReader(

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -89,10 +89,22 @@ class Blend:
         return [periods * share + int(more) for share, more in zip(self.shares, begun, strict=True)]
 
 
+class BlendOrder(Protocol):
+    """Where each sample of a blend comes from: `Blend`, or Megatron-LM's order (megatron_blend.py)."""
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """(dataset, sample of that dataset) of sample `number` of the blend."""
+        ...
+
+    def counts(self, num_samples: int) -> list[int]:
+        """How many samples of each dataset are among the first `num_samples`."""
+        ...
+
+
 class BlendedDataset:
     """Samples of several datasets in the order of a blend; dataset i must have blend.counts(num_samples)[i] samples."""
 
-    def __init__(self, datasets: Sequence[SampleDataset], blend: Blend, num_samples: int) -> None:
+    def __init__(self, datasets: Sequence[SampleDataset], blend: BlendOrder, num_samples: int) -> None:
         for dataset, count in zip(datasets, blend.counts(num_samples), strict=True):
             assert len(dataset) >= count, f"{len(dataset)} samples where the blend reads {count}"
         self.datasets, self.blend, self.num_samples = list(datasets), blend, num_samples

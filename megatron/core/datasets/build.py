@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,16 @@ from megatron.config.data import DataConfig
 from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.core.datasets.blend import Blend, BlendedDataset, parse_blend
 from megatron.core.datasets.gpt import GPTDataset
+from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.megatron_blend import FurthestBehind, blend_sizes, furthest_behind, normalize
 from megatron.core.datasets.mock import MockDataset
 from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.datasets.sft import Conversations, SFTDataset
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.log import get_logger
 
+MEGATRON_BLEND_VERSION = 1  # part of every stored blend's name: raise it when its arrays' meaning changes
 LOGGER = get_logger(__name__)
 
 
@@ -34,18 +39,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences [first, last) of one dataset and their weight in the split's blend."""
+    """The sequences [first, last) of one dataset, and their weight in the split's blend; None is their size in tokens."""
 
     data: IndexedDataset | Conversations
     first: int
     last: int
-    weight: Fraction
+    tokens: int
+    weight: Fraction | None
 
 
 def build_datasets(
     config: DataConfig, sizes: Splits[int | None], seed: int, vocab_size: int
 ) -> Splits[SampleDataset | None]:
-    """The datasets that the flags ask for, each of the number of samples in `sizes`.
+    """The datasets that the flags ask for, each of the number of samples in `sizes`, in Megatron-LM's order at least.
 
     A split is None when its size is None or 0, when no flag names data for it, or when it gets no documents (logged).
     Any number of processes may call this at once; where one calls it before the others, only that one builds the sample
@@ -66,12 +72,14 @@ def build_datasets(
         if not size or not parts:
             built.append(None)
             continue
-        blend = Blend.create([part.weight for part in parts], size)
+        build = partial(_build_part, config=config, name=name, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+        if config.data_order == "megatron":
+            direct = len(parts) == 1 and (parts[0].weight is None or config.data_path is None)
+            built.append(build(parts[0], size) if direct else _megatron_blend(parts, size, config, name, build))
+            continue
+        blend = Blend.create([part.weight or Fraction(part.tokens) for part in parts], size)
         counts = blend.counts(size) if len(parts) > 1 else [size]
-        datasets = [
-            _build_part(part, config, name, count, seq_length, seed, vocab_size)
-            for part, count in zip(parts, counts, strict=True)
-        ]
+        datasets = [build(part, count) for part, count in zip(parts, counts, strict=True)]
         built.append(BlendedDataset(datasets, blend, size) if len(parts) > 1 else datasets[0])
     return Splits(*built)
 
@@ -97,11 +105,58 @@ def find_sources(config: DataConfig) -> Splits[Source | None]:
     return Splits(*(Source("--data-path", config.data_path, bounds[i], bounds[i + 1]) for i in range(3)))
 
 
-def _build_part(
-    part: Part, config: DataConfig, name: str, num_samples: int, seq_length: int, seed: int, vocab_size: int
+def _megatron_blend(
+    parts: list[Part], size: int, config: DataConfig, name: str, build: Callable[[Part, int | None], SampleDataset]
 ) -> SampleDataset:
-    cache = Path(config.data_cache_path or Path(part.data.prefix).parent / "cache")
+    """At least `size` samples in Megatron-LM's order; without weights at most as many as the datasets hold.
+
+    Also made of a single dataset that --data-path gives a weight: Megatron-LM then asks it for more samples, which
+    changes their order.
+    """
+    weights = [float(part.weight) for part in parts if part.weight is not None]
+    if weights:
+        shares = normalize(weights)
+        num_samples, counts = blend_sizes(shares, size)
+        datasets = [build(part, count) for part, count in zip(parts, counts, strict=True)]
+    else:
+        datasets = [build(part, None) for part in parts]
+        shares = [float(len(dataset)) for dataset in datasets]
+        num_samples = min(size, int(sum(shares)))
+        if num_samples < size:
+            LOGGER.warning(
+                "--data-order megatron reads a blend without weights once: the %s split has %d samples and the run asks "
+                "for %d; give weights to read it again",
+                *(name, num_samples, size),
+            )
+    shares = normalize(shares)
+    arrays = cached_arrays(
+        _cache_folder(config, parts[0]),
+        f"Blend-megatron-{name}",
+        ("datasets", "samples"),
+        {"version": MEGATRON_BLEND_VERSION, "shares": shares, "samples": num_samples},
+        lambda: furthest_behind(shares, num_samples),
+    )
+    blend = FurthestBehind(len(parts), **arrays)
+    for part, dataset, count in zip(parts, datasets, blend.counts(num_samples), strict=True):
+        if len(dataset) < count:
+            raise DataError(
+                f"--data-order megatron reads {count} samples of {part.data.prefix} for the {name} split, which is built "
+                f"for {len(dataset)}: Megatron-LM stops here, too; leave out datasets of nearly no weight, or give "
+                "--data-order stable"
+            )
+    return BlendedDataset(datasets, blend, num_samples)
+
+
+def _cache_folder(config: DataConfig, part: Part) -> Path:
+    return Path(config.data_cache_path or Path(part.data.prefix).parent / "cache")
+
+
+def _build_part(
+    part: Part, num_samples: int | None, config: DataConfig, name: str, seq_length: int, seed: int, vocab_size: int
+) -> SampleDataset:
+    cache = _cache_folder(config, part)
     if isinstance(part.data, Conversations):
+        assert num_samples is not None
         return SFTDataset(
             part.data,
             part.first,
@@ -124,7 +179,7 @@ def _build_part(
         seq_length=seq_length,
         seed=seed,
         vocab_size=vocab_size,
-        order=config.dataloader_type,
+        order="megatron" if config.data_order == "megatron" else config.dataloader_type,
         cache=cache,
     )
 
@@ -142,7 +197,7 @@ def _open_parts(
         first, last = round(source.low * len(data)), round(source.high * len(data))
         tokens = int(np.sum(data.sequence_lengths[first:last], dtype=np.int64))
         if tokens:
-            parts.append(Part(data, first, last, weights[number] if weights else Fraction(tokens)))
+            parts.append(Part(data, first, last, tokens, weights[number] if weights else None))
         elif name == "train" or source.high > source.low:
             problem = (
                 f"the {name} split gets documents {first} to {last} of the {len(data)} of {prefix}, with no tokens"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from megatron.core.datasets.index_cache import cached_arrays, index_inputs
 from megatron.core.datasets.indexed import IndexedDataset
+from megatron.core.datasets.megatron_index import MegatronEpochs, build_megatron_index
 from megatron.core.datasets.sample import Tokens, check_ids, check_number
 from megatron.core.datasets.sample_index import Epoch, SampleIndex, build_sample_index
 from megatron.core.errors import DataError
@@ -23,7 +26,9 @@ class GPTDataset:
 
     order "single": every epoch has its own shuffle of documents and samples. "cyclic": the first epoch's is repeated.
     `num_samples` may span any number of epochs; None is one epoch. Sample n depends on (seed, n) alone, see
-    sample_index.py. `cache` is the folder of stored indices, None to build them in memory.
+    sample_index.py. "megatron": Megatron-LM's order, see megatron_index.py; it depends on `num_samples`, too, and the
+    dataset has all samples of the epochs that this takes. `cache` is the folder of stored indices, None to build them in
+    memory.
 
     Every sample's ids are checked against `vocab_size` when it is read, a tenth of the time that reading takes. So a
     dataset made with another tokenizer stops the run with a DataError instead of a failing gather on a device.
@@ -49,8 +54,19 @@ class GPTDataset:
             raise DataError(f"{indexed.prefix} holds {indexed.dtype} values, not token ids; use another dataset")
         tokens = int(np.sum(indexed.sequence_lengths[first:last], dtype=np.int64))
         self.indexed, self.name, self.seq_length, self.vocab_size = indexed, name, seq_length, vocab_size
-        self.epoch = Epoch.measure(tokens, seq_length)
-        self.num_samples = self.epoch.samples if num_samples is None else num_samples
+        where = {"first": first, "last": last, "seq_length": seq_length, "seed": seed}
+        build: Callable[[], SampleIndex]
+        if order == "megatron":
+            plan = MegatronEpochs.measure(tokens, seq_length, num_samples)
+            self.epoch, self.num_samples = Epoch(1, plan.samples), plan.samples
+            label, sizes = f"GPTDataset-megatron-{name}", vars(plan)
+            build = partial(build_megatron_index, indexed.sequence_lengths, first, last, seq_length, plan, seed)
+        else:
+            self.epoch = Epoch.measure(tokens, seq_length)
+            self.num_samples = self.epoch.samples if num_samples is None else num_samples
+            epochs = 1 if order == "cyclic" else max(1, -(-self.num_samples // self.epoch.samples))
+            label, sizes = f"GPTDataset-{name}", {"epochs": epochs}
+            build = partial(build_sample_index, indexed.sequence_lengths, first, last, seq_length, epochs, seed)
         if self.epoch.passes > 1:
             LOGGER.info(
                 "%s: the %d documents of %s hold %d tokens, less than one sample of %d; each sample reads them %d times",
@@ -61,21 +77,12 @@ class GPTDataset:
                 seq_length + 1,
                 self.epoch.passes,
             )
-        epochs = 1 if order == "cyclic" else max(1, -(-self.num_samples // self.epoch.samples))
         arrays = cached_arrays(
             cache,
-            f"GPTDataset-{name}",
+            label,
             ("documents", "bounds", "shuffle"),
-            index_inputs(
-                indexed.idx_path,
-                version=INDEX_VERSION,
-                first=first,
-                last=last,
-                seq_length=seq_length,
-                epochs=epochs,
-                seed=seed,
-            ),
-            lambda: vars(build_sample_index(indexed.sequence_lengths, first, last, seq_length, epochs, seed)),
+            index_inputs(indexed.idx_path, version=INDEX_VERSION, **where, **sizes),
+            lambda: vars(build()),
         )
         self.index = SampleIndex(**arrays)
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megatron.core.datasets.megatron_sampler import CyclicSampler
 from megatron.core.datasets.sample import SampleDataset
 from megatron.core.errors import DataError, UserError
 
@@ -53,22 +54,26 @@ def build_loader(
     dp_size: int,
     num_workers: int,
     seed: int,
+    cyclic: bool = False,
+    sharding: bool = True,
     pin_memory: bool = False,
 ) -> Iterator[torch.Tensor]:
     """Token ids, int64 [micro_batch_size, seq_length + 1], from the sample after `consumed_samples` on.
 
+    Samples come in the order of their numbers, or where `cyclic` as CyclicSampler draws them, with or without `sharding`.
     `num_workers` processes prepare microbatches ahead for as long as the iterator lives; with 0 this process prepares
     each when it is asked for. `seed` seeds the workers' generators; without one of its own, starting the workers would
     draw from the caller's random state. No communication. Raises DataError past the last whole microbatch, and what the
     dataset raises for a sample it cannot give.
     """
-    sampler = MicrobatchSampler(
-        len(dataset),
-        consumed_samples=consumed_samples,
-        micro_batch_size=micro_batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-    )
+    place = {
+        "consumed_samples": consumed_samples,
+        "micro_batch_size": micro_batch_size,
+        "dp_rank": dp_rank,
+        "dp_size": dp_size,
+    }
+    in_order = MicrobatchSampler(len(dataset), **place)
+    sampler = CyclicSampler(len(dataset), sharding=sharding, **place) if cyclic else in_order
     loader: DataLoader[npt.NDArray[np.int64] | UserError] = DataLoader(
         _Microbatches(dataset),
         sampler=sampler,
@@ -84,7 +89,7 @@ def build_loader(
         ids = torch.from_numpy(item)
         yield ids.pin_memory() if pin_memory else ids
     raise DataError(
-        f"the dataset's {len(dataset)} samples are used up: {consumed_samples} were consumed before and {len(sampler)} "
+        f"the dataset's {len(dataset)} samples are used up: {consumed_samples} were consumed before and {len(in_order)} "
         f"microbatches of {micro_batch_size} x {dp_size} replicas read since; lower --train-iters or --eval-iters, "
         "or build the dataset for more samples"
     )

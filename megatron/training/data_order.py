@@ -1,0 +1,103 @@
+"""How many samples a run's datasets are built for, and what their order depends on when a run is continued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.config.run import RunConfig
+from megatron.config.split import DEFAULT_SPLIT, split_shares
+from megatron.core.datasets.blend import parse_blend
+from megatron.core.datasets.sample import Splits
+from megatron.core.log import get_logger
+from megatron.training.microbatches import BatchSchedule
+from megatron.training.trainer import Trainer
+
+log = get_logger(__name__)
+
+
+def dataset_sizes(trainer: Trainer) -> Splits[int | None]:
+    """Samples of each split: what training, all evaluations and the test will have read at the end of the run.
+
+    What was read before a resume counts as it was, even if batches or evaluations had another size then. With
+    --data-order megatron the flags alone decide, as in Megatron-LM.
+    """
+    run, state = trainer.run, trainer.state
+    if run.data.data_order == "megatron":
+        return megatron_sizes(run, trainer.batches)
+    per_evaluation = run.eval.eval_iters * trainer.batches.final_global_batch_size
+    if run.train.skip_train:
+        return Splits(None, per_evaluation, per_evaluation)
+    every, last = run.eval.eval_interval, trainer.total_iterations
+    evaluations = (last // every - state.iteration // every if every else 0) + 1
+    valid = state.consumed_valid_samples + evaluations * per_evaluation
+    return Splits(state.consumed_samples + trainer.samples_left, valid, per_evaluation)
+
+
+def megatron_sizes(run: RunConfig, batches: BatchSchedule) -> Splits[int | None]:
+    """The samples that Megatron-LM asks its datasets for, which decide their order; None is not read.
+
+    Training: --train-samples, or --train-iters global batches. Validation: an evaluation at every interval and one at
+    the end. Test: one evaluation.
+    """
+    per_evaluation = run.eval.eval_iters * batches.final_global_batch_size
+    if run.train.skip_train:
+        return Splits(None, per_evaluation, per_evaluation)
+    train = run.train.train_samples or batches.total_iterations * batches.final_global_batch_size
+    every = run.eval.eval_interval
+    evaluations = (batches.total_iterations // every if every else 0) + 1
+    return Splits(train, evaluations * per_evaluation, per_evaluation)
+
+
+def warn_of_another_order(path: Path, saved: dict[str, Any], run: RunConfig, dp: int) -> None:
+    """Log what makes this run's samples follow others than those that the run of a checkpoint read before it.
+
+    saved: the checkpoint's state. dp: replicas of this run. Says nothing unless one of the two reads in Megatron-LM's
+    order: the stable one goes on under another length and other batches.
+    """
+    there = _order_of(saved["config"], saved["layout"]["dp"])
+    here = _order_of(run.to_dict(), dp)
+    if "megatron" not in (there["--data-order"], here["--data-order"]):
+        return
+    differences = [
+        f"{name} {there.get(name)} there and {here.get(name)} here"
+        for name in (there | here)
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        log.warning(
+            "the order of samples is another one than before %s: %s; with --data-order megatron each of these changes "
+            "it, so this run reads some samples again and never reads some others",
+            *(path, ", ".join(differences)),
+        )
+
+
+def _order_of(config: dict[str, dict[str, Any]], dp: int) -> dict[str, Any]:
+    """What the order of training samples depends on, by flag, from a run's configuration as a checkpoint holds it.
+
+    Datasets count by name: a folder may have moved.
+    """
+    data, train = config["data"], config["train"]
+    batch = train["global_batch_size"] or train["micro_batch_size"] * dp
+    words = data["data_path"] or data["train_data_path"]
+    prefixes, weights = parse_blend(words, "--data-path") if words else ([], None)
+    names = [Path(prefix).name for prefix in prefixes]
+    order = {
+        "--data-order": data.get("data_order", "stable"),
+        "--train-samples": train["train_samples"] or (train["train_iters"] or 0) * batch,
+        "--seed": train["seed"],
+        "--seq-length": data["seq_length"],
+        "--split": _split(data["split"] or DEFAULT_SPLIT) if data["data_path"] else "of whole datasets",
+        "--data-path": " ".join(f"{w} {n}" for w, n in zip(weights, names, strict=True))
+        if weights
+        else " ".join(names),
+        "--dataloader-type": data["dataloader_type"],
+    }
+    if data["dataloader_type"] == "cyclic":
+        order |= {"--micro-batch-size": train["micro_batch_size"], "data-parallel replicas": dp}
+        order["--no-data-sharding"] = not data.get("data_sharding", True)
+    return order
+
+
+def _split(text: str) -> str:
+    return ",".join(f"{share:.6g}" for share in split_shares(text))
