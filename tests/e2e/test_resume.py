@@ -114,3 +114,19 @@ def test_batches_and_evaluations_may_change_on_resume(tmp_path):
     assert state["train"]["consumed_valid_samples"] == 32 + 3 * 2
     done = run(flags(smaller), tmp_path / "log3")
     assert done.codes == [0] and "nothing is left to train: iteration 10 of 10 is done" in done.stdout[0]
+
+
+def test_megatron_order_goes_on_and_another_length_is_said(tmp_path, data):
+    options = {
+        **data,
+        "--data-order": "megatron",
+        "--dataloader-type": "cyclic",
+        "--eval-interval": 4,
+        "--eval-iters": 1,
+    }
+    straight, resumed, *_ = straight_and_resumed(tmp_path, options)
+    assert evaluations(straight.stdout[0])[1:] == evaluations(resumed.stdout[0])
+    assert "the order of samples is another one" not in resumed.text
+    longer = {"--load": tmp_path / "straight", "--train-iters": 11, "--override-opt_param-scheduler": None}
+    longer = run(flags(options, longer), tmp_path / "log3")
+    assert longer.codes == [0] and "--train-samples 80 there and 88 here" in longer.text, longer.text
