@@ -162,7 +162,7 @@ def _pipeline(run: RunConfig, facts: Facts) -> Feature:
 def _microbatches(run: RunConfig, facts: Facts) -> int:
     """A step and data-parallel rank, when the batch has its full size."""
     assert run.train.micro_batch_size
-    samples = run.train.global_batch_size or run.train.micro_batch_size * facts.dp
+    samples = run.train.final_global_batch_size or run.train.micro_batch_size * facts.dp
     return max(1, samples // (run.train.micro_batch_size * facts.dp))
 
 

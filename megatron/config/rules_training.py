@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from megatron.config.batch_steps import FLAG, parse_steps
 from megatron.config.data_parallel import EVERY, data_parallel_settings, splits_backward
 from megatron.config.layout import mesh_of
 from megatron.config.run import RunConfig
+from megatron.core.errors import ConfigError
 
 MOST_MICROBATCHES = 65536  # of a step: each is an action of the schedule, which is made before the first step
 
@@ -26,6 +28,23 @@ def learning_rate_is_given(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def step_schedule_is_alone(run: RunConfig, world_size: int) -> str | None:
+    """It is a schedule, and says what every step reads."""
+    t = run.train
+    if t.step_batch_size_schedule is None:
+        return None
+    try:
+        parse_steps(t.step_batch_size_schedule, run.data.seq_length)
+    except ConfigError as error:
+        return str(error)
+    if t.global_batch_size is not None:
+        return f"{FLAG} gives every batch size and --global-batch-size {t.global_batch_size} another one; remove one of them"
+    if t.rampup_batch_size is not None:
+        ramp = " ".join(map(str, t.rampup_batch_size))
+        return f"{FLAG} gives every batch size and --rampup-batch-size {ramp} others; remove one of them"
+    return None
+
+
 def batches_are_whole(run: RunConfig, world_size: int) -> str | None:
     """Every global batch size of the run is a number of microbatches on every replica."""
     t = run.train
@@ -33,12 +52,15 @@ def batches_are_whole(run: RunConfig, world_size: int) -> str | None:
     dp = mesh_of(run.parallel, world_size).dp
     unit = t.micro_batch_size * dp
     because = f"--micro-batch-size {t.micro_batch_size} x data-parallel size {dp} = {unit}"
-    if t.global_batch_size is not None and t.global_batch_size % unit:
-        return f"--global-batch-size {t.global_batch_size} is not a multiple of {because}; change one of them"
-    microbatches = (t.global_batch_size or 0) // unit
+    size, name = t.final_global_batch_size or 0, "--global-batch-size"
+    if t.step_batch_size_schedule is not None:
+        name = f"{FLAG} ends with"
+    if size % unit:
+        return f"{name} {size} is not a multiple of {because}; change one of them"
+    microbatches = size // unit
     if microbatches > MOST_MICROBATCHES:
         return (
-            f"--global-batch-size {t.global_batch_size} makes {microbatches} microbatches a step of {because}, more than "
+            f"{name} {size} makes {microbatches} microbatches a step of {because}, more than "
             f"{MOST_MICROBATCHES}; lower it, raise --micro-batch-size, or use more processes"
         )
     for number, name in zip(t.rampup_batch_size or (), ("START", "INCREMENT")):
@@ -237,6 +259,7 @@ def skip_train_evaluates(run: RunConfig, world_size: int) -> str | None:
 RULES = (
     one_length,
     learning_rate_is_given,
+    step_schedule_is_alone,
     rampup_reaches_batch_size,
     batches_are_whole,
     sharding_is_consistent,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.config.batch_steps import parse_steps
 from megatron.config.flag import flag
 
 
@@ -20,6 +21,12 @@ class TrainConfig:
         "START INCREMENT SAMPLES: begin with START samples a step and add INCREMENT in equal intervals over SAMPLES",
         nargs=3,
         metavar="N",
+    )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        "samples of an optimizer step from a number of tokens on, such as '0:768 250B:1536 500B:3072', with K, M, B or T; "
+        "instead of --global-batch-size",
+        metavar="'TOKENS:SIZE ...'",
     )
     train_iters: int | None = flag(None, "length of the run, optimizer steps")
     train_samples: int | None = flag(None, "length of the run, samples")
@@ -46,6 +53,13 @@ class TrainConfig:
     iterations_to_skip: tuple[int, ...] | None = flag(
         None, "iterations whose data is read but not trained on (to step over a loss spike)", nargs="+"
     )
+
+    @property
+    def final_global_batch_size(self) -> int | None:
+        """Samples of a step at the end of a ramp or a schedule; None where it is one microbatch of each replica."""
+        if self.step_batch_size_schedule is None:
+            return self.global_batch_size
+        return parse_steps(self.step_batch_size_schedule, None)[-1][1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,9 +107,9 @@ def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMem
 
 
 def num_microbatches(run: RunConfig, dp: int) -> int:
-    """Of a step at the end of a batch ramp, if there is one."""
+    """Of a step at the end of a batch ramp or schedule, if there is one."""
     assert run.train.micro_batch_size
-    return (run.train.global_batch_size or run.train.micro_batch_size * dp) // (run.train.micro_batch_size * dp)
+    return (run.train.final_global_batch_size or run.train.micro_batch_size * dp) // (run.train.micro_batch_size * dp)
 
 
 def _rank(

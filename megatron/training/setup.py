@@ -96,7 +96,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     timeline, backend = Timeline(device), _backend(run, groups, device)
     overlap, overlap_why = choose_overlap(run.parallel, groups.tp, device, backend, timeline)
     stages, cp_watch = pipeline.stages_of(groups.pp.rank), Watch(timeline, device)
-    batches = BatchSchedule(run.train, groups.mesh.dp)
+    batches = BatchSchedule(run.train, groups.mesh.dp, run.data.seq_length)
     shared = shared_arguments(run, groups, device, kernels, rng, overlap, cp_watch)
     recomputed, moved = "", frozenset[int]()
     if run.recompute.recompute_policy == BALANCED and not run.train.skip_train:
@@ -157,6 +157,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     if checkpoint:
         with timed_phase("load-checkpoint", groups):
             load_checkpoint(trainer, checkpoint)
+    batches.check_from(trainer.state.consumed_samples)
     with groups.heartbeat.phase("build-datasets"):
         trainer.readers = build_readers(trainer, tokenizer.eod)
     _announce(trainer, kernels, overlap.name, overlap_why, recomputed)

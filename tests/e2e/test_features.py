@@ -9,7 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.helpers.launch import run, start
-from tests.e2e.helpers.runs import MOCK, checkpoint, evaluations, figures, flags, lines, write_dataset
+from tests.e2e.helpers.runs import MOCK, SEQ, checkpoint, evaluations, figures, flags, lines, write_dataset
 from tests.unit.training.log_parsers import ITERATION, OTHERS, flagscale_losses, read
 
 TIMER = OTHERS["timer"]
@@ -172,7 +172,8 @@ def test_heartbeat_files(own, tmp_path):
 
 
 def test_samples_and_a_batch_that_ramps_up(tmp_path):
-    """4 steps of 4 samples, then 8 a step, to 52 samples: the last 4 do not fill a step. A stop on the way is no seam."""
+    """4 steps of 4 samples, then 8 a step, to 52 samples: the last 4 do not fill a step. A stop on the way is no seam, and
+    neither is a schedule that says the same in tokens."""
     ramp = {
         "--train-samples": 52,
         "--rampup-batch-size": (4, 4, 16),
@@ -192,8 +193,10 @@ def test_samples_and_a_batch_that_ramps_up(tmp_path):
         {"--exit-interval": 6, "--load": tmp_path / "other"},
         {"--load": tmp_path / "other"},
     )
-    for stop in stops:
-        argv = flags(MOCK, ramp, {"--save": tmp_path / "other"}, stop, without=("--train-iters",))
+    steps = {"--step-batch-size-schedule": f"0:4 {16 * SEQ}:8"}
+    for stop, sizes in zip(stops, (ramp, ramp | steps, ramp | steps), strict=True):
+        instead = ("--rampup-batch-size", "--global-batch-size") if sizes is not ramp else ()
+        argv = flags(MOCK, sizes, {"--save": tmp_path / "other"}, stop, without=("--train-iters", *instead))
         part = run(argv, tmp_path / "log2")
         assert part.codes == [0], part.text
         parts |= figures(part.stdout[0])

@@ -238,7 +238,8 @@ ALWAYS = """
     lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
     seq_length data_path mock_data num_workers reset_attention_mask sft
     tokenizer_type tokenizer_hf_include_special_tokens
-    micro_batch_size global_batch_size rampup_batch_size train_iters train_samples seed calculate_per_token_loss
+    micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
+    train_iters train_samples seed calculate_per_token_loss
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
     max_consecutive_nan_iterations
     eval_iters

@@ -53,9 +53,42 @@ def test_ramp_with_increments_that_are_not_whole():
     assert {c: batches.global_batch_size(c) for c in expected} == expected
 
 
-@pytest.mark.parametrize("ramp", [None, (8, 8, 60), (24, 8, 60), (4, 4, 1000), (4, 20, 1)])
-def test_samples_and_iterations_agree_with_a_walk(ramp):
-    batches = BatchSchedule(train(global_batch_size=24, rampup_batch_size=ramp), dp=2)
+def test_steps_by_hand():
+    # Thresholds in tokens, of samples of 16: 8 until sample 31, 12 until 62, then 24. A step begins with the size of where
+    # the one before has ended.
+    text = "0:8 0.5K:12 1k:24"
+    batches = BatchSchedule(train(step_batch_size_schedule=text, train_samples=150), dp=2, seq_length=16)
+    expected = {0: 8, 30: 8, 31: 12, 61: 12, 62: 24, 10**9: 24}
+    assert {c: batches.global_batch_size(c) for c in expected} == expected
+    assert [batches.num_microbatches(c) for c in (0, 31, 62)] == [2, 3, 6]
+    assert walk(batches, 9) == [0, 8, 16, 24, 32, 44, 56, 68, 92, 116]
+    assert (batches.total_iterations, batches.total_samples, batches.final_global_batch_size) == (10, 150, 24)
+    in_samples = BatchSchedule(train(step_batch_size_schedule="0:8 31:12 62:24", train_iters=9), dp=2)
+    assert walk(in_samples, 9) == walk(batches, 9) and in_samples.total_samples == 116
+
+
+def test_steps_that_are_over_need_not_fit_the_processes():
+    """A run that goes on with more of them; Megatron-LM's rule."""
+    batches = BatchSchedule(train(step_batch_size_schedule="0:4 100:12 200:24"), dp=3)
+    batches.check_from(100)
+    with pytest.raises(
+        ConfigError, match="global batch size 4, a step of --step-batch-size-schedule, is not a multiple"
+    ):
+        batches.check_from(99)
+    with pytest.raises(ConfigError, match="global batch size 20 is not a multiple"):
+        BatchSchedule(train(step_batch_size_schedule="0:6 100:20"), dp=3)
+
+
+STEPS = {"step_batch_size_schedule": "0:4 6:8 7:12 1000:24"}
+
+
+FULL = {"global_batch_size": 24}
+RAMPS = [{**FULL, "rampup_batch_size": ramp} for ramp in ((8, 8, 60), (24, 8, 60), (4, 4, 1000), (4, 20, 1))]
+
+
+@pytest.mark.parametrize("fields", [FULL, STEPS, *RAMPS], ids=str)
+def test_samples_and_iterations_agree_with_a_walk(fields):
+    batches = BatchSchedule(train(**fields), dp=2)
     consumed = walk(batches, 150)
     assert [batches.samples_for(i) for i in range(151)] == consumed
     for iterations in range(150):
