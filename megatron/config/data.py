@@ -96,6 +96,9 @@ class TokenizerConfig:
         "of-sequence token; nothing else adds them by itself anyway",
         name="--tokenizer-hf-no-include-special-tokens",
     )
+    null_tokenizer_eod_id: int | None = flag(
+        None, "the id of NullTokenizer that ends a document; default the last one, --vocab-size less one"
+    )
     trust_remote_code: bool = flag(False, "let a Hugging Face tokenizer run Python code from its own folder")
 
     def with_type_of_files(self) -> TokenizerConfig:

@@ -75,6 +75,18 @@ def tokenizer_has_its_files(run: RunConfig, world_size: int) -> str | None:
     return f"--tokenizer-type {kind} is read from {' and '.join(missing)}; give it" if missing else None
 
 
+def end_of_document_is_an_id(run: RunConfig, world_size: int) -> str | None:
+    """--null-tokenizer-eod-id names one of NullTokenizer's ids; other tokenizers have a token for it."""
+    kind, eod, size = run.tokenizer.tokenizer_type, run.tokenizer.null_tokenizer_eod_id, run.model.vocab_size
+    if eod is None:
+        return None
+    if kind != "NullTokenizer":
+        return f"--null-tokenizer-eod-id has no effect: --tokenizer-type is {kind}, not NullTokenizer; remove it"
+    if size is not None and eod >= size:
+        return f"--null-tokenizer-eod-id {eod} is not below the vocabulary of {size}; lower it, or raise --vocab-size"
+    return None
+
+
 def conversations_are_read(run: RunConfig, world_size: int) -> str | None:
     """Instruction data comes from files, and says itself what is trained on."""
     if not run.data.sft:
@@ -128,6 +140,7 @@ RULES = (
     data_paths_are_not_empty,
     split_is_three_shares,
     tokenizer_has_its_files,
+    end_of_document_is_an_id,
     conversations_are_read,
     pretrained_is_only_the_start,
     saves_have_an_interval,

@@ -33,7 +33,7 @@ _BY_INTERVAL: dict[Interval, str] = {
         make_vocab_size_divisible_by fixed_padded_vocab_size max_position_embeddings
         rope_scaling_original_max_position_embeddings seq_length micro_batch_size global_batch_size rampup_batch_size
     """,
-    SIZE_OR_NONE: "tiktoken_num_special_tokens",
+    SIZE_OR_NONE: "tiktoken_num_special_tokens null_tokenizer_eod_id",
     RANKS: """
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
         expert_tensor_parallel_size hierarchical_context_parallel_sizes num_distributed_optimizer_instances

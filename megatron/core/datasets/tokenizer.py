@@ -41,10 +41,15 @@ class Tokenizer(Protocol):
 
 
 class NullTokenizer:
-    """Text that already is token ids, separated by spaces. The end of a document is the vocabulary's last id."""
+    """Text that already is token ids, separated by spaces. The end of a document is `eod`, or the vocabulary's last id.
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.eod = vocab_size, vocab_size - 1
+    Raises ConfigError for an `eod` that is no id.
+    """
+
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
+        self.vocab_size, self.eod = vocab_size, vocab_size - 1 if eod is None else eod
+        if not 0 <= self.eod < vocab_size:
+            raise ConfigError(f"--null-tokenizer-eod-id {eod} is not below the vocabulary of {vocab_size}; lower it")
         self.bos: int | None = None
 
     def encode(self, text: str) -> list[int]:
@@ -83,7 +88,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None, *, special_
     if kind == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
             raise ConfigError(f"--tokenizer-type NullTokenizer needs --vocab-size, at least 1, and got {vocab_size}")
-        return NullTokenizer(vocab_size)
+        return NullTokenizer(vocab_size, config.null_tokenizer_eod_id)
     if kind == "GPT2BPETokenizer":
         vocab_file = _given(config.vocab_file, kind, "--vocab-file")
         return GPT2BPETokenizer(vocab_file, _given(config.merge_file, kind, "--merge-file"))

@@ -559,6 +559,20 @@ CASES = [
     (rules_files.split_is_three_shares, {**FILES, "split": "1,1,1,1"}, {**FILES, "split": "0,1"}, 1, ["1,1,1,1"]),
     (rules_files.split_is_three_shares, {**FILES, "split": "2,-1"}, {**FILES, "split": "2,1"}, 1, ["2,-1"]),
     (rules_files.tokenizer_has_its_files, {"tokenizer_type": None}, {}, 1, ["--tokenizer-type"]),
+    (
+        rules_files.end_of_document_is_an_id,
+        {"null_tokenizer_eod_id": 1000},
+        {"null_tokenizer_eod_id": 999},
+        1,
+        ["--null-tokenizer-eod-id 1000", "vocabulary of 1000"],
+    ),
+    (
+        rules_files.end_of_document_is_an_id,
+        {**HF, "null_tokenizer_eod_id": 2},
+        {"null_tokenizer_eod_id": 0},
+        1,
+        ["--null-tokenizer-eod-id", "--tokenizer-type is HuggingFaceTokenizer"],
+    ),
     (rules_files.tokenizer_has_its_files, {"vocab_size": None}, {**HF, "vocab_size": None}, 1, ["--vocab-size"]),
     (
         rules_files.tokenizer_has_its_files,

@@ -237,7 +237,7 @@ ALWAYS = """
     optimizer clip_grad weight_decay_incr_style
     lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
     seq_length data_path mock_data num_workers reset_attention_mask sft
-    tokenizer_type tokenizer_hf_include_special_tokens
+    tokenizer_type tokenizer_hf_include_special_tokens null_tokenizer_eod_id
     micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
     train_iters train_samples seed calculate_per_token_loss
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip

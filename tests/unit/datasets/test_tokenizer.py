@@ -195,6 +195,9 @@ def test_null():
     assert tokenizer.encode_batch(["1 2  3\n", ""]) == [[1, 2, 3], []] and tokenizer.decode([4, 5]) == "4 5"
     with pytest.raises(DataError, match=r"token ids separated by spaces: .*'x'"):
         tokenizer.encode("1 x")
+    assert build("NullTokenizer", 100, null_tokenizer_eod_id=0).eod == 0
+    with pytest.raises(ConfigError, match="--null-tokenizer-eod-id 100 is not below the vocabulary of 100"):
+        build("NullTokenizer", 100, null_tokenizer_eod_id=100)
     for bad in ("100", "-1"):
         with pytest.raises(DataError, match=f"token id {bad} is outside the vocabulary of 100; raise --vocab-size"):
             tokenizer.encode(f"5 {bad}")
