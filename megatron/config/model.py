@@ -52,6 +52,9 @@ class ModelConfig:
     )
     rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)")
     rotary_percent: float = flag(1.0, "fraction of a head's channels that is rotated")
+    rotary_interleaved: bool = flag(
+        False, "rotate neighbouring channels as a pair (GPT-J), not channels half a head apart (GPT-NeoX, Llama)"
+    )
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, "linear rotary scaling: positions are divided by this factor"
     )

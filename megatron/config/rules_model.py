@@ -229,6 +229,17 @@ def one_rotary_scaling(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def rotary_pairs_exist(run: RunConfig, world_size: int) -> str | None:
+    """Which channels are a pair matters where channels are rotated."""
+    m = run.model
+    if m.rotary_interleaved and not m.rotary_dim:
+        return (
+            "--rotary-interleaved needs --position-embedding-type rope or yarn, and it is "
+            f"{m.position_embedding_type}; remove one of them"
+        )
+    return None
+
+
 def rotary_bands_are_ordered(run: RunConfig, world_size: int) -> str | None:
     """Both band-wise scalings blend between a lower and an upper edge."""
     m = run.model
@@ -323,6 +334,7 @@ SHAPE_RULES = (
     heads_fit_context_parallelism,
     one_rotary_scaling,
     rotary_rotates,
+    rotary_pairs_exist,
     rotary_bands_are_ordered,
     padding_holds_vocabulary,
     tp_divides_vocabulary,

@@ -321,7 +321,8 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    assert not interleaved, "no model of transformers that is compared rotates neighbours"
     first, second = x.chunk(2, dim=-1)
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
     return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)

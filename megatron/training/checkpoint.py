@@ -174,6 +174,7 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
         "padded vocabulary": model.padded_vocab_size,
         "position_embedding_type": model.position_embedding_type,
         "rotary channels": model.rotary_dim,
+        "rotary_interleaved": model.rotary_interleaved,
         "rotary_base": model.rotary_base if model.rotary_dim else None,
         "normalization": model.normalization,
         "apply_layernorm_1p": model.apply_layernorm_1p,

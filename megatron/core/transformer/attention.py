@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
         self._local_groups = config.local_kv_heads(tp.size)
         self._per_group, self._d = per_group // config.kv_head_holders(tp.size), d
         self._attention, self._rng, self._dropout = attention, build.rng, config.attention_dropout
-        self._window = window
+        self._window, self._interleaved = window, config.rotary_interleaved
 
     def forward(
         self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None, norm: Prologue | None = None
@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, self._local_groups, self._per_group + 2, self._d)
         k, v = heads[:, :, :, -2], heads[:, :, :, -1]  # [s, b, g/tp, d]
-        k = _normed_and_rotated(k, self.k_layernorm, positions)
+        k = _normed_and_rotated(k, self.k_layernorm, positions, self._interleaved)
         if v.requires_grad and positions.rotary is not None and self.k_layernorm is None:
             # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
             v = v.contiguous()
@@ -90,7 +90,7 @@ class SelfAttention(nn.Module):
             k, v = cache.append(k, v)
         keys = self._attention.start(k, v)
         q = heads[:, :, :, : self._per_group].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
-        q = _normed_and_rotated(q, self.q_layernorm, positions)
+        q = _normed_and_rotated(q, self.q_layernorm, positions, self._interleaved)
         return self.linear_proj(self._attend(q, keys, positions.segments)), keys
 
     def _attend(self, q: Tensor, keys: Keys, segments: Tensor | None) -> Tensor:
@@ -100,11 +100,11 @@ class SelfAttention(nn.Module):
             return keys.attend(q, segments=segments, window=self._window, dropout=self._dropout)
 
 
-def _normed_and_rotated(x: Tensor, norm: Norm | None, positions: Positions) -> Tensor:
+def _normed_and_rotated(x: Tensor, norm: Norm | None, positions: Positions, interleaved: bool) -> Tensor:
     """[s, b, heads, d] -> the same."""
     if norm is not None:
         x = norm(x)
-    return x if positions.rotary is None else rotate(x, *positions.rotary)
+    return x if positions.rotary is None else rotate(x, *positions.rotary, interleaved=interleaved)
 
 
 def output_scale(num_layers: int) -> float:

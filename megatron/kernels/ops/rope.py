@@ -60,29 +60,33 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None  # a rotation's transpose turns the other way
+        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None  # a rotation's transpose turns the other way
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
+    firsts = slice(0, 2 * half, 2) if interleaved else slice(half)
+    seconds = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    first, second = x[..., firsts], x[..., seconds]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # Each product rounds on its own, as in Hugging Face's x * cos + rotate_half(x) * sin.
-    torch.mul(first, cos, out=out[..., :half]).sub_(second * sin)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).add_(first * sin)
+    torch.mul(first, cos, out=out[..., firsts]).sub_(second * sin)
+    torch.mul(second, cos, out=out[..., seconds]).add_(first * sin)
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first 2 x (size of the tables) channels of x [s, b, heads, d]; channel i pairs with i + half."""
-    result: Tensor = _Rotate.apply(x, cos, sin)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate the first 2 x (size of the tables) channels of x [s, b, heads, d]; channel i pairs with i + half, or
+    interleaved with its neighbour, 2 i with 2 i + 1."""
+    result: Tensor = _Rotate.apply(x, cos, sin, interleaved)
     return result

@@ -211,6 +211,13 @@ CASES = [
         1,
         ["4.0"],
     ),
+    (
+        rules_model.rotary_pairs_exist,
+        {"rotary_interleaved": True},
+        {**ROPE, "rotary_interleaved": True},
+        1,
+        ["--rotary-interleaved", "learned_absolute"],
+    ),
     (rules_model.rotary_bands_are_ordered, {**YARN, "yarn_beta_slow": 40.0}, YARN, 1, ["40.0", "32.0"]),
     (
         rules_model.tp_divides_vocabulary,

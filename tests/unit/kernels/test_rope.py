@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as apply_rotary_interleaved
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron.config.model import ModelConfig
@@ -144,14 +145,37 @@ def test_part_of_the_channels():
     assert not out[1:, ..., : D // 2].equal(x[1:, ..., : D // 2])
 
 
+def test_neighbours_are_pairs_when_interleaved():
+    """GPT-J's pairing: transformers' rotation of the same frequencies, and channels in another order give the other one."""
+    frequencies, factor = ours(SCALINGS["yarn"][0])
+    positions = torch.stack([torch.arange(9), torch.arange(9) + 1000])
+    tables = rotary_tables(positions, frequencies, factor, torch.float32)
+    x = random(9, 2, HEADS, D + 8)
+    found = rotate(x, *tables, interleaved=True)
+    angles = (positions.t().float().unsqueeze(-1) * frequencies).unsqueeze(2)
+    sin, cos = angles.sin() * factor, angles.cos() * factor
+    first = x.permute(1, 0, 2, 3)[..., :D]
+    expected = apply_rotary_interleaved(first, sin.squeeze(2).transpose(0, 1), cos.squeeze(2).transpose(0, 1))
+    torch.testing.assert_close(found[..., :D], expected.permute(1, 0, 2, 3), rtol=0, atol=2e-6)
+    assert found[..., D:].equal(x[..., D:])
+    apart = torch.cat([x[..., 0:D:2], x[..., 1:D:2], x[..., D:]], dim=-1)
+    halves = rotate(apart, *tables)
+    assert found[..., 0:D:2].equal(halves[..., : D // 2]) and found[..., 1:D:2].equal(halves[..., D // 2 : D])
+    assert not found.equal(rotate(x, *tables))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("d", [D, D + 8])
-def test_gradient(d):
+def test_gradient(d, interleaved):
     frequencies, factor = ours(SCALINGS["yarn"][0])
     cos, sin = rotary_tables(torch.arange(7).unsqueeze(0), frequencies, factor, torch.float32)
 
     def plain(x):
-        first, second, rest = x[..., : D // 2], x[..., D // 2 : D], x[..., D:]
+        rotated, rest = x[..., :D], x[..., D:]
+        first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, dim=-1)
         c, s = cos.to(x.dtype), sin.to(x.dtype)
-        return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1)
+        pair = first * c - second * s, second * c + first * s
+        turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+        return torch.cat([turned, rest], dim=-1)
 
-    assert_same(lambda x: rotate(x, cos, sin), plain, [random(7, 2, 3, d)])
+    assert_same(lambda x: rotate(x, cos, sin, interleaved=interleaved), plain, [random(7, 2, 3, d)])

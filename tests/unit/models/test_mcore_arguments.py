@@ -57,7 +57,6 @@ def test_every_argument_is_decided(version):
         ("activation_func_clamp_value", 7.0),
         ("apply_residual_connection_post_layernorm", True),
         ("no_rope_freq", [0, 1]),
-        ("rotary_interleaved", True),
         ("mrope_section", [16, 24, 24]),
         ("yarn_correction_range_round_to_int", False),
         ("use_mup", True),
@@ -233,6 +232,7 @@ EXPORTED = {
         {**LLAMA, "add_qkv_bias": True, "norm_epsilon": 1e-6, "qk_layernorm": True},
         ["--norm-epsilon", "1e-06", "--qk-layernorm"],
     ),
+    "interleaved": ({**LLAMA, "rotary_interleaved": True}, []),
     "linear": ({**LLAMA, "rotary_seq_len_interpolation_factor": 4.0}, ["--rotary-seq-len-interpolation-factor", "4"]),
     "yarn": (
         {
@@ -270,6 +270,7 @@ def test_a_model_there_and_back(name):
         model.num_kv_heads,
         model.vocab_size,
     )
+    assert found.rotary_interleaved == model.rotary_interleaved
     assert found.tanh_gelu == model.tanh_gelu or model.swiglu or model.squared_relu
     if model.rotary_dim:
         for ours, theirs in zip(rotary_frequencies(model, CPU), rotary_frequencies(found, CPU), strict=True):

@@ -47,6 +47,7 @@ _NUMBERS = (
 _SWITCHES = (
     "group_query_attention",
     "use_rotary_position_embeddings",
+    "rotary_interleaved",
     "use_rope_scaling",
     "apply_layernorm_1p",
     "layernorm_zero_centered_gamma",
@@ -144,7 +145,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "add_position_embedding": True,
         "rotary_base": int(model.rotary_base) if float(model.rotary_base).is_integer() else model.rotary_base,
         "rotary_percent": model.rotary_percent,
-        "rotary_interleaved": False,
+        "rotary_interleaved": model.rotary_interleaved,
         "rotary_seq_len_interpolation_factor": _interpolation(model),
         "use_rope_scaling": model.use_rope_scaling,
         "rope_scaling_factor": model.rope_scaling_factor,
@@ -280,6 +281,7 @@ def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     if kind in ("rope", "yarn"):
         found["rotary_base"] = float(given.get("rotary_base", 10000))
         found["rotary_percent"] = float(given.get("rotary_percent", 1.0))
+        found["rotary_interleaved"] = given.get("rotary_interleaved", False)
     if kind == "yarn":
         if found["rotary_percent"] != 1:
             raise CheckpointError(
