@@ -18,7 +18,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_slice
-from megatron.core.dist_checkpointing.store import load, read_state, save
+from megatron.core.dist_checkpointing.store import save
 from megatron.core.distributed.buckets import Piece
 from megatron.core.errors import CheckpointError
 from megatron.core.groups import Groups
@@ -27,13 +27,13 @@ from megatron.core.parameter import Parameter
 from megatron.core.transformer.lora import is_adapter
 from megatron.training.data_order import warn_of_another_order
 from megatron.training.log_line import format_loaded, format_loading, format_saved, format_saving
+from megatron.training.saved_run import MODEL_PREFIX, OPTIMIZER_PREFIX, open_saved_run, read_run_state
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
 log = get_logger(__name__)
 
 FORMAT = 1
-MODEL_PREFIX = "model/"
 
 
 def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
@@ -60,7 +60,8 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
 def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """Continue from the checkpoint in `path`. Collective over the world; the layout may differ from the saved one."""
     run, groups = trainer.run, trainer.groups
-    state = read_state(path)
+    run_there = open_saved_run(path, run.model, groups.world)
+    state = run_there.state
     saved = model_config_of(state)
     finetune = run.checkpoint.finetune or state["train"] is None  # a converted model was not trained here
     if finetune and saved.lora_rank and run.checkpoint.load_adapter:
@@ -95,15 +96,18 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     rng = trainer.rng.state()
     if with_rng:
         tensors += _rng_tensors(rng, groups.rank, writer=False)
-    load(path, tensors, group=groups.world)
+    run_there.fill(tensors, groups.world)
     if with_optimizer:
         trainer.optimizer.load(pieces)
         trainer.optimizer.steps = state["optimizer"]["steps"]
-        trainer.optimizer.loss_scale.load_state(state["optimizer"]["loss_scale"])
+        if state["optimizer"]["loss_scale"] is not None:
+            trainer.optimizer.loss_scale.load_state(state["optimizer"]["loss_scale"])
     else:
         trainer.optimizer.masters_from_parameters()
     if with_rng:
         trainer.rng.load_state(rng)
+    elif run_there.is_foreign and run.checkpoint.load_rng and not finetune:
+        log.info("random state not restored: Megatron-LM's is of other generators; dropout starts anew from the seed")
     elif run.checkpoint.load_rng and not finetune and run.model.hidden_dropout + run.model.attention_dropout > 0:
         log.info("random state not restored: saved by %s; dropout starts anew from the seed", state["rng"] or "nobody")
     # Under another layout sums are in another order anyway, and what was measured does not hold.
@@ -137,7 +141,7 @@ def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path
 
 def saved_model_config(path: Path) -> ModelConfig:
     """The model configuration a checkpoint was saved with."""
-    return model_config_of(read_state(path))
+    return model_config_of(read_run_state(path))
 
 
 def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, *, finetune: bool) -> None:
@@ -232,7 +236,7 @@ def optimizer_tensors(trainer: Trainer, pieces: Iterable[tuple[Piece, str, Tenso
     return [
         sharded
         for number, (piece, key, tensor) in enumerate(pieces)
-        for sharded in _flat(f"optimizer/{piece.name}/{key}", tensor, piece, trainer, number)
+        for sharded in _flat(f"{OPTIMIZER_PREFIX}{piece.name}/{key}", tensor, piece, trainer, number)
     ]
 
 

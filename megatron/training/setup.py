@@ -30,6 +30,7 @@ from megatron.core.datasets.loader import build_loader
 from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.device import allow_open_files, choose_device, set_cpu_threads, synchronize
+from megatron.core.dist_checkpointing.folders import is_foreign
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.errors import CheckpointError, ConfigError, UserError
@@ -265,7 +266,10 @@ def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int, checkpoint: Path 
     model = dataclasses.replace(run.model, vocab_size=size, max_position_embeddings=positions)
     if saved is not None and "mask_padded_vocabulary" not in run.given:
         model = dataclasses.replace(model, mask_padded_vocabulary=saved.mask_padded_vocabulary)
-    if saved is not None and not run.given & {"make_vocab_size_divisible_by", "fixed_padded_vocab_size"}:
+    asked = {"fixed_padded_vocab_size"}
+    if checkpoint is not None and not is_foreign(checkpoint):
+        asked.add("make_vocab_size_divisible_by")  # which Megatron-LM multiplies by its tensor-parallel size
+    if saved is not None and not run.given & asked:
         model = dataclasses.replace(model, fixed_padded_vocab_size=saved.fixed_padded_vocab_size)
     check_vocabulary(model, run.parallel, tokenizer_vocab_size)
     log.info(

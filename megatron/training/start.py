@@ -13,14 +13,14 @@ from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.build import find_sources
 from megatron.core.datasets.sft import template_of
 from megatron.core.datasets.tokenizer import portable
-from megatron.core.dist_checkpointing.folders import find
-from megatron.core.dist_checkpointing.store import read_state
+from megatron.core.dist_checkpointing.folders import find, foreign_in, is_foreign
 from megatron.core.errors import CheckpointError
 from megatron.core.log import get_logger
 from megatron.core.models.hf.adapter import check_no_adapter, read_adapter_config
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.training.checkpoint import find_checkpoint
+from megatron.training.saved_run import read_run_state
 
 log = get_logger(__name__)
 
@@ -83,9 +83,11 @@ def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:
     --load names what to go on from. Two runs begin with the weights of another one and later go on with their own
     progress, by the same command; --finetune is set in what is returned while there is none:
     --pretrained-checkpoint, which looks for progress in --load, or else in --save; and fine-tuning on instructions
-    (--sft) when --load holds a checkpoint of pre-training, which looks for it in --save.
+    (--sft) when --load holds a checkpoint of pre-training, which looks for it in --save. A run that goes on from
+    Megatron-LM's checkpoint in --load goes on from its own in --save once there is one.
     """
     config = run.checkpoint
+    _check_save_is_ours(run)
     if config.pretrained_checkpoint is not None:
         own = _progress(run, config.load or config.save, config.ckpt_step if config.load else None)
         return (run, own) if own else _weights_only(run, _pretrained(config.pretrained_checkpoint))
@@ -93,6 +95,10 @@ def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:
         return run, None
     required = config.exit_on_missing_checkpoint or config.use_checkpoint_args
     found = find_checkpoint(config.load, config.ckpt_step, required=required)
+    if found is not None and is_foreign(found) and not config.finetune and config.ckpt_step is None:
+        # The folder of Megatron-LM's run is never saved to, so what this run has done since is in its own.
+        own = _progress(run, config.save, None)
+        return run, own or found
     if found is None or not run.data.sft or config.finetune or _is_of_sft(found):
         return run, found
     own = _progress(run, config.save, None)
@@ -112,6 +118,17 @@ def _progress(run: RunConfig, folder: str | None, step: int | None) -> Path | No
     return found
 
 
+def _check_save_is_ours(run: RunConfig) -> None:
+    """Raise CheckpointError when --save holds checkpoints of Megatron-LM: one tracker cannot name both, and a save of an
+    iteration that is there would replace it."""
+    folder = run.checkpoint.save
+    if folder is not None and not run.train.skip_train and (other := foreign_in(Path(folder))):
+        raise CheckpointError(
+            f"--save {folder} holds {other.name} of Megatron-LM, and ours are not put beside it; give --save a folder of "
+            "its own and leave --load as it is: the same command goes on from --save once there is a checkpoint in it"
+        )
+
+
 def _pretrained(folder: str) -> Path:
     found = find(Path(folder), None)
     if found is None:
@@ -127,4 +144,4 @@ def _weights_only(run: RunConfig, found: Path) -> tuple[RunConfig, Path]:
 
 
 def _is_of_sft(path: Path) -> bool:
-    return bool(read_state(path)["config"].get("data", {}).get("sft", False))
+    return bool(read_run_state(path)["config"].get("data", {}).get("sft", False))

@@ -6,11 +6,14 @@
     ROOT/.iter_0000100.old-1a2b3c4d/          replaced by another of its number; whole until that one is in place
 
 A checkpoint gets its name by one rename when all its bytes are on disk, so whatever has the name was whole once.
+Megatron-LM's checkpoints have the same names (and ROOT/release/ is one that no run of its own wrote). They are found here,
+and never replaced, deleted or put beside ours.
 Nothing here communicates: one rank calls it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -23,6 +26,8 @@ from megatron.core.errors import CheckpointError
 from megatron.core.log import get_logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # what the tracker of a checkpoint holds that was not saved by the run that trained it
+_DCP_METADATA = ".metadata"  # of torch.distributed.checkpoint
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.tmp-[0-9a-f]{8}")
 log = get_logger(__name__)
@@ -46,10 +51,12 @@ def find(root: Path, iteration: int | None) -> Path | None:
     """
     found = _checkpoints(root)
     if iteration is None:
+        if is_foreign(root / RELEASE) and _tracker_text(root) == RELEASE:
+            return root / RELEASE
         iteration = _read_tracker(root, sorted(found))
         if iteration is None:
             return None
-    elif iteration not in found:
+    elif iteration not in found and not is_foreign(root / folder_name(iteration)):
         raise CheckpointError(f"{root} holds no checkpoint of iteration {iteration}; it holds {_listed(sorted(found))}")
     # A folder without our manifest is handed on when the tracker names it: reading it says what it is.
     path = found.get(iteration, root / folder_name(iteration))
@@ -61,8 +68,29 @@ def find(root: Path, iteration: int | None) -> Path | None:
     return path
 
 
+def is_foreign(folder: Path) -> bool:
+    """Whether the folder is a checkpoint that another program wrote. Raises OSError."""
+    if (folder / MANIFEST).is_file():
+        return not has_our_format(folder) and _is_of_megatron_lm(folder)
+    return (folder / _DCP_METADATA).is_file() or any(folder.glob("mp_rank_*"))
+
+
+def foreign_in(root: Path) -> Path | None:
+    """A checkpoint of another program under `root`, or None. Raises OSError."""
+    candidates = sorted(entry for entry in root.glob("iter_*")) if root.is_dir() else []
+    return next((entry for entry in (*candidates, root / RELEASE) if is_foreign(entry)), None)
+
+
 def begin(root: Path, iteration: int) -> Path:
-    """Clean up after killed runs and make the folder to write in. One run at a time: see lock.py."""
+    """Clean up after killed runs and make the folder to write in. One run at a time: see lock.py.
+
+    Raises CheckpointError when `root` holds checkpoints of another program.
+    """
+    if other := foreign_in(root):
+        raise CheckpointError(
+            f"{other} is a checkpoint of Megatron-LM, and ours are not put beside it: it could be replaced, and the file "
+            f"{TRACKER} can name one of them only; save to a folder of its own"
+        )
     root.mkdir(parents=True, exist_ok=True)
     for entry in list(root.iterdir()):
         if replaced := _REPLACED.fullmatch(entry.name):
@@ -128,6 +156,22 @@ def _checkpoints(root: Path) -> dict[int, Path]:
             if match and (entry / MANIFEST).is_file():
                 found[int(match[1])] = entry
     return found
+
+
+def _is_of_megatron_lm(folder: Path) -> bool:
+    """Whether a metadata.json that is not ours is one of Megatron-LM's, rather than a damaged one of ours."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except ValueError:
+        return False
+    return isinstance(content, dict) and "sharded_backend" in content
+
+
+def _tracker_text(root: Path) -> str | None:
+    try:
+        return (root / TRACKER).read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
 
 
 def _read_tracker(root: Path, held: list[int]) -> int | None:

@@ -15,6 +15,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.mapping import Mapping, Part, Table
 
 Shape = tuple[int, ...]
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # names of tensors that are padded, at their end
 
 
@@ -56,11 +57,10 @@ def table(model: ModelConfig, layout: Layout, *, copies: bool = False) -> Table:
     assert model.hidden_size and model.vocab_size and model.num_layers
     h, last = model.hidden_size, len(layout.layers) - 1
     namer = _Namer(layout)
-    embedding, head = "embedding.word_embeddings.weight", "output_layer.weight"
-    homes = [(0, embedding)]
+    homes = [(0, EMBEDDING)]
     if copies and layout.pp > 1 and not model.untie_embeddings_and_output_weights:
-        homes.append((last, head))
-    found = [namer.vocabulary(embedding, homes, model)]
+        homes.append((last, HEAD))
+    found = [namer.vocabulary(EMBEDDING, homes, model)]
     if model.position_embedding_type == "learned_absolute":
         assert model.max_position_embeddings
         name = "embedding.position_embeddings.weight"
@@ -76,7 +76,7 @@ def table(model: ModelConfig, layout: Layout, *, copies: bool = False) -> Table:
         for kind in _norm_kinds(model)
     ]
     if model.untie_embeddings_and_output_weights:
-        found.append(namer.vocabulary(head, [(last, head)], model))
+        found.append(namer.vocabulary(HEAD, [(last, HEAD)], model))
     return Table(found)
 
 

@@ -1,13 +1,12 @@
-"""Reads Megatron-LM's classic checkpoints. Pickles are read by torch's restricted unpickler: no code of theirs is run.
+"""Reads Megatron-LM's checkpoints, of both formats and any layout: weights, and the state of training beside them.
 
-Objects of classes that are not known here (enums among the arguments, the state of its tokenizer) become inert stand-ins:
-nothing is imported for them. Tensors are mapped, and read when they are asked for.
+Pickles are read as data (core/dist_checkpointing/pickles.py): no code of theirs is run.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,161 +14,155 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.errors import CheckpointError
-from megatron.core.models.mapping import gather
+from megatron.core.models.mapping import Table, gather
 from megatron.core.models.mcore.arguments import model_of
+from megatron.core.models.mcore.classic import ClassicFiles
+from megatron.core.models.mcore.flat_state import GROUP, of_buckets, of_files, of_gathered
+from megatron.core.models.mcore.folder import CLASSIC, format_of, iteration_folder
 from megatron.core.models.mcore.names import VOCABULARY, Layout, table
+from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, ListState, ModelState, OptimizerState, only
+from megatron.core.models.mcore.torch_dist import OPTIMIZER, TorchDistFiles
 
-FILE = "model_optim_rng.pt"
-TRACKER = "latest_checkpointed_iteration.txt"
-_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_OPTIMIZERS = ("adam", "sgd")
 
 
 class MCoreSource:
-    """A Source. `layout`: how it was cut."""
+    """A Source. layout: how its weights were cut. arguments: of the run that wrote it. common: what is no tensor."""
 
     def __init__(self, root: Path, step: int | None, vocab_size: int | None, ignored: Sequence[str] = ()) -> None:
         """`root`: the folder with the tracker, or one iteration's. `vocab_size` and `ignored`: see arguments.py. Raises
         CheckpointError, and ConfigError for a name that cannot be ignored."""
-        self.path = _iteration_folder(root, step)
-        ranks = _ranks(self.path)
-        tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
-        if set(ranks) != {(t, p) for t in range(tp) for p in range(pp)}:
-            raise CheckpointError(
-                f"{self.path} holds {len(ranks)} folders mp_rank_..., tp {tp} x pp {pp} need {tp * pp}"
-            )
-        self._files = {folder.name: _load(folder / FILE) for folder in ranks.values()}
-        first = self._files[ranks[0, 0].name]
-        self.arguments = vars(first["args"]) if isinstance(first.get("args"), argparse.Namespace) else {}
-        if not self.arguments:
-            raise CheckpointError(
-                f"{ranks[0, 0] / FILE} holds no arguments; it is no checkpoint of Megatron-LM's training"
-            )
+        self.path = iteration_folder(root, step)
+        is_classic = format_of(self.path) == CLASSIC
+        self._files: ClassicFiles | TorchDistFiles = (
+            ClassicFiles(self.path) if is_classic else TorchDistFiles(self.path)
+        )
+        self.arguments, self.common = self._files.arguments, self._files.common
         self.model = model_of(self.arguments, str(self.path), vocab_size, ignored)
-        chunks = max(1, sum(bool(re.fullmatch(r"model\d+", key)) for key in first))
-        names = [
-            list(self._files[ranks[0, stage].name].get(f"model{chunk}" if chunks > 1 else "model", ()))
-            for chunk in range(chunks)
-            for stage in range(pp)
-        ]
-        layers = tuple(len({match[1] for name in held if (match := _LAYER.match(name))}) for held in names)
-        fused = any(name.endswith("linear_qkv.layer_norm_weight") for held in names for name in held)
-        # How rows were padded is not always among the arguments.
-        embedding = f"{ranks[0, 0].name}/{'model0' if chunks > 1 else 'model'}/embedding.word_embeddings.weight"
-        rows = self._tensor(embedding).shape[:1]
-        self.layout = Layout(tp, pp, layers, fused, rows[0] if rows else 0)
+        self.layout = self._files.layout
         assert self.model.vocab_size
-        if self.model.vocab_size > tp * self.layout.vocabulary:
+        rows = self.layout.tp * self.layout.vocabulary
+        if self.model.vocab_size > rows:
             raise CheckpointError(
-                f"{self.path} holds {tp * self.layout.vocabulary} rows of the vocabulary, fewer than its "
-                f"{self.model.vocab_size} ids"
+                f"{self.path} holds {rows} rows of the vocabulary, fewer than its {self.model.vocab_size} ids"
             )
-        self.model = dataclasses.replace(self.model, fixed_padded_vocab_size=tp * self.layout.vocabulary)
-        if sum(layers) != self.model.num_layers:
-            raise CheckpointError(f"{self.path} holds {sum(layers)} layers, its arguments say {self.model.num_layers}")
+        self.model = dataclasses.replace(self.model, fixed_padded_vocab_size=rows)
+        layers = sum(self.layout.layers)
+        if layers != self.model.num_layers:
+            raise CheckpointError(f"{self.path} holds {layers} layers, its arguments say {self.model.num_layers}")
         self.table = table(self.model, self.layout)
         self._check()
         self.shapes = self.table.own
-        self.dtype = self._tensor(next(iter(self.table.theirs))).dtype
+        self.dtype = self._files.dtype(next(iter(self.table.theirs)))
+        self._verified: set[tuple[str, Box]] = set()
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """See core/models/source.py. Rows of the vocabulary's padding are zero."""
-        return gather(self.table.of_own(name, box), box, dtype, lambda key, part: narrow(self._tensor(key), part))
+        """See core/models/source.py. Rows of the vocabulary that the checkpoint does not have are zero."""
 
-    def _tensor(self, key: str) -> Tensor:
-        folder, part, name = key.split("/", 2)
-        found = self._files[folder].get(part, {}).get(name)
-        if not isinstance(found, Tensor):
-            raise CheckpointError(f"{self.path}/{folder}: {part} holds no tensor {name}, which its arguments call for")
-        return found
+        def read(key: str, part: Box) -> Tensor:
+            return self._files.read(key, _stored_shape(key, self.table, self.layout), part)
+
+        return gather(self.table.of_own(name, box), box, dtype, read)
+
+    def read_state(self, name: str, key: str, box: Box) -> Tensor:
+        """Elements `box` of the optimizer's state `key` of our parameter `name`, in fp32: "master", "exp_avg" and so on.
+
+        Where it was worked out which elements of a buffer are whose, the fp32 weights in it must round to the weights.
+        Raises CheckpointError.
+        """
+        state = self._state[0]
+        if state.derived and state.has_masters and (name, box) not in self._verified:
+            master = self._read_state(name, "master", box)
+            if not torch.equal(master.to(self.dtype), self.read(name, box, self.dtype)):
+                raise CheckpointError(
+                    f"{self.path}: the fp32 weights in its optimizer do not round to {name}; {SAVE_AGAIN}"
+                )
+            self._verified.add((name, box))
+        return self._read_state(name, key, box)
+
+    def open_optimizer(self) -> None:
+        """Raise CheckpointError for a state of the optimizer that cannot be read."""
+        _ = self._state
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is any state of an optimizer."""
+        files = self._files
+        return (
+            "optimizer" in self.common
+            if isinstance(files, ClassicFiles)
+            else files.has_tensors(OPTIMIZER) or bool([name for name in files.folder.objects if name.startswith(GROUP)])
+        )
+
+    def optimizer_part(self, name: str) -> Any:
+        """ "optimizer" (groups and what is not cut of the state) or "grad_scaler"; None when there is none."""
+        optimizer = only(self.common.get("optimizer", {}))
+        if isinstance(self._files, TorchDistFiles):
+            found = self._files.read_object(f"{GROUP}0.{name}")
+            if found is not None:
+                return found
+        if name == "optimizer" and "param_groups" in optimizer:
+            return optimizer
+        return optimizer.get(name)
+
+    def _read_state(self, name: str, key: str, box: Box) -> Tensor:
+        state, names = self._state
+
+        def read(theirs: str, part: Box) -> Tensor:
+            return state.read(key, theirs, _stored_shape(theirs, names, state.layout), part)
+
+        return gather(names.of_own(name, box), box, torch.float32, read)
+
+    @functools.cached_property
+    def _state(self) -> tuple[OptimizerState, Table]:
+        """The state of the optimizer, and the names of its parameters. Raises CheckpointError."""
+        rule = self.arguments.get("optimizer", "adam")
+        if rule not in _OPTIMIZERS:
+            raise CheckpointError(f"{self.path} holds the state of optimizer {rule!r}, which is not read; {SAVE_AGAIN}")
+        state = self._open_state()
+        return state, table(self.model, state.layout)
+
+    def _open_state(self) -> OptimizerState:
+        files = self._files
+        distributed = bool(self.arguments.get("use_distributed_optimizer"))
+        if isinstance(files, ClassicFiles):
+            return of_files(files, self.model) if distributed else ListState(files)
+        if files.has_tensors(f"{OPTIMIZER}state."):
+            return ModelState(files)
+        if files.has_tensors(GROUP):
+            return of_buckets(files, self.model)
+        if f"{GROUP}0.param_state/shard_0_1" in files.folder.objects:
+            return of_gathered(files, self.model)
+        raise CheckpointError(f"{self.path} holds the optimizer's state in a form that is not known; {SAVE_AGAIN}")
 
     def _check(self) -> None:
         """Every tensor is there in the right shape, and there is no other one."""
-        for key, shape in self.table.theirs.items():
-            found = tuple(self._tensor(key).shape)
-            if found != ((self.layout.vocabulary, *shape[1:]) if key.endswith(VOCABULARY) else shape):
-                raise CheckpointError(f"{self.path}: {key} is {list(found)}, its arguments call for {list(shape)}")
-        known = set(self.table.theirs)
-        for folder, content in self._files.items():
-            for part in (key for key in content if re.fullmatch(r"model\d*", key)):
-                for name, value in content[part].items():
-                    key = f"{folder}/{part}/{name}"
-                    if isinstance(value, Tensor) and key not in known and not _is_spare(name):
-                        raise CheckpointError(
-                            f"{self.path}: unknown tensor {key}; the model has a part that is not known"
-                        )
+        there = self._files.shapes
+        for key in self.table.theirs:
+            expected = _stored_shape(key, self.table, self.layout)
+            if key not in there:
+                folder, part, name = key.split("/", 2)
+                raise CheckpointError(
+                    f"{self.path}/{folder}: {part} holds no tensor {name}, which its arguments call for"
+                )
+            if there[key] != expected:
+                raise CheckpointError(
+                    f"{self.path}: {key} is {list(there[key])}, its arguments call for {list(expected)}"
+                )
+        for key in there:
+            if key not in self.table.theirs and not _is_spare(key.split("/", 2)[2]):
+                raise CheckpointError(f"{self.path}: unknown tensor {key}; the model has a part that is not known")
+
+
+def _stored_shape(key: str, names: Table, layout: Layout) -> tuple[int, ...]:
+    """The shape of their tensor, with all rows of the vocabulary."""
+    shape = names.theirs[key]
+    return (layout.vocabulary, *shape[1:]) if key.endswith(VOCABULARY) else shape
 
 
 def _is_spare(name: str) -> bool:
     """State of Transformer Engine, and the copy of a tied embedding that the last stage keeps."""
-    return name.endswith("_extra_state") or name == "output_layer.weight" or "rotary_pos_emb" in name
-
-
-def _iteration_folder(root: Path, step: int | None) -> Path:
-    if any(root.glob("mp_rank_*")):
-        return root
-    tracker = root / TRACKER
-    if step is None:
-        try:
-            text = tracker.read_text(encoding="ascii", errors="replace").strip()
-        except OSError as error:
-            raise CheckpointError(f"{tracker} cannot be read ({error.strerror}); give a checkpoint's folder") from error
-        folder = root / ("release" if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else text)
-    else:
-        folder = root / f"iter_{step:07d}"
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not there")
-    return folder
-
-
-def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    found = {}
-    for path in folder.glob("mp_rank_*"):
-        match = _RANK.fullmatch(path.name)
-        if match and match[3]:
-            raise CheckpointError(f"{path} belongs to expert parallelism, which is not supported")
-        if match:
-            found[int(match[1]), int(match[2] or 0)] = path
-    if not found:
-        raise CheckpointError(
-            f"{folder} holds no mp_rank_... folder: it is not in Megatron-LM's classic layout (--ckpt-format torch)"
-        )
-    return found
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        with safe_globals([argparse.Namespace]):
-            unknown = get_unsafe_globals_in_checkpoint(str(path))
-        with safe_globals([argparse.Namespace, *((_stand_in(name), name) for name in unknown)]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever a damaged or hostile file makes torch raise
-        reason = " ".join(str(error).splitlines())[:200]
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no checkpoint of Megatron-LM")
-    return content
-
-
-def _stand_in(name: str) -> type:
-    """A class that takes any arguments and any state, and does nothing with them."""
-
-    class StandIn:
-        def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
-            return object.__new__(cls)
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def __setstate__(self, state: Any) -> None:
-            pass
-
-        def __repr__(self) -> str:
-            return f"<{name}>"
-
-    return StandIn
+    return bool(re.search(r"_extra_state\b", name)) or name == "output_layer.weight" or "rotary_pos_emb" in name

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.mcore.arguments import arguments_of, refuse_what_has_no_argument
+from megatron.core.models.mcore.classic import FILE
 from megatron.core.models.mcore.names import VOCABULARY, Layout, padded_rows, table
-from megatron.core.models.mcore.source import FILE, TRACKER
 from megatron.core.models.source import Source
 
 

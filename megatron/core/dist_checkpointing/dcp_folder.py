@@ -1,0 +1,212 @@
+"""A folder that torch.distributed.checkpoint wrote: its tensors in any rectangle, and its objects, in one process.
+
+The format: `.metadata`, a pickle that says which chunk of which tensor lies where, and `__{rank}_{n}.distcp` files of
+chunks one behind another, each written by torch.save. The bytes are read by torch's FileSystemReader, the pickles as
+pickles.py reads them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from megatron.core.dist_checkpointing.boxes import Box, intersect
+from megatron.core.dist_checkpointing.pickles import Record, RecordUnpickler, load_objects, unreadable
+from megatron.core.dist_checkpointing.tensor_file import narrow
+from megatron.core.errors import CheckpointError
+
+METADATA = ".metadata"
+# Megatron-LM 0.15 wrote its own subclass of Metadata, and others keep the plans of the save in it.
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_KNOWN = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.filesystem",
+    _MEGATRON,
+    "pathlib",
+    "pathlib._local",
+)
+_HELD_BYTES = 2**28  # of chunks that were read and may be asked for again: a chunk is read as a whole
+
+
+class DcpFolder:
+    """tensors: name -> (global shape, dtype). objects: names of what is no tensor."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for a folder that is no such checkpoint, or whose files are missing or cut short."""
+        self._path = path
+        metadata = _read_metadata(path / METADATA)
+        self._saved = metadata.state_dict_metadata
+        self._reader = FileSystemReader(path)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._check_files()
+        entries = self._saved.items()
+        self.tensors = {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in entries
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.objects = {name for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
+        self._held: OrderedDict[tuple[str, tuple[int, ...]], Tensor] = OrderedDict()
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Elements `box` of tensor `name` in its own dtype, in new memory. Raises CheckpointError."""
+        entry = self._saved[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        out = torch.empty(box.shape, dtype=entry.properties.dtype)
+        found = 0
+        for chunk in entry.chunks:
+            whole = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if common := intersect(whole, box):
+                part = narrow(self._chunk(name, whole), common.within(whole))
+                narrow(out, common.within(box)).copy_(part)
+                found += common.numel
+        if found != box.numel:
+            raise CheckpointError(
+                f"{self._path} is damaged: of elements {box} of tensor {name} it holds {found} of {box.numel}"
+            )
+        return out
+
+    def read_object(self, name: str) -> Any:
+        """Object `name`, as pickles.py reads it. Raises CheckpointError."""
+        planner = _Planner()
+        index = MetadataIndex(name)
+        self._run(ReadItem(LoadItemType.BYTE_IO, index, torch.Size(()), index, torch.Size(()), torch.Size(())), planner)
+        assert planner.bytes is not None
+        return load_objects(planner.bytes, f"{self._path}: {name}")
+
+    def _chunk(self, name: str, whole: Box) -> Tensor:
+        """A chunk as it was written, kept while there is room."""
+        key = (name, whole.offset)
+        if key in self._held:
+            self._held.move_to_end(key)
+            return self._held[key]
+        entry = self._saved[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        planner = _Planner()
+        planner.target = torch.empty(whole.shape, dtype=entry.properties.dtype)
+        index, zeros = MetadataIndex(name, whole.offset), torch.Size(0 for _ in whole.shape)
+        item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, torch.Size(whole.shape))
+        self._run(item, planner)
+        self._held[key] = planner.target
+        while len(self._held) > 1 and sum(tensor.nbytes for tensor in self._held.values()) > _HELD_BYTES:
+            self._held.popitem(last=False)
+        return planner.target
+
+    def _run(self, item: ReadItem, planner: _Planner) -> None:
+        file = self._reader.storage_data[item.storage_index].relative_path
+        try:
+            self._reader.read_data(LoadPlan([item]), planner)
+        except Exception as error:  # whatever a damaged file makes torch raise
+            raise unreadable(f"{self._path / file}: {item.storage_index.fqn}", error) from error
+
+    def _check_files(self) -> None:
+        """All files are there with all bytes, and every chunk has a place in one."""
+        ends: dict[str, int] = {}
+        for place in self._reader.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, end in ends.items():
+            file = self._path / name
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing")
+            if file.stat().st_size < end:
+                raise CheckpointError(f"{file} is damaged: it has {file.stat().st_size} bytes, {end} were written")
+        for name, entry in self._saved.items():
+            offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
+            for offset in offsets:
+                if MetadataIndex(name, offset) not in self._reader.storage_data:
+                    raise CheckpointError(f"{self._path / METADATA} is damaged: it does not say where {name} is")
+
+
+class _Planner(LoadPlanner):
+    """Takes one item: a tensor into `target`, or `bytes`."""
+
+    target: Tensor
+    bytes: io.BytesIO | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing to do: it is never asked for a plan."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Never asked."""
+        raise AssertionError
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Never asked."""
+        raise AssertionError
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Never asked."""
+        raise AssertionError
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keep them as they are."""
+        self.bytes = value
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """All of it."""
+        return self.target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: `target` is filled."""
+
+
+def _read_metadata(path: Path) -> Metadata:
+    """`.metadata` in torch's terms, made from what the pickle holds as data."""
+    try:
+        with open(path, "rb") as file:
+            found = RecordUnpickler(file, _KNOWN).load()
+        saved = {str(name): _entry(entry) for name, entry in found["state_dict_metadata"].items()}
+        places = {_index(index): _place(place) for index, place in found["storage_data"].items()}
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except Exception as error:  # whatever a damaged pickle makes the unpickler raise
+        raise unreadable(str(path), error) from error
+    return Metadata(saved, storage_data=places)
+
+
+def _entry(entry: Record) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(entry).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    chunks = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in entry["chunks"]]
+    dtype = entry["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a tensor has the dtype {dtype!r}")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(entry["size"]), chunks)
+
+
+def _index(index: Record) -> MetadataIndex:
+    offset = index.state.get("offset")
+    return MetadataIndex(index["fqn"], None if offset is None else _size(offset))
+
+
+def _place(place: Record) -> _StorageInfo:
+    name, numbers = place["relative_path"], (place["offset"], place["length"])
+    if not (isinstance(name, str) and Path(name).name == name):  # keeps reads in the folder
+        raise ValueError(f"file name {name!r}")
+    if place.state.get("transform_descriptors"):
+        raise ValueError(f"{name} is compressed or transformed, which is not supported")
+    return _StorageInfo(name, *_size(numbers))
+
+
+def _size(numbers: Any) -> torch.Size:
+    if not (isinstance(numbers, tuple) and all(type(n) is int and n >= 0 for n in numbers)):
+        raise ValueError(f"{numbers!r} is no shape")
+    return torch.Size(numbers)

@@ -1,0 +1,119 @@
+"""Pickles that other programs wrote, read as data: nothing that one of them names is imported, and nothing is called.
+
+[Note: pickles as data]
+A pickle is a program: it names functions and calls them. Here each name that it may use is looked up in a table. Classes
+that are not known (enums among the arguments of a run, states of its tokenizer) become stand-ins that take any arguments and
+any state and do nothing. Names of Python's own library are the tools of an attack (os.system, builtins.eval), and no plain
+checkpoint has them but for those in `_PLAIN`: a file with another one is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from megatron.core.errors import CheckpointError
+
+_PLAIN = re.compile(
+    r"signal\.(Signals|Handlers)|pathlib\.(\w+\.)?\w*Path|types\.SimpleNamespace|datetime\.\w+|enum\.\w+"
+)
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def load_objects(file: Path | BinaryIO, where: str, *, mapped: bool = False) -> Any:
+    """What `torch.save` wrote to a file, on the CPU, read by torch's restricted unpickler. See the note above.
+
+    mapped: tensors stay on the disk until they are read; `file` is then a path. Raises CheckpointError naming `where` for a
+    file that is missing, damaged, or names what no checkpoint needs.
+    """
+    try:
+        with safe_globals([argparse.Namespace]):
+            unknown = get_unsafe_globals_in_checkpoint(file)
+        if hostile := sorted(name for name in unknown if _runs_something(name)):
+            raise CheckpointError(f"{where} is refused: its pickle would call {', '.join(hostile)}")
+        if not isinstance(file, Path):
+            file.seek(0)
+        with safe_globals([argparse.Namespace, *((_stand_in(name), name) for name in unknown)]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged file makes torch raise
+        raise unreadable(where, error) from error
+
+
+def unreadable(where: str, error: Exception) -> CheckpointError:
+    """The error for a file whose reader raised `error`, on one line."""
+    reason = " ".join(str(error).splitlines())[:200]
+    return CheckpointError(f"{where} cannot be read: {type(error).__name__}: {reason}")
+
+
+class Record:
+    """What an object of a known class becomes: its class, the arguments it was made with, and its state."""
+
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        """A field of an object whose state is its __dict__. Raises KeyError."""
+        return self.state[name]
+
+
+class RecordUnpickler(pickle.Unpickler):
+    """Reads a pickle of classes from the packages in `known`, each object as a `Record` of its own kind.
+
+    A kind is made anew by every unpickler: what a pickle does to it ends with that. Shapes become tuples, dtypes themselves.
+    Raises pickle.UnpicklingError for any other name.
+    """
+
+    def __init__(self, file: BinaryIO, known: tuple[str, ...]) -> None:
+        super().__init__(file)
+        self._known = known
+        self._kinds: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See the class."""
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if not (module in self._known or (module, name) == ("torch.serialization", "_get_layout")):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+        return self._kinds.setdefault(f"{module}.{name}", type(name, (Record,), {}))
+
+
+def _runs_something(name: str) -> bool:
+    return name.partition(".")[0] in sys.stdlib_module_names and not _PLAIN.fullmatch(name)
+
+
+def _stand_in(name: str) -> type:
+    """A class that takes any arguments and any state, and does nothing with them."""
+
+    class StandIn:
+        def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
+            return object.__new__(cls)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def __setstate__(self, state: Any) -> None:
+            pass
+
+        def __repr__(self) -> str:
+            return f"<{name}>"
+
+    return StandIn

@@ -1,0 +1,103 @@
+"""Where the parameters of a rank lie in the flat buffers of Megatron-LM's distributed optimizer.
+
+[Note: buffers]
+Each chunk of the model has one buffer. Its parameters lie there in the reverse order of the modules, each beginning at a
+multiple of 64 elements of its bucket. A bucket is full with the parameter that makes it reach the bucket size; a copy of an
+embedding that two stages share has a bucket of its own. Buckets are padded for the data-parallel ranks; checkpoints are
+without that padding: a bucket there ends with its last parameter (core/optimizer/distrib_optimizer.py and
+core/distributed/distributed_data_parallel.py of core 0.18).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from megatron.core.errors import CheckpointError
+
+_ALIGNMENT = 64
+# Modules of a layer in their order; a norm that is stored with the linear layer behind it is a part of that module, or one
+# of its own before the attention or MLP.
+_PARTS = (
+    "input_layernorm.",
+    "self_attention.linear_proj.",
+    "self_attention.linear_qkv.layer_norm_",
+    "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "pre_mlp_layernorm.",
+    "mlp.linear_fc1.layer_norm_",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+)
+_LOCAL_PARTS = ("self_attention.linear_qkv.layer_norm_", *(part for part in _PARTS if "qkv.layer" not in part))
+Place = tuple[int, int]  # (bucket, first element in it)
+
+
+def in_module_order(names: Collection[str], *, local: bool) -> list[str]:
+    """The names of one layer's parameters, without `decoder.layers.N.`, in the order of Megatron-LM's modules.
+
+    local: its own layers (--transformer-impl local), not Transformer Engine's. Norms may have the names of either.
+    """
+    parts = _LOCAL_PARTS if local else _PARTS
+
+    def order(name: str) -> tuple[int, str]:
+        fitting = [part for part in parts if name.startswith(part)]
+        part = max(fitting, key=len)
+        return parts.index(part), {"weight": "0", "bias": "1"}[name.removeprefix(part)]
+
+    return sorted(names, key=order)
+
+
+def place(numels: Mapping[str, int], buckets: Sequence[int]) -> dict[str, Place] | None:
+    """Where parameters, in the order of modules, are in buckets of these sizes; None when they do not fill them."""
+    places: dict[str, Place] = {}
+    bucket, end = 0, 0
+    for name in reversed(list(numels)):
+        start = _aligned(end)
+        if bucket < len(buckets) and start + numels[name] > buckets[bucket]:
+            if not end <= buckets[bucket] <= start:
+                return None
+            bucket, start = bucket + 1, 0
+        if bucket == len(buckets):
+            return None
+        places[name] = (bucket, start)
+        end = start + numels[name]
+    return places if bucket == len(buckets) - 1 and end <= buckets[-1] <= _aligned(end) else None
+
+
+def bucket_sizes(numels: Mapping[str, int], size: int | None, alone: Collection[str]) -> list[int]:
+    """Elements of each bucket of a buffer with these parameters, in the order of modules.
+
+    size: the number of elements that fills a bucket; None for one bucket. alone: parameters with a bucket of their own.
+    """
+    found, end = [], 0
+    for name in reversed(list(numels)):
+        start = _aligned(end)
+        if name in alone and end:
+            found.append(start)
+            start = 0
+        end = start + numels[name]
+        if name in alone or (size is not None and end >= size):
+            found.append(end)
+            end = 0
+    return [*found, end] if end else found
+
+
+def default_size(arguments: Mapping[str, object], *, stage: int, chunk: int, parameters: int) -> int | None:
+    """Megatron-LM's bucket size for chunk `chunk` of a stage; None for one bucket. Raises CheckpointError."""
+    late = bool(arguments.get("overlap_param_gather_with_optimizer_step"))
+    if not arguments.get("overlap_grad_reduce") or stage > 0 or chunk > 0 or late:
+        return None
+    count, given = arguments.get("ddp_num_buckets"), arguments.get("ddp_bucket_size")
+    if isinstance(count, int):
+        return parameters // count
+    if isinstance(given, int):
+        return given
+    data, context = arguments.get("data_parallel_size"), arguments.get("context_parallel_size", 1)
+    if not (isinstance(data, int) and isinstance(context, int)):
+        raise CheckpointError("its arguments do not say data_parallel_size, on which the size of its buckets depends")
+    return max(40_000_000, 1_000_000 * data * context)
+
+
+def _aligned(index: int) -> int:
+    return -(-index // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,68 @@
+"""Folders of Megatron-LM's checkpoints: which iteration is meant, and in which of its formats it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.dcp_folder import METADATA
+from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, folder_name, is_foreign
+from megatron.core.errors import CheckpointError
+
+CLASSIC, TORCH_DIST = "torch", "torch_dist"  # as --ckpt-format names them
+_CONFIG = "metadata.json"
+
+
+def iteration_folder(root: Path, step: int | None) -> Path:
+    """The folder of iteration `step`, or of what the tracker names, under `root`; `root` when it is one itself.
+
+    Raises CheckpointError when it is not there.
+    """
+    if is_foreign(root):
+        return root
+    tracker = root / TRACKER
+    if step is None:
+        try:
+            text = tracker.read_text(encoding="ascii", errors="replace").strip()
+        except OSError as error:
+            raise CheckpointError(f"{tracker} cannot be read ({error.strerror}); give a checkpoint's folder") from error
+        if not (text == RELEASE or text.isdecimal()):
+            raise CheckpointError(f"{tracker} holds {text[:40]!r} instead of an iteration; give a checkpoint's folder")
+        folder = root / (RELEASE if text == RELEASE else folder_name(int(text)))
+    else:
+        folder = root / folder_name(step)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not there")
+    return folder
+
+
+def format_of(folder: Path) -> str:
+    """CLASSIC or TORCH_DIST, by what the folder holds. Raises CheckpointError for the formats that are not read."""
+    if (folder / _CONFIG).is_file():
+        backend = _backend(folder / _CONFIG)
+        if backend != TORCH_DIST:
+            raise CheckpointError(
+                f"{folder} is in the format {backend!r}, which is not read; save it again with --ckpt-format torch_dist"
+            )
+        return TORCH_DIST
+    if any(folder.glob("mp_rank_*")):
+        return CLASSIC
+    if (folder / METADATA).is_file():
+        raise CheckpointError(
+            f"{folder} is in the format torch_dcp or fsdp_dtensor (it has {METADATA} and no {_CONFIG}), which is not read; "
+            "save it with --ckpt-format torch_dist"
+        )
+    raise CheckpointError(
+        f"{folder} holds neither a {_CONFIG} (--ckpt-format torch_dist) nor a folder mp_rank_... (--ckpt-format torch): it "
+        "is no checkpoint of Megatron-LM"
+    )
+
+
+def _backend(path: Path) -> str:
+    try:
+        content = json.loads(path.read_bytes())
+        return str(content["sharded_backend"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} does not say which format of Megatron-LM's the checkpoint has: {type(error).__name__}: {error}"
+        ) from error

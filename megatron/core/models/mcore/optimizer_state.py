@@ -1,0 +1,178 @@
+"""Optimizer state in the forms in which Megatron-LM's checkpoints hold it, each as tensors of the model's parameters.
+
+- `ModelState`: global tensors of torch_dist, of `fully_reshardable`, `fully_sharded_model_space` and the optimizer that is
+  not distributed.
+- `BucketState`: flat buffers of every rank: `dp_reshardable` and `dp_zero_gather_scatter` of torch_dist, and
+  distrib_optim.pt of the classic layout. Where a parameter is in them is not stored but worked out; see buckets.py.
+- `ListState`: the optimizer of the classic layout that is not distributed: lists in the order of its groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.dist_checkpointing.tensor_file import narrow
+from megatron.core.errors import CheckpointError
+from megatron.core.models.mcore.buckets import place
+from megatron.core.models.mcore.classic import ClassicFiles
+from megatron.core.models.mcore.names import Layout
+from megatron.core.models.mcore.torch_dist import ModelSpace, TorchDistFiles
+
+SAVE_AGAIN = (
+    "save it from Megatron-LM with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or take the weights alone "
+    "with --no-load-optim"
+)
+_MASTERS = ("param", "fp32_param")
+Shape = tuple[int, ...]
+
+
+class OptimizerState(Protocol):
+    """State of the parameters of a checkpoint.
+
+    layout: of the Table that names them. derived: whether it was worked out which elements are whose. has_masters: fp32
+    weights are a part of it.
+    """
+
+    layout: Layout
+    derived: bool
+    has_masters: bool
+
+    def read(self, key: str, name: str, shape: Shape, box: Box) -> Tensor:
+        """Elements `box` of the state `key` ("master", "exp_avg" ...) of a parameter, which has `shape` on its rank.
+
+        `name`: as `Layout.key` writes it. Raises CheckpointError.
+        """
+        ...
+
+
+class ModelState:
+    """See the module."""
+
+    derived = False
+
+    def __init__(self, files: TorchDistFiles) -> None:
+        self.layout = files.layout
+        self._files = files
+        self._spaces: dict[str, ModelSpace] = {}
+        masters = [name for name in _MASTERS if files.has_tensors(_prefix(name))]
+        self.has_masters = bool(masters)
+        self._master = masters[0] if masters else _MASTERS[0]
+
+    def read(self, key: str, name: str, shape: Shape, box: Box) -> Tensor:
+        """See OptimizerState."""
+        theirs = self._master if key == "master" else key
+        if theirs not in self._spaces:
+            self._spaces[theirs] = ModelSpace(self._files.folder, _prefix(theirs))
+        return self._spaces[theirs].read(self._files.name(name), shape, box)
+
+
+class BucketState:
+    """See the module. A buffer is that of a tp rank and a chunk of the model."""
+
+    derived, has_masters = True, True
+
+    def __init__(
+        self,
+        layout: Layout,
+        numels: Callable[[int, int], Mapping[str, int]],
+        buckets: Callable[[int, int, Mapping[str, int]], Sequence[int]],
+        fetch: Callable[[int, int, str, int, Box], Tensor],
+    ) -> None:
+        """numels(rank, chunk): elements of the parameters in the order of modules; buckets(rank, chunk, numels): of the
+        buckets of their buffer; fetch(rank, chunk, key, bucket, range): elements of one. Raises CheckpointError."""
+        self.layout, self._fetch = layout, fetch
+        self._places: dict[str, tuple[int, int, int, int]] = {}
+        for rank in range(layout.tp):
+            for chunk in range(len(layout.layers)):
+                held = numels(rank, chunk)
+                sizes = buckets(rank, chunk, held)
+                places = place(held, sizes)
+                if places is None:
+                    raise CheckpointError(
+                        f"the optimizer's buckets of tp rank {rank}, chunk {chunk} have {list(sizes)} elements, which its "
+                        f"{len(held)} parameters do not fill; {SAVE_AGAIN}"
+                    )
+                for name, (bucket, start) in places.items():
+                    self._places[layout.key(rank, chunk, name)] = (rank, chunk, bucket, start)
+
+    def read(self, key: str, name: str, shape: Shape, box: Box) -> Tensor:
+        """See OptimizerState."""
+        rank, chunk, bucket, start = self._places[name]
+        row = math.prod(shape[1:])
+        flat = Box((start + box.offset[0] * row,), (box.shape[0] * row,))
+        rows = self._fetch(rank, chunk, "param" if key == "master" else key, bucket, flat).view(
+            box.shape[0], *shape[1:]
+        )
+        return narrow(rows, Box((0, *box.offset[1:]), box.shape))
+
+
+class ListState:
+    """See the module."""
+
+    derived = True
+
+    def __init__(self, files: ClassicFiles) -> None:
+        """Raises CheckpointError."""
+        self.layout = files.layout
+        self._tensors: dict[str, dict[str, Tensor]] = {}
+        ranks = [(rank, stage) for rank in range(self.layout.tp) for stage in range(self.layout.pp)]
+        for rank, stage in ranks:
+            self._take(files, self.layout.folder(rank, stage))
+        self.has_masters = any("master" in held for held in self._tensors.values())
+
+    def read(self, key: str, name: str, shape: Shape, box: Box) -> Tensor:
+        """See OptimizerState."""
+        if key not in self._tensors.get(name, {}):
+            raise CheckpointError(f"its optimizer holds no {key} of {name}; {SAVE_AGAIN}")
+        return narrow(self._tensors[name][key], box)
+
+    def _take(self, files: ClassicFiles, folder: str) -> None:
+        outer = only(files.rank(folder)["optimizer"])
+        inner = outer.get("optimizer", outer)
+        masters = outer.get("fp32_from_fp16_params", outer.get("fp32_from_fp16"))
+        parameters = files.parameters(folder)
+        with_decay = {name: _decays(name, files.shapes[name], files.arguments) for name in parameters}
+        for number, group in enumerate(inner["param_groups"]):
+            names = [name for name in parameters if with_decay[name] == (group.get("wd_mult", 1.0) != 0)]
+            if len(names) != len(group["params"]):
+                raise CheckpointError(
+                    f"group {number} of the optimizer in {folder} has {len(group['params'])} parameters where its model has "
+                    f"{len(names)}; {SAVE_AGAIN}"
+                )
+            for position, (name, identity) in enumerate(zip(names, group["params"], strict=True)):
+                held = {key: tensor for key, tensor in inner["state"].get(identity, {}).items() if key != "step"}
+                if masters is not None:
+                    held["master"] = masters[number][position]
+                for key, tensor in held.items():
+                    if tuple(tensor.shape) != files.shapes[name]:
+                        raise CheckpointError(
+                            f"the optimizer's {key} of {name} is {list(tensor.shape)}, its weight "
+                            f"{list(files.shapes[name])}; {SAVE_AGAIN}"
+                        )
+                self._tensors[name] = held
+
+
+def only(optimizer: Any) -> Mapping[str, Any]:
+    """The one optimizer of what may be a list of them. Raises CheckpointError."""
+    if isinstance(optimizer, list) and len(optimizer) == 1:
+        optimizer = optimizer[0]
+    if not isinstance(optimizer, dict):
+        raise CheckpointError(f"it holds the state of several optimizers, which is not supported; {SAVE_AGAIN}")
+    return optimizer
+
+
+def _prefix(key: str) -> str:
+    return f"optimizer.state.{key}."
+
+
+def _decays(name: str, shape: Shape, arguments: Mapping[str, Any]) -> bool:
+    """Weight decay: as Megatron-LM chooses the parameters that have it."""
+    of_heads = "q_layernorm." in name or "k_layernorm." in name
+    if of_heads and arguments.get("apply_wd_to_qk_layernorm"):
+        return True
+    return not (name.endswith(".bias") or len(shape) == 1)

@@ -1,0 +1,172 @@
+"""Megatron-LM's distributed checkpoints (--ckpt-format torch_dist): global tensors of the model, and objects beside them.
+
+Names are the model's own; those of all layers may be one tensor with a dim of layers in front
+(`decoder.layers.mlp.linear_fc2.weight` [layers, h, f]). Gate and up may be two tensors, with `_w` and `_v` after the name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.boxes import Box, intersect
+from megatron.core.dist_checkpointing.dcp_folder import DcpFolder
+from megatron.core.dist_checkpointing.pickles import load_objects
+from megatron.core.dist_checkpointing.tensor_file import narrow
+from megatron.core.errors import CheckpointError
+from megatron.core.models.mcore.names import Layout
+
+COMMON_FILE = "common.pt"  # until core 0.18; then an object
+_COMMON = "common_state"
+_STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
+OPTIMIZER = "optimizer."
+_HALVES = ("_w", "_v")
+
+
+class ModelSpace:
+    """Tensors of a folder whose names begin with `prefix`, under the names of the model's parameters. shapes: name -> shape.
+
+    The shape of a tensor of optimizer state may be another one: see `read`.
+    """
+
+    def __init__(self, folder: DcpFolder, prefix: str) -> None:
+        self._folder, self._prefix = folder, prefix
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for stored, (shape, _) in folder.tensors.items():
+            if not stored.startswith(prefix) or (not prefix and stored.startswith(OPTIMIZER)):
+                continue
+            name = stored.removeprefix(prefix)
+            if match := _STACKED.fullmatch(name):
+                for layer in range(shape[0]):
+                    self._add(f"{match[1]}{layer}.{match[2]}", shape[1:])
+            else:
+                self._add(name, shape)
+
+    def _add(self, name: str, shape: tuple[int, ...]) -> None:
+        if name.endswith(_HALVES) and ".linear_fc1." in name:
+            name, shape = name[:-2], (2 * shape[0], *shape[1:])
+        self.shapes[name] = shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor."""
+        stored, _ = self._stored(name)
+        return self._folder.tensors[stored if stored in self._folder.tensors else stored + _HALVES[0]][1]
+
+    def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Elements `box` of the tensor of a parameter of `shape`. Raises CheckpointError."""
+        if name not in self.shapes:
+            raise CheckpointError(f"it holds no tensor {self._prefix}{name}")
+        stored, layer = self._stored(name)
+        if stored in self._folder.tensors:
+            return self._read(stored, layer, shape, box)
+        half = (shape[0] // 2, *shape[1:])
+        out = torch.empty(box.shape, dtype=self.dtype(name))
+        for number, ending in enumerate(_HALVES):
+            part = Box((number * half[0], *(0 for _ in half[1:])), half)
+            if common := intersect(part, box):
+                narrow(out, common.within(box)).copy_(self._read(stored + ending, layer, half, common.within(part)))
+        return out
+
+    def _stored(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The name that the folder has, and where the layer is in it: () when the tensor is of this layer alone."""
+        tensors = self._folder.tensors
+        own = self._prefix + name
+        match = _LAYER.fullmatch(name)
+        if own in tensors or own + _HALVES[0] in tensors or match is None:
+            return own, ()
+        return f"{self._prefix}{match[1]}{match[3]}", (int(match[2]),)
+
+    def _read(self, stored: str, layer: tuple[int, ...], shape: tuple[int, ...], box: Box) -> Tensor:
+        ones = tuple(1 for _ in layer)
+        saved = self._folder.tensors[stored][0][len(layer) :]
+        if saved == shape:
+            return self._folder.read(stored, Box((*layer, *box.offset), (*ones, *box.shape))).view(box.shape)
+        if len(saved) == len(shape) + 1:
+            return self._read_fragments(stored, layer, saved, shape, box)
+        raise CheckpointError(f"tensor {stored} is {list(saved)}, its model calls for {list(shape)}")
+
+    def _read_fragments(
+        self, stored: str, layer: tuple[int, ...], saved: tuple[int, ...], shape: tuple[int, ...], box: Box
+    ) -> Tensor:
+        """From state that core up to 0.13 cut over ranks: [n1, n2, ..., elements], n fragments of each dim, flattened."""
+        counts = saved[:-1]
+        size = tuple(n // count for n, count in zip(shape, counts, strict=True))
+        if any(n % count for n, count in zip(shape, counts, strict=True)) or math.prod(size) != saved[-1]:
+            raise CheckpointError(f"tensor {stored} is {list(saved)}, which are no fragments of {list(shape)}")
+        ones = tuple(1 for _ in layer)
+        out = torch.empty(box.shape, dtype=self._folder.tensors[stored][1])
+        for number in range(math.prod(counts)):
+            place = tuple(int(i) for i in torch.unravel_index(torch.tensor(number), counts))
+            fragment = Box(tuple(i * n for i, n in zip(place, size, strict=True)), size)
+            if common := intersect(fragment, box):
+                flat = self._folder.read(stored, Box((*layer, *place, 0), (*ones, *(1 for _ in place), saved[-1])))
+                narrow(out, common.within(box)).copy_(narrow(flat.view(size), common.within(fragment)))
+        return out
+
+
+class TorchDistFiles:
+    """Weights of a torch_dist folder, under the keys of one rank. See ClassicFiles for its fields."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError."""
+        self.path = path
+        self.folder = DcpFolder(path)
+        self.common = self._read_common()
+        found = self.common.get("args")
+        self.arguments: dict[str, Any] = vars(found) if isinstance(found, argparse.Namespace) else {}
+        if not self.arguments:
+            raise CheckpointError(f"{path} holds no arguments; it is no checkpoint of Megatron-LM's training")
+        self._weights = ModelSpace(self.folder, "")
+        self._beginning = Layout(1, 1, (0,), True, 0).key(0, 0, "")
+        self.shapes = {self._beginning + name: shape for name, shape in self._weights.shapes.items()}
+        self.layout = self._layout()
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a tensor of the model."""
+        return self._weights.dtype(self.name(key))
+
+    def read(self, key: str, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Elements `box` of a tensor of the model, which has `shape`."""
+        return self._weights.read(self.name(key), shape, box)
+
+    def name(self, key: str) -> str:
+        """The parameter's name in the whole model."""
+        return key.removeprefix(self._beginning)
+
+    def has_tensors(self, beginning: str) -> bool:
+        """Whether there is a tensor whose name begins so."""
+        return any(name.startswith(beginning) for name in self.folder.tensors)
+
+    def read_object(self, name: str) -> Any:
+        """The object of that name, without its place, or None."""
+        stored = f"{name}/shard_0_1"
+        if stored not in self.folder.objects:
+            return None
+        found = self.folder.read_object(stored)
+        return found[0] if isinstance(found, list) and found else found
+
+    def _read_common(self) -> Mapping[str, Any]:
+        file = self.path / COMMON_FILE
+        found = load_objects(file, str(file)) if file.is_file() else self.read_object(_COMMON)
+        if found is None:
+            raise CheckpointError(f"{self.path} holds neither {COMMON_FILE} nor the object {_COMMON}: it is damaged")
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.path}: its common state is no table of values")
+        return found
+
+    def _layout(self) -> Layout:
+        names = self._weights.shapes
+        layers = {match[2] for name in names if (match := _LAYER.fullmatch(name))}
+        embedding = names.get("embedding.word_embeddings.weight", ())
+        if not embedding:
+            raise CheckpointError(f"{self.path} holds no tensor embedding.word_embeddings.weight")
+        fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in names)
+        return Layout(1, 1, (len(layers),), fused, embedding[0])

@@ -1,0 +1,135 @@
+"""A checkpoint of a Megatron-LM run as the state of one of ours, so that the run goes on here.
+
+Iteration, consumed samples, the position and the settings of its schedule, the updates of its optimizer and its loss scale
+are taken over; its random states are not: they are of other generators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.folders import RELEASE
+from megatron.core.errors import CheckpointError
+from megatron.core.models.mcore.source import MCoreSource
+from megatron.core.optimizer.lr_schedule import ScheduleSettings
+from megatron.training.state import TrainState
+
+_FORMER = {"lr_warmup_steps": "warmup_steps", "lr_decay_steps": "decay_steps", "lr_decay_style": "decay_style"}
+
+
+def state_of(source: MCoreSource, vocab_size: int | None) -> dict[str, Any]:
+    """What `checkpoint.py` saves as the state of a run. vocab_size: without padding, if its arguments do not say.
+
+    Raises CheckpointError.
+    """
+    given = source.arguments
+    model = dataclasses.replace(source.model, bf16=source.dtype == torch.bfloat16, fp16=source.dtype == torch.float16)
+    is_run = source.path.name != RELEASE and "iteration" in source.common
+    return {
+        "config": {
+            "model": dataclasses.asdict(model),
+            "optimizer": {"optimizer": given.get("optimizer", "adam")},
+            "data": {"sft": bool(given.get("sft", False))},
+        },
+        "train": dataclasses.asdict(_progress(source)) if is_run else None,
+        "schedule": dataclasses.asdict(_schedule(source)) if is_run and _scheduler(source) else None,
+        "layout": None,
+        "rng": None,
+        "optimizer": _optimizer(source) if is_run and source.has_optimizer else None,
+    }
+
+
+def _progress(source: MCoreSource) -> TrainState:
+    given, common = source.arguments, source.common
+    samples = _number(given, "consumed_train_samples", source)
+    position = _number(_scheduler(source), "num_steps", source, default=samples)
+    return TrainState(
+        iteration=int(_number(common, "iteration", source)),
+        consumed_samples=int(samples),
+        schedule_position=round(position / _unit(source)),
+        consumed_valid_samples=int(_number(given, "consumed_valid_samples", source, default=0)),
+        floating_point_operations=float(_number(common, "num_floating_point_operations_so_far", source, default=0)),
+    )
+
+
+def _schedule(source: MCoreSource) -> ScheduleSettings:
+    """Megatron-LM counts samples in every schedule; one of iterations has a batch size as its unit."""
+    saved, given, unit = _scheduler(source), source.arguments, _unit(source)
+    style, wd_style = str(_field(saved, "lr_decay_style", source)), str(_field(saved, "wd_incr_style", source))
+    in_samples = given.get("train_samples") is not None
+    warmup = _number(saved, "lr_warmup_steps", source) / unit
+    wsd = given.get("lr_wsd_decay_samples" if in_samples else "lr_wsd_decay_iters") if style == "WSD" else None
+    is_constant = style == "constant"
+    return ScheduleSettings(
+        unit="samples" if in_samples else "iterations",
+        max_lr=_number(saved, "max_lr", source),
+        min_lr=0.0 if is_constant else _number(saved, "min_lr", source),
+        warmup_init_lr=_number(given, "lr_warmup_init", source, default=0) if warmup else 0.0,
+        warmup_length=warmup,
+        decay_style=style,
+        decay_length=0 if is_constant else round(_number(saved, "lr_decay_steps", source) / unit),
+        wsd_decay_style=str(given.get("lr_wsd_decay_style")) if wsd else "",
+        wsd_decay_length=int(wsd or 0),
+        start_weight_decay=_number(saved, "start_wd", source),
+        end_weight_decay=_number(saved, "end_wd", source),
+        weight_decay_style=wd_style,
+        weight_decay_length=0 if wd_style == "constant" else round(_number(saved, "wd_incr_steps", source) / unit),
+    )
+
+
+def _optimizer(source: MCoreSource) -> dict[str, Any]:
+    found = source.optimizer_part("optimizer") or {}
+    groups, state = found.get("param_groups", ()), found.get("state", {})
+    counted = [group["step"] for group in groups if "step" in group]
+    counted += [state["common_step"]] if "common_step" in state else []
+    counted += [held["step"] for held in state.values() if isinstance(held, dict) and "step" in held]
+    steps = {int(step) for step in counted}
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"{source.path}: parameters of its optimizer had {sorted(steps)} updates; give --no-load-optim"
+        )
+    rule = source.arguments.get("optimizer", "adam")
+    if not steps and rule == "adam":
+        raise CheckpointError(f"{source.path} does not say how many updates its optimizer made; give --no-load-optim")
+    scaler = source.optimizer_part("grad_scaler") or {}
+    scale = None
+    if "scale" in scaler and "growth_tracker" in scaler:
+        scale = {
+            "value": float(scaler["scale"]),
+            "good_steps": int(scaler["growth_tracker"]),
+            "hysteresis": int(scaler["hysteresis_tracker"]),
+        }
+    return {"steps": steps.pop() if steps else int(source.common["iteration"]), "loss_scale": scale}
+
+
+def _scheduler(source: MCoreSource) -> Mapping[str, Any]:
+    found = source.common.get("opt_param_scheduler", {})
+    return found if isinstance(found, dict) else {}
+
+
+def _unit(source: MCoreSource) -> float:
+    """Samples in one unit of the schedule's position."""
+    if source.arguments.get("train_samples") is not None:
+        return 1
+    return _number(source.arguments, "global_batch_size", source)
+
+
+def _field(held: Mapping[str, Any], name: str, source: MCoreSource) -> Any:
+    found = [held[key] for key in (name, _FORMER.get(name, name)) if key in held]
+    if not found:
+        raise CheckpointError(f"{source.path} does not say {name}; start from its weights with --finetune")
+    return found[0]
+
+
+def _number(held: Mapping[str, Any], name: str, source: MCoreSource, *, default: float | None = None) -> float:
+    value = default if default is not None and held.get(name) is None else _field(held, name, source)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise CheckpointError(f"{source.path}: {name} is {value!r}, which is no number")
+    return value
