@@ -70,9 +70,7 @@ def find(root: Path, iteration: int | None) -> Path | None:
 
 def is_foreign(folder: Path) -> bool:
     """Whether the folder is a checkpoint that another program wrote. Raises OSError."""
-    if (folder / MANIFEST).is_file():
-        return not has_our_format(folder) and _is_of_megatron_lm(folder)
-    return (folder / _DCP_METADATA).is_file() or any(folder.glob("mp_rank_*"))
+    return (folder / _DCP_METADATA).is_file() or any(folder.glob("mp_rank_*")) or _names_a_backend(folder / MANIFEST)
 
 
 def foreign_in(root: Path) -> Path | None:
@@ -158,10 +156,12 @@ def _checkpoints(root: Path) -> dict[int, Path]:
     return found
 
 
-def _is_of_megatron_lm(folder: Path) -> bool:
-    """Whether a metadata.json that is not ours is one of Megatron-LM's, rather than a damaged one of ours."""
+def _names_a_backend(path: Path) -> bool:
+    """Whether this metadata.json is one of Megatron-LM's, rather than ours or damaged."""
+    if not path.is_file() or has_our_format(path.parent):
+        return False
     try:
-        content = json.loads((folder / MANIFEST).read_bytes())
+        content = json.loads(path.read_bytes())
     except ValueError:
         return False
     return isinstance(content, dict) and "sharded_backend" in content
