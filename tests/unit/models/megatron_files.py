@@ -186,12 +186,12 @@ def buffer_of(held, order, size=None, alone=()):
     return buckets
 
 
-def common_state(source, groups=({"wd_mult": 1.0, "step": 5},), **arguments):
-    """What is no tensor."""
+def common_state(source, iteration=7, schedule=(), **arguments):
+    """What is no tensor. schedule: changes of the schedule's state."""
     return {
         "args": argparse.Namespace(**{**source.arguments, **arguments}),
         "checkpoint_version": 3.0,
-        "iteration": 7,
+        "iteration": iteration,
         "opt_param_scheduler": {
             "max_lr": 1e-3,
             "lr_warmup_steps": 16,
@@ -203,9 +203,10 @@ def common_state(source, groups=({"wd_mult": 1.0, "step": 5},), **arguments):
             "end_wd": 0.1,
             "wd_incr_style": "constant",
             "wd_incr_steps": 160,
+            **dict(schedule),
         },
         "num_floating_point_operations_so_far": 1e9,
-        "optimizer": {"optimizer": {"param_groups": list(groups)}},
+        "optimizer": {"optimizer": {"param_groups": [{"wd_mult": 1.0, "step": 5}]}},
     }
 
 

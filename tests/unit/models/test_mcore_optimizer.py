@@ -74,11 +74,12 @@ def assert_same_state(source, found, keys=tuple(files.KEYS)):
 
 
 def write_torch_dist(folder, source, state, *, layout=WHOLE, change=files.stacked, common_file=False, **arguments):
-    """state: what the checkpoint holds of the optimizer. Weights are changed by `change`."""
+    """state: what the checkpoint holds of the optimizer. Weights are changed by `change`. arguments: of common_state."""
     tp, stages = layout
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": len(stages)}
     common = files.common_state(source, **{**sizes, **arguments})
-    weights = change(files.in_their_shape(source.model, source.tensors, 16 * 7 if tp == 1 else 32 * 4))
+    ids = source.model.vocab_size
+    weights = change(files.in_their_shape(source.model, source.tensors, -(-ids // (16 * tp)) * 16 * tp))
     objects = {
         "decoder.layers.mlp.linear_fc1._extra_state/shard_0_4": [torch.ones(3)],
         "rng_state/shard_0_1": [Opaque.ONE],
