@@ -95,14 +95,15 @@ def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:
         return run, None
     required = config.exit_on_missing_checkpoint or config.use_checkpoint_args
     found = find_checkpoint(config.load, config.ckpt_step, required=required)
-    if found is not None and is_foreign(found) and not config.finetune and config.ckpt_step is None:
-        # The folder of Megatron-LM's run is never saved to, so what this run has done since is in its own.
-        own = _progress(run, config.save, None)
-        return run, own or found
-    if found is None or not run.data.sft or config.finetune or _is_of_sft(found):
+    if found is None or config.finetune:
         return run, found
-    own = _progress(run, config.save, None)
-    return (run, own) if own else _weights_only(run, found)
+    if run.data.sft and not _is_of_sft(found):
+        own = _progress(run, config.save, None)
+        return (run, own) if own else _weights_only(run, found)
+    if is_foreign(found) and config.ckpt_step is None and not run.train.skip_train:
+        # Megatron-LM's folder is never saved to: what this run has done since is in its own.
+        return run, _progress(run, config.save, None) or found
+    return run, found
 
 
 def _progress(run: RunConfig, folder: str | None, step: int | None) -> Path | None:
