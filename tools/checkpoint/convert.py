@@ -47,7 +47,7 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     add("--model-type", default="GPT", choices=("GPT",), help="all models here are GPT decoders")
     formats = ("hf", "megatron", "mcore")
-    add("--loader", required=True, choices=formats, help="format of --load-dir; mcore is Megatron-LM's classic layout")
+    add("--loader", required=True, choices=formats, help="format of --load-dir; mcore is Megatron-LM's own")
     add(
         "--saver",
         required=True,
