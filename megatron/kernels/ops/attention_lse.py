@@ -62,7 +62,9 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, dropout: float)
     kernel, choice = _choose(asked, device, dtype)
     if dropout == 0.0:
         return kernel, choice
-    return with_dropout(kernel), "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
+    if asked != "unfused":
+        choice = "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
+    return with_dropout(kernel), choice
 
 
 def _choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[BlockKernel, str]:

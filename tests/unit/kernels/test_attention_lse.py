@@ -311,6 +311,7 @@ class TestChoose:
     def test_on_cpu(self, monkeypatch):
         monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.float16})
         assert attention_lse.choose("unfused", CPU, torch.float32, 0.0)[0] is attention_lse.reference
+        assert attention_lse.choose("unfused", CPU, torch.float32, 0.1)[1].endswith("(plain torch in fp32, asked for)")
         for asked in ("auto", "fused"):
             for dtype in (torch.float32, torch.bfloat16):
                 assert attention_lse.choose(asked, CPU, dtype, 0.0) == (
@@ -323,9 +324,8 @@ class TestChoose:
         assert out.dtype == lse.dtype == torch.float32
 
     def test_flash_on_a_cpu_falls_back(self):
-        assert attention_lse.choose("flash", CPU, torch.float32, 0.0) == attention_lse.choose(
-            "auto", CPU, torch.float32, 0.0
-        )
+        found, expected = (attention_lse.choose(asked, CPU, torch.float32, 0.0) for asked in ("flash", "auto"))
+        assert found == expected
 
     def test_on_cuda(self):
         """Without a GPU: fp32 needs none to know that flash cannot do it."""
