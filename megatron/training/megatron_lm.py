@@ -28,7 +28,12 @@ def state_of(source: MCoreSource, vocab_size: int | None) -> dict[str, Any]:
     Raises CheckpointError.
     """
     given = source.arguments
-    model = dataclasses.replace(source.model, bf16=source.dtype == torch.bfloat16, fp16=source.dtype == torch.float16)
+    model = dataclasses.replace(
+        source.model,
+        bf16=source.dtype == torch.bfloat16,
+        fp16=source.dtype == torch.float16,
+        vocab_size=vocab_size if given.get("vocab_size") is None else source.model.vocab_size,
+    )
     is_run = source.path.name != RELEASE and "iteration" in source.common
     return {
         "config": {

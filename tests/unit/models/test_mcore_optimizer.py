@@ -249,25 +249,18 @@ def test_an_fp32_model_has_no_masters_of_its_own(tmp_path):
     assert_same_state(source, MCoreSource(tmp_path / "iter_0000007", None, None), ("exp_avg", "exp_avg_sq"))
 
 
-def test_rows_of_the_padding_are_kept_where_a_run_goes_on(tmp_path):
-    """99 ids: 112 rows in the file, of which a model padded to a multiple of 10 has 100."""
+def test_rows_of_the_padding_are_read_with_the_others(tmp_path):
+    """99 ids in 112 rows."""
     source = Trained(MODELS["llama"], half=False)
     for tensors in (source.tensors, *source.state.values()):
         for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             tensors[name][99:] = torch.arange(13).unsqueeze(1) + 1.0
     write_torch_dist(tmp_path / "one", source, model_space(source))
-    found = MCoreSource(tmp_path / "one", None, 99, divisible_by=10)
+    found = MCoreSource(tmp_path / "one", None, None)
+    assert found.model.vocab_size == 99 and found.model.padded_vocab_size == 112
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        rows = Box((98, 0), (2, 32))
-        assert torch.equal(found.read(name, rows, torch.float32), source.tensors[name][98:100])
-        assert torch.equal(found.read_state(name, "exp_avg", rows), source.state["exp_avg"][name][98:100])
-    larger = MCoreSource(tmp_path / "one", None, 99, divisible_by=128)
-    assert larger.read("output_layer.weight", Box((110, 0), (4, 32)), torch.float32)[:, 0].tolist() == [
-        12.0,
-        13.0,
-        0,
-        0,
-    ]
+        assert torch.equal(found.read(name, Box((0, 0), (112, 32)), torch.float32), source.tensors[name])
+    assert_same_state(source, found)
 
 
 def reverse_masters(state):

@@ -8,9 +8,12 @@ import torch
 
 from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, foreign_in, is_foreign
 from megatron.core.errors import CheckpointError
-from megatron.training.megatron_lm import open_source, state_of
-from megatron.training.saved_run import read_run_state
+from megatron.core.models.mcore.source import MCoreSource
+from megatron.training.megatron_lm import state_of
+from megatron.training.saved_run import open_saved_run, read_run_state
+from megatron.training.setup import with_vocabulary
 from megatron.training.start import find_start
+from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.models.test_mcore_optimizer import (
     EVEN,
@@ -40,7 +43,7 @@ def state(path, source=None, kind="torch_dist", **options):
         write_torch_dist(path, source, model_space(source), **options)
     else:
         write_classic(path, source, EVEN, distributed=False, **options)
-    return state_of(open_source(path))
+    return state_of(MCoreSource(path, None, None), None)
 
 
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])
@@ -84,7 +87,7 @@ def test_the_loss_scale_goes_on(tmp_path):
     scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
     common["optimizer"]["grad_scaler"] = scaler
     torch.save(common, path / "common.pt")
-    scale = state_of(open_source(path))["optimizer"]["loss_scale"]
+    scale = state_of(MCoreSource(path, None, None), None)["optimizer"]["loss_scale"]
     assert scale == {"value": 4096.0, "good_steps": 3, "hysteresis": 2}
 
 
@@ -99,7 +102,7 @@ def test_updates_that_are_not_clear(tmp_path, groups, problem):
     common["optimizer"]["optimizer"]["param_groups"] = groups
     torch.save(common, path / "common.pt")
     with pytest.raises(CheckpointError, match=problem + ".*--no-load-optim"):
-        state_of(open_source(path))
+        state_of(MCoreSource(path, None, None), None)
 
 
 def test_a_release_has_no_progress(tmp_path):
@@ -108,11 +111,15 @@ def test_a_release_has_no_progress(tmp_path):
 
 
 def test_a_vocabulary_that_is_not_known_is_left_to_the_run(tmp_path):
-    source = trained("qwen")
-    write_torch_dist(tmp_path / "iter_0000007", source, model_space(source), vocab_size=None, padded_vocab_size=112)
-    assert read_run_state(tmp_path / "iter_0000007")["config"]["model"]["vocab_size"] is None
-    run = make_run(vocab_size=99, make_vocab_size_divisible_by=16)
-    assert open_source(tmp_path / "iter_0000007", run.model).shapes["embedding.word_embeddings.weight"] == (112, 32)
+    source, path = trained("qwen"), tmp_path / "iter_0000007"
+    write_torch_dist(path, source, model_space(source), vocab_size=None, padded_vocab_size=112)
+    assert read_run_state(path)["config"]["model"]["vocab_size"] is None
+    run = with_vocabulary(make_run(("make_vocab_size_divisible_by",), vocab_size=None), 99, path)
+    assert run.model.vocab_size == 99 and run.model.padded_vocab_size == 112 and not run.model.mask_padded_vocabulary
+    saved = open_saved_run(path, run.model, pool.groups().world)
+    assert saved.state["config"]["model"]["vocab_size"] == 99
+    asked = make_run(("fixed_padded_vocab_size",), vocab_size=None, fixed_padded_vocab_size=128)
+    assert with_vocabulary(asked, 99, path).model.padded_vocab_size == 128
 
 
 def test_folders_are_told_apart(tmp_path, roots):
