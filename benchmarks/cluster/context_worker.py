@@ -23,7 +23,8 @@ from megatron.core.comm.collectives import Handle, barrier
 from megatron.core.context_parallel import all_gather, layout, ring, ulysses
 from megatron.core.context_parallel.ring import RingAttention
 from megatron.core.context_parallel.steps import InOne
-from megatron.core.groups import Group, Groups, connect, create_groups, disconnect, launch_environment
+from megatron.core.groups import Group, Groups, connect, create_groups, disconnect
+from megatron.core.launch import launch_environment
 from megatron.core.mesh import Mesh
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker

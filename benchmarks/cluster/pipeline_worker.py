@@ -13,7 +13,8 @@ from typing import Any
 from benchmarks.cluster.stdio import run_worker
 from benchmarks.pipeline import Case, Ours
 from megatron.core.comm.collectives import barrier
-from megatron.core.groups import connect, create_groups, disconnect, launch_environment
+from megatron.core.groups import connect, create_groups, disconnect
+from megatron.core.launch import launch_environment
 from megatron.core.mesh import Mesh
 
 TIMEOUT_SECONDS = 600.0

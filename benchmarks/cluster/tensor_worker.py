@@ -20,7 +20,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.core.comm.collectives import Handle, barrier
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.groups import Group, Groups, connect, create_groups, disconnect, launch_environment
+from megatron.core.groups import Group, Groups, connect, create_groups, disconnect
+from megatron.core.launch import launch_environment
 from megatron.core.mesh import Mesh
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.overlap import Plain, choose_overlap

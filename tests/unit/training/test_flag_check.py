@@ -12,36 +12,12 @@ from megatron.training.command_line import read
 from megatron.training.flag_check import check_command, smallest_world
 
 ROOT = Path(__file__).parents[3]
-MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--max-position-embeddings",
-    "32",
-]
-REST = [
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "5",
-    "--lr",
-    "1e-3",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "100",
-    "--mock-data",
-]
-GOOD = [
-    *MODEL,
-    *REST,
-    *["--use-mcore-models", "--rms-norm", "--async-save", "--save-interval", "7", "--attention-dropout=0"],
-]
+LINE = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3
+    --micro-batch-size 1 --train-iters 5 --tokenizer-type NullTokenizer --vocab-size 100 --mock-data
+    --use-mcore-models --rms-norm --async-save --save-interval 7 --attention-dropout=0
+"""
+GOOD = LINE.split()
 
 
 @pytest.fixture(scope="module")
