@@ -16,7 +16,8 @@ HEADER = """# Flags
 
 Generated from the dataclasses in `megatron/config`; do not edit. To update: `python tools/flags_table.py > docs/flags.md`.
 
-Names follow Megatron-LM. A switch takes no value. `--preset NAME` sets the shape of a published model, and other flags
+Names follow Megatron-LM; what becomes of its flags that are not here is told in [migrating.md](migrating.md). A switch takes
+no value. `--preset NAME` sets the shape of a published model, and other flags
 win over it: {presets}.
 """
 
