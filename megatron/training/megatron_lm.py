@@ -20,6 +20,17 @@ from megatron.core.optimizer.lr_schedule import ScheduleSettings
 from megatron.training.state import TrainState
 
 _FORMER = {"lr_warmup_steps": "warmup_steps", "lr_decay_steps": "decay_steps", "lr_decay_style": "decay_style"}
+# What the order of its samples depends on (data_order.py), with what it is in a version that does not say.
+_DATA = {
+    "sft": False,
+    "data_path": None,
+    "train_data_path": None,
+    "split": None,
+    "seq_length": None,
+    "dataloader_type": "single",
+    "data_sharding": True,
+}
+_TRAIN = {"global_batch_size": None, "micro_batch_size": 1, "train_samples": None, "train_iters": None, "seed": 1234}
 
 
 def state_of(source: MCoreSource, vocab_size: int | None) -> dict[str, Any]:
@@ -39,11 +50,12 @@ def state_of(source: MCoreSource, vocab_size: int | None) -> dict[str, Any]:
         "config": {
             "model": dataclasses.asdict(model),
             "optimizer": {"optimizer": given.get("optimizer", "adam")},
-            "data": {"sft": bool(given.get("sft", False))},
+            "data": {"data_order": "megatron", **{name: given.get(name, default) for name, default in _DATA.items()}},
+            "train": {name: given.get(name, default) for name, default in _TRAIN.items()},
         },
         "train": dataclasses.asdict(_progress(source)) if is_run else None,
         "schedule": dataclasses.asdict(_schedule(source)) if is_run and _scheduler(source) else None,
-        "layout": None,
+        "layout": {"dp": given.get("data_parallel_size", 1)},
         "rng": None,
         "optimizer": _optimizer(source) if is_run and source.has_optimizer else None,
     }

@@ -78,6 +78,7 @@ def test_from_torch_dist_the_same_losses_to_the_last_bit_and_then_from_its_own_f
     assert first.codes == [0], first.text
     assert figures(first.stdout[0]) == expected
     assert [line["consumed samples"] for line in lines(first.stdout[0])] == [48, 56, 64, 72, 80]
+    assert "--data-order megatron there and stable here" in first.text
     assert first.stdout[0].count("random state not restored: Megatron-LM's is of other generators") == 1
     assert not [entry.name for entry in (folder / "dist").iterdir() if entry.name.startswith(("lock", "iter_0000010"))]
     second = run(again, tmp_path / "log2")
