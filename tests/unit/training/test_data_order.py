@@ -46,7 +46,7 @@ def warned(caplog, monkeypatch, saved=(), here=(), dp=1):
     state = {"config": before.to_dict(), "layout": {"dp": 1}}
     caplog.clear()
     warn_of_another_order(Path("run/iter_0000005"), state, after, dp)
-    return caplog.text
+    return "\n".join(dict.fromkeys(caplog.messages))
 
 
 def test_the_same_order_says_nothing(caplog, monkeypatch):
