@@ -63,6 +63,10 @@ class ScheduleConfig:
 
     lr: float | None = flag(None, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate after the decay")
+    decoupled_lr: float | None = flag(
+        None, "peak learning rate of the word embeddings and the output layer; default that of all others, --lr"
+    )
+    decoupled_min_lr: float | None = flag(None, "with --decoupled-lr, its value after the decay; default --min-lr")
     lr_decay_style: str = flag(
         "linear",
         "shape of the decay",
@@ -95,3 +99,8 @@ class ScheduleConfig:
         "take the schedule from the checkpoint although the flags give another one",
         aliases=("--use-checkpoint-opt_param-scheduler",),
     )
+
+    @property
+    def decoupled_minimum(self) -> float:
+        """Learning rate of the word embeddings and the output layer after the decay, with --decoupled-lr."""
+        return self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr

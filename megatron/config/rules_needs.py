@@ -235,10 +235,22 @@ _OPTIMIZER = (
         "fix the scale with --loss-scale",
     ),
     _need(
-        "min_lr",
+        "min_lr decoupled_min_lr",
         lambda run: run.schedule.lr_decay_style != "constant",
         _style,
         "give another --lr-decay-style",
+    ),
+    _need(
+        "decoupled_min_lr",
+        lambda run: run.schedule.decoupled_lr is not None,
+        "--decoupled-lr is not given",
+        "add --decoupled-lr",
+    ),
+    _need(
+        "decoupled_lr decoupled_min_lr",
+        lambda run: run.model.lora_rank is None,
+        "--lora-rank trains adapters only",
+        "remove --lora-rank",
     ),
     _need(
         "lr_decay_iters lr_decay_samples",

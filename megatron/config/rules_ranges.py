@@ -60,6 +60,7 @@ _BY_INTERVAL: dict[Interval, str] = {
     AT_LEAST_ONE: "rope_scaling_factor",
     NOT_NEGATIVE: """
         init_method_std clip_grad weight_decay start_weight_decay end_weight_decay lr min_lr lr_warmup_init
+        decoupled_lr decoupled_min_lr
     """,
     BELOW_ONE: "attention_dropout hidden_dropout lora_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction",
     FRACTION: "optimizer_offload_fraction",

@@ -217,6 +217,19 @@ def learning_rates_are_ordered(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def decoupled_learning_rates_are_ordered(run: RunConfig, world_size: int) -> str | None:
+    """The peak of the word embeddings and the output layer is not below their minimum, where there is a decay."""
+    s = run.schedule
+    if s.decoupled_lr is None or s.lr_decay_style == "constant" or s.decoupled_minimum <= s.decoupled_lr:
+        return None
+    if s.decoupled_min_lr is None:
+        return (
+            f"--min-lr {s.min_lr} is above --decoupled-lr {s.decoupled_lr}, whose minimum it is, too; give a lower "
+            "--decoupled-min-lr"
+        )
+    return f"--decoupled-min-lr {s.decoupled_min_lr} is above --decoupled-lr {s.decoupled_lr}; lower it"
+
+
 def weight_decay_ramp_is_whole(run: RunConfig, world_size: int) -> str | None:
     """A ramp has both ends; a constant weight decay has none."""
     o = run.optimizer
@@ -269,6 +282,7 @@ RULES = (
     one_warmup,
     schedule_fits,
     learning_rates_are_ordered,
+    decoupled_learning_rates_are_ordered,
     weight_decay_ramp_is_whole,
     loss_scale_has_room,
     profile_has_steps,

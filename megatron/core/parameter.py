@@ -68,7 +68,8 @@ class ParamInfo:
 
     sections: the local piece, in order; one, but where tp ranks share the keys and values of a group of heads. decay:
     weight decay applies. on_both_ends: the first and the last pipeline rank hold a copy each (tied embeddings), so their
-    gradients are summed, too.
+    gradients are summed, too. embedding_or_output: the weight of the word embeddings or of the output layer, which has the
+    learning rate of --decoupled-lr.
     """
 
     global_shape: tuple[int, ...]
@@ -77,6 +78,7 @@ class ParamInfo:
     init: Init
     decay: bool
     on_both_ends: bool = False
+    embedding_or_output: bool = False
 
     @property
     def numel(self) -> int:

@@ -82,10 +82,13 @@ def _schedule(source: MCoreSource) -> ScheduleSettings:
     warmup = _number(saved, "lr_warmup_steps", source) / unit
     wsd = given.get("lr_wsd_decay_samples" if in_samples else "lr_wsd_decay_iters") if style == "WSD" else None
     is_constant = style == "constant"
+    min_lr = 0.0 if is_constant else _number(saved, "min_lr", source)
+    decoupled_lr = None if given.get("decoupled_lr") is None else _number(given, "decoupled_lr", source)
+    has_minimum = decoupled_lr is not None and not is_constant
     return ScheduleSettings(
         unit="samples" if in_samples else "iterations",
         max_lr=_number(saved, "max_lr", source),
-        min_lr=0.0 if is_constant else _number(saved, "min_lr", source),
+        min_lr=min_lr,
         warmup_init_lr=_number(given, "lr_warmup_init", source, default=0) if warmup else 0.0,
         warmup_length=warmup,
         decay_style=style,
@@ -96,6 +99,8 @@ def _schedule(source: MCoreSource) -> ScheduleSettings:
         end_weight_decay=_number(saved, "end_wd", source),
         weight_decay_style=wd_style,
         weight_decay_length=0 if wd_style == "constant" else round(_number(saved, "wd_incr_steps", source) / unit),
+        decoupled_max_lr=decoupled_lr,
+        decoupled_min_lr=_number(given, "decoupled_min_lr", source, default=min_lr) if has_minimum else 0.0,
     )
 
 

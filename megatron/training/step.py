@@ -58,11 +58,13 @@ class TrainStep:
         self._per_token, self._count_zeros = per_token, count_zeros
         self._mailbox = Mailbox(groups, data_parallel.device, data_parallel.timeline)
 
-    def __call__(self, batches: Sequence[Batch], lr: float, weight_decay: float) -> tuple[float, Update]:
+    def __call__(
+        self, batches: Sequence[Batch], lr: float, weight_decay: float, decoupled_lr: float | None = None
+    ) -> tuple[float, Update]:
         """(objective of the global batch before the update, what the update did). Synchronises host and device."""
         loss = self.forward_backward(batches)
         with self._timers("optimizer", level=1):
-            update = self._optimizer.step(lr, weight_decay, count_zeros=self._count_zeros)
+            update = self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
         return loss, update
 
     def forward_backward(self, batches: Sequence[Batch]) -> float:

@@ -110,7 +110,8 @@ class Trainer:
             skipped = True
         else:
             scale = self.optimizer.loss_scale.value
-            loss, update = self.step(microbatches, lr, weight_decay)
+            decoupled_lr = self.schedule.decoupled_learning_rate(position)
+            loss, update = self.step(microbatches, lr, weight_decay, decoupled_lr)
             norm, num_zeros = update.grad_norm, update.num_zeros
             # A scale at its floor has nothing left to lower: then it is no overflow but a NaN.
             overflow = self.optimizer.loss_scale.dynamic and scale > run.optimizer.min_loss_scale

@@ -50,13 +50,14 @@ def groups_for(settings, tp=1, holders=1):
 
 @dataclass
 class Run:
-    """A model in training."""
+    """A model in training. decoupled_lr: of the word embeddings and the output layer; None: as of all others."""
 
     groups: Groups
     model: GPTModel
     data_parallel: DataParallel
     optimizer: Optimizer
     step: TrainStep
+    decoupled_lr: float | None = None
 
     def batches(self, number, accumulation=1):
         """This rank's microbatches of global batch `number`; there are three of them, to be learned by heart."""
@@ -65,7 +66,8 @@ class Run:
 
     def steps(self, count, accumulation=1, first=0):
         """Take steps; their losses and gradient norms."""
-        found = [self.step(self.batches(n, accumulation), LR, DECAY) for n in range(first, first + count)]
+        numbers = range(first, first + count)
+        found = [self.step(self.batches(n, accumulation), LR, DECAY, self.decoupled_lr) for n in numbers]
         assert all(update.applied for _, update in found)
         return [loss for loss, _ in found], [update.grad_norm for _, update in found]
 
@@ -116,6 +118,7 @@ def make_run(
     bucket_size=3000,
     before=None,
     offload=ON_DEVICE,
+    decoupled_lr=None,
     **optimizer,
 ):
     """Ready for its first step. `before(model)` may change the model before it is put into buckets."""
@@ -127,4 +130,4 @@ def make_run(
     fp16 = bool(fields.get("fp16"))
     owner = make_optimizer(data_parallel, groups, fp16=fp16, offload=offload, **{"clip_grad": 0.5, **optimizer})
     step = TrainStep(model, data_parallel, owner, groups, Timers(0, lambda: None), per_token=False)
-    return Run(groups, model, data_parallel, owner, step)
+    return Run(groups, model, data_parallel, owner, step, decoupled_lr)

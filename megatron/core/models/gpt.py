@@ -54,9 +54,14 @@ class GPTModel(nn.Module):
                 overlap=build.overlap,
                 weight=self.embedding.word_embeddings.weight if tied and self.embedding is not None else None,
             )
-        if self.embedding is not None and tied and begins != ends:
+        if self.embedding is not None:
             weight = self.embedding.word_embeddings.weight
-            weight.info = dataclasses.replace(weight.info, on_both_ends=True)
+            weight.info = dataclasses.replace(
+                weight.info, embedding_or_output=True, on_both_ends=tied and begins != ends
+            )
+        if self.output_layer is not None:
+            weight = self.output_layer.weight
+            weight.info = dataclasses.replace(weight.info, embedding_or_output=True)
         self._build, self._ties = build, tied
         self._rotary = rotary_frequencies(config, build.device) if config.rotary_dim else None
 

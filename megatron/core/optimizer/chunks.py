@@ -12,7 +12,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buckets import Piece
 from megatron.core.optimizer.precision import DTYPES, Scratch, random_bits, read, split, write
-from megatron.core.optimizer.update_rule import Inputs, update
+from megatron.core.optimizer.update_rule import Inputs, Run, update
 from megatron.planner.optimizer_memory import state_layout
 
 
@@ -30,8 +30,8 @@ class Chunk:
         self.is_far = False
         self.state: dict[str, Tensor] = {}
         self.runs = [
-            (max(first, start) - start, min(last, stop) - start, decay)
-            for first, last, decay in bucket.runs(lambda info, section: info.decay)
+            Run(max(first, start) - start, min(last, stop) - start, *kind)
+            for first, last, kind in bucket.runs(lambda info, section: (info.decay, info.embedding_or_output))
             if max(first, start) < min(last, stop)
         ]
         self._config = config

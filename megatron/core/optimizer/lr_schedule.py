@@ -22,6 +22,9 @@ arXiv:2405.18392.
 Megatron-LM counts iterations x batch size, where this counts iterations: every ratio is the same. Only
 inverse-square-root without a warm-up differs, whose 1 is one position.
 
+--decoupled-lr is an lr_max of its own for the word embeddings and the output layer, and --decoupled-min-lr an lr_min;
+without the latter it is that of the others. All else is the same for both rates.
+
 The weight decay goes from start to end over the whole run with r = p / length: linear c = r, cosine
 c = (1 + cos(pi (1 - r))) / 2, and stays at end after it.
 """
@@ -40,6 +43,8 @@ from megatron.core.log import get_logger
 _log = get_logger(__name__)
 
 UNITS = ("iterations", "samples")
+# Checkpoints from before these settings existed have none of them.
+_NOT_DECOUPLED = {"decoupled_max_lr": None, "decoupled_min_lr": 0.0}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class ScheduleSettings:
     end_weight_decay: float
     weight_decay_style: str
     weight_decay_length: int
+    decoupled_max_lr: float | None = None  # of the word embeddings and the output layer; None: max_lr and min_lr
+    decoupled_min_lr: float = 0.0
 
 
 class ParamSchedule:
@@ -82,16 +89,14 @@ class ParamSchedule:
 
     def learning_rate(self, position: int) -> float:
         """Learning rate of the update that follows `position` updates (or samples)."""
+        return self._rate(position, self.settings.max_lr, self.settings.min_lr)
+
+    def decoupled_learning_rate(self, position: int) -> float:
+        """The same of the word embeddings and the output layer."""
         s = self.settings
-        if s.warmup_length > 0 and position <= s.warmup_length:
-            return s.warmup_init_lr + (s.max_lr - s.warmup_init_lr) * position / s.warmup_length
-        if s.decay_style == "constant":
-            return s.max_lr
-        if position > s.decay_length:
-            return s.min_lr
-        if s.decay_style == "inverse-square-root":
-            return max(s.min_lr, s.max_lr * math.sqrt(max(s.warmup_length, 1) / max(position, 1)))
-        return s.min_lr + self._decay_coefficient(position) * (s.max_lr - s.min_lr)
+        if s.decoupled_max_lr is None:
+            return self.learning_rate(position)
+        return self._rate(position, s.decoupled_max_lr, s.decoupled_min_lr)
 
     def weight_decay(self, position: int) -> float:
         """Weight decay of the update that follows `position` updates (or samples)."""
@@ -115,7 +120,7 @@ class ParamSchedule:
         """
         if saved is None:
             return
-        current = self.state()
+        saved, current = {**_NOT_DECOUPLED, **saved}, self.state()
         if saved.keys() != current.keys():
             raise CheckpointError(
                 f"the checkpoint's schedule has the settings {sorted(saved)} but this version has {sorted(current)}; "
@@ -137,6 +142,18 @@ class ParamSchedule:
                 "--override-opt_param-scheduler to take the flags, or --use-checkpoint-opt_param-scheduler to take the "
                 "checkpoint's"
             )
+
+    def _rate(self, position: int, max_lr: float, min_lr: float) -> float:
+        s = self.settings
+        if s.warmup_length > 0 and position <= s.warmup_length:
+            return s.warmup_init_lr + (max_lr - s.warmup_init_lr) * position / s.warmup_length
+        if s.decay_style == "constant":
+            return max_lr
+        if position > s.decay_length:
+            return min_lr
+        if s.decay_style == "inverse-square-root":
+            return max(min_lr, max_lr * math.sqrt(max(s.warmup_length, 1) / max(position, 1)))
+        return min_lr + self._decay_coefficient(position) * (max_lr - min_lr)
 
     def _decay_coefficient(self, position: int) -> float:
         """Share of (max_lr - min_lr) left after the warm-up and up to the end of the decay, from 1 to 0."""
@@ -192,6 +209,8 @@ def _resolve_settings(schedule: ScheduleConfig, optimizer: OptimizerConfig, leng
         end_weight_decay=end,
         weight_decay_style=optimizer.weight_decay_incr_style,
         weight_decay_length=0 if constant_decay else length,
+        decoupled_max_lr=schedule.decoupled_lr,
+        decoupled_min_lr=0.0 if constant_rate or schedule.decoupled_lr is None else schedule.decoupled_minimum,
     )
 
 
@@ -227,6 +246,13 @@ def _check_rates(schedule: ScheduleConfig) -> float:
         raise ConfigError(
             f"--lr-warmup-init {schedule.lr_warmup_init} must be between 0 and --lr {schedule.lr}; lower it"
         )
+    if schedule.decoupled_lr is not None and schedule.lr_decay_style != "constant":
+        minimum = schedule.decoupled_minimum
+        if not 0.0 <= minimum <= schedule.decoupled_lr:
+            raise ConfigError(
+                f"the minimum {minimum} of --decoupled-lr {schedule.decoupled_lr} must be between 0 and it; give a lower "
+                "--decoupled-min-lr (by default --min-lr)"
+            )
     return schedule.lr
 
 

@@ -77,8 +77,13 @@ class Optimizer:
             for chunk in self._all():
                 chunk.begin(chunk.on_device(), far=False)
 
-    def step(self, lr: float, weight_decay: float, *, count_zeros: bool = False) -> Update:
-        """Update masters and parameters from reduced gradients. Communication: grad_norm.py; then the gathers."""
+    def step(
+        self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None, count_zeros: bool = False
+    ) -> Update:
+        """Update masters and parameters from reduced gradients. Communication: grad_norm.py; then the gathers.
+
+        decoupled_lr: the learning rate of the word embeddings and of the output layer; None: `lr`.
+        """
         scale, timeline, buckets = self.loss_scale.value, self._data_parallel.timeline, self._data_parallel.buckets
         with timeline.span("step", "gradient norm"):
             norm = self._norm(bucket.grad_shard for bucket in buckets) / scale
@@ -90,7 +95,7 @@ class Optimizer:
         num_zeros = global_zeros(self._counted_gradients(), self._groups, self._device) if count_zeros else None
         clip = self._config.clip_grad
         divisor = scale * max(1.0, norm / clip) if clip > 0 else scale
-        inputs = Inputs(self.steps + 1, lr, weight_decay, divisor)
+        inputs = Inputs(self.steps + 1, lr, lr if decoupled_lr is None else decoupled_lr, weight_decay, divisor)
         if self._auto is not None:
             self._auto.replace()
         if self.far is not None:

@@ -11,7 +11,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.device import synchronize
 from megatron.core.optimizer.far_memory import HostMemory
 from megatron.core.optimizer.placement import Rates
-from megatron.core.optimizer.update_rule import Inputs, update
+from megatron.core.optimizer.update_rule import Inputs, Run, update
 
 _REPEATS = 3
 _MOST = 1 << 22  # elements: 16 MiB a tensor, past every cache
@@ -24,12 +24,13 @@ def measure_rates(config: OptimizerConfig, host: HostMemory, device: torch.devic
     for tensor in held.values():
         tensor.zero_()
     near, far = torch.zeros(size, device=device), held["gradient"]
-    inputs = Inputs(step=1, lr=0.0, weight_decay=0.0, divisor=1.0)
+    inputs = Inputs(step=1, lr=0.0, decoupled_lr=0.0, weight_decay=0.0, divisor=1.0)
+    runs = [Run(0, size, decay=False, decoupled=False)]
     copied = 4 * size
     return Rates(
         out=copied / _seconds(device, lambda: far.copy_(near, non_blocking=True)),
         into=copied / _seconds(device, lambda: near.copy_(far, non_blocking=True)),
-        update=size / _seconds(device, lambda: update(config, [(0, size, False)], held, far, None, inputs)),
+        update=size / _seconds(device, lambda: update(config, runs, held, far, None, inputs)),
     )
 
 

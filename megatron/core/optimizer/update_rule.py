@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +15,35 @@ from torch import Tensor
 from megatron.config.optimizer import OptimizerConfig
 from megatron.kernels.ops.adam import adamw_step
 
-Run = tuple[int, int, bool]  # start, stop, whether weight decay applies
+
+class Run(NamedTuple):
+    """Elements start .. stop, which are updated alike.
+
+    decay: weight decay applies. decoupled: they are of the word embeddings or of the output layer.
+    """
+
+    start: int
+    stop: int
+    decay: bool
+    decoupled: bool
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one step needs beside tensors. step: 1 for the first update. divisor: of the gradients."""
+    """What one step needs beside tensors. step: 1 for the first update. divisor: of the gradients.
+
+    decoupled_lr: the learning rate of the word embeddings and of the output layer; lr is that of all others.
+    """
 
     step: int
     lr: float
+    decoupled_lr: float
     weight_decay: float
     divisor: float
+
+    def rates(self, run: Run) -> tuple[float, float]:
+        """(learning rate, weight decay) of a run."""
+        return self.decoupled_lr if run.decoupled else self.lr, self.weight_decay if run.decay else 0.0
 
 
 def update(
@@ -44,20 +63,22 @@ def update(
     elif gradient.is_cuda:
         _adamw_on_cuda(config, runs, values, gradient, inputs)
     else:
-        for start, stop, decay in runs:
+        for run in runs:
+            lr, weight_decay = inputs.rates(run)
+            elements = slice(run.start, run.stop)
             adamw_step(
-                values["master"][start:stop],
-                gradient[start:stop],
-                values["exp_avg"][start:stop],
-                values["exp_avg_sq"][start:stop],
+                values["master"][elements],
+                gradient[elements],
+                values["exp_avg"][elements],
+                values["exp_avg_sq"][elements],
                 step=inputs.step,
-                lr=inputs.lr,
+                lr=lr,
                 beta1=config.adam_beta1,
                 beta2=config.adam_beta2,
                 eps=config.adam_eps,
-                weight_decay=inputs.weight_decay if decay else 0.0,
+                weight_decay=weight_decay,
                 divisor=inputs.divisor,
-                out=None if out is None else out[start:stop],
+                out=None if out is None else out[elements],
             )
         return
     if out is not None:
@@ -69,18 +90,18 @@ def _adamw_on_cuda(
 ) -> None:
     step = torch.full((), float(inputs.step), device=gradient.device)
     divisor = _on_device(inputs.divisor, gradient)
-    for decay, chosen in _by_decay(runs):
+    for (lr, weight_decay), chosen in _by_rates(runs, inputs).items():
         torch._fused_adamw_(
-            [values["master"][start:stop] for start, stop in chosen],
-            [gradient[start:stop] for start, stop in chosen],
-            [values["exp_avg"][start:stop] for start, stop in chosen],
-            [values["exp_avg_sq"][start:stop] for start, stop in chosen],
+            [values["master"][elements] for elements in chosen],
+            [gradient[elements] for elements in chosen],
+            [values["exp_avg"][elements] for elements in chosen],
+            [values["exp_avg_sq"][elements] for elements in chosen],
             [],
             [step] * len(chosen),
-            lr=inputs.lr,
+            lr=lr,
             beta1=config.adam_beta1,
             beta2=config.adam_beta2,
-            weight_decay=inputs.weight_decay if decay else 0.0,
+            weight_decay=weight_decay,
             eps=config.adam_eps,
             amsgrad=False,
             maximize=False,
@@ -92,15 +113,15 @@ def _adamw_on_cuda(
 def _sgd(
     config: OptimizerConfig, runs: Sequence[Run], values: Mapping[str, Tensor], gradient: Tensor, inputs: Inputs
 ) -> None:
-    for decay, chosen in _by_decay(runs):
-        momenta = [values["momentum_buffer"][start:stop] for start, stop in chosen]
+    for (lr, weight_decay), chosen in _by_rates(runs, inputs).items():
+        momenta = [values["momentum_buffer"][elements] for elements in chosen]
         torch._fused_sgd_(
-            [values["master"][start:stop] for start, stop in chosen],
-            [gradient[start:stop] for start, stop in chosen],
+            [values["master"][elements] for elements in chosen],
+            [gradient[elements] for elements in chosen],
             momenta if config.sgd_momentum != 0.0 else [],
-            weight_decay=inputs.weight_decay if decay else 0.0,
+            weight_decay=weight_decay,
             momentum=config.sgd_momentum,
-            lr=inputs.lr,
+            lr=lr,
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -110,10 +131,12 @@ def _sgd(
         )
 
 
-def _by_decay(runs: Sequence[Run]) -> list[tuple[bool, list[tuple[int, int]]]]:
-    """The kernels take many tensors, and one weight decay."""
-    found = [(decay, [(start, stop) for start, stop, its in runs if its == decay]) for decay in (False, True)]
-    return [(decay, chosen) for decay, chosen in found if chosen]
+def _by_rates(runs: Sequence[Run], inputs: Inputs) -> dict[tuple[float, float], list[slice]]:
+    """The kernels take many tensors, one learning rate and one weight decay."""
+    found: dict[tuple[float, float], list[slice]] = {}
+    for run in runs:
+        found.setdefault(inputs.rates(run), []).append(slice(run.start, run.stop))
+    return found
 
 
 def _on_device(divisor: float, like: Tensor) -> Tensor | None:

@@ -437,6 +437,27 @@ CASES = [
     (rules_training.learning_rates_are_ordered, {"min_lr": 2e-3}, {"min_lr": 1e-3}, 1, ["0.002", "0.001"]),
     (rules_training.learning_rates_are_ordered, {"lr_warmup_init": 2e-3}, {}, 1, ["--lr-warmup-init"]),
     (
+        rules_training.decoupled_learning_rates_are_ordered,
+        {"decoupled_lr": 1e-3, "decoupled_min_lr": 2e-3},
+        {"decoupled_lr": 2e-3, "decoupled_min_lr": 2e-3},
+        1,
+        ["--decoupled-min-lr 0.002", "--decoupled-lr 0.001"],
+    ),
+    (
+        rules_training.decoupled_learning_rates_are_ordered,
+        {"decoupled_lr": 1e-4, "min_lr": 5e-4},
+        {"decoupled_lr": 1e-4, "min_lr": 5e-4, "decoupled_min_lr": 1e-5},
+        1,
+        ["--min-lr 0.0005", "--decoupled-lr 0.0001", "give a lower --decoupled-min-lr"],
+    ),
+    (
+        rules_training.decoupled_learning_rates_are_ordered,
+        {"decoupled_lr": 1e-4, "min_lr": 5e-4},
+        {"decoupled_lr": 1e-4, "min_lr": 5e-4, "lr_decay_style": "constant"},
+        1,
+        ["--decoupled-lr 0.0001"],
+    ),
+    (
         rules_training.weight_decay_ramp_is_whole,
         {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1},
         {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2},

@@ -163,22 +163,31 @@ def write_classic(folder, source, layout, *, distributed, **arguments):
             torch.save(coalesced(flat[rank, stage]), place / OPTIMIZER_FILE)
         else:
             mine = {key: states[key][rank, stage] for key in files.KEYS}
-            content["optimizer"] = lists(ordered, mine, with_masters=source.dtype != torch.float32)
+            with_masters, decoupled = source.dtype != torch.float32, arguments.get("decoupled_lr") is not None
+            content["optimizer"] = lists(ordered, mine, with_masters=with_masters, decoupled=decoupled)
         torch.save({**content, **ordered}, place / FILE)
 
 
-def lists(parameters, states, *, with_masters):
-    """The state of an optimizer with two groups, by the numbers of their parameters."""
+def lists(parameters, states, *, with_masters, decoupled=False):
+    """The state of an optimizer by the numbers of its parameters, in groups: with and without weight decay, and with
+    `decoupled` those that have a learning rate of their own."""
     named = [(part, name, t) for part, held in parameters.items() for name, t in held.items()]
     groups, state, masters = [], {}, []
-    for decay in (True, False):
-        members = [(p, n) for p, n, t in named if (t.dim() > 1 and not n.endswith(".bias")) == decay]
+    ends = ("word_embeddings.weight", "output_layer.weight") if decoupled else ()
+    for decay, is_end in (
+        ((True, False), (True, True), (False, False)) if decoupled else ((True, False), (False, False))
+    ):
+        members = [
+            (p, n)
+            for p, n, t in named
+            if (t.dim() > 1 and not n.endswith(".bias")) == decay and n.endswith(ends) == is_end
+        ]
         numbers = list(range(len(state), len(state) + len(members)))
         for number, (part, name) in zip(numbers, members):
             state[number] = {key: states[key][part][name] for key in ("exp_avg", "exp_avg_sq")} | {
                 "step": torch.tensor(5.0)
             }
-        groups.append({"params": numbers, "wd_mult": float(decay)})
+        groups.append({"params": numbers, "wd_mult": float(decay), "default_config": not is_end})
         masters.append([states["master"][part][name] for part, name in members])
     inner = {"state": state, "param_groups": groups}
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if with_masters else inner
@@ -241,6 +250,13 @@ def test_state_of_the_classic_layout(tmp_path, name, layout, distributed):
     found = MCoreSource(tmp_path / "iter_0000007", None, None)
     assert_same(source, found)
     assert_same_state(source, found)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("llama", WHOLE), ("gpt", EVEN)], ids=["untied", "tied"])
+def test_lists_with_a_decoupled_learning_rate(tmp_path, name, layout):
+    source = trained(name)
+    write_classic(tmp_path / "iter_0000007", source, layout, distributed=False, decoupled_lr=1e-3)
+    assert_same_state(source, MCoreSource(tmp_path / "iter_0000007", None, None))
 
 
 def test_an_fp32_model_has_no_masters_of_its_own(tmp_path):

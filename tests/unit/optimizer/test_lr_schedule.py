@@ -46,6 +46,35 @@ def test_learning_rate_by_hand(style, fields, expected):
     assert {p: made.learning_rate(p) for p in expected} == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize(("style", "fields", "expected"), VALUES)
+def test_the_decoupled_rate_has_the_same_shape_between_other_ends(style, fields, expected):
+    both = schedule(style, decoupled_lr=2.5, decoupled_min_lr=0.5, **fields)
+    alone = ParamSchedule(ScheduleConfig(lr=2.5, min_lr=0.5, lr_decay_style=style, **fields), OptimizerConfig(), 110)
+    assert {p: both.decoupled_learning_rate(p) for p in expected} == {p: alone.learning_rate(p) for p in expected}
+    assert {p: both.learning_rate(p) for p in expected} == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("style", "fields", "expected"),
+    [
+        (
+            "linear",
+            {**WARM, "decoupled_lr": 2.0, "decoupled_min_lr": 0.2},
+            {5: 1.0, 10: 2.0, 60: 1.1, 110: 0.2, 111: 0.2},
+        ),
+        ("linear", {**WARM, "decoupled_lr": 2.0}, {5: 1.0, 10: 2.0, 60: 1.05, 110: MIN, 111: MIN}),
+        ("linear", {**WARM, "decoupled_lr": 0.5, "lr_warmup_init": 0.2}, {0: 0.2, 5: 0.35, 10: 0.5, 110: MIN}),
+        ("inverse-square-root", {**WARM, "decoupled_lr": 2.0, "decoupled_min_lr": 0.8}, {10: 2.0, 40: 1.0, 90: 0.8}),
+        ("constant", {"decoupled_lr": 0.0}, {0: 0.0, 50: 0.0, 500: 0.0}),
+        ("cosine", {}, {0: LR, 55: 0.55, 110: MIN}),
+    ],
+    ids=["own minimum", "the others' minimum", "one first rate", "inverse square root", "zero", "not given"],
+)
+def test_decoupled_rate_by_hand(style, fields, expected):
+    made = schedule(style, **fields)
+    assert {p: made.decoupled_learning_rate(p) for p in expected} == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize(
     ("style", "phase", "steepest"),
     [
@@ -98,6 +127,8 @@ def test_constant_weight_decay():
         ({"lr": None}, "--lr is not given"),
         ({"min_lr": 2.0}, "--min-lr 2.0"),
         ({"lr_warmup_init": 1.5}, "--lr-warmup-init 1.5"),
+        ({"decoupled_lr": 0.1, "decoupled_min_lr": 0.2}, "minimum 0.2 of --decoupled-lr 0.1"),
+        ({"decoupled_lr": 0.1, "min_lr": 0.3}, "minimum 0.3 of --decoupled-lr 0.1"),
         ({"lr_warmup_iters": 110}, "warm-up of 110 iterations must be shorter"),
         ({"lr_warmup_iters": 10, "lr_warmup_fraction": 0.1}, "both given"),
         ({"lr_warmup_samples": 10}, "--lr-warmup-samples 10: the length of this run is in iterations"),
@@ -147,9 +178,36 @@ def test_another_schedule_is_refused_unless_a_flag_says_who_wins():
     assert checkpoint_wins.learning_rate(110) == pytest.approx(0.1)
 
 
+def test_the_decoupled_rate_is_part_of_the_schedule():
+    saved = json.loads(json.dumps(schedule("cosine", decoupled_lr=2.0).state()))
+    schedule("cosine", decoupled_lr=2.0, decoupled_min_lr=MIN).resolve(saved)
+    for fields, words in (
+        ({}, "decoupled_max_lr: 2.0 saved, None asked"),
+        ({"decoupled_lr": 3.0}, "decoupled_max_lr: 2.0 saved, 3.0 asked"),
+        ({"decoupled_lr": 2.0, "decoupled_min_lr": 0.4}, "decoupled_min_lr: 0.1 saved, 0.4 asked"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            schedule("cosine", **fields).resolve(saved)
+        flags_win = schedule("cosine", **fields, override_opt_param_scheduler=True)
+        flags_win.resolve(saved)
+        assert flags_win.decoupled_learning_rate(0) == fields.get("decoupled_lr", LR)
+        checkpoint_wins = schedule("cosine", **fields, use_checkpoint_opt_param_scheduler=True)
+        checkpoint_wins.resolve(saved)
+        assert (checkpoint_wins.decoupled_learning_rate(0), checkpoint_wins.decoupled_learning_rate(111)) == (2.0, MIN)
+
+
+def test_a_schedule_that_was_saved_before_there_was_a_decoupled_rate_has_none():
+    saved = {name: value for name, value in schedule("cosine").state().items() if not name.startswith("decoupled")}
+    schedule("cosine").resolve(saved)
+    with pytest.raises(CheckpointError, match=r"decoupled_max_lr: None saved, 2\.0 asked"):
+        schedule("cosine", decoupled_lr=2.0).resolve(saved)
+
+
 def test_a_change_without_effect_is_no_change():
     short = schedule("constant", 100, lr_warmup_iters=10)
     schedule("constant", 200, lr_warmup_iters=10).resolve(short.state())
+    low = schedule("constant", decoupled_lr=2.0, decoupled_min_lr=0.2)
+    schedule("constant", decoupled_lr=2.0).resolve(low.state())
     fixed = schedule("linear", 100, lr_decay_iters=100)
     schedule("linear", 200, lr_decay_iters=100, lr_warmup_init=0.5).resolve(fixed.state())
 

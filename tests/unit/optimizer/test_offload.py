@@ -83,6 +83,15 @@ def test_the_same_bits_as_on_the_device(mode, fields, on_device):
     assert chunks > 20 and abs(far - share * chunks) < 2
 
 
+@pytest.mark.parametrize("mode", ["0.3, overlapped", "all", "states"])
+def test_a_decoupled_learning_rate(mode, on_device):
+    """Chunks begin and end inside the word embeddings and the output layer."""
+    decoupled = {"decoupled_lr": 5e-2}
+    expected = on_device(BF16, **decoupled)
+    assert_same(trained(make_run({}, fields=BF16, offload=MODES[mode], **decoupled)), expected)
+    assert expected[0] != on_device(BF16)[0], "it takes part"
+
+
 def test_with_a_loss_scale_and_skipped_steps():
     """Overflows at first: the gradients that were sent are forgotten, and nothing is updated."""
     fp16 = {"fields": {**SMALL, "fp16": True}, "initial_loss_scale": 2.0**24, "hysteresis": 1}

@@ -48,11 +48,16 @@ def state_of(optimizer):
 
 
 def torch_optimizer(model, kind):
-    """torch's own, told by hand what decays."""
+    """torch's own, told by hand what decays, and which are the ends: its last group."""
     parameters = local_parameters(model).items()
     vectors = [p for name, p in parameters if "norm" in name or name.endswith("bias")]
-    matrices = [p for name, p in parameters if not ("norm" in name or name.endswith("bias"))]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    ends = [p for name, p in parameters if "word_embeddings" in name or "output_layer" in name]
+    matrices = [p for _, p in parameters if not any(p is other for other in (*vectors, *ends))]
+    groups = [
+        {"params": matrices, "weight_decay": DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+        {"params": ends, "weight_decay": DECAY},
+    ]
     if kind == "adam":
         return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-7, foreach=False, fused=False)
     return torch.optim.SGD(groups, lr=LR, momentum=0.8, foreach=False, fused=False)
@@ -61,8 +66,9 @@ def torch_optimizer(model, kind):
 @pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_against_torch(fields, kind, clip):
-    """Five steps on the gradients that the other model has."""
+@pytest.mark.parametrize("decoupled", [None, 4.0])
+def test_against_torch(fields, kind, clip, decoupled):
+    """Five steps on the gradients that the other model has; rates move, and those of the ends may be others."""
     options = {"adam_beta2": 0.95, "adam_eps": 1e-7, "sgd_momentum": 0.8}
     ours, _, optimizer = setting(fields, optimizer=kind, clip_grad=clip, **options)
     theirs = make_model(fields, pool.groups(), spread=0.1)
@@ -74,8 +80,12 @@ def test_against_torch(fields, kind, clip):
         for name, parameter in local_parameters(theirs).items():
             local_parameters(ours)[name].slot.main_grad.copy_(parameter.grad)
         norm = float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip or math.inf))
+        lr = LR / (1 + step)
+        for group in other.param_groups[:-1]:
+            group["lr"] = lr
+        ends_lr = other.param_groups[-1]["lr"] = decoupled * lr if decoupled else lr
         other.step()
-        update = optimizer.step(LR, DECAY)
+        update = optimizer.step(lr, DECAY, decoupled_lr=ends_lr if decoupled else None)
         assert update.applied and update.num_zeros is None
         assert update.grad_norm == pytest.approx(norm, rel=1e-6)
         assert not clip or update.grad_norm > clip, "clipping takes part"

@@ -75,9 +75,24 @@ def test_progress_counted_in_samples(tmp_path):
     assert schedule["weight_decay_length"] == 160
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, (None, 0.0)),
+        ({"decoupled_lr": 4e-3}, (4e-3, 1e-4)),
+        ({"decoupled_lr": 4e-3, "decoupled_min_lr": 0.0}, (4e-3, 0.0)),
+    ],
+)
+def test_a_decoupled_learning_rate(tmp_path, arguments, expected):
+    found = state(tmp_path / "iter_0000007", **arguments)["schedule"]
+    assert (found["decoupled_max_lr"], found["decoupled_min_lr"]) == expected
+
+
 def test_what_has_no_effect_is_not_compared(tmp_path):
-    found = state(tmp_path / "iter_0000007", schedule={"lr_decay_style": "constant"})
+    arguments = {"decoupled_lr": 4e-3, "decoupled_min_lr": 1e-3}
+    found = state(tmp_path / "iter_0000007", schedule={"lr_decay_style": "constant"}, **arguments)
     assert found["schedule"]["min_lr"] == found["schedule"]["decay_length"] == 0
+    assert (found["schedule"]["decoupled_max_lr"], found["schedule"]["decoupled_min_lr"]) == (4e-3, 0.0)
 
 
 def test_the_loss_scale_goes_on(tmp_path):

@@ -136,9 +136,10 @@ class ListState:
         inner = outer.get("optimizer", outer)
         masters = outer.get("fp32_from_fp16_params", outer.get("fp32_from_fp16"))
         parameters = files.parameters(folder)
-        with_decay = {name: _decays(name, files.shapes[name], files.arguments) for name in parameters}
+        kinds = {name: _kind(name, files.shapes[name], files.arguments) for name in parameters}
         for number, group in enumerate(inner["param_groups"]):
-            names = [name for name in parameters if with_decay[name] == (group.get("wd_mult", 1.0) != 0)]
+            kind = group.get("wd_mult", 1.0) != 0, _is_decoupled(group)
+            names = [name for name in parameters if kinds[name] == kind]
             if len(names) != len(group["params"]):
                 raise CheckpointError(
                     f"group {number} of the optimizer in {folder} has {len(group['params'])} parameters where its model has "
@@ -170,9 +171,17 @@ def _prefix(key: str) -> str:
     return f"optimizer.state.{key}."
 
 
-def _decays(name: str, shape: Shape, arguments: Mapping[str, Any]) -> bool:
-    """Weight decay: as Megatron-LM chooses the parameters that have it."""
+def _kind(name: str, shape: Shape, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(weight decay applies, the learning rate is the decoupled one), as Megatron-LM forms groups of parameters."""
     of_heads = "q_layernorm." in name or "k_layernorm." in name
-    if of_heads and arguments.get("apply_wd_to_qk_layernorm"):
-        return True
-    return not (name.endswith(".bias") or len(shape) == 1)
+    decays = not (name.endswith(".bias") or len(shape) == 1)
+    is_end = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+    return (
+        decays or (of_heads and bool(arguments.get("apply_wd_to_qk_layernorm"))),
+        is_end and arguments.get("decoupled_lr") is not None,
+    )
+
+
+def _is_decoupled(group: Mapping[str, Any]) -> bool:
+    """Whether a group has the decoupled learning rate; older versions said so in so many words."""
+    return bool(group.get("is_decoupled_lr", False)) or not group.get("default_config", True)
