@@ -115,7 +115,7 @@ CASES = [
     ("check_for_nan_in_loss_and_grad", False, {"fp16": True}, {"bf16": True}, "overflows"),
     ("check_for_nan_in_loss_and_grad", False, {"fp16": True}, {"fp16": True, "loss_scale": 8.0}, "overflows"),
     ("min_lr", 1e-5, CONSTANT, {}, "constant"),
-    ("decoupled_lr", 1e-4, {"lora_rank": 4}, {}, "adapters only"),
+    ("decoupled_lr", 1e-4, LORA, LOAD, "adapters only"),
     ("decoupled_min_lr", 1e-5, {}, {"decoupled_lr": 1e-4}, "--decoupled-lr is not given"),
     ("decoupled_min_lr", 1e-5, {**CONSTANT, "decoupled_lr": 1e-4}, {"decoupled_lr": 1e-4}, "constant"),
     ("lr_decay_iters", 8, CONSTANT, {}, "constant"),
