@@ -6,7 +6,7 @@ the rows that fit, one for certain values goes before others, then one for a fla
     subject    what the flags around it are about, for the reader
     flag       as it is typed; `*` stands for any end
     arity      how many values follow: a number, `+` one or more, `*` any
-    value      the values that the row is about, separated by spaces; empty: all others
+    value      the words that a value which the row is about is made of, separated by spaces; empty: all others
     beside     another flag (or `--flag=value`) that must be on the command line, too
     outcome    read: a flag of this program
                same: asks for what every run does; accepted
@@ -46,7 +46,7 @@ class FlagRow:
 
     def fits(self, words: Sequence[str], typed: Typed) -> bool:
         """Whether the row is about a flag with these values on this command line."""
-        if self.values and " ".join(words) not in self.values:
+        if self.values and not (words and set(words) <= set(self.values)):
             return False
         other, _, value = self.beside.partition("=")
         return not other or (other in typed and (not value or list(typed[other]) == [value]))

@@ -38,11 +38,12 @@ def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
     typed = {outcome.typed.flag for outcome in line.outcomes}
     world = world_size or smallest_world(line.run)
     found = list(line.problems)
-    refused = {outcome.why for outcome in line.outcomes if outcome.kind in (REFUSE, UNKNOWN)}
+    of_flag = {o.why: (o.typed.flag,) for o in line.outcomes if o.kind in (REFUSE, UNKNOWN)}
     # A value that could not be read would only break rules that are about something else.
-    if set(found) <= refused and not takes_shape_from_files(line.run):
-        found += problems(line.run, world)
-    unused = {note.flag: note for note in notes(line.run)} if set(found) <= refused else {}
+    is_whole = of_flag.keys() >= set(found) and not takes_shape_from_files(line.run)
+    broken = problems(line.run, world) if is_whole else []
+    found += broken
+    unused = {note.flag: note for note in notes(line.run)} if is_whole and not broken else {}
     outcomes = tuple(
         replace(o, kind="noop", here=note.here, why=note.why)
         if o.kind == READ and (note := unused.get(o.typed.flag))
@@ -50,7 +51,7 @@ def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
         for o in line.outcomes
     )
     words = tuple(word for o in outcomes if o.kind in (READ, ALIAS) for word in o.meant)
-    named = tuple((line, tuple(sorted(set(_FLAG.findall(line)) & typed))) for line in found)
+    named = tuple((text, of_flag.get(text) or tuple(sorted(set(_FLAG.findall(text)) & typed))) for text in found)
     return Verdict(world, outcomes, named, words)
 
 
