@@ -173,12 +173,11 @@ def refused(result, *parts):
     ("changes", "without", "says"),
     [
         ({"--mock-data": None}, ("--data-path", "--split"), "--mock-data makes up documents"),
-        ({"--eod-mask-loss": None}, (), "--eod-mask-loss is about documents"),
         ({"--seq-length": 8}, (), "fits in --seq-length 8"),
         ({"--finetune": None, "--pretrained-checkpoint": "x"}, (), "remove --finetune"),
         ({"--pretrained-checkpoint": "x"}, ("--load",), "--pretrained-checkpoint x holds no checkpoint"),
     ],
-    ids=["mock", "eod", "length", "finetune", "none there"],
+    ids=["mock", "length", "finetune", "none there"],
 )
 def test_mistakes(made, tmp_path, changes, without, says):
     refused(tune(made, tmp_path, "save", changes, without=without), says)
