@@ -48,13 +48,13 @@ OnBytes = Callable[[int], None]
 class CheckpointSource:
     """The weights of a checkpoint of ours: a Source. Checksums are verified as blocks are read.
 
-    base: the Hugging Face model that its training began with, if it began with one.
+    base: the Hugging Face model that its training began with, if it began with one. state: see checkpoint.py.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError."""
         self.path, self._reader = path, WholeReader(path)
-        state = self._reader.manifest.state
+        self.state = state = self._reader.manifest.state
         self.model, self.tokenizer = saved_parts(state)
         self.base: str | None = state["config"]["checkpoint"].get("load_hf")
         records = self._reader.manifest.tensors
@@ -68,6 +68,10 @@ class CheckpointSource:
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """See Source."""
         return self._reader.read(MODEL_PREFIX + name, box, dtype)
+
+    def read_state(self, name: str, key: str, box: Box) -> Tensor:
+        """fp32 elements `box` of the optimizer's "master", "exp_avg" ... of a weight, in memory that is the caller's."""
+        return self._reader.read(f"optimizer/{name}/{key}", box, torch.float32)
 
 
 def to_checkpoint(

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -28,7 +29,9 @@ from megatron.core.models.hf.adapter import AdaptedSource, AdapterSource
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.mcore.arguments import flags_beside
+from megatron.core.models.mcore.dist_writer import write_torch_dist
 from megatron.core.models.mcore.source import MCoreSource
+from megatron.core.models.mcore.training_state import TrainingState
 from megatron.core.models.mcore.writer import write_mcore
 from megatron.core.models.merge import MergedSource
 from megatron.core.models.source import Source
@@ -37,6 +40,7 @@ from megatron.training.arguments import FlagParser, path_word, within
 from megatron.training.convert import CheckpointSource, OnBytes, parse_dtype, to_checkpoint, to_hf, to_peft
 from megatron.training.exits import exit_code
 from megatron.training.restore import Saved, check_tp, read_saved
+from megatron.training.to_megatron_lm import training_state_of
 
 log = get_logger(__name__)
 
@@ -76,19 +80,30 @@ def build_parser() -> FlagParser:
         "--target-tensor-parallel-size",
         type=within(int, RANKS),
         metavar="N",
-        help="tensor-parallel ranks of --saver mcore (default 1); for others the check that the model can be cut N times: "
-        "our checkpoints load under every layout",
+        help="tensor-parallel ranks of --saver mcore (default 1; with torch_dist only the padding of the vocabulary depends "
+        "on them); for others the check that the model can be cut N times: our checkpoints load under every layout",
     )
     add(
         "--target-pipeline-parallel-size",
         type=within(int, RANKS),
         metavar="N",
-        help="stages of --saver mcore (default 1)",
+        help="stages of --saver mcore --format torch (default 1)",
+    )
+    add(
+        "--format",
+        choices=("torch", "torch_dist"),
+        help="of --saver mcore, as Megatron-LM's --ckpt-format names them (default torch)",
+    )
+    add(
+        "--no-load-optim",
+        action="store_true",
+        default=None,
+        help="with --loader megatron --saver mcore: take the weights alone, not the state of the training",
     )
     add(
         "--saver-transformer-impl",
         choices=("transformer_engine", "local"),
-        help="names of the norms of --saver mcore (default transformer_engine)",
+        help="whose modules --saver mcore writes for (default transformer_engine)",
     )
     add(
         "--true-vocab-size",
@@ -121,22 +136,17 @@ def run(args: argparse.Namespace) -> None:
     dtype = parse_dtype(args.bf16, args.fp16, args.fp32, source.dtype)
     if args.target_tensor_parallel_size:
         check_tp(Saved(Path(args.load_dir), source.model, tokenizer), args.target_tensor_parallel_size)
+    training = TrainingState()
+    if args.saver == "mcore" and isinstance(source, CheckpointSource) and not args.no_load_optim:
+        training = training_state_of(source, dtype)
     shapes = [shape for name, shape in source.shapes.items() if args.saver != "peft" or is_adapter(name)]
-    nbytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    nbytes = sum(math.prod(shape) for shape in shapes) * (dtype.itemsize + (12 if training.adam else 0))
     started, target = time.perf_counter(), Path(args.save_dir)
     with removed_on_failure(target), progress(nbytes) as on_bytes:
         if isinstance(source, CheckpointSource) and args.saver == "peft":
             to_peft(source, target, dtype=dtype, on_bytes=on_bytes)
         elif args.saver == "mcore":
-            target = write_mcore(
-                source,
-                target,
-                tp=args.target_tensor_parallel_size or 1,
-                pp=args.target_pipeline_parallel_size or 1,
-                fused_norms=args.saver_transformer_impl != "local",
-                dtype=dtype,
-                on_bytes=on_bytes,
-            )
+            target = to_mcore(args, source, target, dtype, training, on_bytes)
         elif args.saver == "hf":
             to_hf(source, target, dtype=dtype, tokenizer=tokenizer, base=base, on_bytes=on_bytes)
         else:
@@ -144,9 +154,37 @@ def run(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
     log.info("wrote %s: %d tensors, %.2f GB in %.1f s", target, len(shapes), nbytes / 1e9, seconds)
     if args.saver == "mcore":
-        flags = flags_beside(source.model)
-        flags += ["--transformer-impl", "local"] if args.saver_transformer_impl == "local" else []
-        log.info("Megatron-LM takes --use-checkpoint-args%s", f" and {' '.join(flags)}" if flags else "")
+        log.info(
+            "Megatron-LM takes --use-checkpoint-args%s",
+            "".join(f" {flag}" for flag in mcore_flags(args, source, training)),
+        )
+
+
+def to_mcore(
+    args: argparse.Namespace,
+    source: Source,
+    target: Path,
+    dtype: torch.dtype,
+    training: TrainingState,
+    on_bytes: OnBytes,
+) -> Path:
+    """Write for Megatron-LM in the format that the flags name; the new checkpoint."""
+    tp, local = args.target_tensor_parallel_size or 1, args.saver_transformer_impl == "local"
+    if args.format == "torch_dist":
+        return write_torch_dist(source, target, tp=tp, local=local, dtype=dtype, training=training, on_bytes=on_bytes)
+    pp = args.target_pipeline_parallel_size or 1
+    return write_mcore(
+        source, target, tp=tp, pp=pp, fused_norms=not local, dtype=dtype, training=training, on_bytes=on_bytes
+    )
+
+
+def mcore_flags(args: argparse.Namespace, source: Source, training: TrainingState) -> list[str]:
+    """What Megatron-LM has to be given beside --use-checkpoint-args."""
+    flags = ["--ckpt-format", args.format or "torch", *flags_beside(source.model)]
+    flags += ["--transformer-impl", "local"] if args.saver_transformer_impl == "local" else []
+    if training.adam is None:
+        return [*flags, "--finetune"]
+    return [*flags, "--use-distributed-optimizer" if args.format == "torch_dist" else "--no-load-rng"]
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -160,13 +198,20 @@ def check_flags(args: argparse.Namespace) -> None:
         "true_vocab_size": ("--loader", args.loader, ("mcore",)),
         "ignore_arguments": ("--loader", args.loader, ("mcore",)),
         "target_pipeline_parallel_size": ("--saver", args.saver, ("mcore",)),
+        "format": ("--saver", args.saver, ("mcore",)),
+        "no_load_optim": ("--saver", args.saver, ("mcore",)),
         "saver_transformer_impl": ("--saver", args.saver, ("mcore",)),
     }
     for name, (flag, chosen, readers) in read_by.items():
         value = getattr(args, name)
         if value is not None and chosen not in readers:
-            said = " ".join(value) if isinstance(value, list) else value
-            raise ConfigError(f"--{name.replace('_', '-')} {said} has no effect with {flag} {chosen}; remove it")
+            said = "" if value is True else " " + (" ".join(value) if isinstance(value, list) else str(value))
+            raise ConfigError(f"--{name.replace('_', '-')}{said} has no effect with {flag} {chosen}; remove it")
+    if args.format == "torch_dist" and args.target_pipeline_parallel_size is not None:
+        raise ConfigError(
+            f"--target-pipeline-parallel-size {args.target_pipeline_parallel_size} has no effect with --format torch_dist, "
+            "which is for any layout; remove it"
+        )
 
 
 def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig, str | None]:

@@ -15,6 +15,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.mcore.classic import FILE
 from megatron.core.models.mcore.names import VOCABULARY
 from megatron.core.models.mcore.source import MCoreSource
+from megatron.core.models.mcore.training_state import TrainingState
 from megatron.core.models.mcore.writer import write_mcore
 from megatron.core.parameter import local_parameters
 from tests import pool
@@ -149,7 +150,7 @@ def test_every_layout_is_read(tmp_path, name, tp, stages):
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 2)])
 def test_what_is_written_is_what_megatron_writes(tmp_path, name, tp, pp):
     source = FromModel(MODELS[name])
-    path = write_mcore(source, tmp_path, tp=tp, pp=pp, fused_norms=True, dtype=torch.float32)
+    path = write_mcore(source, tmp_path, tp=tp, pp=pp, fused_norms=True, dtype=torch.float32, training=TrainingState())
     assert path.name == "release" and (tmp_path / TRACKER).read_text() == "release"
     expected = as_megatron_cuts_it(source, tp, [[4 // pp]] * pp, True)
     for (rank, stage), content in expected.items():
@@ -179,7 +180,7 @@ class TestPadding:
     @pytest.mark.parametrize("masked", [True, False])
     def test_its_rows_go_there_and_back(self, tmp_path, masked):
         source = FromModel({**MODELS["qwen"], "mask_padded_vocabulary": masked})
-        write_mcore(source, tmp_path, tp=2, pp=1, fused_norms=True, dtype=torch.float32)
+        write_mcore(source, tmp_path, tp=2, pp=1, fused_norms=True, dtype=torch.float32, training=TrainingState())
         found = MCoreSource(tmp_path, None, None)
         assert found.model.mask_padded_vocabulary is masked
         name = "embedding.word_embeddings.weight"
@@ -189,14 +190,14 @@ class TestPadding:
 
 def test_a_padded_size_of_its_own_is_written(tmp_path):
     source = FromModel({**MODELS["qwen"], "fixed_padded_vocab_size": 102})
-    path = write_mcore(source, tmp_path, tp=2, pp=1, fused_norms=True, dtype=torch.float32)
+    path = write_mcore(source, tmp_path, tp=2, pp=1, fused_norms=True, dtype=torch.float32, training=TrainingState())
     with torch.serialization.safe_globals([argparse.Namespace]):
         found = torch.load(path / "mp_rank_01" / FILE, weights_only=True)
     assert found["args"].padded_vocab_size == 102
     assert found["model"]["embedding.word_embeddings.weight"].shape[0] == 51
     assert_same(source, MCoreSource(tmp_path, None, None))
     with pytest.raises(ConfigError, match="4 tensor-parallel ranks cannot share the 102 rows of --padded-vocab-size"):
-        write_mcore(source, tmp_path / "b", tp=4, pp=1, fused_norms=True, dtype=torch.float32)
+        write_mcore(source, tmp_path / "b", tp=4, pp=1, fused_norms=True, dtype=torch.float32, training=TrainingState())
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -311,11 +312,27 @@ def test_a_model_without_arguments_is_not_written(tmp_path):
     with pytest.raises(
         ConfigError, match=r"--rope-scaling-original-max-position-embeddings 4096 .* nothing is written"
     ):
-        write_mcore(FromModel(fields), tmp_path / "new", tp=1, pp=1, fused_norms=True, dtype=torch.float32)
+        write_mcore(
+            FromModel(fields),
+            tmp_path / "new",
+            tp=1,
+            pp=1,
+            fused_norms=True,
+            dtype=torch.float32,
+            training=TrainingState(),
+        )
     assert not (tmp_path / "new").exists()
 
 
 def test_stages_must_divide_the_layers(tmp_path):
     with pytest.raises(ConfigError, match="--target-pipeline-parallel-size 3 does not divide the model's 4 layers"):
-        write_mcore(FromModel(MODELS["llama"]), tmp_path, tp=1, pp=3, fused_norms=True, dtype=torch.float32)
+        write_mcore(
+            FromModel(MODELS["llama"]),
+            tmp_path,
+            tp=1,
+            pp=3,
+            fused_norms=True,
+            dtype=torch.float32,
+            training=TrainingState(),
+        )
     assert list(tmp_path.iterdir()) == []

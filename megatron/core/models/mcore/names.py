@@ -39,6 +39,10 @@ class Layout:
         """Chunks a stage."""
         return len(self.layers) // self.pp
 
+    def full_shape(self, name: str, shape: Shape) -> Shape:
+        """Of a tensor in a rank's file, whose shape without the padding of the vocabulary is `shape`."""
+        return (self.vocabulary, *shape[1:]) if name.endswith(VOCABULARY) else shape
+
     def folder(self, tp_rank: int, stage: int) -> str:
         """The rank's folder."""
         return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
@@ -50,7 +54,7 @@ class Layout:
 
 
 def table(model: ModelConfig, layout: Layout, *, copies: bool = False) -> Table:
-    """All tensors; of the vocabulary's, the rows that are not padding.
+    """All tensors, in the order of Megatron-LM's modules; of the vocabulary's, the rows that are not padding.
 
     copies: with the last stage's of a tied embedding, which Megatron-LM loads there as the output layer's.
     """
@@ -170,25 +174,26 @@ def _layer(namer: _Namer, chunk: int, own: str, theirs: str, model: ModelConfig,
             return namer.flattened(chunk, own + name, theirs + name, (2, f, *columns), 1)
         return namer.sharded(chunk, own + name, theirs + name, (f, *columns), 0)
 
-    found = []
-    for norm, linear in (("input_layernorm", qkv), ("pre_mlp_layernorm", fc1)):
-        for kind in _norm_kinds(model):
-            name = f"{norm}.{kind}"
-            found.append(replicated(name, (h,), f"{linear}layer_norm_{kind}" if layout.fused_norms else name))
-    if model.qk_layernorm:
-        found += [
-            replicated(f"self_attention.{x}_layernorm.{kind}", (d,)) for x in ("q", "k") for kind in _norm_kinds(model)
-        ]
-    weight = f"{qkv}weight"
-    found += [
-        namer.flattened(chunk, own + weight, theirs + weight, (groups, group_rows, h), 0),
-        namer.sharded(chunk, f"{own}{proj}weight", f"{theirs}{proj}weight", (h, model.num_attention_heads * d), 1),
-        gate_up("weight", (h,)),
-        namer.sharded(chunk, f"{own}{fc2}weight", f"{theirs}{fc2}weight", (h, f), 1),
-    ]
+    def norm(name: str, linear: str) -> list[Mapping]:
+        theirs = f"{linear}layer_norm_" if layout.fused_norms else f"{name}."
+        return [replicated(f"{name}.{kind}", (h,), theirs + kind) for kind in _norm_kinds(model)]
+
+    def biases(*found: Mapping) -> list[Mapping]:
+        return list(found) if model.add_bias_linear else []
+
+    weight, width = f"{qkv}weight", model.num_attention_heads * d
+    attention = [namer.sharded(chunk, f"{own}{proj}weight", f"{theirs}{proj}weight", (h, width), 1)]
+    attention += biases(replicated(f"{proj}bias", (h,)))
+    attention += norm("input_layernorm", qkv) if layout.fused_norms else []
+    attention.append(namer.flattened(chunk, own + weight, theirs + weight, (groups, group_rows, h), 0))
     if model.qkv_bias:
         bias = f"{qkv}bias"
-        found.append(namer.flattened(chunk, own + bias, theirs + bias, (groups, group_rows), 0))
-    if model.add_bias_linear:
-        found += [replicated(f"{proj}bias", (h,)), gate_up("bias", ()), replicated(f"{fc2}bias", (h,))]
-    return found
+        attention.append(namer.flattened(chunk, own + bias, theirs + bias, (groups, group_rows), 0))
+    if model.qk_layernorm:
+        attention += [
+            replicated(f"self_attention.{x}_layernorm.{kind}", (d,)) for x in ("q", "k") for kind in _norm_kinds(model)
+        ]
+    mlp = [*norm("pre_mlp_layernorm", fc1), gate_up("weight", (h,)), *biases(gate_up("bias", ()))]
+    mlp += [namer.sharded(chunk, f"{own}{fc2}weight", f"{theirs}{fc2}weight", (h, f), 1)]
+    mlp += biases(replicated(f"{fc2}bias", (h,)))
+    return [*([] if layout.fused_norms else norm("input_layernorm", qkv)), *attention, *mlp]

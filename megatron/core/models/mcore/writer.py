@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.dist_checkpointing.folders import TRACKER
-from megatron.core.dist_checkpointing.storage import sync_folder
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.errors import ConfigError
 from megatron.core.models.mapping import Table, gather
-from megatron.core.models.mcore.arguments import arguments_of, refuse_what_has_no_argument
+from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
 from megatron.core.models.mcore.classic import FILE
-from megatron.core.models.mcore.names import VOCABULARY, Layout, padded_rows, table
+from megatron.core.models.mcore.names import HEAD, Layout, padded_rows, table
+from megatron.core.models.mcore.publish import published
+from megatron.core.models.mcore.training_state import MOMENTS, Adam, TrainingState, arguments_for, param_groups
 from megatron.core.models.source import Source
+
+Read = Callable[[str, Box], Tensor]
 
 
 def write_mcore(
@@ -31,12 +32,14 @@ def write_mcore(
     pp: int,
     fused_norms: bool,
     dtype: torch.dtype,
+    training: TrainingState,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
-    """Write `root`/release for tp x pp ranks, and the tracker. Memory: one rank's weights.
+    """Write the checkpoint of `training` under `root` for tp x pp ranks, and the tracker.
 
-    Raises CheckpointError when there is one already, ConfigError for a layout that cannot be or a model that Megatron-LM has
-    no arguments for, and OSError, leaving nothing.
+    The optimizer is the one that is not distributed; fused_norms says whose layers, and whose Adam. Memory: one rank's
+    weights, and its optimizer's state. Raises CheckpointError when there is one already, ConfigError for a layout that
+    cannot be or a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
     """
     model = source.model
     assert model.num_layers
@@ -45,65 +48,72 @@ def write_mcore(
     refuse_what_has_no_argument(model)
     layout = Layout(tp, pp, (model.num_layers // pp,) * pp, fused_norms, padded_rows(model, tp))
     names = table(model, layout, copies=True)
-    final, temporary = root / "release", root / ".release.tmp"
-    if final.exists():
-        raise CheckpointError(f"{final} is there already; give another folder")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    arguments = _arguments(model, layout, dtype)
-    try:
-        for stage in range(pp):
-            for rank in range(tp):
-                folder = layout.folder(rank, stage)
-                held: dict[str, Tensor] = {}
-                for key, shape in names.theirs.items():
-                    place, _, name = key.split("/", 2)
-                    if place == folder:
-                        held[name] = _tensor(source, names, key, _full_shape(name, shape, layout), dtype)
-                        on_bytes(held[name].nbytes)
-                _save(temporary / folder, arguments, held)
-        sync_folder(temporary)
-        temporary.rename(final)
-        (root / TRACKER).write_text("release", encoding="ascii")
-        sync_folder(root)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return final
+    arguments = arguments_for(model, layout, dtype, training)
+    with published(root, training) as temporary:
+        for folder in (layout.folder(rank, stage) for stage in range(pp) for rank in range(tp)):
+            rank = _Rank(names, layout, folder, on_bytes)
+            _save(temporary / folder, rank.content(source, arguments, dtype, training))
+    return root / training.folder
 
 
-def _tensor(source: Source, names: Table, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    whole = Box((0,) * len(shape), shape)
-    return gather(names.of_theirs(key, whole), whole, dtype, lambda own, box: source.read(own, box, dtype))
+class _Rank:
+    """The tensors of one rank."""
+
+    def __init__(self, names: Table, layout: Layout, folder: str, on_bytes: Callable[[int], None]) -> None:
+        self._names, self._layout, self._on_bytes = names, layout, on_bytes
+        keys = {key.split("/", 2)[2]: key for key in names.theirs if key.startswith(f"{folder}/")}
+        self._keys = dict(sorted(keys.items(), key=lambda item: item[0] == HEAD))  # a copy of the embedding is last
+
+    def content(
+        self, source: Source, arguments: argparse.Namespace, dtype: torch.dtype, training: TrainingState
+    ) -> dict[str, Any]:
+        """Of its file."""
+        weights = {name: self._read(name, dtype, lambda n, box: source.read(n, box, dtype)) for name in self._keys}
+        content = training.common(arguments) | {"model": weights}
+        if training.adam and training.scheduler:
+            content["optimizer"] = self._optimizer(training.adam, training.scheduler, dtype)
+        return content
+
+    def _optimizer(self, adam: Adam, scheduler: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        """[Note: one Adam or the other]
+        torch's Adam, which Megatron-LM takes where neither Transformer Engine nor Apex is installed, counts updates for each
+        parameter, in a tensor of its own; those two count them for each group, and Transformer Engine's fails on what it
+        does not know.
+        """
+        matrices = [name for name in self._keys if len(self._names.theirs[self._keys[name]]) > 1]
+        vectors = [name for name in self._keys if name not in matrices]
+        state = {
+            number: {key: self._state(adam, key, name) for key in MOMENTS}
+            for number, name in enumerate((*matrices, *vectors))
+        }
+        if not self._layout.fused_norms:
+            for held in state.values():
+                held["step"] = torch.tensor(float(adam.updates))
+        groups = param_groups(adam, scheduler)
+        groups[0]["params"] = list(range(len(matrices)))
+        groups[1]["params"] = list(range(len(matrices), len(self._keys)))
+        found = {"state": state, "param_groups": groups}
+        if dtype == torch.float32:
+            return found
+        masters = [[self._state(adam, "master", name) for name in group] for group in (matrices, vectors)]
+        wrapped: dict[str, Any] = {"optimizer": found, "fp32_from_fp16_params": masters}
+        return wrapped | ({"grad_scaler": adam.loss_scale} if adam.loss_scale else {})
+
+    def _state(self, adam: Adam, key: str, name: str) -> Tensor:
+        return self._read(name, torch.float32, lambda own, box: adam.read(own, key, box))
+
+    def _read(self, name: str, dtype: torch.dtype, read: Read) -> Tensor:
+        key = self._keys[name]
+        shape = self._layout.full_shape(name, self._names.theirs[key])
+        whole = Box((0,) * len(shape), shape)
+        found = gather(self._names.of_theirs(key, whole), whole, dtype, read)
+        self._on_bytes(found.nbytes)
+        return found
 
 
-def _full_shape(name: str, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-    """With the padding of the vocabulary."""
-    return (layout.vocabulary, *shape[1:]) if name.endswith(VOCABULARY) else shape
-
-
-def _save(folder: Path, arguments: argparse.Namespace, tensors: dict[str, Tensor]) -> None:
+def _save(folder: Path, content: Mapping[str, Any]) -> None:
     folder.mkdir()
-    content = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "model": tensors}
     with open(folder / FILE, "xb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _arguments(model: ModelConfig, layout: Layout, dtype: torch.dtype) -> argparse.Namespace:
-    """What Megatron-LM's --use-checkpoint-args reads, and what describes the model beside it."""
-    return argparse.Namespace(
-        **arguments_of(model),
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        mask_padded_vocabulary=model.mask_padded_vocabulary,  # for reading it here again; Megatron-LM does not know it
-        padded_vocab_size=layout.vocabulary * layout.tp,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
-        iteration=0,
-    )

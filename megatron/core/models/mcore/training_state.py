@@ -1,0 +1,122 @@
+"""What Megatron-LM needs beside the weights of a model to go on with its training, as its checkpoints hold it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.models.mcore.arguments import arguments_of
+from megatron.core.models.mcore.names import Layout
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Adam:
+    """The state of Adam. updates: those applied. loss_scale: None unless it moves.
+
+    read(name, key, box): fp32 elements of the "master", "exp_avg" or "exp_avg_sq" of our parameter `name`, in memory that is
+    the caller's.
+    """
+
+    updates: int
+    betas: tuple[float, float]
+    eps: float
+    loss_scale: dict[str, Any] | None
+    read: Callable[[str, str, Box], Tensor]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Where a run is. A model that was only converted has the default.
+
+    scheduler: the state of its learning rate and weight decay, in samples. arguments: of the run, beside those of the model.
+    """
+
+    iteration: int = 0
+    arguments: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] | None = None
+    floating_point_operations: float = 0.0
+    adam: Adam | None = None
+
+    @property
+    def folder(self) -> str:
+        """Name of the checkpoint: of its iteration, or what Megatron-LM calls one that no run of its own saved."""
+        return f"iter_{self.iteration:07d}" if self.scheduler else "release"
+
+    @property
+    def tracker(self) -> str:
+        """What the tracker file says."""
+        return str(self.iteration) if self.scheduler else "release"
+
+    def common(self, arguments: argparse.Namespace) -> dict[str, Any]:
+        """What every checkpoint holds beside tensors."""
+        found = {"args": arguments, "checkpoint_version": 3.0, "iteration": self.iteration}
+        if self.scheduler:
+            found["opt_param_scheduler"] = self.scheduler
+            found["num_floating_point_operations_so_far"] = self.floating_point_operations
+        return found
+
+
+def arguments_for(
+    model: ModelConfig, layout: Layout, dtype: torch.dtype, training: TrainingState
+) -> argparse.Namespace:
+    """What Megatron-LM's --use-checkpoint-args reads, what it compares when it goes on, and what describes the model beside.
+
+    Random states are not saved: theirs are of generators that are not used here.
+    """
+    beside = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "mask_padded_vocabulary": model.mask_padded_vocabulary,  # for reading it here again; Megatron-LM does not know it
+        "padded_vocab_size": layout.vocabulary * layout.tp,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "iteration": training.iteration,
+        "no_save_rng": True,
+        "no_save_optim": training.adam is None,
+    }
+    return argparse.Namespace(**arguments_of(model) | beside | training.arguments)
+
+
+def param_groups(adam: Adam, scheduler: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of Megatron-LM's Adam, matrices first, then what has no weight decay, without the parameters.
+
+    They have the fields of torch's AdamW and of the fused ones of Transformer Engine and Apex: Megatron-LM uses the one that
+    is installed, and takes the groups of the checkpoint as they are. Its scheduler sets the rates of both when it loads.
+    """
+    return [
+        {
+            "wd_mult": decay,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "default_config": True,
+            "max_lr": scheduler["max_lr"],
+            "min_lr": scheduler["min_lr"],
+            "lr": scheduler["max_lr"],
+            "weight_decay": scheduler["start_wd"] * decay,
+            "betas": adam.betas,
+            "eps": adam.eps,
+            "bias_correction": True,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": True,
+            "step": adam.updates,
+        }
+        for decay in (1.0, 0.0)
+    ]
