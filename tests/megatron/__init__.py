@@ -1,0 +1,1 @@
+"""Comparisons with Megatron-LM itself, by hand: its sources are not part of this project."""
