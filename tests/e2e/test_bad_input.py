@@ -39,7 +39,13 @@ def refused(result, *parts):
 FLAGS = {
     "heads": ({**TP2, "--num-attention-heads": 3, "--hidden-size": 48}, "--num-attention-heads 3", "-size 2"),
     "groups": (
-        {**TP2, "--num-attention-heads": 6, "--hidden-size": 48, "--group-query-attention": None, "--num-query-groups": 3},
+        {
+            **TP2,
+            "--num-attention-heads": 6,
+            "--hidden-size": 48,
+            "--group-query-attention": None,
+            "--num-query-groups": 3,
+        },
         "--num-query-groups",
         "3 key/value heads",
         "-size 2",

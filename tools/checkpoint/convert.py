@@ -207,6 +207,10 @@ def check_flags(args: argparse.Namespace) -> None:
         if value is not None and chosen not in readers:
             said = "" if value is True else " " + (" ".join(value) if isinstance(value, list) else str(value))
             raise ConfigError(f"--{name.replace('_', '-')}{said} has no effect with {flag} {chosen}; remove it")
+    if args.no_load_optim and args.loader != "megatron":
+        raise ConfigError(
+            f"--no-load-optim has no effect with --loader {args.loader}, which takes weights alone; remove it"
+        )
     if args.format == "torch_dist" and args.target_pipeline_parallel_size is not None:
         raise ConfigError(
             f"--target-pipeline-parallel-size {args.target_pipeline_parallel_size} has no effect with --format torch_dist, "

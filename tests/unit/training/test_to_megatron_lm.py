@@ -131,6 +131,7 @@ def test_what_megatron_lm_could_not_go_on_with(tmp_path, options, dtype, problem
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        ("--loader hf --saver mcore --no-load-optim", "--no-load-optim has no effect with --loader hf"),
         ("--saver hf --format torch_dist", "--format torch_dist has no effect with --saver hf; remove it"),
         ("--saver hf --no-load-optim", "--no-load-optim has no effect with --saver hf; remove it"),
         (
