@@ -9,6 +9,7 @@ from tests.e2e.helpers.launch import run
 from tests.e2e.helpers.runs import checkpoint, figures, flags, lines, write_dataset
 from tests.unit.models.megatron_arguments import megatron_arguments
 from tests.unit.models.test_mcore_optimizer import UNEVEN, Trained, in_buckets, write_classic, write_torch_dist
+from tools.checkpoint import convert
 
 OPTIONS = {
     "--num-layers": 4,
@@ -105,3 +106,18 @@ def test_its_folder_is_not_saved_to(tmp_path, straight):
     assert result.codes == [2]
     assert "holds iter_0000005 of Megatron-LM, and ours are not put beside it" in result.stderr[0]
     assert sorted(entry.name for entry in (folder / "dist").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["--format torch_dist", "--format torch --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"],
+)
+def test_what_is_written_for_megatron_lm_goes_on_as_its_own_would(tmp_path, straight, form):
+    options, folder, expected = straight
+    words = (
+        f"--loader megatron --saver mcore --load-dir {folder}/ours --ckpt-step 5 --save-dir {tmp_path}/theirs {form}"
+    )
+    assert convert.main(words.split()) == 0
+    result = run(flags(options, {"--load": tmp_path / "theirs", "--save": tmp_path / "new"}), tmp_path / "log")
+    assert result.codes == [0], result.text
+    assert figures(result.stdout[0]) == expected
