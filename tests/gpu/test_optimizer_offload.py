@@ -34,7 +34,7 @@ def trained(fields, offload, steps=20):
     model, data_parallel, optimizer = made(fields, offload)
     for step in range(steps):
         accumulate(model, data_parallel, [ids.to(CUDA) for ids in make_ids(4, 16, seed=step % 3).chunk(2)])
-        assert optimizer.step(1e-3, 0.1).applied
+        assert optimizer.step(1e-3, 0.1, decoupled_lr=5e-4).applied
     data_parallel.settle()
     return torch.cat([parameter.detach().flatten().float() for parameter in model.parameters()])
 
