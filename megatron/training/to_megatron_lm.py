@@ -23,7 +23,8 @@ _KEPT = {
 def training_state_of(source: CheckpointSource, dtype: torch.dtype) -> TrainingState:
     """Of a checkpoint that a run saved with its optimizer; of another one, that there is none.
 
-    Raises ConfigError when Megatron-LM could not go on: for another precision than the run's, and for SGD.
+    Raises ConfigError when Megatron-LM could not go on: for another precision than the run's, for SGD, and for a learning rate
+    of its own for the embeddings.
     """
     state = source.state
     if state["train"] is None or state["optimizer"] is None or state["schedule"] is None:
@@ -35,6 +36,11 @@ def training_state_of(source: CheckpointSource, dtype: torch.dtype) -> TrainingS
         )
     if config["optimizer"]["optimizer"] == "sgd":
         raise ConfigError(f"{source.path} holds the state of optimizer sgd, and only Adam's is written; {without}")
+    if (rate := state["schedule"].get("decoupled_max_lr")) is not None:
+        raise ConfigError(
+            f"{source.path} is of a run with --decoupled-lr {rate}, and Megatron-LM's groups of parameters for it are not "
+            f"written; {without}"
+        )
     train, batch = state["train"], _batch_size(state)
     arguments = {name: config[part].get(name) for part, names in _KEPT.items() for name in names}
     arguments |= {

@@ -32,12 +32,13 @@ def saved(
     schedule=COSINE,
     train=ITERATIONS,
     with_optimizer=True,
+    settings=(),
     **model,
 ):
     """A checkpoint of iteration 10 with one weight."""
     run = RunConfig(model=ModelConfig(**MODEL, **model), optimizer=optimizer, schedule=schedule, train=train)
     in_samples = train.train_samples is not None
-    settings = ParamSchedule(
+    made = ParamSchedule(
         schedule, optimizer, train.train_samples or train.train_iters, "samples" if in_samples else "iterations"
     )
     state = {
@@ -51,7 +52,7 @@ def saved(
             "schedule_position": 80 if in_samples else 9,
             "floating_point_operations": 1e6,
         },
-        "schedule": settings.state(),
+        "schedule": {**made.state(), **dict(settings)},
         "optimizer": {"steps": 9, "loss_scale": {"value": 4.0, "good_steps": 3, "hysteresis": 2}}
         if with_optimizer
         else None,
@@ -120,6 +121,7 @@ def test_weights_alone_without_an_optimizer(tmp_path):
     ("options", "dtype", "problem"),
     [
         ({}, torch.bfloat16, "optimizer of a model in float32, bfloat16 is asked for; give --no-load-optim"),
+        ({"settings": {"decoupled_max_lr": 0.01}}, torch.float32, "--decoupled-lr 0.01, .* give --no-load-optim"),
         ({"optimizer": OptimizerConfig(optimizer="sgd")}, torch.float32, "optimizer sgd, .* give --no-load-optim"),
     ],
 )
