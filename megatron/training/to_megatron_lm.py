@@ -23,8 +23,8 @@ _KEPT = {
 def training_state_of(source: CheckpointSource, dtype: torch.dtype) -> TrainingState:
     """Of a checkpoint that a run saved with its optimizer; of another one, that there is none.
 
-    Raises ConfigError when Megatron-LM could not go on: for another precision than the run's, for SGD, and for a learning rate
-    of its own for the embeddings.
+    Raises ConfigError when Megatron-LM could not go on: for another precision than the run's, for SGD, and for a learning
+    rate of its own for the embeddings.
     """
     state = source.state
     if state["train"] is None or state["optimizer"] is None or state["schedule"] is None:
