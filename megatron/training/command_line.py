@@ -61,18 +61,29 @@ class CommandLine:
     outcomes: tuple[Outcome, ...]
     problems: tuple[str, ...]  # one line each
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all values could be read, so that the rules can judge the run: at most some flags are not here."""
+        not_here = {outcome.why for outcome in self.outcomes if outcome.kind in (REFUSE, UNKNOWN)}
+        return set(self.problems) <= not_here | {note.refusal for note in self.run.notes}
+
 
 def parse(argv: Sequence[str], *, description: str) -> RunConfig:
     """The configuration that `argv` (without the program's name) asks for, not yet checked by `config.rules`.
 
     Raises ConfigError, a line for each mistake. `--help` prints and exits.
     """
-    if {"-h", "--help"} & set(argv):
-        build_parser(description).parse_args(["--help"])
+    help_if_asked(argv, description)
     line = read(argv)
     if line.problems:
         raise ConfigError(*line.problems)
     return line.run
+
+
+def help_if_asked(argv: Sequence[str], description: str) -> None:
+    """`--help` prints every flag and exits."""
+    if {"-h", "--help"} & set(argv):
+        build_parser(description).parse_args(["--help"])
 
 
 def read(argv: Sequence[str]) -> CommandLine:

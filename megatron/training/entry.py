@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.rules import check
+from megatron.config.rules import problems
 from megatron.config.run import RunConfig
 from megatron.core.errors import USER_ERROR_EXIT_CODE, ConfigError
 from megatron.core.launch import launch_environment
-from megatron.training.command_line import parse
+from megatron.training.command_line import help_if_asked, read
 from megatron.training.ending import as_lines, end, let_rank_0_speak
 
 
@@ -20,10 +20,14 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
     rank = local_rank = 0
     try:
         rank, world_size, local_rank = launch_environment()
-        run = parse(argv, description=description)
-        if not takes_shape_from_files(run):
-            check(run, world_size)
-        return run
+        help_if_asked(argv, description)
+        line = read(argv)
+        found = list(line.problems)
+        if line.is_whole and not takes_shape_from_files(line.run):
+            found += problems(line.run, world_size)
+        if found:
+            raise ConfigError(*found)
+        return line.run
     except ConfigError as error:
         if rank != 0:
             let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)

@@ -39,11 +39,10 @@ def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
     world = world_size or smallest_world(line.run)
     found = list(line.problems)
     of_flag = {o.why: (o.typed.flag,) for o in line.outcomes if o.kind in (REFUSE, UNKNOWN)}
-    # A value that could not be read would only break rules that are about something else.
-    is_whole = of_flag.keys() >= set(found) and not takes_shape_from_files(line.run)
-    broken = problems(line.run, world) if is_whole else []
+    judged = line.is_whole and not takes_shape_from_files(line.run)
+    broken = problems(line.run, world) if judged else []
     found += broken
-    unused = {note.flag: note for note in notes(line.run)} if is_whole and not broken else {}
+    unused = {note.flag: note for note in notes(line.run)} if judged and not broken else {}
     outcomes = tuple(
         replace(o, kind="noop", here=note.here, why=note.why)
         if o.kind == READ and (note := unused.get(o.typed.flag))

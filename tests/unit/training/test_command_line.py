@@ -287,10 +287,16 @@ def test_mistakes_are_told_before_torch_is_imported(program):
 
 def test_rules_are_told_together():
     line = "--num-layers 2 --hidden-size 63 --num-attention-heads 4 --lr 1 --seq-length 8 --mock-data --clip-grad -1"
-    command = [sys.executable, "pretrain_gpt.py", *line.split()]
+    command = [sys.executable, "pretrain_gpt.py", *line.split(), "--spec", "a"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 2
-    for words in ("--clip-grad must be", "--micro-batch-size must be given", "--hidden-size 63", "--tokenizer-type"):
+    for words in (
+        "--spec a is not available",
+        "--clip-grad must be",
+        "--micro-batch-size must be given",
+        "--hidden-size 63",
+        "--tokenizer-type",
+    ):
         assert words in found.stderr
     assert all(line.startswith("error: ") for line in found.stderr.splitlines())
 
