@@ -45,7 +45,8 @@ def test_killed_under_torchrun(tmp_path, capfd):
     ours = [line for line in lost.stderr[0].splitlines() if line.startswith("error on rank 0: ")]
     assert len(ours) == 1, lost.stderr[0]
     named = (
-        r"error on rank 0: \w+ number \d+ on group (dp_cp|world) \(ranks 0, 1\) failed after [\d.]+ s: rank 1 is gone"
+        r"error on rank 0: \w+ number \d+ on group (dp_cp|replicas|world) \(ranks 0, 1\) failed after [\d.]+ s: "
+        r"rank 1 is gone"
     )
     assert "last in phase 'start'" not in ours[0]
     assert re.match(named, ours[0]) and f"pid {beat['pid']}" in ours[0], ours[0]

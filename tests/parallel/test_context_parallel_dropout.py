@@ -68,7 +68,7 @@ def trained(rank, size, layout, dropout, recompute):
     return losses, [(name, where, piece.numpy()) for name, where, piece in pieces]
 
 
-@pytest.mark.parametrize("kind", ["p2p", "all_gather"])
+@pytest.mark.parametrize("kind", ["p2p", pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_what_is_computed_again_drops_the_same(kind):
     layout = Layout(1, 1, cp=2, comm_type=kind)
     first, *others = (pool.run(2, trained, layout, 0.3, recompute) for recompute in RECOMPUTE)

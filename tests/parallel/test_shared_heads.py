@@ -55,17 +55,19 @@ ZERO = [{"data_parallel_sharding_strategy": kind} for kind in ("optim", "optim_g
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES = [
     ("one group, rotary", Layout(2, 1), {}),
-    ("one group, biases", Layout(2, 1, True), {"gradient_accumulation_fusion": False}),
     ("one group, rotary", Layout(4, 1, True), {"tp_comm_overlap": True}),
-    ("two groups", Layout(4, 1), RECOMPUTED),
     ("two groups", Layout(4, 1, True), {"overlap_grad_reduce": True}),
-    ("one group, biases", Layout(2, 2), ZERO[0]),
     ("one group, rotary", Layout(2, 2, True), {**ZERO[1], "overlap_grad_reduce": True, "overlap_param_gather": True}),
     ("one group, biases", Layout(2, 2, True), {**ZERO[2], "overlap_grad_reduce": True}),
     ("one group, rotary", Layout(2, 1, pp=2, schedule="zb-h1"), {}),
     ("one group, biases", Layout(2, 1, True, cp=2, comm_type="p2p"), {}),
-    ("one group, rotary", Layout(2, 1, cp=2, comm_type="a2a"), {}),
     ("one group, rotary", Layout(2, 1, cp=2, comm_type="all_gather"), ZERO[0]),
+]
+SLOW = [  # more of what the cases above cover
+    ("one group, biases", Layout(2, 1, True), {"gradient_accumulation_fusion": False}),
+    ("two groups", Layout(4, 1), RECOMPUTED),
+    ("one group, biases", Layout(2, 2), ZERO[0]),
+    ("one group, rotary", Layout(2, 1, cp=2, comm_type="a2a"), {}),
 ]
 
 
@@ -88,7 +90,11 @@ def reference(model):
     return assemble(pool.run(1, measured, run_of(model), Layout(1, 1)))
 
 
-@pytest.mark.parametrize(("model", "layout", "parallel"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("model", "layout", "parallel"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+    ids=str,
+)
 def test_training_is_that_of_one_process(model, layout, parallel):
     run = run_of(model, parallel.items())
     check(under(run, layout), layout.world_size)
