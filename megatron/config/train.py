@@ -74,9 +74,7 @@ class EvalConfig:
 class LoggingConfig:
     """What is printed and written while training."""
 
-    print_flags: bool = flag(
-        False, "list the value of every flag at the start, and what became of each one on the command line"
-    )
+    print_flags: bool = flag(False, "list the value of every flag at the start, and every row of the start-up table")
     strict_flags: bool = flag(
         False, "stop for a flag that is accepted without an effect here, instead of listing it in the start-up table"
     )

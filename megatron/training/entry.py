@@ -8,7 +8,7 @@ from megatron.config.rules import problems
 from megatron.config.run import RunConfig
 from megatron.core.errors import USER_ERROR_EXIT_CODE, ConfigError
 from megatron.core.launch import launch_environment
-from megatron.training.command_line import help_if_asked, read
+from megatron.training.command_line import CommandLine, help_if_asked, read
 from megatron.training.ending import as_lines, end, let_rank_0_speak
 
 
@@ -22,16 +22,19 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
         rank, world_size, local_rank = launch_environment()
         help_if_asked(argv, description)
         line = read(argv)
-        found = list(line.problems)
-        if line.is_whole and not takes_shape_from_files(line.run):
-            found += problems(line.run, world_size)
-        if found:
+        if found := mistakes(line, world_size):
             raise ConfigError(*found)
         return line.run
     except ConfigError as error:
         if rank != 0:
             let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
         end(as_lines(error), USER_ERROR_EXIT_CODE)
+
+
+def mistakes(line: CommandLine, world_size: int) -> list[str]:
+    """What is wrong with a command line on so many processes, one line each: its words, and what rules can judge."""
+    judged = line.is_whole and not takes_shape_from_files(line.run)
+    return [*line.problems, *(problems(line.run, world_size) if judged else ())]
 
 
 def takes_shape_from_files(run: RunConfig) -> bool:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config.flag_table import ALIAS, READ, REFUSE
-from megatron.config.rules import problems
 from megatron.config.rules_needs import notes
 from megatron.config.run import RunConfig
 from megatron.training.command_line import UNKNOWN, Outcome, read
-from megatron.training.entry import takes_shape_from_files
+from megatron.training.entry import mistakes, takes_shape_from_files
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
 
@@ -37,12 +36,10 @@ def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
     line = read(argv)
     typed = {outcome.typed.flag for outcome in line.outcomes}
     world = world_size or smallest_world(line.run)
-    found = list(line.problems)
+    found = mistakes(line, world)
     of_flag = {o.why: (o.typed.flag,) for o in line.outcomes if o.kind in (REFUSE, UNKNOWN)}
-    judged = line.is_whole and not takes_shape_from_files(line.run)
-    broken = problems(line.run, world) if judged else []
-    found += broken
-    unused = {note.flag: note for note in notes(line.run)} if judged and not broken else {}
+    judged = line.is_whole and len(found) == len(line.problems) and not takes_shape_from_files(line.run)
+    unused = {note.flag: note for note in notes(line.run)} if judged else {}
     outcomes = tuple(
         replace(o, kind="noop", here=note.here, why=note.why)
         if o.kind == READ and (note := unused.get(o.typed.flag))
