@@ -6,7 +6,7 @@ See docs/sft.md.
 
 import sys
 
-from megatron.training.entry import run_of
+from megatron.command_line.entry import run_of
 
 if __name__ == "__main__":
     run = run_of(["--sft", *sys.argv[1:]], description="Fine-tune a GPT-family model on instruction data.")

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron.training.entry import run_of
+from megatron.command_line.entry import run_of
 
 if __name__ == "__main__":
     run = run_of(sys.argv[1:], description="Pre-train a GPT-family model.")

@@ -19,27 +19,27 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.shape import llama
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import choose_device, synchronize
 from megatron.core.groups import create_groups
-from megatron.core.heartbeat import Heartbeat
 from megatron.core.memory.activation_offload import NEAR_LAYERS, ActivationOffload, ByRatio, Policy
 from megatron.core.memory.copier import Copier, StreamCopier, ThreadCopier, measured_bandwidth
 from megatron.core.memory.layerwise import FirstLayers, mark_layers
 from megatron.core.memory.modulewise import ByModules
 from megatron.core.memory.tiers import FarMemory
-from megatron.core.mesh import Mesh
 from megatron.core.parameter import initialize, local_parameters
-from megatron.core.pipeline_parallel.offload_pass import with_offload
-from megatron.core.pipeline_parallel.passes import with_transfers
-from megatron.core.pipeline_parallel.schedules.named import build
-from megatron.core.pipeline_parallel.simulate import Costs, simulate
-from megatron.core.pipeline_parallel.validate import chunks_near
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.choose import choose_kernels
+from megatron.schedule.offload_pass import with_offload
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.schedules.named import build
+from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.validate import chunks_near
 from megatron.training.batch import make_batch
 from megatron.training.setup import build_model
 from megatron.training.step import tensors_of, weighted_loss

@@ -19,18 +19,18 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
+from megatron.command_line.read import parse
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.layout import mesh_of
-from megatron.config.rules import check
+from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.core.groups import create_groups
-from megatron.core.heartbeat import Heartbeat
-from megatron.core.mesh import Mesh
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.ops.gemm import slow_half
-from megatron.planner.memory import RankMemory, plan_memory
+from megatron.planner.memory.plan import RankMemory, plan_memory
 from megatron.planner.sizes import Target
-from megatron.training.command_line import parse
 from megatron.training.setup import build
 
 MIB = 1024**2

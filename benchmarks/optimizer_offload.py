@@ -15,6 +15,8 @@ import time
 
 import torch
 
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
 from megatron.config.data import DataConfig
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.model import ModelConfig
@@ -23,8 +25,6 @@ from megatron.config.optimizer_offload import STATES, UPDATE, OffloadSettings
 from megatron.core.device import choose_device, synchronize
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import create_groups
-from megatron.core.heartbeat import Heartbeat
-from megatron.core.mesh import Mesh
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import initialize, local_parameters
@@ -32,8 +32,8 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.training.batch import make_batch
+from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep
-from megatron.training.timers import Timers
 
 MIB = 1024**2
 

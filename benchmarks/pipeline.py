@@ -28,17 +28,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
 from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.comm.pipeline import Mailbox
 from megatron.core.groups import Groups, create_groups
-from megatron.core.heartbeat import Heartbeat
-from megatron.core.mesh import Mesh
 from megatron.core.pipeline_parallel.engine import Engine
-from megatron.core.pipeline_parallel.passes import with_transfers
-from megatron.core.pipeline_parallel.schedules.named import build, chunks_of
-from megatron.core.pipeline_parallel.simulate import Costs, simulate
-from megatron.core.pipeline_parallel.validate import memory_in_flight
 from megatron.core.timeline import Timeline
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.schedules.named import build, chunks_of
+from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.validate import memory_in_flight
 
 CPU = torch.device("cpu")
 SHAPE = (16,)

@@ -29,7 +29,7 @@ from benchmarks.recompute_trial import Trial
 from megatron.config.data import DataConfig
 from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.core.device import choose_device, synchronize
-from megatron.planner.balance import Option, not_beaten
+from megatron.planner.memory.balance import Option, not_beaten
 from megatron.training.balanced_recompute import Balanced
 from megatron.training.batch import Batch, make_batch
 

@@ -9,6 +9,8 @@ import functools
 import torch
 
 from benchmarks.shape import llama
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
 from megatron.config.data import DataConfig
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.pipeline import pipeline_settings
@@ -18,9 +20,7 @@ from megatron.config.train import TrainConfig
 from megatron.core.context_parallel.watch import UNWATCHED
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import create_groups
-from megatron.core.heartbeat import Heartbeat
 from megatron.core.memory.saved_bytes import saved_bytes
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.overlap import PLAIN
@@ -30,9 +30,9 @@ from megatron.kernels.choose import choose_kernels
 from megatron.training.activation_offload import build_step_offload
 from megatron.training.balanced_recompute import Balanced, choose
 from megatron.training.batch import Batch
+from megatron.training.logging.timers import Timers
 from megatron.training.setup import build_gpt, shared_arguments
 from megatron.training.step import TrainStep, weighted_loss
-from megatron.training.timers import Timers
 
 LR, WEIGHT_DECAY = 1e-4, 0.01
 

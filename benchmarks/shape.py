@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.config.model import ModelConfig
-from megatron.core.models.presets import preset
+from megatron.config.presets import preset
 
 
 def llama(args: argparse.Namespace) -> ModelConfig:

@@ -17,25 +17,25 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
 from megatron.config.data import DataConfig
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.presets import preset
 from megatron.config.run import RunConfig
 from megatron.core.device import choose_device, synchronize
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import create_groups
-from megatron.core.heartbeat import Heartbeat
-from megatron.core.mesh import Mesh
-from megatron.core.models.presets import preset
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.kernels.choose import choose_kernels
 from megatron.training.batch import make_batch
+from megatron.training.logging.timers import Timers
 from megatron.training.setup import build_model
 from megatron.training.step import TrainStep
-from megatron.training.timers import Timers
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
 from megatron.core.groups import Groups, create_groups, with_shared_heads
-from megatron.core.heartbeat import Heartbeat
-from megatron.core.mesh import Mesh
 
 TIMEOUT_SECONDS = 60.0
 _POOLS: dict[int, Pool] = {}

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import itertools
 import re
 import subprocess
 import sys
@@ -12,70 +11,36 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Layer of a package or file, by module prefix; the longest prefix that fits counts. A module imports from lower layers
-# and its own package. Units of one layer do not import each other, but for SHARED and NEIGHBOURS.
-LAYERS = {
-    "megatron.core.errors": 0,
-    "megatron.core.launch": 0,
-    "megatron.core.log": 0,
-    "megatron.core.mesh": 0,
-    "megatron.core.heartbeat": 0,
-    "megatron.core.rendezvous": 0,
-    "megatron.config": 0,
-    "megatron.core.pipeline_parallel.partition": 0,
-    "megatron.core.pipeline_parallel.schedule": 0,
-    "megatron.core.pipeline_parallel.passes": 0,
-    "megatron.core.pipeline_parallel.offload_pass": 0,
-    "megatron.core.pipeline_parallel.schedules": 0,
-    "megatron.core.pipeline_parallel.simulate": 0,
-    "megatron.core.pipeline_parallel.validate": 0,
-    "megatron.core.distributed.buckets": 0,
-    "megatron.core.groups": 1,
-    "megatron.core.device": 1,
-    "megatron.core.timeline": 1,
-    "megatron.core.parameter": 1,
-    "megatron.core.datasets": 1,
-    "megatron.kernels": 1,
-    "megatron.planner": 1,
-    "megatron.core.comm": 2,
-    "megatron.core.dist_checkpointing": 2,
-    "megatron.core.tensor_parallel": 3,
-    "megatron.core.context_parallel": 3,
-    "megatron.core.distributed": 3,
-    "megatron.core.memory": 3,
-    "megatron.core.pipeline_parallel": 3,
-    "megatron.core.transformer": 4,
-    "megatron.core.optimizer": 4,
-    "megatron.core.models": 5,
-    "megatron.core.inference": 6,
-    "megatron.training": 7,
-}
-# Files that the rest of the bottom layer builds on, and the one other pair of neighbours.
-SHARED = {
-    "megatron.core.errors",
-    "megatron.core.log",
-    "megatron.core.mesh",
-    "megatron.core.heartbeat",
-    "megatron.core.rendezvous",
-    "megatron.core.pipeline_parallel.partition",
-    "megatron.core.pipeline_parallel.schedule",
-    "megatron.core.pipeline_parallel.passes",
-    "megatron.core.pipeline_parallel.offload_pass",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.pipeline_parallel.simulate",
-}
-NEIGHBOURS = {("megatron.core.parameter", "megatron.core.groups")}
-TORCH_FREE = (
-    "megatron.planner",
-    "megatron.training.shell",
-    "megatron.training.launch_",
-    "megatron.training.entry",
-    "megatron.training.flag_check",
-)  # beside layer 0
+# Packages and files from the bottom up. A module imports from rows below its own and from its own package; what stands in
+# one row does not import each other.
+ROWS = (
+    ("megatron.base",),
+    ("megatron.schedule",),
+    ("megatron.config",),
+    ("megatron.spec",),
+    ("megatron.planner", "megatron.command_line"),
+    ("megatron.kernels", "megatron.core.device", "megatron.core.groups"),
+    ("megatron.core.timeline", "megatron.core.parameter", "megatron.core.datasets"),
+    ("megatron.core.comm", "megatron.core.dist_checkpointing"),
+    (
+        "megatron.core.tensor_parallel",
+        "megatron.core.context_parallel",
+        "megatron.core.distributed",
+        "megatron.core.memory",
+        "megatron.core.pipeline_parallel",
+    ),
+    ("megatron.core.transformer", "megatron.core.optimizer"),
+    ("megatron.core.models",),
+    ("megatron.core.inference",),
+    ("megatron.training",),
+    ("megatron.conversion", "megatron.tooling"),
+)
+LAYERS = {unit: layer for layer, row in enumerate(ROWS) for unit in row}
+TORCH_FREE = tuple(unit for row in ROWS[:5] for unit in row)
 DISTRIBUTED = ("megatron.core.groups", "megatron.core.comm", "megatron.core.dist_checkpointing")
 # Packages that setup.py does not install: where each may be imported. The kernels' back ends may import any.
 OPTIONAL = {
-    "wandb": ("megatron.training.writers",),
+    "wandb": ("megatron.training.logging.writers",),
     "fastapi": ("megatron.core.inference.server",),
     "starlette": ("megatron.core.inference.server",),  # under fastapi, as pydantic is
     "uvicorn": ("megatron.core.inference.connections",),
@@ -130,17 +95,9 @@ def direction_faults(module: str, tree: ast.AST) -> list[str]:
         other = unit_of(name)
         if other is None:
             faults.append(f"{module} imports {name}, which has no layer")
-        elif other != mine and not _points_down(mine, other):
+        elif other != mine and LAYERS[other] >= LAYERS[mine]:
             faults.append(f"{module} (layer {LAYERS[mine]}) imports {name} (layer {LAYERS[other]})")
     return faults
-
-
-def _points_down(mine: str, other: str) -> bool:
-    if LAYERS[other] != LAYERS[mine]:
-        return LAYERS[other] < LAYERS[mine]
-    package = mine.rpartition(".")[0]  # a package whose files lie on two layers: pipeline_parallel
-    one_package = package in LAYERS and other.startswith(package + ".")
-    return other in SHARED or (mine, other) in NEIGHBOURS or one_package
 
 
 def names_torch(module: str, tree: ast.AST) -> list[str]:
@@ -195,9 +152,7 @@ def _in_package(name: str) -> bool:
     return name.startswith((".", "megatron"))
 
 
-def torch_free_modules() -> list[str]:
-    names = [m for m in MODULES if (unit := unit_of(m)) is not None and LAYERS[unit] == 0]
-    return names + [m for m in MODULES if m.startswith(TORCH_FREE)]
+TORCH_FREE_MODULES = [module for module in MODULES if unit_of(module) in TORCH_FREE]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -226,14 +181,14 @@ def test_init_files_hold_a_docstring_only(module):
     assert len(body) == 1 and ast.get_docstring(tree_of(module))
 
 
-@pytest.mark.parametrize("module", torch_free_modules())
-def test_the_bottom_layer_names_no_torch(module):
+@pytest.mark.parametrize("module", TORCH_FREE_MODULES)
+def test_the_bottom_rows_name_no_torch(module):
     assert names_torch(module, tree_of(module)) == []
 
 
-def test_the_bottom_layer_imports_without_torch():
+def test_the_bottom_rows_import_without_torch():
     """In a fresh interpreter, so that what third-party modules import counts as well."""
-    lines = [*(f"import {module}" for module in torch_free_modules()), "import sys", "print('torch' in sys.modules)"]
+    lines = [*(f"import {module}" for module in TORCH_FREE_MODULES), "import sys", "print('torch' in sys.modules)"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
 
@@ -257,20 +212,19 @@ class TestTheTestsThemselves:
     @pytest.mark.parametrize(
         ("module", "source", "faulty"),
         [
-            ("megatron.core.groups", "from megatron.core.mesh import Mesh", False),
+            ("megatron.core.groups", "from megatron.base.mesh import Mesh", False),
             ("megatron.core.groups", "from megatron.core.comm.collectives import all_reduce", True),
             ("megatron.core.transformer.mlp", "from megatron.core.optimizer.optimizer import Optimizer", True),
             ("megatron.core.transformer.mlp", "from megatron.core.transformer.norm import Norm", False),
             ("megatron.core.transformer.mlp", "from megatron.core.tensor_parallel import linear", False),
             ("megatron.core.parameter", "from megatron.core.groups import Group", False),
-            ("megatron.core.datasets.gpt", "from megatron.core.groups import Group", True),
-            ("megatron.core.pipeline_parallel.passes", "from megatron.core.pipeline_parallel import schedule", False),
-            ("megatron.core.pipeline_parallel.schedule", "from megatron.config import model", True),
-            ("megatron.config.rules", "from megatron.core.errors import ConfigError", False),
-            ("megatron.core.errors", "from megatron.config.run import RunConfig", True),
-            ("megatron.core.datasets.gpt", "from megatron.kernels.choose import Kernels", True),
-            ("megatron.core.pipeline_parallel.schedule", "from megatron.core.pipeline_parallel import engine", True),
-            ("megatron.core.pipeline_parallel.engine", "from megatron.core.pipeline_parallel import schedule", False),
+            ("megatron.core.datasets.gpt", "from megatron.core.comm.collectives import barrier", True),
+            ("megatron.schedule.passes", "from megatron.schedule import schedule", False),
+            ("megatron.schedule.schedule", "from megatron.config import model", True),
+            ("megatron.config.rules.check", "from megatron.base.errors import ConfigError", False),
+            ("megatron.base.errors", "from megatron.config.run import RunConfig", True),
+            ("megatron.schedule.schedule", "from megatron.core.pipeline_parallel import engine", True),
+            ("megatron.core.pipeline_parallel.engine", "from megatron.schedule import schedule", False),
             ("megatron.core.models.gpt", "from megatron.training.state import TrainState", True),
             ("megatron.training.loop", "from tools.convert import main", True),
             ("megatron.core.nowhere", "import math", True),
@@ -293,24 +247,20 @@ class TestTheTestsThemselves:
 
     def test_deferred(self):
         assert deferred_imports("m", ast.parse("def f():\n    from megatron.core import log"))
-        assert deferred_imports("m", ast.parse("if TYPE_CHECKING:\n    import megatron.core.log"))
-        assert not deferred_imports("m", ast.parse("import megatron.core.log"))
+        assert deferred_imports("m", ast.parse("if TYPE_CHECKING:\n    import megatron.base.log"))
+        assert not deferred_imports("m", ast.parse("import megatron.base.log"))
 
     def test_undeclared(self):
         for module, source, faulty in (
             ("megatron.core.models.gpt", "import transformer_engine.pytorch", True),
             ("megatron.kernels.ops.norm", "import triton", True),
             ("megatron.kernels.backends.te", "import transformer_engine", False),
-            ("megatron.training.writers", "import wandb", False),
+            ("megatron.training.logging.writers", "import wandb", False),
             ("megatron.training.loop", "import wandb", True),
-            ("megatron.training.loop", "import torch, math, megatron.core.log", False),
+            ("megatron.training.loop", "import torch, math, megatron.base.log", False),
         ):
             assert bool(undeclared_imports(module, ast.parse(source), installed_packages())) is faulty
 
-    def test_every_layer_but_the_future_ones_exists(self):
-        """A renamed package would fall out of LAYERS unseen: what does not exist yet is named here."""
-        missing = {unit for unit in LAYERS if not any(unit_of(module) == unit for module in MODULES)}
-        future = {"megatron.planner", "megatron.core.context_parallel", "megatron.core.memory"}
-        future |= {"megatron.core.inference"}
-        future |= {f"megatron.core.pipeline_parallel.{name}" for name in ("partition", "passes")}
-        assert missing <= future, sorted(itertools.chain(missing - future))
+    def test_every_unit_exists(self):
+        """A renamed package would fall out of LAYERS unseen."""
+        assert [unit for unit in LAYERS if not any(unit_of(module) == unit for module in MODULES)] == []

@@ -22,13 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import ConfigError
+from megatron.command_line.arguments import FlagParser, path_word, within
+from megatron.command_line.exits import exit_code
+from megatron.command_line.flag_check import Verdict, check_command
+from megatron.command_line.launch_script import Command, read_launch
 from megatron.config.flag_table import ALIAS, NOOP, READ, SAME
 from megatron.config.interval import SIZE
-from megatron.core.errors import ConfigError
-from megatron.training.arguments import FlagParser, path_word, within
-from megatron.training.exits import exit_code
-from megatron.training.flag_check import Verdict, check_command
-from megatron.training.launch_script import Command, read_launch
 
 WIDTH = 120
 _SAID = {READ: "read", ALIAS: "another name here", SAME: "already so", NOOP: "no effect on the results"}

@@ -22,16 +22,16 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from megatron.base.errors import ConfigError, DataError
+from megatron.base.launch import launch_environment
+from megatron.command_line.arguments import FlagParser, path_word, within
+from megatron.command_line.exits import check_output
 from megatron.config.interval import SIZE, SIZE_OR_NONE
 from megatron.core.comm.collectives import barrier
 from megatron.core.datasets.jsonl import parse_texts, read_blocks
-from megatron.core.errors import ConfigError, DataError
 from megatron.core.groups import disconnect
 from megatron.core.inference.score import TextScore, score_texts
-from megatron.core.launch import launch_environment
-from megatron.training.arguments import FlagParser, path_word, within
-from megatron.training.exits import check_output
-from megatron.training.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
+from megatron.tooling.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
 
 DEFAULT_CONTEXT = 4096  # over text, where the model takes more: a window's cost grows with its square
 

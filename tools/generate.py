@@ -18,19 +18,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
+from megatron.base.errors import ConfigError, DataError, UserError
+from megatron.base.log import get_logger
+from megatron.command_line.arguments import FlagParser, path_word, within
 from megatron.config.interval import SEED, SIZE, SIZE_OR_NONE
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.errors import ConfigError, DataError, UserError
 from megatron.core.groups import Groups, disconnect
 from megatron.core.inference.generate import check_lengths
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import Completion, complete
-from megatron.core.log import get_logger
-from megatron.training.arguments import FlagParser, path_word, within
-from megatron.training.restore import stop_ids
-from megatron.training.tool import (
+from megatron.tooling.restore import stop_ids
+from megatron.tooling.tool import (
     add_model_flags,
     check_stop_ids,
     check_text,

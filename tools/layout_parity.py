@@ -9,11 +9,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megatron.command_line.arguments import FlagParser, within
+from megatron.command_line.exits import exit_code
+from megatron.command_line.read import parse
 from megatron.config.interval import COUNT, NOT_NEGATIVE
-from megatron.training.arguments import FlagParser, within
-from megatron.training.command_line import parse
-from megatron.training.exits import exit_code
-from megatron.training.layout_parity import GRID, compare, reduced, run_layout
+from megatron.tooling.layout_parity import GRID, compare, reduced, run_layout
 
 LIMIT = 1e-5
 

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.base.errors import DataError
+from megatron.base.log import get_logger, setup_logging
+from megatron.command_line.arguments import FlagParser, path_word
+from megatron.command_line.exits import exit_code
 from megatron.core.datasets.indexed import merge_datasets
-from megatron.core.errors import DataError
-from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import FlagParser, path_word
-from megatron.training.exits import exit_code
 
 LOGGER = get_logger(__name__)
 

@@ -19,24 +19,24 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from megatron.base.errors import ConfigError
+from megatron.command_line.arguments import FlagParser, path_word, within
+from megatron.command_line.exits import check_output, exit_code
+from megatron.command_line.read import parse
 from megatron.config.interval import COUNT, FRACTION, LAYERS, NOT_NEGATIVE, POSITIVE, RANKS, between
-from megatron.config.rules import check, check_vocabulary
+from megatron.config.rules.check import check, check_vocabulary
 from megatron.core.datasets.tokenizer import build_tokenizer
-from megatron.core.errors import ConfigError
-from megatron.core.pipeline_parallel.offload_pass import with_offload
-from megatron.core.pipeline_parallel.passes import with_transfers
-from megatron.core.pipeline_parallel.schedules.forward_only import forward_only
-from megatron.core.pipeline_parallel.schedules.named import NAMES, build, chunks_of
-from megatron.core.pipeline_parallel.simulate import Costs, Timeline, simulate
-from megatron.core.pipeline_parallel.validate import chunks_near
-from megatron.planner.memory import plan_memory
-from megatron.planner.memory_table import MIB, memory_headline, notes, table_rows
-from megatron.planner.schedule_plot import draw, write_trace
-from megatron.planner.schedule_report import Formula, bubble_formula, report
+from megatron.planner.memory.plan import plan_memory
+from megatron.planner.memory.table import MIB, memory_headline, notes, table_rows
+from megatron.planner.schedule.plot import draw, write_trace
+from megatron.planner.schedule.report import Formula, bubble_formula, report
 from megatron.planner.sizes import Target
-from megatron.training.arguments import FlagParser, path_word, within
-from megatron.training.command_line import parse
-from megatron.training.exits import check_output, exit_code
+from megatron.schedule.offload_pass import with_offload
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.schedules.forward_only import forward_only
+from megatron.schedule.schedules.named import NAMES, build, chunks_of
+from megatron.schedule.simulate import Costs, Timeline, simulate
+from megatron.schedule.validate import chunks_near
 
 MS = 1e-3
 TABLE_RANKS = 8  # columns of a table of memory

@@ -7,14 +7,14 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from megatron.base.errors import ConfigError
+from megatron.base.log import get_logger, setup_logging
+from megatron.command_line.arguments import FlagParser, within
+from megatron.command_line.exits import exit_code
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import SIZE, WORKERS
 from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
 from megatron.core.datasets.tokenizer import build_tokenizer
-from megatron.core.errors import ConfigError
-from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import FlagParser, within
-from megatron.training.exits import exit_code
 from megatron.training.preprocess_flags import add_preprocess_flags
 
 LOGGER = get_logger(__name__)

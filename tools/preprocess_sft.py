@@ -7,13 +7,13 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from megatron.base.log import get_logger, setup_logging
+from megatron.command_line.arguments import FlagParser, within
+from megatron.command_line.exits import exit_code
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import SIZE
 from megatron.core.datasets.sft_preprocess import SFTOptions, preprocess_sft
 from megatron.core.datasets.tokenizer import build_tokenizer
-from megatron.core.log import get_logger, setup_logging
-from megatron.training.arguments import FlagParser, within
-from megatron.training.exits import exit_code
 from megatron.training.preprocess_flags import add_preprocess_flags
 
 LOGGER = get_logger(__name__)

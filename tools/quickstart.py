@@ -25,11 +25,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatron.command_line.arguments import FlagParser
+from megatron.command_line.exits import exit_code
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.training.arguments import FlagParser
-from megatron.training.exits import exit_code
-from megatron.training.log_line import parse_evaluation, parse_line
-from megatron.training.loss_curve import Point, draw_loss_curve
+from megatron.training.logging.line import parse_evaluation, parse_line
+from megatron.training.logging.loss_curve import Point, draw_loss_curve
 
 ROOT = Path(__file__).resolve().parents[1]
 # Relative to ROOT, where every command runs, so that what is printed can be copied.

@@ -25,19 +25,18 @@ except ModuleNotFoundError as missing:
     print(f"error: the server needs {missing.name}; pip install 'megatron-patched[serve]'", file=sys.stderr)
     sys.exit(2)
 
+from megatron.base.errors import ConfigError
+from megatron.base.launch import launch_environment
+from megatron.base.log import get_logger
+from megatron.command_line.arguments import FlagParser, within
 from megatron.config.interval import SIZE, between
 from megatron.core.comm.collectives import barrier
-from megatron.core.errors import ConfigError
 from megatron.core.groups import disconnect
 from megatron.core.inference.chat import open_template
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.slots import SlotDecoder
-from megatron.core.launch import launch_environment
-from megatron.core.log import get_logger
-from megatron.training.arguments import FlagParser, within
-from megatron.training.restore import stop_ids
-from megatron.training.setup import together
-from megatron.training.tool import (
+from megatron.tooling.restore import stop_ids
+from megatron.tooling.tool import (
     add_model_flags,
     check_stop_ids,
     context_length,
@@ -46,6 +45,7 @@ from megatron.training.tool import (
     read_model,
     run_tool,
 )
+from megatron.training.setup import together
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
 DEFAULT_CONTEXT = 8192  # where the model takes more: the cache is allocated for every row

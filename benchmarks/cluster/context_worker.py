@@ -18,14 +18,14 @@ from torch import Tensor
 
 from benchmarks.cluster.peer_ring import TorchRing, silent_ring
 from benchmarks.cluster.stdio import run_worker
+from megatron.base.launch import launch_environment
+from megatron.base.mesh import Mesh
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import Handle, barrier
 from megatron.core.context_parallel import all_gather, layout, ring, ulysses
 from megatron.core.context_parallel.ring import RingAttention
 from megatron.core.context_parallel.steps import InOne
 from megatron.core.groups import Group, Groups, connect, create_groups, disconnect
-from megatron.core.launch import launch_environment
-from megatron.core.mesh import Mesh
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.block import TransformerLayer

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from benchmarks.cluster.hosts import Cluster, ClusterError
 from benchmarks.cluster.job import Job, JobError
-from megatron.training.log_line import parse_line
+from megatron.training.logging.line import parse_line
 
 START_SECONDS = 120.0
 GRACE_SECONDS = 15.0  # after the timeout: to find out who is missing, to say so, to end

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.cluster.systems import BETAS, CLIP, EPS, FP32, LR, WEIGHT_DECAY, System, make_model, mean_loss, share
+from megatron.base.mesh import Mesh
 from megatron.config.data_parallel import AUTO, EVERY, LAST, DataParallelSettings
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups, create_groups
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.training.batch import Batch
+from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep
-from megatron.training.timers import Timers
 
 BUCKET = 1_000_000  # elements
 CPU = torch.device("cpu")

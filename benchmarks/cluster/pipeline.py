@@ -18,10 +18,10 @@ from typing import Any
 from benchmarks.cluster.fleet import Fleet, FleetError
 from benchmarks.cluster.hosts import Cluster, ClusterError
 from benchmarks.cluster.tensor_parallel import slowest
-from megatron.core.pipeline_parallel.passes import with_transfers
-from megatron.core.pipeline_parallel.schedule import SENDS, Schedule
-from megatron.core.pipeline_parallel.schedules.named import build
-from megatron.core.pipeline_parallel.simulate import Costs, simulate
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.schedule import SENDS, Schedule
+from megatron.schedule.schedules.named import build
+from megatron.schedule.simulate import Costs, simulate
 
 WORKER = "benchmarks.cluster.pipeline_worker"
 FREE_RATE = 10_000.0  # Mbit/s

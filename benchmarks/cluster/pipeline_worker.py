@@ -12,10 +12,10 @@ from typing import Any
 
 from benchmarks.cluster.stdio import run_worker
 from benchmarks.pipeline import Case, Ours
+from megatron.base.launch import launch_environment
+from megatron.base.mesh import Mesh
 from megatron.core.comm.collectives import barrier
 from megatron.core.groups import connect, create_groups, disconnect
-from megatron.core.launch import launch_environment
-from megatron.core.mesh import Mesh
 
 TIMEOUT_SECONDS = 600.0
 

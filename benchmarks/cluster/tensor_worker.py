@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cluster.stdio import run_worker
+from megatron.base.launch import launch_environment
+from megatron.base.mesh import Mesh
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.core.comm.collectives import Handle, barrier
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Group, Groups, connect, create_groups, disconnect
-from megatron.core.launch import launch_environment
-from megatron.core.mesh import Mesh
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.overlap import Plain, choose_overlap
 from megatron.core.tensor_parallel.random import RngTracker

@@ -17,10 +17,10 @@ import torch
 from benchmarks.cluster.ours import ComputeOnly
 from benchmarks.cluster.stdio import run_worker
 from benchmarks.cluster.systems import System, build_system, make_batches
+from megatron.base.launch import launch_environment
+from megatron.base.mesh import Mesh
 from megatron.core.comm.collectives import barrier
 from megatron.core.groups import Group, connect, create_groups, disconnect
-from megatron.core.launch import launch_environment
-from megatron.core.mesh import Mesh
 from megatron.training.batch import Batch
 
 TIMEOUT_SECONDS = 600.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.run import RunConfig
-from megatron.core.pipeline_parallel.offload_pass import moved_groups, with_offload
+from megatron.schedule.offload_pass import moved_groups, with_offload
 
 _LAYERS_THAT_STAY = 2  # of a stage, where layers move one by one
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 FLAG = "--step-batch-size-schedule"
 _ENTRY = re.compile(r"(\d+\.?\d*|\.\d+)([KMBT]?):(\d+\.?\d*|\.\d+)([KMBT]?)", re.IGNORECASE)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from megatron.base.errors import ConfigError
 from megatron.config.parallel import ParallelConfig
-from megatron.core.errors import ConfigError
 
 
 def attention_comm_types(parallel: ParallelConfig, num_layers: int) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ from megatron.config.context import attention_comm_types
 from megatron.config.data_parallel import AUTO, EVERY, data_parallel_settings
 from megatron.config.optimizer_offload import OFF, STATES, offload_settings, updates_on_cpu
 from megatron.config.pipeline import pipeline_settings
-from megatron.config.rules_needs import notes
+from megatron.config.rules.needs import notes
 from megatron.config.run import RunConfig
-from megatron.core.pipeline_parallel.simulate import Costs, simulate
+from megatron.schedule.simulate import Costs, simulate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How a dataclass field says what its command-line flag is. `training/arguments.py` generates the parser from this."""
+"""How a dataclass field says what its command-line flag is. `command_line/arguments.py` generates the parser from this."""
 
 from __future__ import annotations
 

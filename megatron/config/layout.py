@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.base.mesh import Mesh
 from megatron.config.parallel import ParallelConfig
-from megatron.core.mesh import Mesh
 
 
 def mesh_of(parallel: ParallelConfig, world_size: int) -> Mesh:

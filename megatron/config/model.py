@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.base.errors import ConfigError
 from megatron.config.flag import flag
 from megatron.config.lora import LORA_TARGETS, lora_projections
 from megatron.config.window import attention_windows, keys_in_window
-from megatron.core.errors import ConfigError
 
 # How the model is run and what is added to it, not what it is: with --use-checkpoint-args these stay the run's own, all
 # others are the checkpoint's.

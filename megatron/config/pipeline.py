@@ -6,13 +6,13 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
+from megatron.base.errors import ConfigError
 from megatron.config.parallel import ParallelConfig
-from megatron.core.errors import ConfigError
-from megatron.core.pipeline_parallel.partition import Stage, count_stages, parse_layout, partition, whole_model
-from megatron.core.pipeline_parallel.passes import with_transfers
-from megatron.core.pipeline_parallel.schedule import Placement, Schedule, round_robin, v_shape
-from megatron.core.pipeline_parallel.schedules.forward_only import forward_only
-from megatron.core.pipeline_parallel.schedules.named import build, chunks_of
+from megatron.schedule.partition import Stage, count_stages, parse_layout, partition, whole_model
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.schedule import Placement, Schedule, round_robin, v_shape
+from megatron.schedule.schedules.forward_only import forward_only
+from megatron.schedule.schedules.named import build, chunks_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from functools import reduce
 from operator import add
 
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 DEFAULT_SPLIT = "969,30,1"
 _NUMBER = re.compile(r"[.0-9]+")

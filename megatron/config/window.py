@@ -6,8 +6,8 @@ The flags are Megatron-LM's: --window-size LEFT,RIGHT counts the tokens beside t
 
 from __future__ import annotations
 
+from megatron.base.errors import ConfigError
 from megatron.config.layer_pattern import layer_pattern
-from megatron.core.errors import ConfigError
 
 
 def keys_in_window(size: str | None) -> int | None:

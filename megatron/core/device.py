@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 OPEN_FILES = 65536
 # Dense bf16 peak, TFLOP/s, from the vendors' data sheets (no sparsity). Looked up by substring of the device's name.

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.core.errors import CommError, ConfigError
-from megatron.core.heartbeat import Heartbeat
-from megatron.core.mesh import Mesh
-from megatron.core.rendezvous import agree_on_attempt
+from megatron.base.errors import CommError, ConfigError
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
+from megatron.base.rendezvous import agree_on_attempt
 
 
 @dataclass(frozen=True)

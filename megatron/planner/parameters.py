@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
-from megatron.core.distributed.buckets import BucketLayout, default_bucket_size, plan_all
-from megatron.core.pipeline_parallel.partition import Stage
+from megatron.schedule.partition import Stage
+from megatron.spec.buckets import BucketLayout, default_bucket_size, plan_all
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,21 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from megatron.base.errors import ConfigError
+from megatron.base.log import get_logger
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import gather_objects
-from megatron.core.errors import ConfigError
 from megatron.core.groups import Groups
-from megatron.core.log import get_logger
 from megatron.core.memory.activation_offload import ActivationOffload, ByRatio, Policy
 from megatron.core.memory.copier import Copier, StreamCopier, ThreadCopier, measured_bandwidth
 from megatron.core.memory.layerwise import ChosenLayers, FirstLayers, mark_layers
 from megatron.core.memory.modulewise import ByModules
 from megatron.core.memory.tiers import FarMemory
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel.offload_pass import moved_groups, with_offload
-from megatron.core.pipeline_parallel.schedule import Kind, Schedule
 from megatron.core.timeline import Interval, Timeline
-from megatron.planner.activation_offload import StageTimes, largest_hidden_ratio
+from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
+from megatron.schedule.offload_pass import moved_groups, with_offload
+from megatron.schedule.schedule import Kind, Schedule
 
 log = get_logger(__name__)
 _MEASURED_STEP = 2  # of those that this process takes: the first one is slow for reasons of its own

@@ -2,7 +2,7 @@
 
 Before the model is built, one layer of each kind runs on random numbers of a microbatch's shape, apart from the model: bytes
 that autograd keeps are counted, forward and backward are timed with and without each part recomputed, and so are copies
-to far memory. planner/balance.py then picks what every layer of this rank does. Nothing of it changes a result.
+to far memory. planner/memory/balance.py then picks what every layer of this rank does. Nothing of it changes a result.
 
 [Note: what a move costs]
 The time by which a copy takes longer than what runs beside it: out, the forward of a layer, a third of its time; back in,
@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.base.errors import ConfigError
+from megatron.base.log import get_logger
 from megatron.config.recompute import (
     BLOCK,
     CORE_ATTN,
@@ -37,23 +39,21 @@ from megatron.config.recompute import (
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.device import synchronize
-from megatron.core.errors import ConfigError
 from megatron.core.groups import Groups
-from megatron.core.log import get_logger
 from megatron.core.memory.activation_offload import NEAR_LAYERS
 from megatron.core.memory.copier import measured_bandwidth
 from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.core.parameter import initialize, local_parameters
-from megatron.core.pipeline_parallel.partition import Stage
-from megatron.core.pipeline_parallel.schedule import Schedule
-from megatron.core.pipeline_parallel.validate import memory_in_flight
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, Positions
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
-from megatron.planner.balance import Choice, Option, cheapest, front
-from megatron.planner.front_report import MIB, draw, table
+from megatron.planner.memory.balance import Choice, Option, cheapest, front
+from megatron.planner.memory.front_report import MIB, draw, table
+from megatron.schedule.partition import Stage
+from megatron.schedule.schedule import Schedule
+from megatron.schedule.validate import memory_in_flight
 from megatron.training.activation_offload import copying
 from megatron.training.batch import part_of
 

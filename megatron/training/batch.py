@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.base.errors import MegatronError, UserError
 from megatron.config.data import DataConfig
 from megatron.core.comm.collectives import broadcast
 from megatron.core.context_parallel.layout import pad, take
-from megatron.core.errors import MegatronError, UserError
 from megatron.core.groups import Group, Groups
 
 

@@ -8,23 +8,23 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+from megatron.base.log import get_logger
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.device import memory_report, peak_tflops
-from megatron.core.log import get_logger
 from megatron.training.checkpoint import save_checkpoint
-from megatron.training.convert import complete_exports, save_hf
+from megatron.training.export import complete_exports, save_hf
 from megatron.training.flops import train_flops
-from megatron.training.log_line import LogLine, LogWindow, format_evaluation, format_line
-from megatron.training.loss_curve import draw_loss_curve
-from megatron.training.memory_report import memory_line
-from megatron.training.progress import ProgressLine
-from megatron.training.progress_log import ProgressLog
+from megatron.training.logging.footprint import memory_line
+from megatron.training.logging.line import LogLine, LogWindow, format_evaluation, format_line
+from megatron.training.logging.loss_curve import draw_loss_curve
+from megatron.training.logging.progress import ProgressLine
+from megatron.training.logging.progress_log import ProgressLog
+from megatron.training.logging.timed_phase import timed_phase
+from megatron.training.logging.timers import format_timers, slowest
+from megatron.training.logging.writers import Metrics
 from megatron.training.signals import ExitSignals
 from megatron.training.state import StepReport
-from megatron.training.timed_phase import timed_phase
-from megatron.training.timers import format_timers, slowest
 from megatron.training.trainer import Trainer
-from megatron.training.writers import Metrics
 
 log = get_logger(__name__)
 

@@ -14,19 +14,19 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.base.errors import CheckpointError
+from megatron.base.log import get_logger
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_slice
 from megatron.core.dist_checkpointing.store import save
-from megatron.core.distributed.buckets import Piece
-from megatron.core.errors import CheckpointError
 from megatron.core.groups import Groups
-from megatron.core.log import get_logger
 from megatron.core.parameter import Parameter
 from megatron.core.transformer.lora import is_adapter
+from megatron.spec.buckets import Piece
 from megatron.training.data_order import warn_of_another_order
-from megatron.training.log_line import format_loaded, format_loading, format_saved, format_saving
+from megatron.training.logging.line import format_loaded, format_loading, format_saved, format_saving
 from megatron.training.saved_run import MODEL_PREFIX, OPTIMIZER_PREFIX, open_saved_run, read_run_state
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer

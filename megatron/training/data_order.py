@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.base.log import get_logger
 from megatron.config.run import RunConfig
 from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.sample import Splits
-from megatron.core.log import get_logger
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.trainer import Trainer
 

@@ -11,28 +11,28 @@ import time
 import traceback
 from contextlib import ExitStack
 
-from megatron.config.rules import check
+from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError, TrainingError
+from megatron.base.launch import launch_environment
+from megatron.base.log import get_logger, setup_logging
+from megatron.command_line.ending import as_lines, end, let_rank_0_speak
+from megatron.command_line.entry import takes_shape_from_files
+from megatron.command_line.exits import as_user_error
+from megatron.command_line.flag_listing import announce_flags
+from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
-from megatron.core.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError, TrainingError
 from megatron.core.groups import disconnect
-from megatron.core.launch import launch_environment
-from megatron.core.log import get_logger, setup_logging
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
-from megatron.training.ending import as_lines, end, let_rank_0_speak
-from megatron.training.entry import takes_shape_from_files
-from megatron.training.exits import as_user_error
-from megatron.training.flag_listing import announce_flags
-from megatron.training.log_memory import LogMemory, PeakMemory
+from megatron.training.logging.memory import LogMemory, PeakMemory
+from megatron.training.logging.progress import ProgressLine, terminal_console
+from megatron.training.logging.writers import Metrics, check_writers, open_writers
 from megatron.training.loop import Callback, fit
 from megatron.training.not_finite import NotFinite
 from megatron.training.profile import ProfileTimeline
-from megatron.training.progress import ProgressLine, terminal_console
 from megatron.training.setup import build, hold_folders, open_heartbeat_files, start_process, together
 from megatron.training.signals import ExitSignals
 from megatron.training.start import take_adapter_shape, take_hf_shape
 from megatron.training.trainer import Trainer
-from megatron.training.writers import Metrics, check_writers, open_writers
 
 log = get_logger(__name__)
 INTERRUPTED_EXIT_CODE = 130  # what shells report for Ctrl-C

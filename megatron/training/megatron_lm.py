@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import RELEASE
-from megatron.core.errors import CheckpointError
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.core.optimizer.lr_schedule import ScheduleSettings
 from megatron.training.state import TrainState

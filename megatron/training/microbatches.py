@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 
+from megatron.base.errors import ConfigError
 from megatron.config.batch_steps import FLAG, parse_steps
 from megatron.config.train import TrainConfig
-from megatron.core.errors import ConfigError
 
 _NEVER = 1 << 62  # more iterations and more samples than a run has
 

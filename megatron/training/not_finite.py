@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megatron.base.errors import TrainingError
 from megatron.core.comm.collectives import gather_objects
-from megatron.core.errors import TrainingError
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
 

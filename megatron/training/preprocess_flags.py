@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megatron.command_line.arguments import FlagParser, add_config, path_word, within
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT, WORKERS
 from megatron.core.datasets.preprocess import ON_ERROR
-from megatron.training.arguments import FlagParser, add_config, path_word, within
 
 
 def add_preprocess_flags(parser: FlagParser, *, writes: str, records: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.base.heartbeat import unwatched
+from megatron.base.log import get_logger
 from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.device import synchronize
-from megatron.core.heartbeat import unwatched
-from megatron.core.log import get_logger
 from megatron.core.timeline import write_chrome_trace
+from megatron.training.logging.step_summary import WAIT, format_summary, summarize
 from megatron.training.state import StepReport
-from megatron.training.step_summary import WAIT, format_summary, summarize
 from megatron.training.trainer import Trainer
 
 log = get_logger(__name__)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.coordination import on_all, on_first
 from megatron.core.dist_checkpointing.folders import is_foreign
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.store import load, read_state
-from megatron.core.errors import CheckpointError
 from megatron.core.groups import Group
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.training.megatron_lm import state_of

@@ -12,6 +12,9 @@ from typing import NoReturn, TypeVar
 
 import torch
 
+from megatron.base.errors import CheckpointError, ConfigError, UserError
+from megatron.base.log import get_logger
+from megatron.command_line.exits import as_user_error
 from megatron.config.context import attention_comm_types, inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.features import Facts, features, format_table, worth_a_line
@@ -21,7 +24,7 @@ from megatron.config.optimizer import ScheduleConfig
 from megatron.config.optimizer_offload import offload_settings
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.recompute import BALANCED
-from megatron.config.rules import check, check_vocabulary
+from megatron.config.rules.check import check, check_vocabulary
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.context_parallel.watch import UNWATCHED, Watch
@@ -33,9 +36,7 @@ from megatron.core.device import allow_open_files, choose_device, set_cpu_thread
 from megatron.core.dist_checkpointing.folders import is_foreign
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.errors import CheckpointError, ConfigError, UserError
 from megatron.core.groups import Group, Groups, backend_for, connect, create_groups, with_shared_heads
-from megatron.core.log import get_logger
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.adapter import AdapterSource
 from megatron.core.models.hf.families import write_config
@@ -44,7 +45,6 @@ from megatron.core.models.source import Source, fill
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter, initialize, local_parameters
-from megatron.core.pipeline_parallel.partition import Stage
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain, choose_overlap
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
@@ -53,20 +53,20 @@ from megatron.core.transformer.lora import freeze_all_but_adapters, is_adapter
 from megatron.kernels.choose import Kernels, choose_kernels
 from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.footprint import weight_and_optimizer_footprint
+from megatron.schedule.partition import Stage
 from megatron.training.activation_offload import build_step_offload
 from megatron.training.balanced_recompute import choose as choose_recompute
 from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
 from megatron.training.data_order import dataset_sizes
-from megatron.training.exits import as_user_error
 from megatron.training.far_weights import build_far_weights
-from megatron.training.memory_report import MIB, format_footprint
+from megatron.training.logging.footprint import MIB, format_footprint
+from megatron.training.logging.timed_phase import timed_phase
+from megatron.training.logging.timers import Timers
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.start import find_start, settle_files
 from megatron.training.state import TrainState
 from megatron.training.step import TrainStep
-from megatron.training.timed_phase import timed_phase
-from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer
 
 log = get_logger(__name__)

@@ -6,16 +6,16 @@ import dataclasses
 import os
 from pathlib import Path
 
+from megatron.base.errors import CheckpointError
+from megatron.base.log import get_logger
 from megatron.config.model import RUNTIME_FIELDS
-from megatron.config.rules_files import HUGGING_FACE
+from megatron.config.rules.files import HUGGING_FACE
 from megatron.config.run import RunConfig
 from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.build import find_sources
 from megatron.core.datasets.sft import template_of
 from megatron.core.datasets.tokenizer import portable
 from megatron.core.dist_checkpointing.folders import find, foreign_in, is_foreign
-from megatron.core.errors import CheckpointError
-from megatron.core.log import get_logger
 from megatron.core.models.hf.adapter import check_no_adapter, read_adapter_config
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.side_files import tokenizer_of

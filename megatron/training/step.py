@@ -9,20 +9,20 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.config.pipeline import ONE_STAGE, PipelineSettings
 from megatron.core.comm.collectives import all_reduce, gather_objects
 from megatron.core.comm.pipeline import Mailbox
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.errors import UserError
 from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.pipeline_parallel.engine import Engine
-from megatron.core.pipeline_parallel.schedule import Action, Kind
 from megatron.core.timeline import Timeline
+from megatron.schedule.schedule import Action, Kind
 from megatron.training.activation_offload import StepOffload
 from megatron.training.batch import Batch, part_of, part_of_batch
-from megatron.training.timers import Timers
+from megatron.training.logging.timers import Timers
 
 # [Note: gradient scale]
 # The objective of a step is  L = sum over all tokens t of the global batch of  w_t * loss_t,  with

@@ -20,10 +20,10 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.training.batch import BatchReader
+from megatron.training.logging.timers import Timers
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.state import StepReport, TrainState
 from megatron.training.step import TrainStep, evaluate
-from megatron.training.timers import Timers
 
 
 @dataclass

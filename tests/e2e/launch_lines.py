@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron.command_line.flag_check import check_command
+from megatron.command_line.read import read
 from megatron.config.run import RunConfig
-from megatron.training.command_line import read
-from megatron.training.flag_check import check_command
 from tests.e2e.helpers.launch import run
 from tests.e2e.helpers.runs import figures, write_dataset
 

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoTokenizer
 
 from megatron.config.run import RunConfig
+from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.datasets.chat_templates import CHAT_TEMPLATES
 from megatron.core.inference.chat import open_template
-from megatron.training.convert import CheckpointSource, to_checkpoint, to_hf
-from megatron.training.restore import read_saved, restore_tokenizer
+from megatron.tooling.restore import read_saved, restore_tokenizer
+from megatron.training.export import CheckpointSource
 from megatron.training.setup import with_vocabulary
 from tests.e2e.helpers.launch import run
 from tests.e2e.helpers.runs import flags

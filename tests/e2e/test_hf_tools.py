@@ -8,7 +8,7 @@ import signal
 import openai
 import pytest
 
-from megatron.training.restore import read_hf, restore_tokenizer
+from megatron.tooling.restore import read_hf, restore_tokenizer
 from tests.e2e.helpers.launch import run, start
 from tests.unit.inference.hf_folder import TEXTS, greedy, write_folder
 

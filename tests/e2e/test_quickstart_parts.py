@@ -7,10 +7,10 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from megatron.config.rules import check
+from megatron.command_line.read import parse
+from megatron.config.rules.check import check
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.training.command_line import parse
-from megatron.training.log_line import format_evaluation
+from megatron.training.logging.line import format_evaluation
 from tools import quickstart
 
 

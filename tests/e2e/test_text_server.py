@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron.core.inference.text import complete
-from megatron.training.restore import read_saved, restore_model, restore_tokenizer
+from megatron.tooling.restore import read_saved, restore_model, restore_tokenizer
 from tests import pool
 from tests.e2e.helpers.launch import start
 from tests.unit.inference.serving import write_tokenizer

@@ -25,20 +25,20 @@ from unittest import mock
 import numpy as np
 import torch
 
+from megatron.base.errors import UserError
+from megatron.base.box import Box
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
+from megatron.conversion import convert
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.sample import Splits
 from megatron.core.datasets.sft import mask_prefix, template_of, template_path
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.whole import WholeReader
-from megatron.core.errors import UserError
 from megatron.core.models.hf.families import write_config
 from megatron.core.models.hf.names import table
 from megatron.core.models.source import Source
-from megatron.training import convert
-from megatron.training.restore import read_hf, read_saved, restore_tokenizer
+from megatron.tooling.restore import read_hf, read_saved, restore_tokenizer
 from tests.fuzz.campaign import Campaign, Failure, main
 from tests.unit.datasets.chat import CHATML, tokenizer_folder
 

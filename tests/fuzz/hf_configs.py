@@ -23,10 +23,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from megatron.base.errors import UserError
 from megatron.config.data import TokenizerConfig
-from megatron.core.errors import UserError
+from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.models.hf.families import read_config
-from megatron.training.convert import CheckpointSource, to_checkpoint, to_hf
+from megatron.training.export import CheckpointSource
 from tests.fuzz.campaign import Campaign, Failure, main
 from tests.unit.models.hf_models import random_model
 from tests.unit.models.test_hf_conversion import load, logits_of

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import psutil
 
+from megatron.command_line.entry import run_of
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.store import verify
-from megatron.training.entry import run_of
 from megatron.training.main import main as train
 from tests import file_events
 from tests.e2e.helpers.launch import Job, Torchrun, run, start

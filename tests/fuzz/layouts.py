@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
+from megatron.base.errors import UserError
+from megatron.command_line.read import parse
 from megatron.config.context import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.layout import mesh_of
-from megatron.config.rules import check
+from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
-from megatron.core.errors import UserError
+from megatron.tooling.layout_parity import Measurement, assemble, compare, first_gradients
 from megatron.training.checkpoint import save_checkpoint
-from megatron.training.command_line import parse
-from megatron.training.layout_parity import Measurement, assemble, compare, first_gradients
 from megatron.training.setup import build
 from tests import pool
 from tests.fuzz.campaign import Campaign, Failure, main, outcome

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
 from megatron.kernels.backends import flash
 from megatron.kernels.ops import activation, attention, cross_entropy, norm, weight_grad
 from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA

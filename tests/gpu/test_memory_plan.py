@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.memory_report import LLAMA, configured
-from megatron.planner.memory import plan_memory
+from megatron.planner.memory.plan import plan_memory
 from megatron.planner.sizes import Target
 from megatron.training.setup import build
 from tests import pool

@@ -7,8 +7,8 @@ from megatron.core.comm.collectives import barrier
 from megatron.core.device import choose_device, memory_report, peak_tflops, synchronize
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.training.batch import make_batch
+from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep
-from megatron.training.timers import Timers
 from tests import pool
 from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA
 from tests.unit.models.builds import (

@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 
+from megatron.base.mesh import Mesh
 from megatron.config.parallel import ParallelConfig
 from megatron.core.comm.pieces import PieceComm
 from megatron.core.groups import connect, create_groups, disconnect
-from megatron.core.mesh import Mesh
 from megatron.core.parameter import Init, initialize, local_parameters
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import PLAIN, InPieces, choose_overlap

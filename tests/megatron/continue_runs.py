@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.command_line.entry import run_of
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed import IndexedDatasetWriter
 from megatron.core.datasets.sample import Splits
-from megatron.training.entry import run_of
-from megatron.training.log_line import parse_line
+from megatron.training.logging.line import parse_line
 
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED, BATCH, VOCAB = 20, 10, 8, 128

@@ -3,17 +3,17 @@
 import hashlib
 from dataclasses import dataclass
 
+from megatron.base.box import flat_boxes
 from megatron.config.data import DataConfig
 from megatron.config.data_parallel import EVERY, DataParallelSettings
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import flat_boxes
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import ON_DEVICE, Optimizer
 from megatron.training.batch import make_batch
+from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep
-from megatron.training.timers import Timers
 from tests import pool
 from tests.unit.models.builds import (
     LLAMA,

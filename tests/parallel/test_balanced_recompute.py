@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.config.recompute import RecomputeConfig
-from megatron.config.rules import check
-from megatron.core.errors import ConfigError
+from megatron.config.rules.check import check
 from megatron.planner.activations import Place, layer_bytes
 from megatron.training import balanced_recompute
 from tests import pool

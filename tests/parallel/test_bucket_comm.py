@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
+from megatron.base.errors import CommError
+from megatron.base.mesh import Mesh
 from megatron.core.comm.bucket_comm import BucketComm
 from megatron.core.comm.collectives import barrier
-from megatron.core.errors import CommError
 from megatron.core.groups import connect, create_groups
-from megatron.core.mesh import Mesh
 from megatron.core.timeline import Timeline
 from tests import pool
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.rules import check
+from megatron.config.rules.check import check
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.setup import build
 from tests import pool

@@ -9,11 +9,11 @@ import psutil
 import pytest
 import torch
 
+from megatron.base.errors import CommError
+from megatron.base.heartbeat import Call
+from megatron.base.mesh import Mesh
 from megatron.core.comm import collectives, regions
-from megatron.core.errors import CommError
 from megatron.core.groups import connect, create_groups
-from megatron.core.heartbeat import Call
-from megatron.core.mesh import Mesh
 from tests import pool
 
 SIZES = [2, 4]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron.base.errors import ConfigError
 from megatron.core.context_parallel import layout
-from megatron.core.errors import ConfigError
 from tests import pool
 from tests.parallel.context import alone, error, joined, local_inputs, make, part, whole_inputs
 

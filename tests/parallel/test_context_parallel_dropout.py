@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron.config.context import inner_size
-from megatron.config.rules import check
+from megatron.config.rules.check import check
 from megatron.core.context_parallel.blocks import draw_seed
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_rule import Drop
-from megatron.training.layout_parity import Layout, measure, reduced, under
+from megatron.tooling.layout_parity import Layout, measure, reduced, under
 from tests import pool
 from tests.parallel.context import error, joined, local_inputs, make, whole_inputs
 from tests.unit.config.runs import make_run

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.base.errors import UserError
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.errors import UserError
 from megatron.core.parameter import Init, local_parameters, make_parameter
 from megatron.training.step import evaluate
 from tests import pool

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.rules import check
-from megatron.training.layout_parity import Layout, reduced, under
+from megatron.config.rules.check import check
+from megatron.tooling.layout_parity import Layout, reduced, under
 from megatron.training.setup import build
 from tests import pool
 from tests.parallel.strategies import boxes_of, whole

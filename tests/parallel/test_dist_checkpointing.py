@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing import store, tensor_file
 from megatron.core.dist_checkpointing.folders import TRACKER, find
 from megatron.core.dist_checkpointing.sharded_tensor import flat_slice
-from megatron.core.errors import CheckpointError
 from tests import pool
 from tests.unit.dist_checkpointing.pieces import empty_like, same, shard, whole
 

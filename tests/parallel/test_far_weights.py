@@ -11,10 +11,10 @@ from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.recompute import RecomputeConfig
-from megatron.config.rules import check
+from megatron.config.rules.check import check
 from megatron.core.distributed.bucket import Bucket
+from megatron.tooling.layout_parity import Layout, reduced, under
 from megatron.training.checkpoint import save_checkpoint
-from megatron.training.layout_parity import Layout, reduced, under
 from megatron.training.setup import build
 from megatron.training.step import evaluate
 from tests import pool

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megatron.core.errors import CheckpointError
+from megatron.base.errors import CheckpointError
 from megatron.core.inference.generate import CachedDecoder
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import complete
-from megatron.training.restore import read_saved, restore_model, restore_tokenizer
+from megatron.tooling.restore import read_saved, restore_model, restore_tokenizer
 from tests import pool
 from tests.unit.inference.small import GPT2, GREEDY, PROMPTS, run, save_small
 

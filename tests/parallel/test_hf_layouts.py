@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.rules import check
+from megatron.config.rules.check import check
+from megatron.conversion.convert import to_checkpoint
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.source import HFSource
 from megatron.training.checkpoint import save_checkpoint
-from megatron.training.convert import save_hf, to_checkpoint
+from megatron.training.export import save_hf
 from megatron.training.setup import build
 from megatron.training.start import take_hf_shape
 from tests import pool

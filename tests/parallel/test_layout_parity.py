@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 
-from megatron.config.rules import check
-from megatron.training.layout_parity import GRID, Layout, Measurement, assemble, compare, measure, reduced, under
+from megatron.config.rules.check import check
+from megatron.tooling.layout_parity import GRID, Layout, Measurement, assemble, compare, measure, reduced, under
 from tests import pool
 from tests.unit.config.runs import make_run
 

@@ -8,8 +8,8 @@ import torch
 
 from megatron.config.context import inner_size
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.rules import check
-from megatron.training.layout_parity import Layout, assemble, compare, measure, reduced, under
+from megatron.config.rules.check import check
+from megatron.tooling.layout_parity import Layout, assemble, compare, measure, reduced, under
 from tests import pool
 from tests.parallel.test_layout_parity import LIMIT, MODELS
 from tests.unit.config.runs import make_run

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.models.merge import MergedSource
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import adapted_linears, adapter_names, freeze_all_but_adapters, is_adapter

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from megatron.base.heartbeat import Call
 from megatron.core.comm.all_to_all import all_to_all, all_to_all_async
 from megatron.core.comm.p2p import shift_async
-from megatron.core.heartbeat import Call
 from tests import pool
 
 SIZES = [2, 3, 4]

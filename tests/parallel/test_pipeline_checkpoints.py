@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.rules import check
+from megatron.config.rules.check import check
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.setup import build
 from tests import pool

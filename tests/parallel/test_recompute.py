@@ -7,10 +7,10 @@ import pytest
 from megatron.config.context import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.recompute import KEEP_ALL
-from megatron.config.rules import check
+from megatron.config.rules.check import check
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import freeze_all_but_adapters
-from megatron.training.layout_parity import Layout, reduced, under
+from megatron.tooling.layout_parity import Layout, reduced, under
 from megatron.training.setup import build
 from tests import pool
 from tests.parallel.test_layout_parity import MODELS

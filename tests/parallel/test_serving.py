@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron.base.errors import CheckpointError
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.errors import CheckpointError
 from megatron.core.inference.engine import Engine, Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.score import Window, score

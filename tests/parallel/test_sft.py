@@ -6,8 +6,8 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.training.batch import BatchReader
+from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep, token_weights
-from megatron.training.timers import Timers
 from tests import pool
 from tests.parallel.strategies import DECAY, LR, STRATEGIES, make_run, whole
 from tests.unit.models.builds import CPU, LLAMA

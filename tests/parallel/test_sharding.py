@@ -8,8 +8,8 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.transformer.block import TransformerLayer
 from megatron.core.transformer.context import Positions
 from megatron.training.batch import make_batch
+from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep
-from megatron.training.timers import Timers
 from tests import pool
 from tests.unit.models.builds import (
     GPT,

@@ -7,9 +7,9 @@ import pytest
 
 from megatron.config.context import inner_size
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.rules import check
+from megatron.config.rules.check import check
+from megatron.tooling.layout_parity import Layout, assemble, compare, measure, under
 from megatron.training.checkpoint import save_checkpoint
-from megatron.training.layout_parity import Layout, assemble, compare, measure, under
 from megatron.training.setup import build
 from tests import pool
 from tests.e2e.helpers.runs import checkpoint

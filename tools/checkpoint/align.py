@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from megatron.base.errors import ConfigError
+from megatron.base.log import setup_logging
+from megatron.command_line.arguments import FlagParser, path_word, within
+from megatron.command_line.exits import check_output, exit_code
 from megatron.config.interval import NOT_NEGATIVE, SEED, SIZE, between
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
+from megatron.conversion.align import SITES, TIE, Choices, Difference, Pair, ablation, differences, first_choices
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.errors import ConfigError
 from megatron.core.groups import disconnect
-from megatron.core.log import setup_logging
-from megatron.training.align import SITES, TIE, Choices, Difference, Pair, ablation, differences, first_choices
-from megatron.training.arguments import FlagParser, path_word, within
-from megatron.training.convert import CheckpointSource
-from megatron.training.exits import check_output, exit_code
-from megatron.training.restore import read_saved
+from megatron.tooling.restore import read_saved
+from megatron.training.export import CheckpointSource
 from megatron.training.setup import start_process
 
 HEADER = f"{'layer':>6s}  {'site':11s} {'max ulps':>10s} {'mean ulps':>11s} {'differing':>10s}"

@@ -21,10 +21,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.log import get_logger, setup_logging
+from megatron.command_line.arguments import FlagParser, path_word, within
+from megatron.command_line.exits import exit_code
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT_OR_NONE, RANKS, SIZE
-from megatron.core.errors import CheckpointError, ConfigError
-from megatron.core.log import get_logger, setup_logging
+from megatron.conversion.convert import OnBytes, to_checkpoint, to_hf, to_peft
+from megatron.conversion.to_megatron_lm import training_state_of
 from megatron.core.models.hf.adapter import AdaptedSource, AdapterSource
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
@@ -36,11 +40,8 @@ from megatron.core.models.mcore.writer import write_mcore
 from megatron.core.models.merge import MergedSource
 from megatron.core.models.source import Source
 from megatron.core.transformer.lora import is_adapter
-from megatron.training.arguments import FlagParser, path_word, within
-from megatron.training.convert import CheckpointSource, OnBytes, parse_dtype, to_checkpoint, to_hf, to_peft
-from megatron.training.exits import exit_code
-from megatron.training.restore import Saved, check_tp, read_saved
-from megatron.training.to_megatron_lm import training_state_of
+from megatron.tooling.restore import Saved, check_tp, parse_dtype, read_saved
+from megatron.training.export import CheckpointSource
 
 log = get_logger(__name__)
 

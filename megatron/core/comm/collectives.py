@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.errors import CommError
+from megatron.base.errors import CommError
+from megatron.base.heartbeat import Call
 from megatron.core.groups import Group
-from megatron.core.heartbeat import Call
 
 # torch 2.13 renamed these two and warns about the old names; the arguments are the same.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from megatron.base.errors import ConfigError
 from megatron.core.context_parallel.all_gather import AllGatherAttention
 from megatron.core.context_parallel.ring import RingAttention
 from megatron.core.context_parallel.steps import InOne, LayerAttention
 from megatron.core.context_parallel.ulysses import UlyssesAttention
 from megatron.core.context_parallel.watch import UNWATCHED, Watch
-from megatron.core.errors import ConfigError
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_lse import BlockKernel

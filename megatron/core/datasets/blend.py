@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron.base.errors import ConfigError
 from megatron.core.datasets.sample import SampleDataset, Tokens, check_number
-from megatron.core.errors import ConfigError
 
 # Weights whose common denominator is larger are rounded to this one. Weights of up to six decimals that sum to 1 keep
 # their exact values; the period takes about 1.5 s to compute.

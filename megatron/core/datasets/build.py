@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.base.errors import ConfigError, DataError
+from megatron.base.log import get_logger
 from megatron.config.data import DataConfig
 from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.core.datasets.blend import Blend, BlendedDataset, parse_blend
@@ -20,8 +22,6 @@ from megatron.core.datasets.megatron_blend import FurthestBehind, blend_sizes, f
 from megatron.core.datasets.mock import MockDataset
 from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.datasets.sft import Conversations, SFTDataset
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.log import get_logger
 
 MEGATRON_BLEND_VERSION = 1  # part of every stored blend's name: raise it when its arrays' meaning changes
 LOGGER = get_logger(__name__)

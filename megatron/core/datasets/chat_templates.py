@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 # ChatML (https://github.com/openai/openai-python/blob/release-v0.28.0/chatml.md), but for two things, so that it suits a
 # tokenizer that was not made for it: a conversation begins with the tokenizer's bos where there is one, as base models

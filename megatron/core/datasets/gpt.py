@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.base.errors import DataError
+from megatron.base.log import get_logger
 from megatron.core.datasets.index_cache import cached_arrays, index_inputs
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.megatron_index import MegatronEpochs, build_megatron_index
 from megatron.core.datasets.sample import Tokens, check_ids, check_number
 from megatron.core.datasets.sample_index import Epoch, SampleIndex, build_sample_index
-from megatron.core.errors import DataError
-from megatron.core.log import get_logger
 
 LOGGER = get_logger(__name__)
 # Part of every cache entry's name: raise it when the arrays' meaning changes.

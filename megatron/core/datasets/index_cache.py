@@ -26,9 +26,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from megatron.base.errors import DataError
+from megatron.base.log import get_logger
 from megatron.core.datasets.scratch import is_left, open_held
-from megatron.core.errors import DataError
-from megatron.core.log import get_logger
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 DESCRIPTION = "description.json"

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.base.errors import DataError
 from megatron.core.datasets.scratch import is_left, open_held
-from megatron.core.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.errors import DataError
+from megatron.base.errors import DataError
 
 # About 0.1 s of tokenization: long beside the cost of handing a block over, short beside the end of a run, where some
 # processes wait for the last blocks of others.

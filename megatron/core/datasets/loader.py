@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megatron.base.errors import DataError, UserError
 from megatron.core.datasets.megatron_sampler import CyclicSampler
 from megatron.core.datasets.sample import SampleDataset
-from megatron.core.errors import DataError, UserError
 
 T = TypeVar("T")
 GRACE_SECONDS = 60  # torchrun and Slurm kill what is left 30 s after SIGTERM

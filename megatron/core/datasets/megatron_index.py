@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron.base.errors import DataError
 from megatron.core.datasets.sample_index import Index, SampleIndex
-from megatron.core.errors import DataError
 
 APART_BELOW = 0.80  # share of an epoch's samples
 CUT_AT_ONCE = 1 << 22  # documents, so that working memory stays below that of the index

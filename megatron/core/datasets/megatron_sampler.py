@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from megatron.core.errors import DataError
+from megatron.base.errors import DataError
 
 
 class CyclicSampler(Sampler[list[int]]):

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.base.errors import ConfigError, DataError, UserError
+from megatron.base.log import get_logger
 from megatron.core.datasets.indexed import IndexedDatasetWriter, merge_datasets, pack_tokens, token_dtype
 from megatron.core.datasets.jsonl import Block, find_inputs, parse_texts, read_blocks
 from megatron.core.datasets.scratch import is_left, open_held
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.errors import ConfigError, DataError, UserError
-from megatron.core.log import get_logger
 
 LOGGER = get_logger(__name__)
 ON_ERROR = ("stop", "skip")

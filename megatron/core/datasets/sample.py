@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatron.core.errors import DataError
+from megatron.base.errors import DataError
 
 T = TypeVar("T")
 Tokens = npt.NDArray[np.int64]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron.core.errors import DataError
+from megatron.base.errors import DataError
 
 Index = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.base.errors import DataError
+from megatron.base.log import get_logger
 from megatron.core.datasets.index_cache import cached_arrays, index_inputs
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.packing import best_fit_decreasing
 from megatron.core.datasets.sample import Tokens, check_ids, check_number
-from megatron.core.errors import DataError
-from megatron.core.log import get_logger
 
 LOGGER = get_logger(__name__)
 TOKEN_DTYPE, MASK_DTYPE = np.dtype("<i4"), np.dtype("u1")

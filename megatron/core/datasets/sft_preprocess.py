@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import Dataset
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.core.datasets.indexed import pack_tokens
 from megatron.core.datasets.jsonl import Block, find_inputs
 from megatron.core.datasets.preprocess import EncodedBlock, Output, Packed, encode_blocks, write_blocks
@@ -18,7 +19,6 @@ from megatron.core.datasets.sft_records import parse_conversation
 from megatron.core.datasets.sft_template import ChatTemplate
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.base.errors import ConfigError
 from megatron.core.datasets.sft_records import Conversation
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.errors import ConfigError
 
 TEXTS = ("reasoning_content", "reasoning", "thinking", "refusal")
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")

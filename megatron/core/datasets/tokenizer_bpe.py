@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.core.errors import DataError
+from megatron.base.errors import DataError
 
 
 class HuggingFaceTokenizer:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from megatron.core.errors import DataError
+from megatron.base.errors import DataError
 
 
 class SentencePieceTokenizer:

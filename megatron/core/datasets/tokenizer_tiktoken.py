@@ -10,7 +10,7 @@ from typing import Any
 
 import tiktoken
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.base.errors import ConfigError, DataError
 
 # How text is cut before merging: part of the vocabulary's format, so a model trained with one cannot use another.
 PATTERNS = {

@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.base.errors import CheckpointError, CommError
+from megatron.base.heartbeat import Call
 from megatron.core.dist_checkpointing.tensor_file import DamagedError
-from megatron.core.errors import CheckpointError, CommError
 from megatron.core.groups import Group
-from megatron.core.heartbeat import Call
 
 T = TypeVar("T")
 _NAMED_RANKS = 3  # failures spelled out in one message

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from megatron.core.dist_checkpointing.boxes import Box, intersect
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box, intersect
 from megatron.core.dist_checkpointing.pickles import Record, RecordUnpickler, load_objects, unreadable
 from megatron.core.dist_checkpointing.tensor_file import narrow
-from megatron.core.errors import CheckpointError
 
 METADATA = ".metadata"
 # Megatron-LM 0.15 wrote its own subclass of Metadata, and others keep the plans of the save in it.

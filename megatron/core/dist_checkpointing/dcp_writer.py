@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing.whole import FILE_BYTES, WRITERS, WholeTensor, cut, fill_files
 
 CHUNK_BYTES = 2**26  # of a tensor at most in one chunk: who reads a part of a chunk reads all of it

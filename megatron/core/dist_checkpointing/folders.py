@@ -20,10 +20,10 @@ import secrets
 import shutil
 from pathlib import Path
 
+from megatron.base.errors import CheckpointError
+from megatron.base.log import get_logger
 from megatron.core.dist_checkpointing.manifest import FOLDER_NAME, MANIFEST, has_our_format
 from megatron.core.dist_checkpointing.storage import sync_folder
-from megatron.core.errors import CheckpointError
-from megatron.core.log import get_logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what the tracker of a checkpoint holds that was not saved by the run that trained it

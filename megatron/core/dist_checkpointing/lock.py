@@ -21,8 +21,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.core.errors import CheckpointError
-from megatron.core.log import get_logger
+from megatron.base.errors import CheckpointError
+from megatron.base.log import get_logger
 
 LOCK = "lock.json"
 log = get_logger(__name__)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing.tensor_file import BLOCK_BYTES, DTYPE_CODES, DTYPES, DamagedError, check_size
-from megatron.core.errors import CheckpointError
 
 MANIFEST = "metadata.json"
 FORMAT = "megatron-patched"

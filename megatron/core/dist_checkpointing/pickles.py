@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from megatron.core.errors import CheckpointError
+from megatron.base.errors import CheckpointError
 
 _PLAIN = re.compile(
     r"signal\.(Signals|Handlers)|pathlib\.(\w+\.)?\w*Path|types\.SimpleNamespace|datetime\.\w+|enum\.\w+"

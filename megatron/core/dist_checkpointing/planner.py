@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, check_tiling
 from megatron.core.dist_checkpointing.tensor_file import DTYPE_CODES
-from megatron.core.errors import CheckpointError
 
 Pieces = dict[str, list[ShardedTensor]]
 Declared = tuple[tuple[int, ...], torch.dtype]  # global shape and dtype of a tensor, as one rank sees it

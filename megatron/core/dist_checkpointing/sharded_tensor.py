@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.boxes import Box, first_hole, first_overlap, flat_boxes
-from megatron.core.errors import CheckpointError
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box, first_hole, first_overlap, flat_boxes
 
 
 @dataclass(frozen=True, eq=False)

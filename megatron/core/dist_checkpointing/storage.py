@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing.coordination import portable
 from megatron.core.dist_checkpointing.manifest import (
     Chunk,
@@ -38,7 +39,6 @@ from megatron.core.dist_checkpointing.tensor_file import (
     open_tensor_file,
     write_tensor_file,
 )
-from megatron.core.errors import CheckpointError
 
 FILE_BYTES = 2**30  # a rank begins a new file when one has this much; a tensor is never split over files
 _WRITERS = 2  # files in flight a rank: one is synced while the next is filled

@@ -17,7 +17,8 @@ from typing import Any
 import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing.coordination import on_all, on_first, through_dcp
 from megatron.core.dist_checkpointing.folders import begin, folder_name, iterations, prune, publish
 from megatron.core.dist_checkpointing.manifest import Chunk, Manifest, check_sizes, chunk_key, read_manifest
@@ -25,7 +26,6 @@ from megatron.core.dist_checkpointing.planner import ShardedLoadPlanner, Sharded
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.storage import SafetensorsReader, SafetensorsWriter
 from megatron.core.dist_checkpointing.tensor_file import DamagedError, open_tensor_file
-from megatron.core.errors import CheckpointError
 from megatron.core.groups import Group
 
 

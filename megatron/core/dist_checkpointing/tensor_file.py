@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.errors import CheckpointError
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 
 BLOCK_BYTES = 16 * 2**20
 _METADATA = "__metadata__"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.boxes import Box, intersect
+from megatron.base.box import Box, intersect
 from megatron.core.dist_checkpointing.folders import begin, publish
 from megatron.core.dist_checkpointing.manifest import (
     Chunk,

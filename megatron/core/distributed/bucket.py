@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buckets import ALIGN, BucketLayout, Piece, owned_pieces, round_up
 from megatron.core.distributed.home import Home, Travel
 from megatron.core.parameter import GradSlot, Parameter, ParamInfo, Section
+from megatron.spec.buckets import ALIGN, BucketLayout, Piece, owned_pieces, round_up
 
 K = TypeVar("K", bound=Hashable)
 

@@ -30,21 +30,21 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from megatron.base.log import get_logger
+from megatron.base.box import flat_boxes
 from megatron.config.data_parallel import AUTO, EVERY, LAST, DataParallelSettings
 from megatron.core.comm.bucket_comm import BucketComm
 from megatron.core.comm.collectives import Handle, all_reduce, barrier
 from megatron.core.device import headroom, synchronize
-from megatron.core.dist_checkpointing.boxes import flat_boxes
 from megatron.core.distributed.block_pool import BlockPool
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.buckets import Piece, default_bucket_size, plan_all
 from megatron.core.distributed.home import Homes
 from megatron.core.distributed.params import Params
 from megatron.core.distributed.reduce_mode import Measured, choose_mode
 from megatron.core.groups import Groups
-from megatron.core.log import get_logger
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.timeline import Timeline
+from megatron.spec.buckets import Piece, default_bucket_size, plan_all
 
 log = get_logger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.base.errors import DataError
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.errors import DataError
 
 
 class ChatTemplate:

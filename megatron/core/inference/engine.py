@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron.base.errors import MegatronError
+from megatron.base.log import get_logger
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.errors import MegatronError
 from megatron.core.inference.sampling import Draws, Sampling, choose
 from megatron.core.inference.slots import SlotDecoder
 from megatron.core.inference.text import TextStream
-from megatron.core.log import get_logger
 
 IDLE_SECONDS = 0.5  # between two signs of life to the other ranks while no request is there
 PROMPT_TOKENS = 4096  # of new prompts that are read between two steps of those that run, and one prompt at least

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import all_gather, broadcast
-from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.inference.kv_cache import allocate_caches
 from megatron.core.inference.sampling import Draws, Sampling, choose
 from megatron.core.inference.staged import StagedModel

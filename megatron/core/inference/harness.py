@@ -11,8 +11,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
+from megatron.base.errors import ConfigError
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.errors import ConfigError
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.score import Window, score
 from megatron.core.inference.text import complete

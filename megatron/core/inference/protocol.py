@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron.core.errors import MegatronError
+from megatron.base.errors import MegatronError
 from megatron.core.inference.engine import Piece, Request
 from megatron.core.inference.sampling import Sampling
 

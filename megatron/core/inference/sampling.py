@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.base.errors import CheckpointError, DataError
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.errors import CheckpointError, DataError
 from megatron.core.inference.logprobs import token_logprobs
 from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel

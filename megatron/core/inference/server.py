@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from megatron.base.errors import DataError
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.errors import DataError
 from megatron.core.inference import engine as engines
 from megatron.core.inference.answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, Echo
 from megatron.core.inference.chat import ChatTemplate

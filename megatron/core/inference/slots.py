@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.base.errors import ConfigError
 from megatron.core.comm.collectives import all_gather, broadcast
 from megatron.core.device import headroom
-from megatron.core.errors import ConfigError
 from megatron.core.inference.logprobs import Logprobs, token_logprobs
 from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel

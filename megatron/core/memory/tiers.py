@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 
 class Block:

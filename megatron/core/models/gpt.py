@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parameter import make_parameter
-from megatron.core.pipeline_parallel.partition import Stage, whole_model
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.core.transformer.block import TransformerBlock, layer_inits
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
+from megatron.schedule.partition import Stage, whole_model
 
 
 class GPTModel(nn.Module):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.boxes import Box, first_hole, first_overlap, intersect
+from megatron.base.box import Box, first_hole, first_overlap, intersect
 from megatron.core.dist_checkpointing.tensor_file import narrow
 
 

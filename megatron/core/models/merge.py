@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.boxes import Box, intersect
+from megatron.base.box import Box, intersect
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.source import Source
 from megatron.core.transformer.lora import Adapted, Piece, adapted_linears, adapter_names, is_adapter

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from megatron.base.log import get_logger
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OffloadSettings
 from megatron.core.device import PeakMeter
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.log import get_logger
 from megatron.core.optimizer.chunks import Chunk
 from megatron.core.optimizer.far_memory import HostMemory
 from megatron.core.optimizer.far_updates import FarUpdates

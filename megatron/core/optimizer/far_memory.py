@@ -12,7 +12,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
 
 Shapes = Mapping[str, tuple[int, torch.dtype]]  # key -> (elements, dtype) of flat tensors
 

@@ -36,9 +36,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.log import get_logger
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
-from megatron.core.errors import CheckpointError, ConfigError
-from megatron.core.log import get_logger
 
 _log = get_logger(__name__)
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import STATES, UPDATE, OffloadSettings
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.buckets import Piece
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
 from megatron.core.optimizer.auto_offload import AutoOffload
@@ -33,6 +32,7 @@ from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.optimizer.visits import Visits
 from megatron.core.parameter import ParamInfo, Section
 from megatron.planner.optimizer_memory import cut, first_far, is_cut, optimizer_bytes
+from megatron.spec.buckets import Piece
 
 ON_DEVICE = OffloadSettings()
 

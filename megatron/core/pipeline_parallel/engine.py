@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.pipeline_parallel.schedule import GRADIENTS_OF_WEIGHTS, Action, Kind, Schedule
+from megatron.schedule.schedule import GRADIENTS_OF_WEIGHTS, Action, Kind, Schedule
 
 Place = tuple[int, int]  # stage, microbatch
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shard, to_shards
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.memory.checkpoint import checkpoint
 from megatron.core.parameter import Init, Parameter, cut, make_parameter
 from megatron.core.tensor_parallel.gemm_last import Prologue

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.core.log import get_logger
+from megatron.base.log import get_logger
 from megatron.kernels.backends import cpu_adam
 
 PIECE = 1 << 18  # elements converted at a time: 5 MB of all the tensors, which stay in cache between torch's passes

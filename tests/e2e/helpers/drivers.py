@@ -9,10 +9,10 @@ import signal
 import sys
 import time
 
+from megatron.base.heartbeat import Heartbeat
+from megatron.command_line.entry import run_of
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.heartbeat import Heartbeat
 from megatron.core.models.hf.export import HFExport
-from megatron.training.entry import run_of
 from megatron.training.main import main
 from megatron.training.step import TrainStep
 

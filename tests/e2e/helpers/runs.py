@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
+from megatron.base.box import Box
 from megatron.core.datasets.indexed import IndexedDatasetWriter
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.manifest import chunk_key, read_manifest
 from megatron.core.dist_checkpointing.tensor_file import open_tensor_file
-from megatron.training.log_line import parse_evaluation, parse_line
+from megatron.training.logging.line import parse_evaluation, parse_line
 
 VOCAB = 64
 SEQ = 32

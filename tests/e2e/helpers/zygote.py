@@ -17,7 +17,7 @@ import traceback
 
 import torch
 
-from megatron.training.entry import run_of
+from megatron.command_line.entry import run_of
 from megatron.training.main import main
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.cluster.pipeline import HEADER, WAYS, WORKER, Row, busiest, line, simulated_exposure
 from benchmarks.cluster.pipeline_worker import __name__ as worker
-from megatron.core.pipeline_parallel.passes import with_transfers
-from megatron.core.pipeline_parallel.schedules.named import build, chunks_of
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.schedules.named import build, chunks_of
 
 
 def schedule_of(way, m):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.recompute import on_the_line
-from megatron.planner.balance import Option
+from megatron.planner.memory.balance import Option
 
 POINTS = [
     Option("none", 100, 0.0),

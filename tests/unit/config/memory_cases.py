@@ -1,6 +1,8 @@
 """What each rule about memory refuses, and what it lets through; see test_rules.py."""
 
-from megatron.config import rules_activation_offload, rules_optimizer_offload, rules_recompute
+from megatron.config.rules import activation_offload as rules_activation_offload
+from megatron.config.rules import optimizer_offload as rules_optimizer_offload
+from megatron.config.rules import recompute as rules_recompute
 
 BALANCED = {"recompute_policy": "balanced", "activation_memory_budget": 0.5}
 PARTS_MOVE = {"fine_grained_activation_offloading": True, "num_layers": 4}

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.config.batch_steps import parse_steps
-from megatron.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import dataclasses
 
 from megatron.config.features import Facts, Feature, features, format_table, worth_a_line
 from megatron.config.note import Note
-from megatron.config.rules import check
+from megatron.config.rules.check import check
 from tests.unit.config.runs import make_run
 
 ALONE = Facts(

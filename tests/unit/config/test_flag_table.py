@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.command_line.arguments import build_parser
+from megatron.command_line.read import canonical, read
 from megatron.config.flag_table import (
     ALIAS,
     NOOP,
@@ -17,8 +19,6 @@ from megatron.config.flag_table import (
     is_listed,
     read_flags,
 )
-from megatron.training.arguments import build_parser
-from megatron.training.command_line import canonical, read
 
 # Megatron-LM's flags at d98e8a64 (August 2026), by name.
 MEGATRON = Path(__file__).with_name("megatron_flags.txt").read_text().split()

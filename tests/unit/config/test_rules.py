@@ -1,14 +1,12 @@
 import pytest
 
-from megatron.config import (
-    rules,
-    rules_files,
-    rules_model,
-    rules_training,
-)
-from megatron.config.rules_needs import own_flags_have_an_effect
-from megatron.config.rules_ranges import numbers_are_in_range, values_are_known
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
+from megatron.config.rules import check as rules
+from megatron.config.rules import files as rules_files
+from megatron.config.rules import model as rules_model
+from megatron.config.rules import training as rules_training
+from megatron.config.rules.needs import own_flags_have_an_effect
+from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
 from tests.unit.config.memory_cases import MEMORY_CASES
 from tests.unit.config.runs import make_run
 from tests.unit.config.training_cases import TRAINING_CASES

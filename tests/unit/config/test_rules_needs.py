@@ -1,10 +1,10 @@
 import pytest
 
-from megatron.config import rules
+from megatron.base.errors import ConfigError
 from megatron.config.flag_table import read_flags
-from megatron.config.rules_needs import NEEDS, notes, unneeded
+from megatron.config.rules import check as rules
+from megatron.config.rules.needs import NEEDS, notes, unneeded
 from megatron.config.run import flag_fields, flag_name
-from megatron.core.errors import ConfigError
 from tests.unit.config.runs import make_run
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

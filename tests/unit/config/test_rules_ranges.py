@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.config.rules_ranges import RANGES, numbers_are_in_range
+from megatron.config.rules.ranges import RANGES, numbers_are_in_range
 from megatron.config.run import flag_fields
 from tests.unit.config.runs import make_run
 

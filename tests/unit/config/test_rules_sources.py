@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from megatron.config import rules
+from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
-from megatron.core.errors import ConfigError
+from megatron.config.rules import check as rules
 from tests.unit.config.runs import make_run
 
 PENDING = {"use_checkpoint_args": True, "load": "d", "num_layers": None, "hidden_size": None, "vocab_size": None}

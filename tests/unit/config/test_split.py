@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.config.split import split_shares
-from megatron.core.errors import ConfigError
 
 THREE = (0.969, 0.03, 0.001)
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.config.layer_pattern import layer_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.window import attention_windows, keys_in_window
-from megatron.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

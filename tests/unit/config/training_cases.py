@@ -1,7 +1,7 @@
 """Cases of the rules about the length of a run, its batches, schedule and optimizer; see test_rules.py."""
 
-from megatron.config import rules_training
-from megatron.config.rules_ranges import numbers_are_in_range
+from megatron.config.rules import training as rules_training
+from megatron.config.rules.ranges import numbers_are_in_range
 
 SAMPLES = {"train_iters": None, "train_samples": 1000}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}

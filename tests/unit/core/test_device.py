@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from megatron.base.errors import ConfigError
 from megatron.core.device import (
     PEAK_BF16_TFLOPS,
     allow_open_files,
@@ -18,7 +19,6 @@ from megatron.core.device import (
     set_cpu_threads,
     synchronize,
 )
-from megatron.core.errors import ConfigError
 
 CPU = torch.device("cpu")
 

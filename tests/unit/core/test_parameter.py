@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.base.heartbeat import Heartbeat
 from megatron.core import parameter as module
 from megatron.core.groups import Group
-from megatron.core.heartbeat import Heartbeat
 from megatron.core.parameter import GradSlot, Init, Section, initialize, local_parameters, make_parameter
 from tests.unit.models.builds import slot_of
 

@@ -5,8 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.core.datasets.blend import MAX_PERIOD, Blend, BlendedDataset, parse_blend
-from megatron.core.errors import ConfigError
 
 
 def test_parse():

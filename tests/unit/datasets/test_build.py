@@ -5,13 +5,13 @@ import logging
 import numpy as np
 import pytest
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.mock import FACTOR, NOISE, STEP, MockDataset
 from megatron.core.datasets.sample import Splits
-from megatron.core.errors import ConfigError, DataError
 from tests.unit.datasets.helpers import write_documents
 
 SIZES = Splits(20, 10, 5)

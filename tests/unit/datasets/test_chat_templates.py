@@ -5,13 +5,13 @@ import os
 
 import pytest
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
 from megatron.core.datasets.chat_templates import CHAT_TEMPLATES, read_chat_template
 from megatron.core.datasets.sft import template_of, template_path
 from megatron.core.datasets.sft_records import Conversation
 from megatron.core.datasets.sft_template import ChatTemplate
 from megatron.core.datasets.tokenizer import build_tokenizer, portable
-from megatron.core.errors import ConfigError, DataError
 from tests.unit.datasets.chat import CHATML, messages, tokenizer_folder
 from tools.quickstart import save_tokenizer
 

@@ -5,10 +5,10 @@ import time
 import numpy as np
 import pytest
 
+from megatron.base.errors import DataError
 from megatron.core.datasets.gpt import GPTDataset
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.sample_index import build_sample_index
-from megatron.core.errors import DataError
 from tests.unit.datasets.helpers import write_documents
 
 SEQ = 8

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
+from megatron.base.errors import DataError
 from megatron.core.datasets.index_cache import cached_arrays
-from megatron.core.errors import DataError
 
 NAMES = ("a", "b")
 

@@ -7,9 +7,9 @@ import struct
 import numpy as np
 import pytest
 
+from megatron.base.errors import DataError
 from megatron.core.datasets import indexed
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter, merge_datasets, token_dtype
-from megatron.core.errors import DataError
 from tests.unit.datasets.helpers import INT32, UINT16, golden_pair, read_pair, write_documents
 
 DOCUMENTS = [[[5, 6, 7]], [[1]], [], [[65000, 0], [3, 4, 9, 2]], [[8] * 11]]

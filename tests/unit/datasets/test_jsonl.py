@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from megatron.base.errors import DataError
 from megatron.core.datasets import jsonl
 from megatron.core.datasets.jsonl import find_inputs, parse_texts, read_blocks
-from megatron.core.errors import DataError
 
 LINES = [b"one", b"", b"a longer line than the block " * 3, b"four", b"f\rive", b"six" * 5]
 

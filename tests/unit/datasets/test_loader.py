@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.base.errors import DataError
 from megatron.core.datasets.loader import MicrobatchSampler, build_loader
-from megatron.core.errors import DataError
 
 
 class Numbers:

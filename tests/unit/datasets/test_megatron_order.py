@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.build import build_datasets
@@ -18,7 +19,6 @@ from megatron.core.datasets.megatron_blend import SHORTEST_SEGMENT, FurthestBehi
 from megatron.core.datasets.megatron_index import MegatronEpochs, build_megatron_index
 from megatron.core.datasets.megatron_sampler import CyclicSampler
 from megatron.core.datasets.sample import Splits
-from megatron.core.errors import DataError
 from tests.unit.datasets.megatron_reference import blended, expected_rows, split_bounds
 
 SEED = 1234

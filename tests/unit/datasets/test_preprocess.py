@@ -14,11 +14,11 @@ import time
 import pytest
 from transformers import AutoTokenizer
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.core.datasets import jsonl
 from megatron.core.datasets import preprocess as preprocessing
 from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.errors import ConfigError, DataError
 from tests.unit.datasets.helpers import INT32, UINT16, golden_pair, read_pair
 from tests.unit.datasets.test_tokenizer import hugging_face_folder
 

@@ -6,12 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
+from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed import IndexedDatasetWriter
 from megatron.core.datasets.sample import Splits
 from megatron.core.datasets.sft import Conversations, SFTDataset, mask_prefix
-from megatron.core.errors import DataError
 from tests.unit.datasets.helpers import write_documents
 
 SEQ = 16

@@ -9,6 +9,7 @@ import runpy
 import numpy as np
 import pytest
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
 from megatron.core.datasets import jsonl
 from megatron.core.datasets.sft import Conversations, template_of
@@ -17,7 +18,6 @@ from megatron.core.datasets.sft_records import parse_conversation
 from megatron.core.datasets.sft_template import ChatTemplate
 from megatron.core.datasets.tokenizer import NullTokenizer, build_tokenizer
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.errors import ConfigError, DataError
 from tests.unit.datasets.chat import CHATML, LLAMA3, messages, tokenizer_folder
 from tests.unit.datasets.helpers import read_pair
 

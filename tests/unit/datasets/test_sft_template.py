@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.core.datasets.sft_records import Conversation
 from megatron.core.datasets.sft_template import ChatTemplate
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.errors import ConfigError
 from tests.unit.datasets.chat import CHATML, LLAMA3, MARKED, MISTRAL, MOVING, PLAIN, messages, tokenizer_folder
 
 TURNS = messages("the fox", "jumps over", "my box", "five dozen", system="quick")

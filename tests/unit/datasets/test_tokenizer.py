@@ -10,9 +10,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
 from megatron.core.datasets.tokenizer import build_tokenizer
-from megatron.core.errors import ConfigError, DataError
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"] * 20
 TEXTS = ["the quick fox", "", "naïve 狐 — jumps\n\nover  dogs", "x" * 300]

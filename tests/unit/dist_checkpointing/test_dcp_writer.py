@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing import dcp_writer
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.dcp_writer import write_dcp
 from megatron.core.dist_checkpointing.whole import WholeTensor
 

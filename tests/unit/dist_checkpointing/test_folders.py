@@ -1,8 +1,8 @@
 import pytest
 
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, iterations, prune, publish
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest, write_manifest
-from megatron.core.errors import CheckpointError
 
 
 def make(root, iteration, note="x"):

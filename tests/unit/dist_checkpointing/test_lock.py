@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing import lock
 from megatron.core.dist_checkpointing.lock import LOCK, hold
-from megatron.core.errors import CheckpointError
 
 
 def in_child(work):

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing import storage, tensor_file
 from megatron.core.dist_checkpointing.folders import TRACKER, find, iterations
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.store import load, newest_whole, read_state, save, verify
-from megatron.core.errors import CheckpointError
 from tests.pool import groups
 from tests.unit.dist_checkpointing.pieces import empty_like, same, shard, whole
 

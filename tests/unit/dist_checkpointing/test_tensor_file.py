@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron.core.dist_checkpointing.tensor_file as tensor_file
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing.tensor_file import (
     DTYPE_CODES,
     DamagedError,

@@ -6,9 +6,9 @@ from torch import nn
 
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.buckets import plan_buckets
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.parameter import Init, Parameter, make_parameter
+from megatron.spec.buckets import plan_buckets
 from tests import pool
 from tests.unit.models.builds import (
     CPU,

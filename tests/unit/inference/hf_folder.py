@@ -2,9 +2,9 @@
 
 import torch
 
+from megatron.conversion.convert import to_checkpoint
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
-from megatron.training.convert import to_checkpoint
 from tests.unit.inference.serving import write_tokenizer
 from tests.unit.models.hf_models import make_hf_model
 

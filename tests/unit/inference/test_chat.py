@@ -1,8 +1,8 @@
 import pytest
 
+from megatron.base.errors import DataError
 from megatron.core.datasets.tokenizer import NullTokenizer
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.errors import DataError
 from megatron.core.inference.chat import open_template
 from tests.unit.inference.serving import write_tokenizer
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.core.inference.generate import CachedDecoder
 from megatron.core.inference.sampling import Sampling
 from megatron.core.parameter import local_parameters

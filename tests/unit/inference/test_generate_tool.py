@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
-from megatron.core.errors import ConfigError
-from megatron.training.restore import Saved, check_pp, check_tp, read_saved, restore_tokenizer
+from megatron.tooling.restore import Saved, check_pp, check_tp, read_saved, restore_tokenizer
 from tests import pool
 from tests.unit.inference.small import LLAMA, PROMPTS, run, save_small, small_model
 
@@ -204,7 +204,7 @@ class TestRestore:
         asks = Saved(saved.path, saved.model, TokenizerConfig(tokenizer_type="NullTokenizer", trust_remote_code=True))
         seen = []
         monkeypatch.setattr(
-            "megatron.training.restore.build_tokenizer", lambda config, size: seen.append(config) or restored
+            "megatron.tooling.restore.build_tokenizer", lambda config, size: seen.append(config) or restored
         )
         restored = type("Tokenizer", (), {"vocab_size": 99})
         restore_tokenizer(asks)
@@ -213,6 +213,6 @@ class TestRestore:
 
     def test_a_tokenizer_that_is_too_large_is_refused(self, folder, tmp_path, monkeypatch):
         restored = type("Tokenizer", (), {"vocab_size": 100})
-        monkeypatch.setattr("megatron.training.restore.build_tokenizer", lambda config, size: restored)
+        monkeypatch.setattr("megatron.tooling.restore.build_tokenizer", lambda config, size: restored)
         with pytest.raises(ConfigError, match=r"100 ids but .* knows 99"):
             restore_tokenizer(read_saved(folder, None))

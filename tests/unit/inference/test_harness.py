@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.errors import ConfigError
 from megatron.core.inference.text import complete
 from tests import pool
 from tests.unit.inference.serving import BYTES, write_tokenizer

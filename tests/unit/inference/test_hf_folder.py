@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron.config.data import TokenizerConfig
 from megatron.core.parameter import local_parameters
-from megatron.training.restore import GENERATION_FILE, read_hf, read_saved, restore_model, restore_tokenizer, stop_ids
+from megatron.tooling.restore import GENERATION_FILE, read_hf, read_saved, restore_model, restore_tokenizer, stop_ids
 from tests import pool
 from tests.unit.inference.hf_folder import EOD, TEXTS, convert, greedy, write_folder
 from tests.unit.models.hf_models import edit_json

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.base.errors import ConfigError
 from megatron.core.inference.sampling import Draws, Sampling, choose, probabilities
 
 VOCAB = 40

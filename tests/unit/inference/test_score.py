@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.base.errors import CheckpointError, DataError
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.errors import CheckpointError, DataError
 from megatron.core.inference.score import TextScore, Window, score, score_texts, sliding_windows
 from tests import pool
 from tests.unit.inference.small import GPT2, LLAMA, PROMPTS, small_model, without_cache

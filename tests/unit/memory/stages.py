@@ -5,7 +5,7 @@ from torch import nn
 
 from megatron.core.memory.activation_offload import ActivationOffload
 from megatron.core.memory.layerwise import mark_layers
-from megatron.core.pipeline_parallel.offload_pass import moved_groups
+from megatron.schedule.offload_pass import moved_groups
 
 PIECE, PIECES = 4096, 8  # bytes of a tensor, tensors that a layer saves
 LAYER_BYTES = PIECE * PIECES

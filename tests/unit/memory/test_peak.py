@@ -9,12 +9,12 @@ from megatron.core.memory.activation_offload import ByRatio
 from megatron.core.memory.copier import WAIT, ThreadCopier
 from megatron.core.memory.tiers import FarMemory
 from megatron.core.pipeline_parallel.engine import Engine
-from megatron.core.pipeline_parallel.offload_pass import with_offload
-from megatron.core.pipeline_parallel.passes import with_transfers
-from megatron.core.pipeline_parallel.schedules.named import build
-from megatron.core.pipeline_parallel.simulate import Costs, simulate
 from megatron.core.timeline import Timeline, write_chrome_trace
-from megatron.planner.activation_offload import peak_chunks
+from megatron.planner.memory.activation_offload import peak_chunks
+from megatron.schedule.offload_pass import with_offload
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.schedules.named import build
+from megatron.schedule.simulate import Costs, simulate
 from tests.unit.memory.live import LiveBytes
 from tests.unit.memory.stages import LAYER_BYTES, Program, Stages
 from tests.unit.pipeline_parallel.test_engine import Mail

@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.base.errors import ConfigError
 from megatron.config.activation_offload import OFFLOAD_MODULES
-from megatron.core.errors import ConfigError
 from megatron.core.memory.activation_offload import ActivationOffload, ByRatio
 from megatron.core.memory.copier import ThreadCopier
 from megatron.core.memory.layerwise import FirstLayers, mark_layers

@@ -9,15 +9,15 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.errors import CheckpointError
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 from megatron.core.models.hf.adapter import AdaptedSource, AdapterSource, read_adapter_config
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.mapping import gather
 from megatron.core.models.merge import MergedSource
 from megatron.core.parameter import local_parameters
-from megatron.training.restore import read_hf, restore_model, with_adapter
+from megatron.tooling.restore import read_hf, restore_model, with_adapter
 from tests import pool
 from tests.unit.models.builds import CPU, make_ids, sections
 from tests.unit.models.hf_models import edit_json, save_hf_model

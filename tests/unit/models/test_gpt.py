@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
-from megatron.core.errors import ConfigError
+from megatron.config.presets import PRESETS, preset
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.presets import PRESETS, preset
 from megatron.core.parameter import local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron.core.errors import CheckpointError
+from megatron.base.errors import CheckpointError
 from megatron.core.models.hf.families import FAMILIES, parse_config, read_config, write_config
 from megatron.core.models.hf.source import HFSource
 from megatron.kernels.ops.rope import rotary_frequencies

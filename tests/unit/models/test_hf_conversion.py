@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.box import Box
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import fill

@@ -8,12 +8,12 @@ import signal
 import torch
 from safetensors.torch import load_file
 
+from megatron.base.box import Box
 from megatron.config.data import TokenizerConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.models.hf.export import leftovers, repair
 from megatron.core.models.hf.families import write_config
 from megatron.core.models.hf.names import table
-from megatron.training.convert import hf_export
+from megatron.training.export import hf_export
 from tests import file_events
 from tests.unit.config.runs import make_run
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.base.errors import CheckpointError
 from megatron.config.data import TokenizerConfig
-from megatron.core.errors import CheckpointError
+from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.source import HFSource
-from megatron.training.convert import CheckpointSource, to_checkpoint, to_hf
+from megatron.training.export import CheckpointSource
 from tests.unit.models.builds import make_ids
 from tests.unit.models.hf_models import edit_json, load_quietly, save_published
 from tests.unit.models.published import PUBLISHED

@@ -8,10 +8,10 @@ import pickle
 import pytest
 import torch
 
+from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.folders import TRACKER
-from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.mcore.classic import FILE
 from megatron.core.models.mcore.names import VOCABULARY
 from megatron.core.models.mcore.source import MCoreSource

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
-from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.mcore.arguments import arguments_of, flags_beside, model_of, refuse_what_has_no_argument
 from megatron.kernels.ops.rope import rotary_frequencies
 from tests.unit.models.builds import CPU, GPT, LLAMA

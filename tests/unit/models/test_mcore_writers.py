@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER
-from megatron.core.errors import CheckpointError
 from megatron.core.models.mcore.classic import FILE
 from megatron.core.models.mcore.dist_writer import write_torch_dist
 from megatron.core.models.mcore.training_state import Adam, TrainingState

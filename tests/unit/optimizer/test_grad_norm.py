@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
 from megatron.core.groups import Group, Groups
-from megatron.core.heartbeat import Heartbeat
-from megatron.core.mesh import Mesh
 from megatron.core.optimizer.grad_norm import global_norm, global_zeros
 from megatron.core.parameter import Init, make_parameter
 from tests import pool

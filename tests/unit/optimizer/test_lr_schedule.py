@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
-from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 
 LR, MIN = 1.0, 0.1

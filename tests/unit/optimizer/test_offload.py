@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
+from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import STATES, UPDATE, OffloadSettings
-from megatron.core.errors import ConfigError
 from megatron.core.optimizer.chunks import Chunk
 from megatron.core.optimizer.copies import Copies
 from megatron.core.parameter import local_parameters

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron.core.pipeline_parallel.engine import Engine
-from megatron.core.pipeline_parallel.passes import with_transfers
-from megatron.core.pipeline_parallel.schedule import Kind
-from megatron.core.pipeline_parallel.schedules.forward_only import forward_only
-from megatron.core.pipeline_parallel.schedules.named import build
-from megatron.core.pipeline_parallel.simulate import Costs, simulate
-from megatron.core.pipeline_parallel.validate import memory_in_flight
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.schedule import Kind
+from megatron.schedule.schedules.forward_only import forward_only
+from megatron.schedule.schedules.named import build
+from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.validate import memory_in_flight
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from megatron.planner.balance import Option, cheapest, front, not_beaten
-from megatron.planner.front_report import MIB, ROWS, draw, table
+from megatron.planner.memory.balance import Option, cheapest, front, not_beaten
+from megatron.planner.memory.front_report import MIB, ROWS, draw, table
 
 KEEP, NORM, MLP, FULL = (
     Option("none", 100, 0.0),

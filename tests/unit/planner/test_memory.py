@@ -10,18 +10,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory_report import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
+from megatron.base.errors import ConfigError
+from megatron.command_line.read import parse
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import pipeline_settings
-from megatron.core.distributed.buckets import default_bucket_size
-from megatron.core.errors import ConfigError
 from megatron.core.parameter import local_parameters
-from megatron.core.pipeline_parallel.offload_pass import with_offload
-from megatron.core.pipeline_parallel.partition import whole_model
-from megatron.core.pipeline_parallel.validate import chunks_near
 from megatron.planner.activations import Place, layer_bytes
 from megatron.planner.attention_memory import AttentionMemory
 from megatron.planner.layer_memory import LayerMemory
-from megatron.planner.memory import num_microbatches, plan_memory
+from megatron.planner.memory.plan import num_microbatches, plan_memory
 from megatron.planner.parameters import rank_buckets, rank_parameters
 from megatron.planner.sizes import (
     ACTIVATIONS,
@@ -35,7 +32,10 @@ from megatron.planner.sizes import (
     sizes_of,
 )
 from megatron.planner.tally import Profile, Tally, profile_of
-from megatron.training.command_line import parse
+from megatron.schedule.offload_pass import with_offload
+from megatron.schedule.partition import whole_model
+from megatron.schedule.validate import chunks_near
+from megatron.spec.buckets import default_bucket_size
 from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import make_model

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
-from megatron.core.errors import DataError
 from megatron.training.batch import BatchReader, make_batch
 from tests import pool
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.errors import CheckpointError
+from megatron.base.errors import CheckpointError
 from megatron.training.checkpoint import check_same_model, model_config_of
 from tests.unit.config.runs import make_run
 

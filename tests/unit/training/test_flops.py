@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config.model import ModelConfig
-from megatron.core.models.presets import preset
+from megatron.config.presets import preset
 from megatron.training.flops import train_flops
 
 

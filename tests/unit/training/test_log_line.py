@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from megatron.training.log_line import (
+from megatron.training.logging.line import (
     LogLine,
     LogWindow,
     format_duration,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from benchmarks.memory_report import COMMON, LLAMA
+from megatron.command_line.read import parse
 from megatron.kernels.backends import cpu_allocator
 from megatron.kernels.backends.cpu_allocator import CpuMemory
-from megatron.planner.memory import RankMemory
-from megatron.training.command_line import parse
-from megatron.training.log_memory import LogMemory, PeakMemory, format_line
+from megatron.planner.memory.plan import RankMemory
+from megatron.training.logging.memory import LogMemory, PeakMemory, format_line
 from megatron.training.setup import build
 from tests import pool
 

@@ -7,7 +7,8 @@ import pytest
 
 from megatron.core.device import MemoryReport
 from megatron.planner.footprint import Footprint
-from megatron.training.log_line import (
+from megatron.training.logging.footprint import MIB, format_footprint, format_memory
+from megatron.training.logging.line import (
     LogLine,
     format_evaluation,
     format_line,
@@ -16,8 +17,7 @@ from megatron.training.log_line import (
     format_saved,
     format_saving,
 )
-from megatron.training.memory_report import MIB, format_footprint, format_memory
-from megatron.training.timers import format_timers
+from megatron.training.logging.timers import format_timers
 from tests.unit.training.log_parsers import ITERATION, OTHERS, flagscale_losses, read
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678)

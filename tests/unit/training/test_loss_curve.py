@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from megatron.training.loss_curve import REFERENCE, TRAIN, VALIDATION, draw_loss_curve, moving_average
+from megatron.training.logging.loss_curve import REFERENCE, TRAIN, VALIDATION, draw_loss_curve, moving_average
 
 
 def ink(path, colour):

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, foreign_in, is_foreign
-from megatron.core.errors import CheckpointError
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.training.megatron_lm import state_of
 from megatron.training.saved_run import open_saved_run, read_run_state

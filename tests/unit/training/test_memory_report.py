@@ -8,7 +8,7 @@ import torch
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.device import MemoryReport
 from megatron.planner.footprint import weight_and_optimizer_footprint
-from megatron.training.memory_report import format_footprint, format_memory, memory_line
+from megatron.training.logging.footprint import format_footprint, format_memory, memory_line
 
 MIB = 1024**2
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.config.train import TrainConfig
-from megatron.core.errors import ConfigError
 from megatron.training.microbatches import BatchSchedule
 
 

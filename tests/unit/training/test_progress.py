@@ -8,9 +8,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from megatron.core.log import LOGGER_NAME
-from megatron.training import progress as module
-from megatron.training.progress import ProgressLine, terminal_console
+from megatron.base.log import LOGGER_NAME
+from megatron.training.logging import progress as module
+from megatron.training.logging.progress import ProgressLine, terminal_console
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from datetime import datetime, timedelta
 
-from megatron.training.progress_log import JobStart, ProgressLog, first_job
+from megatron.training.logging.progress_log import JobStart, ProgressLog, first_job
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
 

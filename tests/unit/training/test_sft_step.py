@@ -5,8 +5,8 @@ import torch
 
 from megatron.config.data import DataConfig
 from megatron.training.batch import BatchReader, make_batch, make_sft_batch
+from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep, evaluate, token_weights
-from megatron.training.timers import Timers
 from tests import pool
 from tests.unit.models.builds import (
     CPU,

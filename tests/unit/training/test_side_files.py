@@ -7,12 +7,12 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from megatron.config.data import TokenizerConfig
+from megatron.conversion.convert import to_hf
 from megatron.core.models.hf.side_files import side_files, side_folder
 from megatron.core.models.hf.source import HFSource
-from megatron.training.convert import to_hf
+from tests.unit.conversion.test_convert import WORDS
 from tests.unit.inference.serving import write_tokenizer
 from tests.unit.models.hf_models import edit_json, save_hf_model
-from tests.unit.training.test_convert import WORDS
 from tools.checkpoint import convert
 
 CODE = """

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from megatron.base.errors import UserError
+from megatron.base.heartbeat import Heartbeat
 from megatron.config.data import DataConfig
-from megatron.core.errors import UserError
 from megatron.core.groups import Group
-from megatron.core.heartbeat import Heartbeat
 from megatron.training.batch import Batch, make_batch
+from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep, check_same_parameters, evaluate, token_weights
-from megatron.training.timers import Timers
 from tests import pool
 from tests.unit.models.builds import (
     GPT,

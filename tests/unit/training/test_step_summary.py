@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.timeline import Interval
-from megatron.training.step_summary import format_summary, summarize
+from megatron.training.logging.step_summary import format_summary, summarize
 
 
 def rank(*spans):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megatron.training.timers import Timers, format_timers, slowest
+from megatron.training.logging.timers import Timers, format_timers, slowest
 
 
 class Device:

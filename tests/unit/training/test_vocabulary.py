@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
-from megatron.core.errors import CheckpointError, ConfigError
 from megatron.training import setup
 from tests.unit.config.runs import make_run
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.base.errors import ConfigError
 from megatron.config.train import LoggingConfig
-from megatron.core.errors import ConfigError
-from megatron.training.log_line import LogWindow
+from megatron.training.logging.line import LogWindow
+from megatron.training.logging.writers import Metrics, open_writers
 from megatron.training.state import StepReport
-from megatron.training.writers import Metrics, open_writers
 
 CPU = torch.device("cpu")
 

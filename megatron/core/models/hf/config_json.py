@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, TypeVar
 
-from megatron.config.rules_ranges import Interval
-from megatron.core.errors import CheckpointError
+from megatron.base.errors import CheckpointError
+from megatron.config.rules.ranges import Interval
 
 T = TypeVar("T")
 _MISSING: Any = object()

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.dist_checkpointing.tensor_file import write_tensor_file
 from megatron.core.dist_checkpointing.whole import WRITERS, WholeTensor, fill_files
-from megatron.core.errors import CheckpointError
 from megatron.core.models.hf.folder import INDEX_FILE
 from megatron.core.models.hf.side_files import copy_side_files
 from megatron.core.models.mapping import Table, gather

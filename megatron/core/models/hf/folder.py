@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing.tensor_file import Entry, TensorFile, narrow
-from megatron.core.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.models.hf.families import Family
 from megatron.core.models.mapping import Mapping, Part, Table
 

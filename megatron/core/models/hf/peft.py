@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.models.mapping import Mapping, Part, Table
 from megatron.core.transformer.lora import Piece, adapted_linears, adapter_names
 

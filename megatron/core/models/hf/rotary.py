@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.config.rules_ranges import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from megatron.config.rules.ranges import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from megatron.core.models.hf.config_json import JsonFields
 
 

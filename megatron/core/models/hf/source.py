@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.models.hf.adapter import check_no_adapter
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.folder import HFFolder

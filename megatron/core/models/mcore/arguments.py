@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
-from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
 
 # Those that describe the model, by the type that they have when they are given.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from megatron.core.errors import CheckpointError
+from megatron.base.errors import CheckpointError
 
 _ALIGNMENT = 64
 # Modules of a layer in their order; a norm that is stored with the linear layer behind it is a part of that module, or one

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.boxes import Box
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
-from megatron.core.errors import CheckpointError
 from megatron.core.models.mcore.names import Layout
 
 FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"

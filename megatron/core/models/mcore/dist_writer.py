@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.dcp_writer import write_dcp
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.dist_checkpointing.whole import WholeTensor

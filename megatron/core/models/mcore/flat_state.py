@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
-from megatron.core.errors import CheckpointError
 from megatron.core.models.mcore.buckets import bucket_sizes, default_size, in_module_order, place
 from megatron.core.models.mcore.classic import OPTIMIZER_FILE, ClassicFiles
 from megatron.core.models.mcore.names import EMBEDDING, HEAD, VOCABULARY, Layout, table

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.dcp_folder import METADATA
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, folder_name, is_foreign
-from megatron.core.errors import CheckpointError
 
 CLASSIC, TORCH_DIST = "torch", "torch_dist"  # as --ckpt-format names them
 _CONFIG = "metadata.json"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.base.errors import CheckpointError, ConfigError
 
 OFF: dict[str, tuple[Any, ...]] = {
     # Layers of another kind.

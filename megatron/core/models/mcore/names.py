@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.base.errors import ConfigError
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.errors import ConfigError
 from megatron.core.models.mapping import Mapping, Part, Table
 
 Shape = tuple[int, ...]

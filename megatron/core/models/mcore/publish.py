@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.storage import sync_folder
-from megatron.core.errors import CheckpointError
 from megatron.core.models.mcore.training_state import TrainingState
 
 

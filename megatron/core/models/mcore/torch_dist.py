@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.boxes import Box, intersect
+from megatron.base.errors import CheckpointError
+from megatron.base.box import Box, intersect
 from megatron.core.dist_checkpointing.dcp_folder import DcpFolder
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
-from megatron.core.errors import CheckpointError
 from megatron.core.models.mcore.names import Layout
 
 COMMON_FILE = "common.pt"  # until core 0.18; then an object

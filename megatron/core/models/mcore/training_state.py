@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.models.mcore.arguments import arguments_of
 from megatron.core.models.mcore.names import Layout
 

@@ -1,0 +1,1 @@
+"""What everything else stands on: exceptions, logging, rank arithmetic, the heartbeat, and boxes of global tensors."""

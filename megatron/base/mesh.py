@@ -1,0 +1,135 @@
+"""Pure rank arithmetic: axis sizes -> coordinates and rank lists. No torch, no processes.
+
+Dense axes from fastest to slowest: tp, cp, dp, pp. The expert view of the same ranks: etp, ep, edp, pp.
+Two neighbours along tp are neighbouring ranks, so tensor parallelism stays inside a host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from megatron.base.errors import ConfigError
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axis sizes of a job. `dp` and `edp` are what is left of the world after the other axes."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+    @classmethod
+    def create(
+        cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None
+    ) -> Mesh:
+        """Mesh of `world_size` ranks; `etp` defaults to `tp`, as in Megatron-LM.
+
+        Raises ConfigError with the sizes when the world cannot be cut that way.
+        """
+        etp = tp if etp is None else etp
+        if world_size < 1:
+            raise ConfigError(f"a job has at least 1 process, got a world size of {world_size}")
+        for name, size in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep), ("etp", etp)):
+            if size < 1:
+                raise ConfigError(f"{name} size must be at least 1, got {size}")
+        dense, expert = tp * cp * pp, etp * ep * pp
+        if world_size % dense:
+            raise ConfigError(
+                f"world size {world_size} is not divisible by tp {tp} x cp {cp} x pp {pp} = {dense}; "
+                f"start a multiple of {dense} processes or lower a size"
+            )
+        if world_size % expert:
+            raise ConfigError(
+                f"world size {world_size} is not divisible by etp {etp} x ep {ep} x pp {pp} = {expert}; "
+                f"start a multiple of {expert} processes or lower a size"
+            )
+        return cls(tp, cp, world_size // dense, pp, etp, ep, world_size // expert)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of `rank` on every axis of both views."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is outside the world of {self.world_size} ranks")
+        position: dict[str, int] = {}
+        for axes in (EXPERT_AXES, DENSE_AXES):
+            rest = rank
+            for axis in axes:
+                rest, position[axis] = divmod(rest, self._size(axis))
+        return position
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All rank lists that vary along `axes` (of one view) and are fixed on its other axes.
+
+        A list is ordered with the view's fastest axis first, so `groups("cp", "dp")` and `groups("dp", "cp")` agree.
+        """
+        view = EXPERT_AXES if set(axes) & {"etp", "ep", "edp"} else DENSE_AXES
+        if not set(axes) <= set(view):
+            raise ConfigError(f"axes {axes} mix the dense view {DENSE_AXES} and the expert view {EXPERT_AXES}")
+        strides = {a: math.prod(self._size(b) for b in view[: view.index(a)]) for a in view}
+        offsets = self._offsets([a for a in view if a in axes], strides)
+        bases = self._offsets([a for a in view if a not in axes], strides)
+        return [tuple(base + offset for offset in offsets) for base in bases]
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The rank list along `axes` that holds `rank`."""
+        return next(ranks for ranks in self.groups(*axes) if rank in ranks)
+
+    def optimizer_groups(self, instances: int) -> dict[str, list[tuple[int, ...]]]:
+        """Rank lists of "shard", "gather" and "replicas" when dp x cp is cut into `instances` of the sharded optimizer.
+
+        An instance is a run of neighbouring ranks of dp x cp. Raises ConfigError when they do not divide it.
+        """
+        if (self.dp * self.cp) % instances:
+            raise ConfigError(
+                f"{instances} optimizer instances do not divide dp {self.dp} x cp {self.cp}; "
+                "give --num-distributed-optimizer-instances a divisor of it"
+            )
+        size = self.dp * self.cp // instances
+        whole = self.groups("cp", "dp")
+        shards = [ranks[i : i + size] for ranks in whole for i in range(0, len(ranks), size)]
+        replicas = [ranks[i::size] for ranks in whole for i in range(size)]
+        return {"shard": shards, "gather": shards, "replicas": replicas}
+
+    def tensor_groups(self, inner: int) -> list[tuple[int, ...]]:
+        """Rank lists of "tp_inner": runs of `inner` neighbours of tp, which it divides."""
+        assert self.tp % inner == 0
+        return [line[i : i + inner] for line in self.groups("tp") for i in range(0, self.tp, inner)]
+
+    def context_groups(self, inner: int) -> dict[str, list[tuple[int, ...]]]:
+        """Rank lists of "cp_inner", runs of `inner` neighbours of cp, and "cp_outer", the ranks of one place in them.
+
+        Raises ConfigError when `inner` does not divide cp.
+        """
+        if self.cp % inner:
+            raise ConfigError(f"{inner} neighbours do not divide cp {self.cp}; give a divisor of it")
+        lines = self.groups("cp")
+        runs = [line[i : i + inner] for line in lines for i in range(0, self.cp, inner)]
+        return {"cp_inner": runs, "cp_outer": [line[i::inner] for line in lines for i in range(inner)]}
+
+    def pipeline_groups(self) -> dict[str, list[tuple[int, ...]]]:
+        """Rank lists of "up" and "down" (those of pp) and of "ends": the first and the last stage, others alone."""
+        lines = self.groups("pp")
+        ends = [(line[0], line[-1]) if len(line) > 1 else line for line in lines]
+        between = [(rank,) for line in lines for rank in line[1:-1]]
+        return {"up": lines, "down": lines, "ends": ends + between}
+
+    def _size(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    def _offsets(self, axes: list[str], strides: dict[str, int]) -> list[int]:
+        steps = [[i * strides[a] for i in range(self._size(a))] for a in reversed(axes)]
+        return [sum(step) for step in itertools.product(*steps)]

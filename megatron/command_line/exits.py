@@ -1,0 +1,93 @@
+"""How every program ends when something is wrong: what the user can mend, in one line, and the exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, UserError
+
+# Not by torch's own class, which is a RuntimeError, too: planning needs no torch.
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|bad_alloc|Storage size calculation overflowed", re.I)
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+def as_user_error(error: BaseException) -> UserError | None:
+    """`error` as what the user can mend, or None: a UserError, a file that the system refused, memory that is not there.
+
+    The one place that says so for files: code that opens one catches OSError only where it can say more than which file
+    and why.
+    """
+    if isinstance(error, UserError):
+        return error
+    found: UserError | None = None
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes | os.PathLike):
+        found = UserError(f"{os.fsdecode(error.filename)}: {error.strerror}; give another path, or mend this one")
+    elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        found = UserError(f"the disk: {error.strerror}; make room, or write elsewhere")
+    elif _is_about_memory(error):
+        found = UserError(
+            f"there is not enough memory{_amount(str(error))}; make sizes or batches smaller, or use more ranks: "
+            "tools/plan.py memory says what a run needs"
+        )
+    if found is not None:
+        found.on_all_ranks = False
+        found.__cause__ = error
+    return found
+
+
+def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
+    """Run a tool's `work` on `rank`: its own code, or 0.
+
+    2 after one line on stderr for what the user can mend; 1 after one for a lost rank; 130 for Ctrl-C. Any other
+    exception is raised.
+    """
+    try:
+        return work() or 0
+    except CommError as error:
+        print(f"error on rank {rank}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        found = as_user_error(error)
+        if found is None:
+            raise
+        if rank == 0 or not found.on_all_ranks:
+            print(f"error: {found}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+
+
+def check_output(flag: str, path: str | None) -> None:
+    """Raise ConfigError unless a file can be written at `path`, in folders that are made for it where they are missing.
+
+    To be called before the work whose result belongs there.
+    """
+    if path is None:
+        return
+    there = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    if os.path.isdir(path):
+        reason = "it is a folder"
+    elif not there.is_dir():
+        reason = f"{there} is no folder"
+    elif not os.access(path if os.path.lexists(path) else there, os.W_OK):
+        reason = "no permission"
+    else:
+        return
+    raise ConfigError(f"{flag} {path} cannot be written: {reason}; give another file")
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def _amount(text: str) -> str:
+    """What was asked for, where the message says it."""
+    match = re.search(r"allocate ([\d.]+ \w+)|sizes=(\[[^]]*\])", text)
+    if match is None:
+        return ""
+    return f" for {match[1]}" if match[1] else f" for a tensor of {match[2]}"

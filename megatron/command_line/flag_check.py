@@ -1,0 +1,57 @@
+"""What becomes of a Megatron command line here, flag by flag, without starting it. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.command_line.entry import mistakes, takes_shape_from_files
+from megatron.command_line.read import UNKNOWN, Outcome, read
+from megatron.config.flag_table import ALIAS, READ, REFUSE
+from megatron.config.rules.needs import notes
+from megatron.config.run import RunConfig
+
+_FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`outcomes`: of each flag; those without an effect in this run count as noop. `problems`: why the command is refused,
+    one line each, with the flags that the line names. `words`: the equivalent command line here."""
+
+    world_size: int
+    outcomes: tuple[Outcome, ...]
+    problems: tuple[tuple[str, tuple[str, ...]], ...]
+    words: tuple[str, ...]
+
+    @property
+    def accepted(self) -> bool:
+        """Whether a run would start: files are not looked at."""
+        return not self.problems
+
+
+def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
+    """The verdict on a command line on `world_size` processes; None: on as few as its layout needs."""
+    line = read(argv)
+    typed = {outcome.typed.flag for outcome in line.outcomes}
+    world = world_size or smallest_world(line.run)
+    found = mistakes(line, world)
+    of_flag = {o.why: (o.typed.flag,) for o in line.outcomes if o.kind in (REFUSE, UNKNOWN)}
+    judged = line.is_whole and len(found) == len(line.problems) and not takes_shape_from_files(line.run)
+    unused = {note.flag: note for note in notes(line.run)} if judged else {}
+    outcomes = tuple(
+        replace(o, kind="noop", here=note.here, why=note.why)
+        if o.kind == READ and (note := unused.get(o.typed.flag))
+        else o
+        for o in line.outcomes
+    )
+    words = tuple(word for o in outcomes if o.kind in (READ, ALIAS) for word in o.meant)
+    named = tuple((text, of_flag.get(text) or tuple(sorted(set(_FLAG.findall(text)) & typed))) for text in found)
+    return Verdict(world, outcomes, named, words)
+
+
+def smallest_world(run: RunConfig) -> int:
+    """The fewest processes that the layout of a run fits on."""
+    p = run.parallel
+    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size

@@ -1,0 +1,133 @@
+"""The training commands in a Megatron launch script or command line, without running anything. No torch.
+
+A script is read, not run: comments, quotes, variables, arrays, defaults such as `${1:-x}`, whole-number arithmetic,
+loops, functions, `eval`, `bash -c` and scripts that it starts are followed; what only a run could tell (the output of
+most commands, files, variables that the script does not set) stays as the script has it, such as $DATA_PATH, and is
+listed. A condition that cannot be known is taken to hold, and listed, too; an unset variable is empty in it, as in bash.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.command_line.launch_world import slurm_variables, world_size
+from megatron.command_line.shell.interpret import SHELLS, Invocation, invocations
+from megatron.command_line.shell.unknown import CLOSE, OPEN, plain, unknowns
+
+_PROGRAM = re.compile(r"(?:pretrain|posttrain|finetune|train)\w*\.py")
+_OTHER_PROGRAM = re.compile(r"#!(?!.*sh\b)")  # the first line of a file that is no shell script
+_RUNNER = re.compile(r"(?:python[\d.]*|torchrun|deepspeed|accelerate|msrun)")
+# What a Megatron command is known by when its program's name is not: one of these flags is in it.
+_TELLTALES = ("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--seq-length")
+_PRINTERS = ("echo", "printf")
+LAUNCHERS_OF_SCRIPTS = (*SHELLS, "sbatch", "source")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A training command.
+
+    argv: the words after the program. world: its processes, None when that cannot be known. program: as the command has
+    it, None for flags alone. unresolved: what is in argv and could not be known, such as $DATA_PATH. assumed: conditions
+    of the script that could not be known, and how they were taken.
+    """
+
+    argv: tuple[str, ...]
+    world: int | None
+    program: str | None
+    unresolved: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+
+def read_launch(words: Sequence[str]) -> list[Command]:
+    """From what a user gives: a script's path and its arguments, with or without `bash` before it; a whole command; its
+    flags alone; or any of these as one text. Raises ConfigError for a script that cannot be read."""
+    text = words[0] if len(words) == 1 else shlex.join(words)
+    if text.lstrip().startswith("-"):
+        return [_flags_of(each) for each in invocations(text, (), {}, lambda name: None)]
+    at = 1 if words and os.path.basename(words[0]) in LAUNCHERS_OF_SCRIPTS else 0
+    if words[at:] and not words[at].endswith(".py") and _is_file(words[at]):
+        return read_path(Path(words[at]), words[at + 1 :])
+    return read_script(text)
+
+
+def read_path(path: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> list[Command]:
+    """The training commands of a script in a file; others that it starts are looked for in its folder."""
+    return read_script(_text_of(path), arguments, environment, lambda name: _find(path.parent, name))
+
+
+def read_script(
+    text: str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    open_file: Callable[[str], str | None] = lambda name: None,
+) -> list[Command]:
+    """The training commands of a script, each once, in the order in which they are reached.
+
+    arguments: of the script. environment: variables that are set before it starts; SLURM's follow from its #SBATCH lines.
+    open_file: the text of another script by the name it is called by, or None. Raises ConfigError with the line that is
+    no bash.
+    """
+    variables = {**slurm_variables(text), **(environment or {})}
+    found = [_command(each) for each in invocations(text, tuple(arguments), variables, open_file)]
+    return list(dict.fromkeys(command for command in found if command is not None))
+
+
+def _command(found: Invocation) -> Command | None:
+    """The invocation as a training command; None if it is another command."""
+    words = found.words
+    at = _program(words)
+    if at is None or words[0] in _PRINTERS:
+        return None
+    launcher = [*(word for outer in found.launchers for word in outer), *words[:at]]
+    flags = _flags_of(replace(found, words=words[at + 1 :]))
+    return replace(flags, world=world_size(launcher, found.variables), program=plain(words[at]))
+
+
+def _flags_of(found: Invocation) -> Command:
+    """All its words as flags."""
+    unresolved = dict.fromkeys(source for word in found.words for source in unknowns(word))
+    return Command(tuple(map(plain, found.words)), None, None, tuple(unresolved), found.assumed)
+
+
+def _program(words: Sequence[str]) -> int | None:
+    """Where the program stands: behind python or a launcher, under a name that training programs have."""
+    for at, word in enumerate(words):
+        if _PROGRAM.fullmatch(os.path.basename(plain(word))) and (at == 0 or any(map(_runs, words[:at]))):
+            return at
+    # A program that is not known: an unknown word before the flags of a command that can only be Megatron's.
+    flags = next((at for at, word in enumerate(words) if word in _TELLTALES), 0)
+    unknown = (
+        at
+        for at in range(1, flags)
+        if words[at].startswith(OPEN) and not words[at - 1].startswith("-") and words[at + 1].startswith("-")
+    )
+    found = next(unknown, None)
+    return found if found is not None and any(map(_runs, words[:found])) else None
+
+
+def _runs(word: str) -> bool:
+    return _RUNNER.fullmatch(os.path.basename(word)) is not None or word.startswith(OPEN)
+
+
+def _find(folder: Path, name: str) -> str | None:
+    """A script by the name it is called by: one that begins with an unknown folder is looked for in this one."""
+    path = folder / (name[name.rindex(CLOSE) + 1 :].lstrip("/") if CLOSE in name else name)
+    text = _text_of(path) if _is_file(str(path)) else ""
+    return text if text and "\0" not in text and _OTHER_PROGRAM.match(text) is None and path.suffix != ".py" else None
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or with a character that no path has
+        return False
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")

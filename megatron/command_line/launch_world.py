@@ -1,0 +1,112 @@
+"""How many processes a launch command starts: torchrun, deepspeed, mpirun, srun and the #SBATCH lines. No torch."""
+
+from __future__ import annotations
+
+import math
+import os.path
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron.command_line.shell.scope import Array
+from megatron.command_line.shell.unknown import is_known
+
+# A launcher's options that count: (per node, nodes, all together).
+_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "torchrun": (("--nproc_per_node", "--nproc-per-node"), ("--nnodes",), ()),
+    "deepspeed": (("--num_gpus",), ("--num_nodes",), ()),
+    "msrun": (("--local_worker_num",), (), ("--worker_num",)),
+    "srun": (("--ntasks-per-node",), ("--nodes", "-N"), ("--ntasks", "-n")),
+    "mpirun": (("--npernode", "-npernode"), (), ("-np", "--np", "-n", "--n")),
+}
+_NAMES = {"mpiexec": "mpirun", "orterun": "mpirun"}
+_MODULES = {"torch.distributed.launch", "torch.distributed.run"}
+_DIRECTIVE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
+
+
+def world_size(launcher: Sequence[str], variables: Mapping[str, str | Array]) -> int | None:
+    """Processes of a command. `launcher`: the words before the program; `variables` at that place of the script.
+
+    The innermost launcher counts: of `srun torchrun`, where srun starts one process per node, torchrun. A command without
+    one has WORLD_SIZE processes where the script sets that, and otherwise one. None when the numbers cannot be known, or
+    there is nothing but the program's name.
+    """
+    for at in reversed(range(len(launcher))):
+        word = os.path.basename(launcher[at])
+        name = "torchrun" if word in _MODULES else _NAMES.get(word, word)
+        if name in _OPTIONS:
+            return _count(name, launcher[at + 1 :], variables)
+    given = variables.get("WORLD_SIZE")
+    if given is not None:
+        return _number(given) if isinstance(given, str) else None
+    # A word that is not known may be a launcher.
+    return 1 if launcher and all(map(is_known, launcher)) else None
+
+
+def slurm_variables(text: str) -> dict[str, str]:
+    """The variables that SLURM sets for a script, as far as its #SBATCH lines tell them."""
+    words = [word for line in _DIRECTIVE.findall(text) for word in line.split(" #")[0].split()]
+    nodes = _option(words, ("--nodes", "-N"))
+    tasks = _option(words, ("--ntasks-per-node",))
+    gpus = _option(words, ("--gpus-per-node",)) or _option(words, ("--gres",))
+    every = _option(words, ("--ntasks", "-n"))
+    counts = {
+        "SLURM_NNODES": _number(nodes),
+        "SLURM_NTASKS_PER_NODE": _number(tasks),
+        "SLURM_GPUS_PER_NODE": _number(gpus and gpus.split(":")[-1]),
+        "SLURM_CPUS_PER_TASK": _number(_option(words, ("--cpus-per-task", "-c"))),
+        "SLURM_NTASKS": _number(every),
+    }
+    if counts["SLURM_NTASKS"] is None and counts["SLURM_NNODES"] is not None:
+        counts["SLURM_NTASKS"] = counts["SLURM_NNODES"] * (counts["SLURM_NTASKS_PER_NODE"] or 1)
+    counts["SLURM_NPROCS"] = counts["SLURM_NTASKS"]
+    counts["SLURM_JOB_NUM_NODES"] = counts["SLURM_NNODES"]
+    counts["SLURM_GPUS_ON_NODE"] = counts["SLURM_GPUS_PER_NODE"]
+    return {name: str(count) for name, count in counts.items() if count is not None}
+
+
+def _count(name: str, words: Sequence[str], variables: Mapping[str, str | Array]) -> int | None:
+    per_node, nodes, together = (_option(words, options) for options in _OPTIONS[name])
+    if together is not None:
+        return _number(together)
+    if name == "srun":
+        if nodes is None and per_node is None:
+            given = variables.get("SLURM_NTASKS")
+            return _number(given) if isinstance(given, str) else None
+        nodes = nodes or _text(variables.get("SLURM_NNODES"))
+        per_node = per_node or _text(variables.get("SLURM_NTASKS_PER_NODE")) or "1"
+    elif name == "torchrun":
+        nodes, per_node = nodes or "1", per_node or "1"
+    elif name == "deepspeed":
+        nodes = nodes or "1"
+    return _product((nodes, per_node))
+
+
+def _product(texts: Iterable[str | None]) -> int | None:
+    numbers = [_number(text) for text in texts]
+    known = [number for number in numbers if number is not None]
+    return math.prod(known) if len(known) == len(numbers) else None
+
+
+def _option(words: Sequence[str], names: tuple[str, ...]) -> str | None:
+    """The last value of an option, as `--name value`, `--name=value` or, of one letter, `-nvalue`."""
+    found = None
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        short = next((each for each in names if len(each) == 2 and re.fullmatch(re.escape(each) + r"\d+", word)), None)
+        if name in names:
+            found = value if equals else next(iter(words[at + 1 : at + 2]), None)
+        elif short:
+            found = word[len(short) :]
+    return found
+
+
+def _number(text: str | None) -> int | None:
+    """A positive number; "2:2", torchrun's least and most nodes, is 2, and a range is not known."""
+    found = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", text or "")
+    if found is None or found[2] not in (None, found[1]) or int(found[1]) == 0:
+        return None
+    return int(found[1])
+
+
+def _text(value: str | Array | None) -> str | None:
+    return value if isinstance(value, str) else None

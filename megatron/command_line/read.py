@@ -1,0 +1,286 @@
+"""From the words of a command line to a configuration, and what became of every flag on the way. No torch.
+
+A command line that was written for Megatron-LM or one of its forks is taken as it is: `config/flag_table.csv` says what
+becomes of each flag that is not this program's. Spellings are taken as people write them: underscores for dashes, `--a=b`,
+`--disable-x` for `--no-x`, `true` and `false` after a switch, whole numbers as 2e8. All mistakes are reported at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import Field, dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from megatron.base.errors import ConfigError
+from megatron.command_line.arguments import build_parser, plain_type, spellings_of, value_of
+from megatron.config.flag import flag_of
+from megatron.config.flag_table import ALIAS, NOOP, READ, REFUSE, SAME, find_row, flag_table, is_listed
+from megatron.config.note import Note
+from megatron.config.presets import preset
+from megatron.config.run import PARTS, RunConfig, flag_fields
+
+UNKNOWN = "unknown"
+_NUMBER = re.compile(r"-[.\d]")
+_SWITCHED = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_CLOSE = 0.8  # how much alike a flag has to be to be what was meant
+PRESET = "--preset"
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A flag as it is on the command line, and the words after it."""
+
+    flag: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((self.flag, *self.words))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a flag. `kind`: read, same, noop, refuse, alias or unknown; `meant`: the words of this program that a
+    read flag or an alias stands for; `here`: what is in effect instead of a noop; `why`: the reason, or what is wrong."""
+
+    typed: Typed
+    kind: str
+    meant: tuple[str, ...] = ()
+    here: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line as it was understood. `run` holds what could be; it is whole only where there are no problems."""
+
+    run: RunConfig
+    outcomes: tuple[Outcome, ...]
+    problems: tuple[str, ...]  # one line each
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all values could be read, so that the rules can judge the run: at most some flags are not here."""
+        not_here = {outcome.why for outcome in self.outcomes if outcome.kind in (REFUSE, UNKNOWN)}
+        return set(self.problems) <= not_here | {note.refusal for note in self.run.notes}
+
+
+def parse(argv: Sequence[str], *, description: str) -> RunConfig:
+    """The configuration that `argv` (without the program's name) asks for, not yet checked by `config.rules`.
+
+    Raises ConfigError, a line for each mistake. `--help` prints and exits.
+    """
+    help_if_asked(argv, description)
+    line = read(argv)
+    if line.problems:
+        raise ConfigError(*line.problems)
+    return line.run
+
+
+def help_if_asked(argv: Sequence[str], description: str) -> None:
+    """`--help` prints every flag and exits."""
+    if {"-h", "--help"} & set(argv):
+        build_parser(description).parse_args(["--help"])
+
+
+def read(argv: Sequence[str]) -> CommandLine:
+    """Every flag of `argv` and what becomes of it. Raises nothing: what is wrong is in `problems`."""
+    if garbled := [word for word in argv if any("\ud800" <= letter <= "\udfff" for letter in word)]:
+        return CommandLine(
+            RunConfig(), (), tuple(f"'{word}' is not UTF-8; give it in that encoding" for word in garbled)
+        )
+    typed, problems = _split(argv)
+    typed, notes = _joined(typed)
+    flags = {item.flag: item.words for item in typed}
+    outcomes = tuple(_judge(item, flags) for item in typed)
+    problems += [outcome.why for outcome in outcomes if outcome.kind in (REFUSE, UNKNOWN)]
+    meant = _Meant()
+    notes += _notes(outcomes)
+    # What another name stands for gives way to the flag itself.
+    for kind in (ALIAS, READ):
+        for outcome in outcomes:
+            if outcome.kind == kind:
+                meant.add(outcome, problems)
+    notes += meant.notes
+    try:
+        run = _configure(meant.values, notes, [str(o.typed) for o in outcomes if o.kind == SAME])
+    except ConfigError as error:
+        problems.append(str(error))
+        run = RunConfig()
+    if run.logging.strict_flags:
+        problems += [note.refusal for note in notes]
+    return CommandLine(run, outcomes, tuple(dict.fromkeys(problems)))
+
+
+def canonical(flag: str) -> str:
+    """The spelling that this program or the table knows a flag by."""
+    for name in (flag, dashed := "--" + flag[2:].replace("_", "-"), dashed.replace("--disable-", "--no-", 1)):
+        if name in _fields() or name == PRESET or is_listed(name):
+            return name
+    return dashed
+
+
+def _split(argv: Sequence[str]) -> tuple[list[Typed], list[str]]:
+    """Flags with the words after them, and what is wrong with words that have no flag."""
+    typed: list[Typed] = []
+    problems = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            flag, equals, value = word.partition("=")
+            typed.append(Typed(canonical(flag), (value,) if equals else ()))
+        elif word.startswith("-") and not _NUMBER.match(word) and len(word) == 2:
+            problems.append(f"{word} is not a known flag; --help lists all of them")
+        elif typed:
+            typed[-1] = replace(typed[-1], words=(*typed[-1].words, word))
+        else:
+            problems.append(_stray((word,)))
+    return typed, problems
+
+
+def _joined(typed: Iterable[Typed]) -> tuple[list[Typed], list[Note]]:
+    """Several words after a flag that takes one text are that text, as from a shell's variable without quotes."""
+    found, notes = [], []
+    for item in typed:
+        spec, kind = _fields().get(item.flag, (None, None))
+        if (
+            len(item.words) > 1
+            and spec is not None
+            and kind is str
+            and (of := flag_of(spec)) is not None
+            and not of.choices
+        ):
+            text = " ".join(item.words)
+            notes.append(Note(item.flag, text, f"'{text}'", "words without quotes are taken as one value"))
+            item = replace(item, words=(text,))
+        found.append(item)
+    return found, notes
+
+
+def _judge(item: Typed, flags: dict[str, tuple[str, ...]]) -> Outcome:
+    row = find_row(item.flag, item.words, flags)
+    if item.flag == PRESET or (item.flag in _fields() and (row is None or not row.values)):
+        return Outcome(item, READ, (item.flag, *item.words))
+    if row is None:
+        problem = "is not known with this value; see --print-flags" if is_listed(item.flag) else _closest(item.flag)
+        return Outcome(item, UNKNOWN, why=f"{item} {problem}")
+    if row.arity == "0" and item.words:
+        state = _switched(item.words)
+        if state is None:
+            return Outcome(item, UNKNOWN, why=f"{item.flag}: {_stray(item.words)}")
+        if not state:
+            return Outcome(item, SAME, why="off, as without it")
+    if row.outcome == ALIAS:
+        return Outcome(item, ALIAS, tuple(_written_out(row.here, item, flags)))
+    if row.outcome == REFUSE:
+        return Outcome(item, REFUSE, why=f"{item} is not available here ({row.text}); {row.here or 'remove it'}")
+    return Outcome(item, row.outcome, here=row.here, why=row.text)
+
+
+def _written_out(text: str, item: Typed, flags: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """The words of an alias: `{}` is the value, `{-1}` the value less one, `{--x}` the value of another flag."""
+    values = {"{}": item.words} | {f"{{{flag}}}": words for flag, words in flags.items()}
+    for part in text.split():
+        if "{-1}" in part and len(item.words) == 1 and item.words[0].isdecimal():
+            yield part.replace("{-1}", str(int(item.words[0]) - 1))
+        else:
+            yield from values.get(part, (part,))
+
+
+class _Meant:
+    """The values that flags give, by field; a later flag goes before an earlier one."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.notes: list[Note] = []
+        self._origins: dict[str, Typed] = {}
+
+    def add(self, outcome: Outcome, problems: list[str]) -> None:
+        """Take what `outcome` gives, with a note where it takes the place of another value."""
+        for item in _split(outcome.meant)[0]:
+            try:
+                name, value = _value(item)
+            except ConfigError as error:
+                problems.append(str(error))
+                continue
+            if name in self.values and self.values[name] != value:
+                earlier = self._origins[name]
+                why = "given again" if earlier.flag == item.flag else "the flag itself goes before another name of it"
+                self.notes.append(Note(earlier.flag, _asked(earlier), str(item), why))
+            self.values.pop(name, None)
+            if value is not None:
+                self.values[name] = value
+                self._origins[name] = outcome.typed
+
+
+def _value(item: Typed) -> tuple[str, Any]:
+    """(field, value) of a flag of this program; the value of a switch that is switched off is None. Raises ConfigError."""
+    if item.flag == PRESET:
+        if len(item.words) != 1:
+            raise ConfigError(f"{PRESET}: needs one value after it")
+        return "preset", preset(item.words[0]) and item.words[0]
+    spec, kind = _fields()[item.flag]
+    if kind is bool:
+        state = _switched(item.words) if item.words else True
+        if state is None:
+            raise ConfigError(f"{item.flag}: {_stray(item.words)}")
+        return spec.name, (not spec.default) if state else None
+    return spec.name, value_of(spec, kind, item.flag, item.words)
+
+
+def _notes(outcomes: Iterable[Outcome]) -> list[Note]:
+    return [
+        Note(outcome.typed.flag, _asked(outcome.typed), outcome.here, outcome.why)
+        for outcome in outcomes
+        if outcome.kind == NOOP
+    ]
+
+
+def _asked(item: Typed) -> str:
+    return " ".join(item.words) or "on"
+
+
+def _switched(words: Sequence[str]) -> bool | None:
+    """What a word after a switch says; None where it says nothing."""
+    return _SWITCHED.get(words[0].lower()) if len(words) == 1 else None
+
+
+def _configure(values: dict[str, Any], notes: Sequence[Note], already: Sequence[str]) -> RunConfig:
+    """Raises ConfigError for a preset beside another source of the model's shape."""
+    given = dict(values)
+    shape = preset(given.pop("preset")) if "preset" in given else {}
+    for other, origin in (("use_checkpoint_args", "the checkpoint"), ("load_hf", "its config.json")):
+        if shape and given.get(other):
+            flag = other.replace("_", "-")
+            raise ConfigError(f"--preset has no effect: --{flag} takes the shape from {origin}; remove one")
+    if given.get("tokenizer_type", "NullTokenizer") != "NullTokenizer":
+        # The tokenizer has its own vocabulary; a preset's is that of the published model's tokenizer.
+        shape.pop("vocab_size", None)
+    parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for name, value in {**shape, **given}.items():
+        parts[flag_fields()[name][0]][name] = value
+    built = {part: cls(**parts[part]) for part, cls in PARTS.items()}
+    built["tokenizer"] = built["tokenizer"].with_type_of_files()
+    return RunConfig(**built, given=frozenset(given), notes=tuple(notes), already=tuple(dict.fromkeys(already)))
+
+
+@functools.cache
+def _fields() -> dict[str, tuple[Field[Any], Any]]:
+    """Every spelling of this program's flags -> (field, type)."""
+    hints = {part: typing.get_type_hints(cls) for part, cls in PARTS.items()}
+    return {
+        flag: (spec, plain_type(hints[part][spec.name]))
+        for part, spec in flag_fields().values()
+        for flag in spellings_of(spec)
+    }
+
+
+def _stray(words: Sequence[str]) -> str:
+    return f"'{' '.join(words)}' belongs to no flag; remove it, or quote a value that has spaces"
+
+
+def _closest(flag: str) -> str:
+    near = get_close_matches(flag, [*_fields(), PRESET, *(row.flag for row in flag_table())], n=1, cutoff=_CLOSE)
+    return f"is not a known flag; did you mean {near[0]}?" if near else "is not a known flag; --help lists all of them"

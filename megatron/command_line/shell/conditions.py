@@ -1,0 +1,95 @@
+"""Tests of `[ ]` and `[[ ]]`: true, false, or None when that cannot be known without running the script.
+
+A variable that nobody set is empty, as it would be in bash; the outcome of a command or of a look at a file is not known.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+
+from megatron.command_line.shell.unknown import as_if_unset, is_known
+
+_NUMBERS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+}
+_TEXTS = ("=", "==", "!=", "=~", "<", ">")
+
+
+def test(words: list[str], is_set: Callable[[str], bool]) -> bool | None:
+    """The outcome of the words between the brackets. `is_set`: whether a variable is, for -v."""
+    return _Reader(list(words), is_set).either()
+
+
+def matches(text: str, pattern: str) -> bool | None:
+    """Whether a text is one of `case` or `==`; None when it cannot be known."""
+    known, wanted = as_if_unset(text), as_if_unset(pattern)
+    return None if known is None or wanted is None else fnmatch.fnmatchcase(known, wanted)
+
+
+class _Reader:
+    """Takes words from the front."""
+
+    def __init__(self, words: list[str], is_set: Callable[[str], bool]) -> None:
+        self._words = words
+        self._is_set = is_set
+
+    def either(self) -> bool | None:
+        """`a || b`, or what binds tighter."""
+        value = self._both()
+        while self._words and self._words[0] in ("||", "-o"):
+            self._words.pop(0)
+            other = self._both()
+            value = True if True in (value, other) else (None if None in (value, other) else False)
+        return value
+
+    def _both(self) -> bool | None:
+        value = self._one()
+        while self._words and self._words[0] in ("&&", "-a"):
+            self._words.pop(0)
+            other = self._one()
+            value = False if False in (value, other) else (None if None in (value, other) else True)
+        return value
+
+    def _one(self) -> bool | None:
+        if not self._words:
+            return False
+        word = self._words.pop(0)
+        if self._words and (self._words[0] in _TEXTS or self._words[0] in _NUMBERS):
+            return self._compare(word, self._words.pop(0), self._words.pop(0) if self._words else "")
+        if word == "!":
+            value = self._one()
+            return None if value is None else not value
+        if word == "(":
+            value = self.either()
+            if self._words[:1] == [")"]:
+                self._words.pop(0)
+            return value
+        if re.fullmatch(r"-[a-zA-Z]", word) and self._words:
+            return self._unary(word, self._words.pop(0))
+        text = as_if_unset(word)
+        return None if text is None else bool(text)
+
+    def _unary(self, operator: str, word: str) -> bool | None:
+        if operator == "-v":
+            return self._is_set(word) if is_known(word) else None
+        if operator not in ("-z", "-n"):
+            return None  # a look at a file
+        text = as_if_unset(word)
+        return None if text is None else bool(text) == (operator == "-n")
+
+    def _compare(self, left: str, operator: str, right: str) -> bool | None:
+        if operator in _NUMBERS:
+            sides = [as_if_unset(side) for side in (left, right)]
+            numbers = [int(side) for side in sides if side is not None and re.fullmatch(r"\s*-?\d+\s*", side)]
+            return _NUMBERS[operator](*numbers) if len(numbers) == len(sides) else None
+        if operator in ("=", "==", "!="):
+            equal = matches(left, right)
+            return None if equal is None else equal == (operator != "!=")
+        return None

@@ -1,0 +1,243 @@
+"""A place in the text of a script: blanks, comments, here-documents, quotes and words from there on."""
+
+from __future__ import annotations
+
+import re
+
+from megatron.base.errors import ConfigError
+from megatron.command_line.shell.syntax import Part, Word
+from megatron.command_line.shell.unknown import CLOSE, OPEN
+
+_NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
+_REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(<<<|<<-?|<>|>>|>\||>&|<&|&>>|&>|<(?!\()|>(?!\())")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "e": "\x1b"}
+METACHARACTERS = " \t\n;&|()<>"
+
+
+class Cursor:
+    """`text` from `at` on. Everything that reads moves `at` behind what it has read. Raises ConfigError."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self._heredocs: list[tuple[str, bool]] = []  # delimiters that the next line's end calls for; whether tabs go
+
+    def error(self, what: str, at: int | None = None) -> ConfigError:
+        """The error to raise, with the number of the line."""
+        line = self.text.count("\n", 0, self.at if at is None else at) + 1
+        return ConfigError(f"line {line} of the script: {what}; give the command itself if this is valid bash")
+
+    def starts(self, *texts: str) -> bool:
+        """Whether one of `texts` is next."""
+        return self.text.startswith(texts, self.at)
+
+    def take(self, text: str) -> bool:
+        """Step over `text` if it is next, and say whether it was."""
+        found = self.starts(text)
+        self.at += len(text) * found
+        return found
+
+    def blanks(self) -> None:
+        """Step over blanks, continued lines and a comment."""
+        while self.at < len(self.text):
+            if self.text[self.at] in " \t\r":
+                self.at += 1
+            elif self.starts("\\\n"):
+                self.at += 2
+            elif self.starts("\\\r\n"):
+                self.at += 3
+            elif self.text[self.at] == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            else:
+                return
+
+    def lines(self) -> None:
+        """Step over blanks and ends of lines, and the here-documents that begin behind these."""
+        self.blanks()
+        while self.take("\n"):
+            for delimiter, tabs in self._heredocs:
+                self._skip_heredoc(delimiter, tabs)
+            self._heredocs.clear()
+            self.blanks()
+
+    def redirection(self) -> bool:
+        """Step over one, with its target, if there is one."""
+        found = _REDIRECTION.match(self.text, self.at)
+        if found is None:
+            return False
+        self.at = found.end()
+        self.blanks()
+        start = self.at
+        if self.word() is not None and found[1] in ("<<", "<<-"):
+            self._heredocs.append((re.sub(r"[\\'\"]", "", self.text[start : self.at]), found[1] == "<<-"))
+        return True
+
+    def word(self, stops: str = METACHARACTERS) -> Word | None:
+        """The word that begins here; None if there is none. It ends before an unquoted character of `stops`."""
+        parts: list[Part] = []
+        plain: list[str] = []
+
+        def flush() -> None:
+            if plain:
+                parts.append(Part("text", "".join(plain), False))
+                plain.clear()
+
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if self.starts("\\\n", "\\\r\n"):
+                self.at = self.text.index("\n", self.at) + 1
+            elif char in "\\'\"$`" or char == OPEN or self.starts("<(", ">("):
+                flush()
+                parts += self._special()
+            elif char in stops:
+                break
+            else:
+                plain.append(char)
+                self.at += 1
+        flush()
+        return Word(tuple(parts)) if parts else None
+
+    def need_word(self) -> Word:
+        """The word that begins here or behind blanks."""
+        self.blanks()
+        word = self.word()
+        if word is None:
+            raise self.error("a word is missing")
+        return word
+
+    def starts_word(self, text: str) -> bool:
+        """Whether `text` is next, as a whole word."""
+        end = self.at + len(text)
+        return self.starts(text) and self.text[end : end + 1] in ("", *METACHARACTERS)
+
+    def _special(self) -> list[Part]:
+        char, start = self.text[self.at], self.at
+        if char == OPEN:  # text that was expanded before and is read again, by eval
+            self.at = self._find(CLOSE) + 1
+            return [Part("text", self.text[start : self.at], True)]
+        if char == "\\":
+            self.at += 2
+            return [Part("text", self.text[start + 1 : self.at], True)]
+        if char == "'":
+            self.at += 1
+            end = self._find("'")
+            inside, self.at = self.text[self.at : end], end + 1
+            return [Part("text", inside, True)]
+        if self.take("$'"):
+            return [Part("text", self._escaped(), True)]
+        if self.take('"') or self.take('$"'):
+            return self._double_quoted()
+        if self.starts("<(", ">("):
+            self.at += 2
+            return [Part("command", self._until_parenthesis(), False)]
+        return [self._expansion(quoted=False)]
+
+    def _double_quoted(self) -> list[Part]:
+        parts: list[Part] = []
+        start = self.at
+        while not self.take('"'):
+            if self.at >= len(self.text):
+                raise self.error('a " is not closed', start)
+            char = self.text[self.at]
+            if char == OPEN:
+                parts += self._special()
+            elif self.take("\\"):
+                after = self.text[self.at : self.at + 1]
+                self.at += 1
+                parts.append(Part("text", {"\n": ""}.get(after, after if after in '$`"\\' else "\\" + after), True))
+            elif char in "$`":
+                parts.append(self._expansion(quoted=True))
+            else:
+                parts.append(Part("text", char, True))
+                self.at += 1
+        return parts or [Part("text", "", True)]
+
+    def _expansion(self, quoted: bool) -> Part:
+        """From a `$` or a backquote on."""
+        if self.take("`"):
+            start = self.at
+            while not self.starts("`"):
+                if self.at >= len(self.text):
+                    raise self.error("a ` is not closed", start)
+                self.at += 2 if self.starts("\\") else 1
+            self.at += 1
+            return Part("command", self.text[start : self.at - 1].replace("\\`", "`"), quoted)
+        if self.take("$(("):
+            return Part("arithmetic", self.arithmetic(), quoted)
+        if self.take("$("):
+            return Part("command", self._until_parenthesis(), quoted)
+        if self.take("${"):
+            return Part("parameter", self._until_brace(), quoted)
+        name = _NAME.match(self.text, self.at + 1)
+        if name is None:
+            self.at += 1
+            return Part("text", "$", quoted)
+        self.at = name.end()
+        return Part("parameter", name[0], quoted)
+
+    def arithmetic(self) -> str:
+        """Up to the `))` that closes."""
+        start, depth = self.at, 0
+        while not (depth == 0 and self.starts("))")):
+            if self.at >= len(self.text):
+                raise self.error("a (( is not closed", start)
+            depth += {"(": 1, ")": -1}.get(self.text[self.at], 0)
+            self.at += 1
+        self.at += 2
+        return self.text[start : self.at - 2]
+
+    def _until_parenthesis(self) -> str:
+        """Up to the `)` that closes, over quotes and nested parentheses."""
+        return self._until("(", ")", comments=True)
+
+    def _until_brace(self) -> str:
+        return self._until("{", "}", comments=False)
+
+    def _until(self, opening: str, closing: str, comments: bool) -> str:
+        start, depth = self.at, 1
+        while depth:
+            if self.at >= len(self.text):
+                raise self.error(f"a ${opening} is not closed", start)
+            char = self.text[self.at]
+            if char in "\\'\"`$":
+                self._special()
+            elif comments and self.starts("<<") and self.redirection():
+                pass
+            elif comments and char == "\n":
+                self.lines()
+            elif comments and char == "#" and self.text[self.at - 1] in " \t\n":
+                self.blanks()
+            else:
+                depth += {opening: 1, closing: -1}.get(char, 0)
+                self.at += 1
+        return self.text[start : self.at - 1]
+
+    def _escaped(self) -> str:
+        found = []
+        start = self.at
+        while not self.take("'"):
+            if self.at >= len(self.text):
+                raise self.error("a $' is not closed", start)
+            if self.take("\\"):
+                char = self.text[self.at : self.at + 1]
+                found.append(_ESCAPES.get(char, char))
+            else:
+                found.append(self.text[self.at])
+            self.at += 1
+        return "".join(found)
+
+    def _find(self, text: str) -> int:
+        end = self.text.find(text, self.at)
+        if end < 0:
+            raise self.error(f"a {text} is not closed")
+        return end
+
+    def _skip_heredoc(self, delimiter: str, tabs: bool) -> None:
+        while self.at < len(self.text):
+            end = self.text.find("\n", self.at)
+            end = len(self.text) if end < 0 else end
+            line = self.text[self.at : end].rstrip("\r")
+            self.at = min(end + 1, len(self.text))
+            if (line.lstrip("\t") if tabs else line) == delimiter:
+                return

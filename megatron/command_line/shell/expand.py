@@ -1,0 +1,212 @@
+"""What words become: values of variables, arithmetic, and splitting at blanks."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+
+from megatron.base.errors import ConfigError
+from megatron.command_line.shell.arithmetic import evaluate
+from megatron.command_line.shell.parser import parse, parse_word
+from megatron.command_line.shell.scope import Array, Scope
+from megatron.command_line.shell.syntax import Part, Simple, Word
+from megatron.command_line.shell.unknown import is_known, mark, split
+
+_PARAMETER = re.compile(r"(?P<count>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?")
+_DEFAULT = re.compile(r":?[-=+?]")
+_CUT = {"#": (False, True), "##": (True, True), "%": (False, False), "%%": (True, False)}  # longest, from the front
+_CASES: dict[str, Callable[[str], str]] = {
+    "^^": str.upper,
+    ",,": str.lower,
+    "^": lambda text: text[:1].upper() + text[1:],
+    ",": lambda text: text[:1].lower() + text[1:],
+}
+
+
+def fields(words: tuple[Word, ...], scope: Scope) -> list[str]:
+    """The arguments that words become: none, one or more each."""
+    return [field for word in words for field in _fields(word, scope)]
+
+
+def text_of(word: Word, scope: Scope) -> str:
+    """The word without splitting, as in an assignment."""
+    return "".join(" ".join(_values(part, scope)) for part in _parts(word, scope))
+
+
+def calculate(text: str, scope: Scope) -> int | None:
+    """The value of an arithmetic expression; None when it cannot be known."""
+    expanded = text_of(parse_word(text, quoted=False), scope)
+    return evaluate(expanded, scope.number) if is_known(expanded) else None
+
+
+def _fields(word: Word, scope: Scope) -> list[str]:
+    found: list[str] = []
+    current: str | None = None
+    for part in _parts(word, scope):
+        if part.kind == "text" or part.quoted:
+            values = _values(part, scope)
+            for number, value in enumerate(values):
+                if number:
+                    found.append(current or "")
+                    current = None
+                current = (current or "") + value
+            continue
+        for number, value in enumerate(_values(part, scope)):
+            pieces = split(value)
+            if current is not None and (number or value[:1].isspace()):
+                found.append(current)
+                current = None
+            for position, piece in enumerate(pieces):
+                if position:
+                    found.append(current or "")
+                    current = None
+                current = (current or "") + piece
+            if value[-1:].isspace() and current is not None:
+                found.append(current)
+                current = None
+    return found if current is None else [*found, current]
+
+
+def _parts(word: Word, scope: Scope) -> list[Part]:
+    """The word's pieces, with the text of a default, such as `${name:-text}`, in the place of names that are not set."""
+    parts: list[Part] = []
+    for part in word.parts:
+        found = _PARAMETER.match(part.text) if part.kind == "parameter" else None
+        rest = part.text[found.end() :] if found else ""
+        if found is None or found["count"] or found["indirect"] or not _DEFAULT.match(rest):
+            parts.append(part)
+        else:
+            parts += _default(part, found["name"], found["index"], rest, scope)
+    return parts
+
+
+def _values(part: Part, scope: Scope) -> list[str]:
+    """One text, or several of `${name[@]}`."""
+    if part.kind == "text":
+        return [part.text]
+    if part.kind == "arithmetic":
+        value = calculate(part.text, scope)
+        return [mark(f"$(({part.text}))") if value is None else str(value)]
+    if part.kind == "command":
+        return [_output(part.text, scope)]
+    return _parameter(part, scope)
+
+
+def _output(text: str, scope: Scope) -> str:
+    """What a command prints: of `expr` and of `echo` alone it is known."""
+    unknown = mark(f"$({text})")
+    try:
+        body = parse(text).body
+    except ConfigError:
+        return unknown
+    if len(body) != 1 or not isinstance(body[0], Simple):
+        return unknown
+    words = fields(body[0].words, scope)
+    if words[:1] == ["expr"] and is_known(" ".join(words)):
+        value = evaluate(" ".join(words[1:]), lambda name: None)
+        return unknown if value is None else str(value)
+    return " ".join(words[1:]) if words[:1] == ["echo"] and words[1:2] not in (["-e"], ["-n"]) else unknown
+
+
+def _parameter(part: Part, scope: Scope) -> list[str]:
+    """`${...}` in all its forms; a form that is not understood is unknown."""
+    unknown = [mark(f"${{{part.text}}}")]
+    found = _PARAMETER.match(part.text)
+    if found is None:
+        return unknown
+    name, index, rest = found["name"], found["index"], part.text[found.end() :]
+    if found["indirect"]:
+        name = scope.text(name)
+        if index is not None or not re.fullmatch(r"\w+", name):
+            return unknown
+    several = index in ("@", "*") or (name in ("@", "*") and index is None)
+    if found["count"]:
+        elements = scope.array(name) if several else [scope.text(name)]
+        return [str(len(elements) if several else len(elements[0]))] if all(map(is_known, elements)) else unknown
+    values = scope.array(name) if several else [_element(name, index, scope)]
+    if rest:
+        changed = [_change(value, rest, scope) for value in values]
+        values = [mark(part.text and f"${{{part.text}}}") if value is None else value for value in changed]
+    return [" ".join(values)] if several and part.quoted and "*" in (index, name) else values
+
+
+def _element(name: str, index: str | None, scope: Scope) -> str:
+    array = scope.variables.get(name)
+    if index is None:
+        return scope.text(name)
+    if not isinstance(array, dict):
+        return scope.text(name) if name in scope.variables or name in scope.own else mark(f"${{{name}[{index}]}}")
+    key = text_of(parse_word(index, quoted=True), scope)
+    position = calculate(index, scope) if key not in array else None
+    if position is not None and position < 0:
+        position += 1 + max((int(at) for at in array if at.isdigit()), default=-1)
+    return array.get(key, array.get(str(position), "")) if is_known(key) else mark(f"${{{name}[{index}]}}")
+
+
+def _default(part: Part, name: str, index: str | None, rest: str, scope: Scope) -> tuple[Part, ...]:
+    """`:-`, `:=`, `:+`, `:?` and the same without a colon, which only asks whether the name is set."""
+    colon = rest.startswith(":")
+    operator, word = rest[colon], parse_word(rest[colon + 1 :], part.quoted)
+    value = " ".join(scope.array(name)) if "@" in (index, name) else _element(name, index, scope)
+    is_there = scope.is_set(name) and (not colon or value != "")
+    nothing = (Part("text", "", True),) if part.quoted else ()
+    if operator == "+":
+        return (tuple(_parts(word, scope)) if is_there else ()) or nothing
+    if is_there or operator == "?":
+        return (Part("parameter", name if index is None else f"{name}[{index}]", part.quoted),)
+    if operator == "=":
+        scope.assign(name, text_of(word, scope), None, append=False)
+    return tuple(_parts(word, scope)) or nothing
+
+
+def _change(value: str, rest: str, scope: Scope) -> str | None:
+    """Cuts, replacements and cases of a known value; None when the result is not known."""
+    if not is_known(value):
+        return None
+    if rest in _CASES:
+        return _CASES[rest](value)
+    cut = re.match(r"##?|%%?", rest)
+    if cut:
+        pattern = text_of(parse_word(rest[cut.end() :], quoted=False), scope)
+        return _cut(value, pattern, *_CUT[cut[0]]) if is_known(pattern) else None
+    if rest.startswith("/"):
+        everywhere = rest.startswith("//")
+        old, _, new = rest[1 + everywhere :].partition("/")
+        old, new = (text_of(parse_word(text, quoted=False), scope) for text in (old, new))
+        if not old or not is_known(old):
+            return None
+        return re.sub(_glob(old), lambda _: new, value, count=0 if everywhere else 1)
+    if rest.startswith(":"):
+        start, _, length = rest[1:].partition(":")
+        first, count = calculate(start, scope), calculate(length, scope) if length else len(value)
+        if first is None or count is None:
+            return None
+        first = max(0, first + len(value)) if first < 0 else first
+        return value[first : count if count < 0 else first + count]
+    return None
+
+
+def _cut(value: str, pattern: str, longest: bool, front: bool) -> str:
+    lengths = range(len(value) + 1)
+    for length in reversed(lengths) if longest else lengths:
+        piece = value[:length] if front else value[len(value) - length :]
+        if fnmatch.fnmatchcase(piece, pattern):
+            return value[length:] if front else value[: len(value) - length]
+    return value
+
+
+def _glob(pattern: str) -> str:
+    return "".join({"*": ".*", "?": "."}.get(char, re.escape(char)) for char in pattern)
+
+
+def array_of(elements: tuple[tuple[Word | None, Word], ...], scope: Scope) -> Array:
+    """The value of `( ... )`."""
+    array: Array = {}
+    for key, word in elements:
+        if key is not None:
+            array[text_of(key, scope)] = text_of(word, scope)
+            continue
+        start = 1 + max((int(index) for index in array if index.isdigit()), default=-1)
+        array.update({str(start + number): text for number, text in enumerate(_fields(word, scope))})
+    return array

@@ -1,0 +1,295 @@
+"""The commands that a script would start, found by walking over it. Nothing is run and no file is written."""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron.base.errors import ConfigError
+from megatron.command_line.shell.conditions import matches, test
+from megatron.command_line.shell.expand import array_of, calculate, fields, text_of
+from megatron.command_line.shell.parser import DECLARERS, parse
+from megatron.command_line.shell.scope import Array, Scope, scope_of
+from megatron.command_line.shell.syntax import (
+    Arithmetic,
+    Arm,
+    Case,
+    Chain,
+    For,
+    Function,
+    Group,
+    If,
+    Not,
+    Script,
+    Simple,
+    Statement,
+    Test,
+    While,
+    ends_script,
+    sets_something,
+    words_of,
+)
+from megatron.command_line.shell.unknown import as_if_unset, mark, mark_placeholders
+
+LOCAL = ("local", "declare", "typeset")  # in a function they make variables that end with it
+SHELLS = ("bash", "sh", "zsh", "ksh", "dash")
+MOST_TURNS = 64  # of a loop: enough for a loop over arguments, and an end for `while true`
+MOST_NESTED = 16  # scripts and functions that start one another
+MOST_STEPS = 100_000  # statements in all, loops unrolled
+_TOO_LONG = "the script has too many steps or levels to be read without running it; give the training command itself"
+Body = tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A command with its arguments, and the variables at that place.
+
+    launchers: the words in front of each shell that it is started through, the outermost first, as in
+    `srun --nodes 2 bash -c "torchrun ..."`. assumed: conditions that could not be known, and how they were taken.
+    """
+
+    words: tuple[str, ...]
+    variables: Mapping[str, str | Array]
+    launchers: tuple[tuple[str, ...], ...]
+    assumed: tuple[str, ...]
+
+
+class _Leave(Exception):
+    """`break`, `continue` or `return`."""
+
+    def __init__(self, kind: Literal["break", "continue", "return"]) -> None:
+        self.kind = kind
+
+
+def invocations(
+    text: str,
+    arguments: tuple[str, ...],
+    environment: Mapping[str, str],
+    open_file: Callable[[str], str | None],
+) -> list[Invocation]:
+    """All commands of a script in the order they are reached.
+
+    open_file: the text of another script by the name it is called by, or None. Raises ConfigError.
+    """
+    walker = _Walker(open_file)
+    try:
+        walker.run(text, scope_of(environment, arguments))
+    except RecursionError:
+        raise ConfigError(_TOO_LONG) from None
+    return walker.found
+
+
+class _Walker:
+    def __init__(self, open_file: Callable[[str], str | None]) -> None:
+        self.found: list[Invocation] = []
+        self._open_file = open_file
+        self._launchers: tuple[tuple[str, ...], ...] = ()
+        self._assumed: dict[str, None] = {}
+        self._depth = self._steps = 0
+        self._locals: list[dict[str, str | Array | None]] = []  # of each function that runs, what its names were before
+
+    def run(self, text: str, scope: Scope) -> None:
+        """A script, or text that eval reads, in `scope`."""
+        if self._depth == MOST_NESTED:
+            return
+        script: Script = parse(mark_placeholders(text))
+        scope.own |= script.names
+        self._nested(lambda: self._run_all(script.body, scope))
+
+    def _nested(self, work: Callable[[], object]) -> None:
+        self._depth += 1
+        try:
+            work()
+        except _Leave:
+            pass
+        finally:
+            self._depth -= 1
+
+    def _run_all(self, body: Body, scope: Scope) -> bool | None:
+        status: bool | None = True
+        for statement in body:
+            status = self._run(statement, scope)
+        return status
+
+    def _run(self, statement: Statement, scope: Scope) -> bool | None:
+        """Whether it succeeds; None when that is not known."""
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            raise ConfigError(_TOO_LONG)
+        match statement:
+            case Simple():
+                return self._simple(statement, scope)
+            case Test():
+                return test([text_of(word, scope) for word in statement.words], scope.is_set)
+            case Arithmetic():
+                value = calculate(statement.text, scope)
+                return None if value is None else value != 0
+            case Group():
+                return self._run_all(statement.body, scope)
+            case Not():
+                status = self._run(statement.body, scope)
+                return None if status is None else not status
+            case Chain():
+                status = self._run(statement.left, scope)
+                wanted = status is not False if statement.operator == "&&" else status is False
+                return self._run(statement.right, scope) if wanted else status
+            case If():
+                return self._if(statement, scope)
+            case Case():
+                return self._case(statement, scope)
+            case For():
+                return self._for(statement, scope)
+            case While():
+                return self._while(statement, scope)
+            case Function():
+                scope.functions[statement.name] = statement.body
+                return True
+
+    def _if(self, statement: If, scope: Scope) -> bool | None:
+        """Of arms that cannot be told apart the first; not one that ends the script."""
+        for arm in statement.arms:
+            outcome = self._run_all(arm.condition, scope)
+            if outcome is None and ends_script(arm.body):
+                continue
+            if outcome is not False:
+                if outcome is None:
+                    self._assume(arm, "taken")
+                return self._run_all(arm.body, scope)
+        first = statement.arms[0]
+        if statement.otherwise is not None and not ends_script(statement.otherwise):
+            return self._run_all(statement.otherwise, scope)
+        if len(statement.arms) > 1 and not ends_script(first.body) and self._is_open(statement, scope):
+            self._assume(first, "taken, as no other is")
+            return self._run_all(first.body, scope)
+        return True
+
+    def _is_open(self, statement: If, scope: Scope) -> bool:
+        """Whether the first condition asks for a variable that nobody set."""
+        names = [word for test_ in statement.arms[0].condition for word in words_of(test_)]
+        return any(as_if_unset(text) != text for text in (text_of(word, scope) for word in names))
+
+    def _assume(self, arm: Arm, how: str) -> None:
+        if sets_something(arm.body):
+            self._assumed[f"{' '.join(arm.text.split())}: {how}"] = None
+
+    def _case(self, statement: Case, scope: Scope) -> bool | None:
+        text = text_of(statement.word, scope)
+        undecided = as_if_unset(text) != text
+        for patterns, body in statement.arms:
+            outcomes = [matches(text, text_of(pattern, scope)) for pattern in patterns]
+            if (True in outcomes or None in outcomes) and not (undecided and ends_script(body)):
+                return self._run_all(body, scope)
+        if undecided and statement.arms and not ends_script(statement.arms[0][1]):
+            self._assumed[f"{' '.join(statement.text.split())}: first pattern taken"] = None
+            return self._run_all(statement.arms[0][1], scope)
+        return True
+
+    def _for(self, statement: For, scope: Scope) -> bool | None:
+        values = list(scope.arguments) if statement.words is None else fields(statement.words, scope)
+        for value in values[:MOST_TURNS] if statement.name is not None else [""]:
+            if statement.name is not None:
+                scope.variables[statement.name] = value
+            if not self._turn(statement.body, scope):
+                break
+        return True
+
+    def _while(self, statement: While, scope: Scope) -> bool | None:
+        for _ in range(MOST_TURNS):
+            outcome = self._run_all(statement.condition, scope)
+            if outcome is statement.until or not self._turn(statement.body, scope) or outcome is None:
+                break
+        return True
+
+    def _turn(self, body: Body, scope: Scope) -> bool:
+        """One turn of a loop; whether another may follow."""
+        try:
+            self._run_all(body, scope)
+        except _Leave as leave:
+            if leave.kind == "return":
+                raise
+            return leave.kind == "continue"
+        return True
+
+    def _simple(self, statement: Simple, scope: Scope) -> bool | None:
+        words = fields(statement.words, scope)
+        if words and words[0] not in DECLARERS:
+            scope = replace(scope, variables=dict(scope.variables)) if statement.assignments else scope
+        for each in statement.assignments:
+            value = array_of(each.value, scope) if isinstance(each.value, tuple) else text_of(each.value, scope)
+            index = None if each.index is None else text_of(each.index, scope)
+            if words[:1] and words[0] in LOCAL and self._locals:
+                self._locals[-1].setdefault(each.name, scope.variables.get(each.name))
+            scope.assign(each.name, value, index, each.append)
+        if not words or words[0] in DECLARERS:
+            return True
+        return self._command(words, scope)
+
+    def _command(self, words: list[str], scope: Scope) -> bool | None:
+        name = words[0]
+        if name in (":", "true", "false"):
+            return name != "false"
+        if name in ("[", "test"):
+            return test(words[1 : len(words) - (name == "[")], scope.is_set)
+        if name in ("break", "continue", "return"):
+            raise _Leave(name)  # type: ignore[arg-type]
+        if name in scope.functions:
+            self._call(scope.functions[name], scope.with_arguments(tuple(words[1:])))
+            return None
+        if name == "eval":
+            self.run(" ".join(words[1:]), scope)
+        elif name == "set":
+            if "--" in words:
+                scope.arguments = tuple(words[words.index("--") + 1 :])
+        elif name == "shift":
+            count = int(words[1]) if words[1:] and words[1].isdecimal() else 1
+            scope.arguments = scope.arguments[count:]
+        elif name == "unset":
+            for each in words[1:]:
+                scope.variables.pop(each, None)
+        elif name == "read":
+            scope.variables.update({each: mark(f"${each}") for each in words[1:] if each.isidentifier()})
+        elif name in ("source", "."):
+            text = self._open_file(words[1]) if words[1:] else None
+            if text is not None:
+                self.run(text, scope.with_arguments(tuple(words[2:])) if words[2:] else scope)
+        elif not self._started_script(words, scope):
+            self.found.append(Invocation(tuple(words), dict(scope.variables), self._launchers, tuple(self._assumed)))
+        return None
+
+    def _call(self, body: Statement, scope: Scope) -> None:
+        if self._depth == MOST_NESTED:
+            return
+        self._locals.append({})
+        self._nested(lambda: self._run(body, scope))
+        for name, value in self._locals.pop().items():
+            if value is None:
+                scope.variables.pop(name, None)
+            else:
+                scope.variables[name] = value
+
+    def _started_script(self, words: list[str], scope: Scope) -> bool:
+        """Walk over `bash -c TEXT`, or over a script in a file, wherever in the command it stands."""
+        for at, word in enumerate(words):
+            if os.path.basename(word) in SHELLS:
+                first = next((i for i in range(at + 1, len(words)) if not words[i].startswith("-")), at)
+                if first > at + 1 and words[first - 1].endswith("c"):
+                    return self._start(words[first], words[:at], scope.child(tuple(words[first + 2 :])))
+                return self._started_file(words[first], words[:at], scope.child(tuple(words[first + 1 :])))
+            if (at == 0 or word.endswith(".sh")) and self._started_file(
+                word, words[:at], scope.child(tuple(words[at + 1 :]))
+            ):
+                return True
+        return False
+
+    def _started_file(self, name: str, launcher: list[str], scope: Scope) -> bool:
+        text = self._open_file(name)
+        return text is not None and self._start(text, launcher, scope)
+
+    def _start(self, text: str, launcher: list[str], scope: Scope) -> bool:
+        before = self._launchers
+        self._launchers = (*before, tuple(launcher)) if launcher else before
+        self.run(text, scope)
+        self._launchers = before
+        return True

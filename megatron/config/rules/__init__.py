@@ -1,0 +1,1 @@
+"""Named cross-checks of a run's configuration, a file per subject."""

@@ -1,0 +1,85 @@
+"""Cross-checks of a run's configuration: a list of small named rules. A message holds the values and the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from megatron.base.errors import ConfigError
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.rules import activation_offload as rules_activation_offload
+from megatron.config.rules import files as rules_files
+from megatron.config.rules import model as rules_model
+from megatron.config.rules import optimizer_offload as rules_optimizer_offload
+from megatron.config.rules import recompute as rules_recompute
+from megatron.config.rules import training as rules_training
+from megatron.config.rules.needs import own_flags_have_an_effect
+from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
+from megatron.config.run import RunConfig
+
+Rule = Callable[[RunConfig, int], str | None]
+
+# In this order: plain values first, so that no later rule divides by zero; contradictions before flags without effect.
+RULES: tuple[Rule, ...] = (
+    values_are_known,
+    numbers_are_in_range,
+    *rules_model.RULES,
+    *rules_model.SHAPE_RULES,
+    *rules_training.RULES,
+    *rules_files.RULES,
+    *rules_recompute.RULES,
+    *rules_activation_offload.RULES,
+    *rules_activation_offload.SHAPE_RULES,
+    *rules_optimizer_offload.RULES,
+    own_flags_have_an_effect,
+)
+
+
+def check(run: RunConfig, world_size: int) -> None:
+    """Raise ConfigError with every rule that `run` breaks on `world_size` processes, a line for each. Pure; the same on
+    every rank.
+
+    With --use-checkpoint-args the rules about the model's shape are left out while `run.model` has none: call this again
+    once the checkpoint's shape is in it.
+    """
+    broken = problems(run, world_size)
+    if broken:
+        raise ConfigError(*broken)
+
+
+def problems(run: RunConfig, world_size: int) -> list[str]:
+    """A line for each rule that `run` breaks."""
+    of_shape = (*rules_model.SHAPE_RULES, *rules_activation_offload.SHAPE_RULES)
+    waiting = of_shape if rules_model.shape_is_pending(run) else ()
+    found: list[str] = []
+    for rule in RULES:
+        if rule in waiting:
+            continue
+        try:
+            problem = rule(run, world_size)
+        except Exception:
+            if not found:
+                raise
+            continue  # it relies on what an earlier rule has found broken, and cannot judge
+        if problem is not None:
+            found.append(problem)
+    return list(dict.fromkeys(found))
+
+
+def check_vocabulary(model: ModelConfig, parallel: ParallelConfig, tokenizer_vocab_size: int) -> None:
+    """The later check, once the tokenizer is read: its ids fit the model, and tp divides the padded vocabulary.
+
+    `model.vocab_size` may still be None: then it is the tokenizer's. Raises ConfigError.
+    """
+    if model.vocab_size is not None and tokenizer_vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer_vocab_size} ids but --vocab-size is {model.vocab_size}; give --vocab-size "
+            f"{tokenizer_vocab_size} or more, or another tokenizer"
+        )
+    known = dataclasses.replace(model, vocab_size=model.vocab_size or tokenizer_vocab_size)
+    run = RunConfig(model=known, parallel=parallel)
+    for rule in (rules_model.padding_holds_vocabulary, rules_model.tp_divides_vocabulary):
+        problem = rule(run, 1)
+        if problem is not None:
+            raise ConfigError(problem)

@@ -1,0 +1,1 @@
+"""Models from one format to another, and the comparison of both."""

@@ -1,0 +1,378 @@
+"""Compare a Hugging Face model with ours number by number: every site of every layer, logits, first choices, gradients.
+
+Errors are counted in units in the last place (ulps) of the precision that is compared, so that 1 is one rounding. An
+ablation then runs our model with one operation at a time computed as transformers computes it: what makes the error fall
+is where it comes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from megatron.base.box import Box
+from megatron.config.model import ModelConfig
+from megatron.core.groups import Groups
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hf.source import HFSource
+from megatron.core.models.source import Source, fill
+from megatron.core.parameter import Parameter, local_parameters
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer import attention as attention_module
+from megatron.core.transformer import norm as norm_module
+from megatron.core.transformer.context import Build
+from megatron.kernels.choose import choose_kernels
+
+SITES = (
+    "norm",
+    "q",
+    "k",
+    "v",
+    "q rotated",
+    "k rotated",
+    "attention",
+    "o_proj",
+    "mlp norm",
+    "gate",
+    "up",
+    "swiglu",
+    "down",
+)
+TIE = 2  # ulps
+Record = dict[tuple[int, str], Tensor]  # (layer, site) -> [b, s, channels]; layer -1: after the last one
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two tensors: the largest and the mean distance in ulps, and the share of elements that are not the same bits."""
+
+    layer: int
+    site: str
+    max_ulps: float
+    mean_ulps: float
+    differing: float
+
+
+def compare(layer: int, site: str, ours: Tensor, theirs: Tensor) -> Difference:
+    """Distances in ulps of the compared dtype at the size of the larger element, and never below its tensor's mean size.
+
+    Without that floor an element that cancels to nearly zero would count as millions of ulps off.
+    """
+    a, b = ours.double(), theirs.double()
+    ulps = _ulps(a, b, theirs.dtype, floor=float(b.abs().mean()))
+    return Difference(layer, site, float(ulps.max()), float(ulps.mean()), float((a != b).double().mean()))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Positions at which the likeliest tokens of two models were compared, and what was found.
+
+    ties: of the positions at which they differ, those whose two tokens are at most TIE ulps apart in the other model's
+    logits: one rounding of either swaps them. A model that knows little has many such positions, a trained one few.
+    """
+
+    positions: int
+    same: int
+    ties: int
+
+    def __add__(self, other: Choices) -> Choices:
+        return Choices(self.positions + other.positions, self.same + other.same, self.ties + other.ties)
+
+
+def first_choices(ours: Tensor, theirs: Tensor) -> Choices:
+    """Compare logits [..., vocabulary]."""
+    chosen, expected = (x.argmax(-1, keepdim=True) for x in (ours, theirs))
+    apart = _ulps(theirs.gather(-1, chosen).double(), theirs.gather(-1, expected).double(), theirs.dtype)
+    other = chosen != expected
+    return Choices(other.numel(), int((~other).sum()), int((other & (apart <= TIE)).sum()))
+
+
+def _ulps(a: Tensor, b: Tensor, dtype: torch.dtype, *, floor: float = 0.0) -> Tensor:
+    """Distances of fp64 numbers in ulps of `dtype`, at the size of the larger one or of `floor`."""
+    size = torch.maximum(a.abs(), b.abs()).clamp(min=floor + torch.finfo(torch.float64).tiny)
+    return (a - b).abs() / (torch.finfo(dtype).eps * torch.exp2(size.log2().floor()))
+
+
+class Pair:
+    """One model twice: transformers' and ours, from the same folder, in the same dtype, on the CPU or one GPU."""
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, groups: Groups, device: torch.device, *, ours: Source | None
+    ) -> None:
+        """`ours`: where our weights come from; the same folder when None. Raises CheckpointError for a folder that
+        cannot be read.
+        """
+        same = HFSource(folder)  # before transformers looks at it: that may take a bad path for a name to download
+        theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        self.theirs = theirs.to(device)
+        source = ours or same
+        self.table = same.table
+        self.config: ModelConfig = dataclasses.replace(
+            source.model,
+            attention_dropout=0.0,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            attention_backend="unfused",
+        )
+        self._kernels = choose_kernels(self.config, device)
+        self._recorder = _Recorder(self._kernels.attention)
+        kernels = dataclasses.replace(self._kernels, attention=self._recorder.attention)
+        build = Build(self.config, groups, False, kernels, RngTracker(0, groups, device), device)
+        self.ours = GPTModel(build)
+        self.parameters: dict[str, Parameter] = local_parameters(self.ours)
+        fill(self.parameters, source)
+        self.device = device
+
+    @torch.no_grad()
+    def record(self, tokens: Tensor) -> tuple[Record, Record]:
+        """All sites of both models for tokens [b, s]."""
+        theirs = _record_theirs(self.theirs, tokens)
+        ours = self._recorder.record(self.ours, self.config, tokens)
+        return ours, theirs
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Ours, [b, s, vocabulary]."""
+        return _logits(self.ours, self.config, tokens)
+
+    @torch.no_grad()
+    def choices(self, tokens: Tensor) -> Choices:
+        """First choices of both models for tokens [b, s]."""
+        return first_choices(self.logits(tokens), self.theirs(tokens).logits)
+
+    def gradients(self, tokens: Tensor) -> Iterator[tuple[str, float]]:
+        """(our parameter, largest difference of the gradients over the largest gradient of it), for the mean loss."""
+        labels = tokens[:, 1:]
+        F.cross_entropy(self.theirs(tokens[:, :-1]).logits.float().flatten(0, 1), labels.flatten()).backward()
+        positions = torch.arange(labels.shape[1], device=self.device).unsqueeze(0)
+        self.ours(tokens[:, :-1], positions, labels=labels).mean().backward()
+        theirs = dict(self.theirs.named_parameters())
+        for name, parameter in self.parameters.items():
+            assert parameter.grad is not None
+            difference, largest = 0.0, 0.0
+            for box, other, there in self.table.of_own(name, Box((0,) * parameter.dim(), tuple(parameter.shape))):
+                expected = theirs[other].grad[_place(there)].view(box.shape).double()
+                difference = max(difference, float((parameter.grad[_place(box)].double() - expected).abs().max()))
+                largest = max(largest, float(expected.abs().max()))
+            yield name, difference / largest if largest else difference
+
+
+def differences(ours: Record, theirs: Record) -> list[Difference]:
+    """Every site, in the order of computation."""
+    assert ours.keys() == theirs.keys()
+    return [compare(layer, site, ours[layer, site], theirs[layer, site]) for layer, site in theirs]
+
+
+def ablation(pair: Pair, tokens: Tensor, theirs: Tensor) -> list[tuple[str, Difference]]:
+    """Logits' difference as we compute, with each operation as transformers computes it, and with all of them."""
+    rows = [("as it is", compare(-1, "logits", pair.logits(tokens), theirs))]
+    operations = _as_theirs(pair.ours, pair.config)
+    for name, patches in {**operations, "all": [patch for held in operations.values() for patch in held]}.items():
+        with contextlib.ExitStack() as stack:
+            for module, attribute, replacement in patches:
+                stack.enter_context(mock.patch.object(module, attribute, replacement))
+            rows.append((f"{name} as theirs", compare(-1, "logits", pair.logits(tokens), theirs)))
+    return rows
+
+
+class _Recorder:
+    """Keeps what passes the sites of our model. Theirs are [b, s, channels]; ours [s, b, channels] are turned."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self._layer = kernel, 0
+        self._record: Record = {}
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """The kernel, with rotated queries and keys noted."""
+        self._note("q rotated", q.flatten(2))
+        self._note("k rotated", k.flatten(2))
+        found: Tensor = self._kernel(q, k, v, **options)
+        self._note("attention", found)
+        return found
+
+    def record(self, model: GPTModel, config: ModelConfig, tokens: Tensor) -> Record:
+        """One forward."""
+        self._record = {}
+        hooks = []
+        for number, layer in enumerate(_layers(model)):
+            hooks += [
+                layer.register_forward_pre_hook(lambda module, args, number=number: self._begin(number)),
+                layer.input_layernorm.register_forward_hook(self._noting("norm")),
+                layer.self_attention.linear_qkv.register_forward_hook(
+                    lambda module, args, out: self._note_qkv(out, config)
+                ),
+                layer.self_attention.linear_proj.register_forward_hook(self._noting("o_proj")),
+                layer.pre_mlp_layernorm.register_forward_hook(self._noting("mlp norm")),
+                layer.mlp.linear_fc1.register_forward_hook(lambda module, args, out: self._note_gate_up(out)),
+                layer.mlp.linear_fc2.register_forward_pre_hook(lambda module, args: self._note("swiglu", args[0])),
+                layer.mlp.linear_fc2.register_forward_hook(self._noting("down")),
+            ]
+        assert model.decoder.final_layernorm is not None
+        hooks.append(model.decoder.final_layernorm.register_forward_hook(lambda module, args, out: self._end(out)))
+        try:
+            self._record[-1, "logits"] = _logits(model, config, tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return self._record
+
+    def _begin(self, layer: int) -> None:
+        self._layer = layer
+
+    def _end(self, out: Tensor) -> None:
+        self._layer = -1
+        self._note("final norm", out)
+
+    def _noting(self, site: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda module, args, out: self._note(site, out)
+
+    def _note(self, site: str, value: Tensor) -> None:
+        self._record[self._layer, site] = value.transpose(0, 1).clone()
+
+    def _note_qkv(self, out: Tensor, config: ModelConfig) -> None:
+        heads = out.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
+        for site, held in (("q", heads[..., :-2, :]), ("k", heads[..., -2, :]), ("v", heads[..., -1, :])):
+            self._note(site, held.flatten(2))
+
+    def _note_gate_up(self, out: Tensor) -> None:
+        for site, half in zip(("gate", "up"), out.chunk(2, dim=-1), strict=True):
+            self._note(site, half)
+
+
+def _record_theirs(model: Any, tokens: Tensor) -> Record:
+    found: Record = {}
+    hooks: list[Any] = []
+
+    def note(layer: int, site: str) -> Callable[[Any, Any, Tensor], None]:
+        return lambda module, args, out: found.__setitem__((layer, site), out.flatten(2).clone())
+
+    def note_input(layer: int, site: str) -> Callable[[Any, Any], None]:
+        return lambda module, args: found.__setitem__((layer, site), args[0].flatten(2).clone())
+
+    # transformers looks this function up in its module at every call.
+    modeling = inspect.getmodule(type(model.model.layers[0].self_attn))
+    assert modeling is not None
+    eager = modeling.eager_attention_forward
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        for site, value in (("q rotated", q), ("k rotated", k)):
+            found[module.layer_idx, site] = value.transpose(1, 2).flatten(2).clone()
+        return eager(module, q, k, v, mask, **options)
+
+    for number, layer in enumerate(model.model.layers):
+        sites = {
+            "norm": layer.input_layernorm,
+            "q": layer.self_attn.q_proj,
+            "k": layer.self_attn.k_proj,
+            "v": layer.self_attn.v_proj,
+            "o_proj": layer.self_attn.o_proj,
+            "mlp norm": layer.post_attention_layernorm,
+            "gate": layer.mlp.gate_proj,
+            "up": layer.mlp.up_proj,
+            "down": layer.mlp.down_proj,
+        }
+        hooks += [module.register_forward_hook(note(number, site)) for site, module in sites.items()]
+        hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(note_input(number, "attention")))
+        hooks.append(layer.mlp.down_proj.register_forward_pre_hook(note_input(number, "swiglu")))
+    hooks.append(model.model.norm.register_forward_hook(note(-1, "final norm")))
+    try:
+        with mock.patch.object(modeling, "eager_attention_forward", attention):
+            logits = model(tokens).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    order = [(layer, site) for layer in range(len(model.model.layers)) for site in SITES]
+    return {**{key: found[key] for key in order}, (-1, "final norm"): found[-1, "final norm"], (-1, "logits"): logits}
+
+
+Patch = tuple[Any, str, Any]  # object, attribute, replacement
+
+
+def _as_theirs(model: GPTModel, config: ModelConfig) -> dict[str, list[Patch]]:
+    """Operation -> what to replace so that it rounds and sums as transformers' eager modules do."""
+    layers = _layers(model)
+    return {
+        "RMSNorm": [(norm_module, "rms_norm", _rms_norm)],
+        "RoPE": [(attention_module, "rotate", _rotate)],
+        "SwiGLU": [(layer.mlp, "_activation", _swiglu) for layer in layers],
+        "attention": [(layer.self_attention._attention, "kernel", _attention) for layer in layers],
+        "GEMM": [patch for layer in layers for patch in _separate_products(layer, config)],
+    }
+
+
+def _layers(model: GPTModel) -> list[Any]:
+    """Layers of ours: torch's types do not say what is inside a ModuleDict."""
+    return list(model.decoder.layers.values())
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    assert not interleaved, "no model of transformers that is compared rotates neighbours"
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options: Any) -> Tensor:
+    """[s, b, n, d] -> [s, b, n d]; products in [b, n, s, d], the mask added as a number."""
+    s, repeats = q.shape[0], q.shape[2] // k.shape[2]
+    q, k, v = (t.permute(1, 2, 0, 3).contiguous() for t in (q, k, v))
+    k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
+    seen = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
+    if window is not None:
+        seen = seen.triu(1 - window)
+    mask = torch.zeros(s, s, dtype=q.dtype, device=q.device).masked_fill(~seen, torch.finfo(q.dtype).min)
+    weights = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5 + mask
+    found = torch.matmul(F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype), v)
+    return found.permute(2, 0, 1, 3).flatten(2)
+
+
+def _separate_products(layer: Any, config: ModelConfig) -> list[Patch]:
+    """One product each for queries, keys, values, gate and up, where ours is one for all of them."""
+    qkv, fc1, d = layer.self_attention.linear_qkv, layer.mlp.linear_fc1, config.head_dim
+
+    def project(x: Tensor, norm: None) -> Tensor:
+        def rows(tensor: Tensor) -> list[Tensor]:
+            queries = (tensor.shape[1] // d - 2) * d
+            return [part.flatten(0, 1) for part in tensor.split([queries, d, d], dim=1)]
+
+        weights, biases = rows(qkv.weight), [None] * 3 if qkv.bias is None else rows(qkv.bias)
+        found = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+        heads = [part.unflatten(-1, (config.num_kv_heads, -1)) for part in found]
+        return torch.cat(heads, dim=-1).flatten(2)
+
+    def gate_up(x: Tensor, norm: None) -> Tensor:
+        biases = [None] * 2 if fc1.bias is None else list(fc1.bias)
+        return torch.cat([F.linear(x, w, b) for w, b in zip(fc1.weight, biases, strict=True)], dim=-1)
+
+    return [(qkv, "forward", project), (fc1, "forward", gate_up)]
+
+
+def _logits(model: GPTModel, config: ModelConfig, tokens: Tensor) -> Tensor:
+    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    found: Tensor = model(tokens, positions)
+    return found[..., : config.vocab_size].transpose(0, 1)
+
+
+def _place(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(box.offset, box.shape, strict=True))

@@ -1,0 +1,1 @@
+"""Predicts the peak memory of every pipeline rank of a run."""

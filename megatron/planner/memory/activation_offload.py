@@ -1,0 +1,98 @@
+"""What activation offload saves and what it may cost, from a schedule and measured times. Pure arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.schedule.offload_pass import with_offload
+from megatron.schedule.schedule import Kind, Schedule
+from megatron.schedule.simulate import Costs, Timeline, simulate
+
+NEAR_LAYERS = 2  # of a stage whose layers move one by one
+_STEPS = 20  # ratios that `largest_hidden_ratio` tries
+_SAME = 1 + 1e-6  # step times that count as one
+
+
+def share_by_layer(layers: int, ratio: float) -> float:
+    """Of a stage's activations, what stays near after its forward where layers move one by one; layers alike."""
+    return 1.0 - ratio * max(0, layers - NEAR_LAYERS) / layers
+
+
+def peak_chunks(p: int, v: int, rank: int, ratio: float, layers: int) -> float:
+    """The most that a rank of 1F1B (v = 1) or interleaved 1F1B holds near, in chunks of a microbatch's activations.
+
+    p ranks with v chunks of `layers` layers each, and 2p microbatches or more, in groups of p. With d = p - 1 - rank,
+    n = d + 1 or (v - 1) p + 2 d + 1 chunks in flight, a = ratio and s = `share_by_layer`:
+
+        v = 1:   d = 0, 1: n s      d = 2: 2 + s                  d > 2: 3 + (n - 3)(1 - a)
+        v > 1:   d = 0: 2 + (n - 2)(1 - a)   d = 1: 2 + s + (n - 3)(1 - a)   d > 1: 3 + (n - 3)(1 - a)
+
+    Three are whole where the warm-up ends: one that is made, one that leaves beside it, and one that is back for the first
+    backward. `validate.chunks_near` counts the same for any schedule. Without a pipeline (p = 1) it is s.
+    """
+    d, stays = p - 1 - rank, share_by_layer(layers, ratio)
+    if v == 1:
+        n = d + 1
+        return n * stays if d < 2 else 2 + stays if d == 2 else 3 + (n - 3) * (1 - ratio)
+    n = (v - 1) * p + 2 * d + 1
+    if d == 0:
+        return 2 + (n - 2) * (1 - ratio)
+    return 2 + (stays if d == 1 else 1.0) + (n - 3) * (1 - ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Of one microbatch on one stage: seconds, bytes saved for backward, and layers that move one by one."""
+
+    forward: float
+    backward: float  # all of it
+    input_grad: float  # its first half, where it is split
+    nbytes: int
+    layers: int
+
+
+def largest_hidden_ratio(schedule: Schedule, stages: Sequence[StageTimes], out: float, back: float) -> float:
+    """The largest ratio, in steps of a twentieth, whose copies cost no time. `out`, `back`: bytes a second.
+
+    The schedule, with its transfers, is played with the copies of each ratio: what the schedule moves must not make the
+    step longer. What moves layer by layer must not take longer than the layer beside which it moves.
+    """
+    base = _play(schedule, stages, 0.0, 0.0).makespan
+    with_moves = with_offload(schedule)
+    largest = max(stage.nbytes for stage in stages)
+    by_layer = min(
+        min(out * stage.forward, back * (stage.input_grad or stage.backward)) / stage.nbytes
+        for stage in stages
+        if stage.nbytes
+    )
+    for step in range(_STEPS, 0, -1):
+        ratio = step / _STEPS
+        if ratio > by_layer and _moves_layers(with_moves, stages):
+            continue
+        seconds = ratio * largest / out, ratio * largest / back
+        if _play(with_moves, stages, *seconds).makespan <= base * _SAME:
+            return ratio
+    return 0.0
+
+
+def _moves_layers(schedule: Schedule, stages: Sequence[StageTimes]) -> bool:
+    """Whether some group is moved by no action, and has layers to move."""
+    counts = Counter(action.kind for actions in schedule.actions for action in actions)
+    return counts[Kind.OFFLOAD] < counts[Kind.FORWARD] and any(stage.layers > NEAR_LAYERS for stage in stages)
+
+
+def _play(schedule: Schedule, stages: Sequence[StageTimes], offload: float, reload: float) -> Timeline:
+    costs = Costs.uniform(len(stages), offload=offload, reload=reload)
+    return simulate(
+        schedule,
+        dataclasses.replace(
+            costs,
+            forward=tuple(stage.forward for stage in stages),
+            backward=tuple(stage.backward for stage in stages),
+            input_grad=tuple(stage.input_grad for stage in stages),
+            weight_grad=tuple(stage.backward - stage.input_grad for stage in stages),
+        ),
+    )

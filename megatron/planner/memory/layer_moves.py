@@ -1,0 +1,130 @@
+"""Activations that move layer by layer: what each layer's group is, what of it leaves, and when.
+
+A group is what one layer saves, with what the embedding saved in that of the first layer and what the head saves in that
+of the last. A region that is computed again saves its input before its first layer begins, so in the group of the layer
+before it. A group starts to leave when its layer has run, and its memory is given up when the layer after it has run, too;
+at the end of the forward that of the last but one. In backward whoever reads a group finds it there or fetches it, and
+brings the one before it back beside (core/memory/activation_offload.py, "two grains").
+
+The last group never leaves. With a ratio, and with parts of layers, the one before it stays as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM
+from megatron.config.run import RunConfig
+from megatron.planner.activations import layer_bytes
+from megatron.planner.memory.activation_offload import NEAR_LAYERS
+from megatron.planner.sizes import RESIDUAL, Sizes, place_of
+from megatron.planner.tally import Tally
+from megatron.schedule.partition import Stage
+
+Bytes = Mapping[str, int]  # by kind
+
+
+class LayerMoves:
+    """What leaves of the groups of a stage for one microbatch.
+
+    away: of each layer, bytes by kind. held: of those of the first, the stage's input, which its callers hold until its
+    forward is over.
+    """
+
+    def __init__(self, away: Sequence[Bytes], residual: int) -> None:
+        """residual: bytes of the stage's input."""
+        self.away = away
+        self.held = min(residual, away[0].get(RESIDUAL, 0)) if away else 0
+
+    @property
+    def nbytes(self) -> int:
+        """All that is away between forward and backward."""
+        return sum(sum(group.values()) for group in self.away)
+
+
+class Leaving:
+    """Follows the memory that groups give up in a forward."""
+
+    def __init__(self, tally: Tally, moves: LayerMoves) -> None:
+        self._tally, self._moves, self._gone = tally, moves, 0
+
+    def layer_begins(self, place: int) -> None:
+        """The layer at this place of the stage, or a region that is computed again and begins with it."""
+        self._leave(place - 1)
+
+    def forward_ends(self) -> None:
+        """The last group stays."""
+        self._leave(len(self._moves.away) - 1)
+        if self._gone:
+            self._tally.free(RESIDUAL, self._moves.held)
+
+    def _leave(self, stop: int) -> None:
+        for place in range(self._gone, stop):
+            for kind, size in self._moves.away[place].items():
+                self._tally.free(kind, size)
+            if place == 0:
+                self._tally.take(RESIDUAL, self._moves.held)
+        self._gone = max(self._gone, stop)
+
+
+class Returning:
+    """Follows the memory that groups take again in a backward."""
+
+    def __init__(self, tally: Tally, moves: LayerMoves) -> None:
+        self._tally, self._moves, self._back = tally, moves, set[int]()
+
+    def asked(self, place: int) -> None:
+        """Backward reads something of this layer's group."""
+        for number in (place, place - 1):
+            if number < 0 or number in self._back:
+                continue
+            self._back.add(number)
+            for kind, size in self._moves.away[number].items():
+                self._tally.take(kind, size)
+
+
+def keeper(first: int) -> int:
+    """In whose group the input is of a region that is computed again. first: the place of its first layer."""
+    return max(0, first - 1)
+
+
+def layer_moves(run: RunConfig, sizes: Sizes, stage: Stage, layer: Bytes, embedding: Bytes) -> LayerMoves:
+    """layer, embedding: what their forwards leave behind."""
+    offload, layers = run.activation_offload, len(stage.layers)
+    saved, start = [Counter[str]() for _ in range(layers)], 0
+    for group, again in run.recompute.groups(stage.layers):
+        if again:
+            saved[keeper(start)][RESIDUAL] += sizes.residual
+        else:
+            for place in range(start, start + len(group)):
+                saved[place].update(layer)
+        start += len(group)
+    if layers and stage.embedding and offload.kind != "modules":
+        saved[0].update({kind: size for kind, size in embedding.items() if kind != RESIDUAL})
+    moved, share = max(0, layers - NEAR_LAYERS), 0.0
+    if offload.kind == "layers":
+        moved, share = min(offload.cpu_offloading_num_layers, layers), 1.0
+    elif offload.kind == "ratio":
+        share = offload.ratio or 0.0  # auto begins with 0
+    elif offload.kind == "modules":
+        share = _share_of_parts(run, sizes)
+    away = [{kind: int(share * size) for kind, size in group.items()} for group in saved[:moved]]
+    return LayerMoves([*away, *({} for _ in range(layers - moved))], sizes.residual)
+
+
+def _share_of_parts(run: RunConfig, sizes: Sizes) -> float:
+    """Of what a layer saves. A storage moves with any part that saves it; a linear layer saves what was fused into it."""
+    again, place = run.recompute.modules, place_of(run, sizes)
+    parts = layer_bytes(run.model, run.recompute, place)
+    named = set(run.activation_offload.offload_modules or ())
+    for what, part, linear in (
+        (NORM, "attn_norm", "qkv_linear"),
+        (NORM, "mlp_norm", "mlp_fc1"),
+        (MLP_ACT, "mlp_act", "mlp_fc2"),
+    ):
+        if what in again and linear in named:
+            named.add(part)
+    if "core_attn" in named and CORE_ATTN not in again and place.attention == "fused":
+        named.add("attn_proj")  # its input is the output that a fused kernel saves
+    return sum(parts[name] for name in named) / sum(parts.values())

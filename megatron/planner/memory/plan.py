@@ -1,0 +1,185 @@
+"""The memory of a run before it starts: every rank's use, by kind, at the moment when it is largest.
+
+A step is played: state that is always there, then the rank's own list of actions, each of which takes and frees what
+its profile says (stage_memory.py), then the update. So the peak has a place: an action of the schedule, a layer, and what
+it was doing there. Figures are bytes that tensors ask for; what an allocator rounds and keeps free, and what libraries
+take beside it (CUDA's context, NCCL, gloo), come on top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.base.errors import ConfigError
+from megatron.config.layout import mesh_of
+from megatron.config.pipeline import PipelineSettings, pipeline_settings
+from megatron.config.run import RunConfig
+from megatron.planner.memory.far_activations import FarTally, far_of, with_moves
+from megatron.planner.memory.stage import StageMemory, stage_memory
+from megatron.planner.memory.state import StateMemory, state_memory
+from megatron.planner.sizes import (
+    ACTIVATIONS,
+    BATCH,
+    COMMUNICATION,
+    FP32,
+    GRADIENTS,
+    INT64,
+    MASK,
+    OPTIMIZER,
+    PARAMETERS,
+    WORK,
+    Sizes,
+    Target,
+    sizes_of,
+)
+from megatron.planner.tally import Profile, Tally
+from megatron.schedule.partition import Stage
+from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
+from megatron.schedule.validate import memory_in_flight
+
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRAD: "backward (input)",
+    Kind.WEIGHT_GRAD: "backward (weights)",
+}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One pipeline rank; its tp, cp and dp neighbours are alike.
+
+    at_peak: bytes by kind when most are in use; moment: when that is. start: bytes between steps. a_microbatch:
+    activations that a microbatch leaves behind in all stages of the rank. in_flight: (stage, microbatch) pairs
+    kept at once. host: bytes of optimizer state, weights and activations in host memory; disk: of state in files.
+    """
+
+    rank: int
+    stages: tuple[Stage, ...]
+    parameters: int
+    at_peak: Mapping[str, int]
+    moment: str
+    start: int
+    a_microbatch: int
+    in_flight: int
+    host: int
+    disk: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use at once."""
+        return sum(self.at_peak.values())
+
+    @property
+    def layers(self) -> int:
+        """Number of layers held."""
+        return sum(len(stage.layers) for stage in self.stages)
+
+
+def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMemory]:
+    """Of each pipeline rank of a run that `config.rules.check` accepts, with its vocabulary known.
+
+    Raises ConfigError for what is not planned: adapters, and a vocabulary that only a tokenizer knows.
+    """
+    if run.model.vocab_size is None:
+        raise ConfigError("the size of the vocabulary decides about memory; give --vocab-size")
+    if run.model.lora_rank:
+        raise ConfigError(f"--lora-rank {run.model.lora_rank}: the memory of adapters is not planned; leave it out")
+    layers = run.model.num_layers
+    assert layers
+    positions = run.model.max_position_embeddings or run.data.seq_length
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_position_embeddings=positions))
+    dp = mesh_of(run.parallel, world_size).dp
+    settings = pipeline_settings(run.parallel, layers)
+    sizes = sizes_of(run, target)
+    states = [state_memory(run, target, settings.stages_of(rank), dp) for rank in range(settings.placement.num_ranks)]
+    whole, by_layer = (
+        {
+            stage.number: stage_memory(run, sizes, stage, settings, state.far, by_layer=layers)
+            for rank, state in enumerate(states)
+            for stage in settings.stages_of(rank)
+        }
+        for layers in (False, True)
+    )
+    return [_rank(run, rank, settings, whole, by_layer, sizes, state, dp) for rank, state in enumerate(states)]
+
+
+def num_microbatches(run: RunConfig, dp: int) -> int:
+    """Of a step at the end of a batch ramp or schedule, if there is one."""
+    assert run.train.micro_batch_size
+    return (run.train.final_global_batch_size or run.train.micro_batch_size * dp) // (run.train.micro_batch_size * dp)
+
+
+def _rank(
+    run: RunConfig,
+    rank: int,
+    settings: PipelineSettings,
+    whole: Mapping[int, StageMemory],
+    by_layer: Mapping[int, StageMemory],
+    sizes: Sizes,
+    state: StateMemory,
+    dp: int,
+) -> RankMemory:
+    microbatches, stages = num_microbatches(run, dp), settings.stages_of(rank)
+    schedule = with_moves(run, settings.schedule_of(microbatches))
+    tally = Tally()
+    tally.take(PARAMETERS, state.parameters)
+    tally.take(GRADIENTS, state.gradients)
+    tally.take(OPTIMIZER, state.optimizer.device + state.optimizer.staging)
+    tally.take(COMMUNICATION, state.blocks)
+    start = sum(tally.now.values())
+    tally.take(BATCH, microbatches * _batch(sizes))
+    tally.take(COMMUNICATION, state.gathered)
+    far = FarTally(tally, far_of(run, schedule, rank), whole, by_layer)
+    last = {action.stage: action for action in schedule.actions[rank] if action.kind in COMPUTE}
+    sent = 0  # bytes that have left, and are freed when the next message leaves; gloo's thread does so at once
+    for action in schedule.actions[rank]:
+        if action.kind in SENDS:
+            tally.free(COMMUNICATION, sizes.residual if sizes.target.cpu else sent)
+            sent = sizes.residual
+            continue
+        if action.kind in COPIES:
+            far.move(action)
+            continue
+        if action.kind in RECEIVES:
+            tally.take(COMMUNICATION, sizes.residual)
+        elif action.kind in COMPUTE:
+            _compute(tally, action, far.profile(action), state.staging if last[action.stage] == action else 0)
+            far.after(action)
+    tally.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
+    tally.free(COMMUNICATION, state.gathered)
+    with tally.doing("reduction of gradients"):
+        tally.brief(COMMUNICATION, state.at_end)
+    with tally.doing("update"):
+        tally.brief(WORK, state.norm)
+        tally.brief(COMMUNICATION, state.visits)
+    in_files = run.optimizer_offload.offload_dir is not None
+    kept = [sum(whole[s.number].forward.net.get(kind, 0) for kind in ACTIVATIONS) for s in stages]
+    return RankMemory(
+        rank,
+        stages,
+        state.numel,
+        dict(tally.top),
+        tally.moment,
+        start,
+        sum(kept),
+        memory_in_flight(schedule)[rank].activations,
+        state.optimizer.host + far.most + (0 if in_files else state.far_slices),
+        state.optimizer.disk + (state.far_slices if in_files else 0),
+    )
+
+
+def _compute(tally: Tally, action: Action, profile: Profile, staging: int) -> None:
+    """staging: bytes of reductions that are under way beside it."""
+    with tally.doing(f"{_NAMES[action.kind]} of microbatch {action.microbatch}"):
+        tally.take(COMMUNICATION, staging)
+        tally.play(profile)
+        tally.free(COMMUNICATION, staging)
+
+
+def _batch(sizes: Sizes) -> int:
+    """Bytes of a microbatch: tokens and labels, the mask of the loss, its weights twice, positions."""
+    whole = sizes.tokens * (2 * INT64 + MASK + 2 * FP32) + sizes.s * INT64
+    return whole * (1 + sizes.cp) if sizes.cp > 1 else whole

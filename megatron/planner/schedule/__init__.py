@@ -1,0 +1,1 @@
+"""Draws and reports pipeline schedules."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: stages, lists of actions, passes, checks and a simulator. No torch."""

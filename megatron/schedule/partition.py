@@ -1,0 +1,132 @@
+"""Which layers a virtual stage holds. Pure arithmetic.
+
+Stages are numbered along the model: stage 0 has the embedding, the last one the final norm, the head and the loss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.base.errors import ConfigError
+
+_LONGEST = 100_000  # characters of a layout that is written out
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of the model's layers, which may be empty, with or without its two ends."""
+
+    number: int
+    layers: range
+    embedding: bool
+    head: bool
+
+
+def whole_model(num_layers: int) -> Stage:
+    """The only stage of a model that is not cut."""
+    return Stage(0, range(num_layers), embedding=True, head=True)
+
+
+def partition(
+    num_layers: int,
+    rank_of: Sequence[int],
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding_counts: bool = False,
+    head_counts: bool = False,
+) -> tuple[Stage, ...]:
+    """Stages of equal numbers of layers. Raises ConfigError when they do not divide.
+
+    rank_of: the rank of each stage; all ranks have equally many. first, last: layers of the first and the last rank; the
+    others share what is left equally. embedding_counts, head_counts: these take the place of a layer in the first and in
+    the last stage.
+    """
+    p = max(rank_of) + 1
+    v = len(rank_of) // p
+    if len(rank_of) == 1:
+        return (whole_model(num_layers),)
+    per_rank = _per_rank(num_layers + embedding_counts + head_counts, p, first, last)
+    for layers in sorted(set(per_rank)):
+        if layers % v:
+            raise ConfigError(
+                f"the {layers} layers of a pipeline rank are not divisible by its {v} virtual stages; change "
+                "--num-layers or the number of stages, or write the split with --pipeline-model-parallel-layout"
+            )
+    sizes = [per_rank[rank] // v for rank in rank_of]
+    sizes[0] -= embedding_counts
+    sizes[-1] -= head_counts
+    return _stages(sizes)
+
+
+def parse_layout(text: str, num_layers: int, num_stages: int) -> tuple[Stage, ...]:
+    """Megatron-LM's --pipeline-model-parallel-layout: E embedding, t layer, L loss, | ends a stage, (..)*n or x*n repeat.
+
+    Commas and spaces mean nothing. Raises ConfigError for what does not describe `num_layers` in `num_stages`.
+    """
+    flag = f"--pipeline-model-parallel-layout {text}"
+    stages = _written_out(text, flag).split("|")
+    if len(stages) != num_stages:
+        raise ConfigError(
+            f"{flag} has {len(stages)} stages, but pipeline ranks and their virtual stages make {num_stages}"
+        )
+    written = "".join(stages)
+    if written.count("t") != num_layers:
+        raise ConfigError(f"{flag} has {written.count('t')} layers, but --num-layers is {num_layers}")
+    if not (written.count("E") == written.count("L") == 1 and written[0] == "E" and written[-1] == "L"):
+        raise ConfigError(f"{flag} must begin with its one E (embedding) and end with its one L (loss)")
+    if stages[0][:1] != "E" or stages[-1][-1:] != "L":
+        raise ConfigError(f"{flag} must have E in its first stage and L in its last; another stage may be empty")
+    return _stages([stage.count("t") for stage in stages])
+
+
+def count_stages(text: str) -> int:
+    """Stages that a layout describes. Raises ConfigError for what is none."""
+    return _written_out(text, f"--pipeline-model-parallel-layout {text}").count("|") + 1
+
+
+def _per_rank(num_layers: int, p: int, first: int | None, last: int | None) -> list[int]:
+    given = [count for count in (first, last) if count is not None]
+    rest, others = num_layers - sum(given), p - len(given)
+    if p == 1 and given:
+        raise ConfigError("one pipeline rank has all layers; remove --decoder-first- and -last-pipeline-num-layers")
+    if rest < 0 or (others == 0 and rest) or (others and rest % others):
+        what = f"{num_layers} layers" if not given else f"{rest} of {num_layers} layers that are left"
+        raise ConfigError(
+            f"{what} are not divisible by {others} pipeline ranks; change --num-layers, "
+            "--pipeline-model-parallel-size, --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, or "
+            "let embedding and loss count with --account-for-embedding-in-pipeline-split and "
+            "--account-for-loss-in-pipeline-split"
+        )
+    per_rank = [rest // others if others else 0] * p
+    if first is not None:
+        per_rank[0] = first
+    if last is not None:
+        per_rank[-1] = last
+    return per_rank
+
+
+def _stages(sizes: list[int]) -> tuple[Stage, ...]:
+    if min(sizes) < 0:
+        raise ConfigError("a stage has fewer layers than the embedding or the loss take up; use fewer stages")
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return tuple(
+        Stage(number, range(end - size, end), embedding=number == 0, head=number == len(sizes) - 1)
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    )
+
+
+def _written_out(text: str, flag: str) -> str:
+    """Without repetitions: the innermost first."""
+    rest = re.sub(r"[\s,]", "", text)
+    repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL|]))\*(\d+)")
+    while (found := repeated.search(rest)) is not None:
+        part, times = found.group(1) or found.group(2) or "", int(found.group(3))
+        if len(part) * times > _LONGEST:
+            raise ConfigError(f"{flag} repeats {part} {times} times; that is no model")
+        rest = rest[: found.start()] + part * times + rest[found.end() :]
+    if not re.fullmatch(r"[EtL|]*", rest):
+        raise ConfigError(f"{flag} has {re.sub('[EtL|]', '', rest)[0]!r}; it knows E, t, L, | and (..)*n")
+    return rest

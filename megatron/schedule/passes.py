@@ -1,0 +1,151 @@
+"""Functions from a Schedule to a Schedule that insert actions between the computations.
+
+[Note: order of transfers]
+Two orders are made, for two kinds of transport; `validate.check` holds schedules to them.
+
+Without overlap, every transfer of the pipeline has a place in one order: by the time at which its data is made when the
+schedule is played with unit costs and, where times are equal, every other pair of neighbours first, so that pairs move
+their data at the same time and no chain of ranks forms. Every rank issues its sends and receives in this order.
+Whatever a rank waits for is then earlier in the order than what it holds up, so nobody waits in a circle, even where a
+send and a receive both keep the rank standing until the data has moved, and where one queue takes all transfers of a
+rank: blocking calls, one NCCL communicator, gloo.
+
+With overlap, receives are posted early, and such an order does not exist: 1F1B's neighbours would each post the receive
+from the other before their send to it. What is assured is the order within each direction between two ranks: sends and
+receives of one direction come in the same order at both ends. So sends must not hold up their rank, and the transport
+needs a queue for each direction: with NCCL two communicators, one for transfers to a higher rank and one for those to a
+lower; with gloo a tag each. Sends and receives must not be batched: a group ends when its last transfer does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron.schedule.schedule import (
+    COMPUTE,
+    GRADIENTS_OF_WEIGHTS,
+    SENDS,
+    Action,
+    Kind,
+    Schedule,
+    other_end,
+)
+from megatron.schedule.simulate import Costs, simulate
+
+Order = tuple[float, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Insert:
+    """A transfer to be put before the computation number `place` of a rank.
+
+    order: when its data is made, which turn its pair of ranks has, and on which rank it is made; the same of a send and
+    its receive.
+    """
+
+    action: Action
+    place: int
+    order: Order
+
+
+def with_transfers(schedule: Schedule, *, overlap: bool) -> Schedule:
+    """Add a send after and a receive before every computation whose result or input crosses ranks.
+
+    overlap: a receive stands one computation ahead of the one that needs it, in warm-up and cool-down too, so that the
+    data travels beside computation; earlier where a later transfer the same way is needed sooner. Otherwise it stands
+    right before it, or earlier where the one order of all transfers asks for that. The note above says what either
+    assures. `schedule` holds computation only.
+    """
+    order = _order_of_sends(schedule)
+    ranks = []
+    for actions in schedule.actions:
+        sends, receives = [], []
+        for place, action in enumerate(actions):
+            if (send := schedule.send_after(action)) is not None:
+                sends.append(_Insert(send, place + 1, order[send]))
+            if (receive := schedule.receive_before(action)) is not None:
+                ahead = max(place - 1, 0) if overlap else place
+                receives.append(_Insert(receive, ahead, order[other_end(receive)]))
+        if overlap:
+            by_source = [[r for r in receives if r.order[-1] == source] for source in range(len(schedule.actions))]
+            inserts = [insert for queue in by_source for insert in _none_after_a_later_one(queue)] + sends
+        else:
+            inserts = _none_after_a_later_one(sends + receives)
+        ranks.append(_with_inserts(actions, [(insert.place, insert.action) for insert in inserts]))
+    return dataclasses.replace(schedule, actions=tuple(ranks))
+
+
+def with_reduce(schedule: Schedule) -> Schedule:
+    """Add a REDUCE for each stage, after the last action that adds to its gradients.
+
+    It stands behind the sends that follow that action: another rank waits for those.
+    """
+    ranks = []
+    for actions in schedule.actions:
+        last = {action.stage: i for i, action in enumerate(actions) if action.kind in GRADIENTS_OF_WEIGHTS}
+        inserts = []
+        for stage, i in last.items():
+            while i + 1 < len(actions) and actions[i + 1].kind in SENDS:
+                i += 1
+            inserts.append((i + 1, Action(Kind.REDUCE, stage)))
+        ranks.append(_with_inserts(actions, inserts))
+    return dataclasses.replace(schedule, actions=tuple(ranks))
+
+
+def with_gather(schedule: Schedule, *, overlap: bool) -> Schedule:
+    """Add a GATHER for each stage: right before its first forward or, with overlap, one computation ahead of it."""
+    ranks = []
+    for actions in schedule.actions:
+        computations = [i for i, action in enumerate(actions) if action.kind in COMPUTE]
+        inserts = []
+        gathered = set()
+        for number, i in enumerate(computations):
+            if actions[i].kind is Kind.FORWARD and actions[i].stage not in gathered:
+                gathered.add(actions[i].stage)
+                place = computations[max(number - 1, 0)] if overlap else i
+                inserts.append((place, Action(Kind.GATHER, actions[i].stage)))
+        ranks.append(_with_inserts(actions, inserts))
+    return dataclasses.replace(schedule, actions=tuple(ranks))
+
+
+def _order_of_sends(schedule: Schedule) -> dict[Action, Order]:
+    """`_Insert.order` of every send, at unit costs."""
+    ranks = schedule.placement.num_ranks
+    timeline = simulate(schedule, Costs.uniform(schedule.placement.num_stages))
+    order = {}
+    for rank, intervals in enumerate(timeline.intervals):
+        for action, _, stop in intervals:
+            assert action.kind in COMPUTE, f"{schedule.name} holds {action} already"
+            if (send := schedule.send_after(action)) is not None:
+                order[send] = (stop, _turn(rank, schedule.peer(send), ranks), rank)
+    return order
+
+
+def _turn(rank: int, peer: int, ranks: int) -> int:
+    """A colour of each pair of neighbours on the ring, such that no rank is in two pairs of one colour."""
+    low, high = sorted((rank, peer))
+    around = high - low > 1  # the last rank and the first
+    return 2 if around and ranks % 2 else (high if around else low) % 2
+
+
+def _none_after_a_later_one(queue: list[_Insert]) -> list[_Insert]:
+    """The queue in order, each at its own place or, if that is earlier, that of the next."""
+    moved: list[_Insert] = []
+    for insert in sorted(queue, key=lambda insert: insert.order, reverse=True):
+        place = min(insert.place, moved[-1].place) if moved else insert.place
+        assert place == insert.place or insert.action.kind not in SENDS, f"{insert.action} before its data is made"
+        moved.append(dataclasses.replace(insert, place=place))
+    return moved[::-1]
+
+
+def _with_inserts(actions: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:
+    """Each insert before the action of its index; of one index in the order given."""
+    at: dict[int, list[Action]] = {}
+    for index, action in inserts:
+        at.setdefault(index, []).append(action)
+    result: list[Action] = []
+    for index, action in enumerate(actions):
+        result += at.get(index, ())
+        result.append(action)
+    return (*result, *at.get(len(actions), ()))

@@ -1,0 +1,142 @@
+"""Pipeline schedules as data: what each rank does, in order. Pure; the engine runs the lists, the simulator times them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from megatron.base.errors import MegatronError
+
+NO_MICROBATCH = -1  # of actions that concern a stage as a whole
+
+
+class ScheduleError(MegatronError, AssertionError):
+    """A schedule that cannot be run, or not as promised: a mistake in this package, not of the user's."""
+
+
+class Kind(str, Enum):
+    """What an action does. Members are strings, which hash faster than plain members: there are many of them."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # gradients of input and weights together
+    INPUT_GRAD = "I"  # the first half of a split backward: what the stage before waits for
+    WEIGHT_GRAD = "W"  # the second half, which nobody waits for
+    SEND_FORWARD = "SF"  # the stage's output, to the next stage
+    RECV_FORWARD = "RF"  # the stage's input, from the stage before
+    SEND_BACKWARD = "SB"  # the gradient of the stage's input, to the stage before
+    RECV_BACKWARD = "RB"  # the gradient of the stage's output, from the next stage
+    REDUCE = "R"  # the stage's gradients are complete: they may be reduced
+    GATHER = "G"  # the stage's parameters are needed soon: they may be gathered
+    OFFLOAD = "O"  # what the forward keeps for its backward starts to move to far memory
+    RELOAD = "L"  # it starts to come back
+
+    def __str__(self) -> str:
+        return self.value
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+TRANSFERS = SENDS | RECEIVES
+COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
+GRADIENTS_OF_INPUT = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD})
+GRADIENTS_OF_WEIGHTS = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})
+
+
+class Action(NamedTuple):
+    """One unit of a rank's work. `stage` is the virtual stage that it belongs to, on the rank that runs it.
+
+    A SEND starts as soon as the transport lets it and does not hold up the rank; a RECV makes room and says that the
+    data may come, and the computation that needs it waits for it.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int = NO_MICROBATCH
+
+    def __str__(self) -> str:
+        number = "" if self.microbatch == NO_MICROBATCH else self.microbatch
+        return f"{self.kind.value}{number}@{self.stage}"
+
+
+_OTHER_END = {
+    Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1),
+    Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
+    Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1),
+    Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, 1),
+}
+
+
+def other_end(transfer: Action) -> Action:
+    """The receive of a send, the send of a receive."""
+    kind, step = _OTHER_END[transfer.kind]
+    return Action(kind, transfer.stage + step, transfer.microbatch)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which virtual stage. Stage 0 has the embedding, the last one the loss.
+
+    rank_of: the rank of each stage.
+    """
+
+    rank_of: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages of the whole pipeline."""
+        return len(self.rank_of)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return max(self.rank_of) + 1
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages a rank holds, in model order: its chunks."""
+        return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
+
+
+def round_robin(p: int, v: int = 1) -> Placement:
+    """Stage s on rank s % p, v stages a rank; with v = 1 a plain pipeline."""
+    return Placement(tuple(stage % p for stage in range(p * v)))
+
+
+def v_shape(p: int) -> Placement:
+    """Down the ranks and back up: rank r holds stages r and 2p - 1 - r, so the first rank has embedding and loss."""
+    return Placement((*range(p), *reversed(range(p))))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A whole pipeline's work in one step. actions: the list of each rank."""
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    def peer(self, transfer: Action) -> int:
+        """The rank at the other end of a send or receive."""
+        return self.placement.rank_of[other_end(transfer).stage]
+
+    def send_after(self, action: Action) -> Action | None:
+        """The send of what a computation makes, or None when it stays on the rank."""
+        rank_of, stage = self.placement.rank_of, action.stage
+        if action.kind is Kind.FORWARD:
+            if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
+                return Action(Kind.SEND_FORWARD, stage, action.microbatch)
+        elif action.kind in GRADIENTS_OF_INPUT and stage > 0 and rank_of[stage - 1] != rank_of[stage]:
+            return Action(Kind.SEND_BACKWARD, stage, action.microbatch)
+        return None
+
+    def receive_before(self, action: Action) -> Action | None:
+        """The receive of what a computation needs from another rank, or None."""
+        rank_of, stage = self.placement.rank_of, action.stage
+        if action.kind is Kind.FORWARD:
+            if stage > 0 and rank_of[stage - 1] != rank_of[stage]:
+                return Action(Kind.RECV_FORWARD, stage, action.microbatch)
+        elif action.kind in GRADIENTS_OF_INPUT and stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
+            return Action(Kind.RECV_BACKWARD, stage, action.microbatch)
+        return None

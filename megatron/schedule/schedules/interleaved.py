@@ -1,0 +1,55 @@
+"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.2): v chunks of layers a rank."""
+
+from __future__ import annotations
+
+from megatron.base.errors import ConfigError
+from megatron.schedule.schedule import Action, Kind, Schedule, round_robin
+from megatron.schedule.schedules.one_f_one_b import in_turn
+
+
+def interleaved(p: int, v: int, m: int, group: int | None = None) -> Schedule:
+    """A bubble of (p - 1) / (v m + p - 1) of the step, for v times the transfers and more activations alive than 1F1B.
+
+    Microbatches go in groups: a rank takes all of a group through its first chunk, then through its second, and so on,
+    and back in the opposite order. group: Megatron-LM's --microbatch-group-size-per-virtual-pipeline-stage, default p;
+    a larger one leaves a transfer more time and keeps more activations. Rank r keeps at most
+    (v - 1) G + 2 (p - r - 1) + 1 chunks' activations, with G the largest group of `group_sizes`.
+
+    With v = 1 this is 1F1B. Raises ConfigError for a group smaller than p.
+    """
+    sizes = group_sizes(p, m, p if group is None else group)
+    step = 2 if v > 1 else 1  # the warm-up has to cover the way there and back of a chunk in the middle
+    ranks = []
+    for rank in range(p):
+        forwards: list[Action] = []
+        backwards: list[Action] = []
+        start = 0
+        for size in sizes:
+            chunks = [(chunk * p + rank, k) for chunk in range(v) for k in range(start, start + size)]
+            forwards += (Action(Kind.FORWARD, stage, k) for stage, k in chunks)
+            back = [(chunk * p + rank, k) for chunk in reversed(range(v)) for k in range(start, start + size)]
+            backwards += (Action(Kind.BACKWARD, stage, k) for stage, k in back)
+            start += size
+        warm_up = (v - 1) * max(sizes) + step * (p - rank - 1)
+        ranks.append(in_turn(forwards, backwards, warm_up))
+    return Schedule("interleaved", round_robin(p, v), m, tuple(ranks))
+
+
+def group_sizes(p: int, m: int, group: int) -> list[int]:
+    """How m microbatches fall into groups. All groups have at least p members, unless there are fewer microbatches.
+
+    Groups of `group` with what is left at the end, where that is nothing or at least p: what Megatron-LM accepts. A
+    smaller remainder would leave ranks idle for want of the ring's way round, or locked. Then the microbatches are
+    spread evenly instead, over as many groups as leave p members in each: up to p - 1 more than `group` in one, the
+    fewer the more groups there are. Raises ConfigError for a group smaller than p.
+    """
+    if group < p:
+        raise ConfigError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {p}; "
+            f"give {p} or more"
+        )
+    full, rest = divmod(m, group)
+    if rest == 0 or rest >= p:
+        return [group] * full + ([rest] if rest else [])
+    count = max(1, min(full + 1, m // p))
+    return [m // count + (number < m % count) for number in range(count)]

@@ -1,0 +1,52 @@
+"""Where the second half of a split backward goes (Qi et al., arXiv 2401.10241, section 2): nobody waits for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from megatron.schedule.schedule import Action, Kind
+
+Lists = tuple[tuple[Action, ...], ...]
+
+
+def with_weight_grads(ranks: Sequence[Sequence[Action]], last_stage: int, most_kept: int) -> Lists:
+    """Add a weight gradient for every input gradient, oldest first, wherever its rank has nothing else to do.
+
+    ranks: forwards and input gradients, in an order that can be run. most_kept: chunks' activations that a rank may keep
+    from forward to weight gradient; a forward that would be one more lets a weight gradient go first. Played with
+    F = I = W.
+    """
+    queues = [deque(actions) for actions in ranks]
+    pending: list[deque[Action]] = [deque() for _ in ranks]  # input gradients whose weight gradient is still to come
+    kept = [0] * len(ranks)
+    filled: list[list[Action]] = [[] for _ in ranks]
+    done: set[Action] = set()
+    while any(queues) or any(pending):
+        now = []
+        for rank, queue in enumerate(queues):
+            full = kept[rank] == most_kept
+            if queue and _can_run(queue[0], done, last_stage) and not (full and queue[0].kind is Kind.FORWARD):
+                action = queue.popleft()
+                now.append(action)
+                if action.kind is Kind.FORWARD:
+                    kept[rank] += 1
+                else:
+                    pending[rank].append(action)
+            elif pending[rank]:
+                _, stage, microbatch = pending[rank].popleft()
+                action = Action(Kind.WEIGHT_GRAD, stage, microbatch)
+                kept[rank] -= 1
+            else:
+                continue
+            filled[rank].append(action)
+        done.update(now)
+    return tuple(map(tuple, filled))
+
+
+def _can_run(action: Action, done: set[Action], last_stage: int) -> bool:
+    """Whether its input was there before this unit of time. A rank's own forward always comes before its gradient."""
+    kind, stage, microbatch = action
+    if kind is Kind.FORWARD:
+        return stage == 0 or Action(kind, stage - 1, microbatch) in done
+    return stage == last_stage or Action(kind, stage + 1, microbatch) in done

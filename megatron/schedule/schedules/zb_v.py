@@ -1,0 +1,41 @@
+"""ZB-V: Zero Bubble Pipeline Parallelism (Qi et al., arXiv 2401.10241, section 6; V-ZB in arXiv 2405.15362)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from megatron.schedule.schedule import Action, Kind, Schedule, v_shape
+from megatron.schedule.schedules.weight_grads import with_weight_grads
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Two chunks a rank, placed down the ranks and back up, and a split backward.
+
+    With F = I = W and m >= 2p - 1 no rank is idle between its first and its last action. With m >= p the step is over
+    as early as it can be: when the last rank, which begins p - 1 chunks late, has done its work. A rank keeps at most 2p
+    chunks' activations between forward and weight gradient: p microbatches of its layers, as 1F1B's first rank does.
+    """
+    played = max(m, 2 * p - 1)  # a shorter step is a longer one, less the microbatches that it does not have
+    ranks = [[a for a in _forwards_and_input_grads(p, rank, played) if a.microbatch < m] for rank in range(p)]
+    return Schedule("zb-v", v_shape(p), m, with_weight_grads(ranks, 2 * p - 1, most_kept=2 * p))
+
+
+def _forwards_and_input_grads(p: int, rank: int, m: int) -> Iterator[Action]:
+    """The order of a rank, for m >= 2p - 1.
+
+    In units of F = I = W, rank r can meet the first microbatch at time r, on its way up at 2p - 1 - r, and the loss's
+    gradient at 2p + r. The first two rows have as many actions as there are units until then; the third lasts, with
+    weight gradients, until the gradient is back down from its turn on the last rank. Then six actions repeat.
+    """
+    chunks = (rank, 2 * p - 1 - rank)
+    forward_down, forward_up = (iter([Action(Kind.FORWARD, stage, k) for k in range(m)]) for stage in chunks)
+    back_down, back_up = (iter([Action(Kind.INPUT_GRAD, stage, k) for k in range(m)]) for stage in chunks)
+    order = [forward_down] * (2 * (p - rank) - 1)
+    order += [forward_up, forward_down] * rank
+    order += [forward_up, back_up] * (p - rank)
+    order += [forward_down, back_down, forward_up, back_up] * (m - p)  # the forwards down run out first
+    order += [back_down, back_up] * rank
+    order += [back_down] * (p - rank)
+    for actions in order:
+        yield from itertools.islice(actions, 1)

@@ -1,0 +1,304 @@
+"""Plays a schedule with given costs: when each action begins and ends, and what ranks wait for. The engine's rules:
+
+A rank runs its list in order. A computation starts when the rank is free and its inputs are there. A send is posted when
+its turn comes, a receive likewise; neither holds up the rank, and a transfer begins when both are posted and the one
+before it from the same rank to the same rank has left. REDUCE and GATHER run beside computation, one after the other on
+a rank; the first forward of a stage waits for its GATHER. OFFLOAD and RELOAD run beside both, each kind one after the
+other: the backward waits for its RELOAD, and an OFFLOAD has one computation to be done in; what comes after that,
+computation or RELOAD, waits for it.
+
+With `Costs.blocking`, instead, a rank stands still at a send or a receive until the other end has come to it and the data
+has moved: the least that a transport can do.
+
+A schedule without sends and receives is played with its dependencies alone: data is everywhere at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron.schedule.schedule import (
+    COMPUTE,
+    COPIES,
+    GRADIENTS_OF_INPUT,
+    RECEIVES,
+    TRANSFERS,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    other_end,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds. forward, input_grad, weight_grad, reduce, gather: one number a stage.
+
+    backward: of a whole backward, one number a stage; by default the sum of its halves. transfer: what a send keeps the
+    way from one rank to another busy; latency: until it arrives after that. offload, reload: a copy of what goes out of
+    one microbatch's activations of any stage.
+    """
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    backward: tuple[float, ...]
+    reduce: tuple[float, ...]
+    gather: tuple[float, ...]
+    latency: float = 0.0
+    transfer: float = 0.0
+    offload: float = 0.0
+    reload: float = 0.0
+    blocking: bool = False
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        *,
+        forward: float = 1.0,
+        input_grad: float = 1.0,
+        weight_grad: float = 1.0,
+        backward: float | None = None,
+        reduce: float = 0.0,
+        gather: float = 0.0,
+        latency: float = 0.0,
+        transfer: float = 0.0,
+        offload: float = 0.0,
+        reload: float = 0.0,
+        blocking: bool = False,
+    ) -> Costs:
+        """The same numbers for every stage."""
+        backward = input_grad + weight_grad if backward is None else backward
+        a_stage = {
+            "forward": forward,
+            "input_grad": input_grad,
+            "weight_grad": weight_grad,
+            "backward": backward,
+            "reduce": reduce,
+            "gather": gather,
+        }
+        return cls(
+            **{name: (seconds,) * num_stages for name, seconds in a_stage.items()},
+            latency=latency,
+            transfer=transfer,
+            offload=offload,
+            reload=reload,
+            blocking=blocking,
+        )
+
+    def of(self, kind: Kind) -> tuple[float, ...]:
+        """Seconds a stage of a computation, REDUCE or GATHER."""
+        by_kind: dict[Kind, tuple[float, ...]] = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.INPUT_GRAD: self.input_grad,
+            Kind.WEIGHT_GRAD: self.weight_grad,
+            Kind.REDUCE: self.reduce,
+            Kind.GATHER: self.gather,
+        }
+        return by_kind[kind]
+
+
+class Interval(NamedTuple):
+    """When an action ran, in seconds from the start of the step. Of a send or receive: while its data moved."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What came of it. intervals: of each rank, in the order of its list.
+
+    exposed: seconds that each rank stood still because of communication: what a network without cost would save it,
+    the rest of the schedule taking place as it did.
+    """
+
+    schedule: Schedule
+    intervals: tuple[tuple[Interval, ...], ...]
+    exposed: tuple[float, ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds until the last rank is done."""
+        return max(interval.stop for intervals in self.intervals for interval in intervals)
+
+    def computation(self, rank: int) -> list[Interval]:
+        """The intervals in which the rank computes."""
+        return [interval for interval in self.intervals[rank] if interval.action.kind in COMPUTE]
+
+    def busy(self, rank: int) -> float:
+        """Seconds of computation."""
+        return sum(interval.stop - interval.start for interval in self.computation(rank))
+
+    def bubble(self, rank: int) -> float:
+        """Share of the step in which the rank does not compute, for whatever reason."""
+        return max(0.0, 1 - self.busy(rank) / self.makespan)
+
+    def idle_inside(self, rank: int) -> float:
+        """The same between its first computation and its last: what the zero-bubble papers count."""
+        intervals = self.computation(rank)
+        return max(0.0, 1 - self.busy(rank) / (intervals[-1].stop - intervals[0].start))
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Play the whole step. Raises ScheduleError when ranks wait for each other for ever, with where each stands."""
+    play = _Play(schedule, costs)
+    ready = list(range(schedule.placement.num_ranks))
+    while ready:
+        ready += play.advance(ready.pop())
+    play.check_finished()
+    return Timeline(schedule, play.in_list_order(), play.exposed_by_rank())
+
+
+class _Play:
+    """The state of a step. Order of play does not matter: a time depends on earlier times only."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        ranks = schedule.placement.num_ranks
+        self._schedule, self._costs, self._rank_of = schedule, costs, schedule.placement.rank_of
+        self._seconds = {kind: costs.of(kind) for kind in (*COMPUTE, Kind.REDUCE, Kind.GATHER)}
+        self._with_transfers = any(action.kind in TRANSFERS for actions in schedule.actions for action in actions)
+        self._next = [0] * ranks  # place in the rank's list
+        self._free = [0.0] * ranks  # when the rank is done with what it has run
+        self._beside = [0.0] * ranks  # when its reductions and gathers are
+        self._exposed = [0.0] * ranks
+        self._copied = {kind: [0.0] * ranks for kind in COPIES}  # when the rank's copies of this direction are done
+        self._due = [0.0] * ranks  # when the offloads are done that have had their computation
+        self._reloaded: dict[Action, float] = {}
+        self._made: dict[Action, float] = {}  # FORWARD or, for a backward of either form, INPUT_GRAD -> when made
+        self._posted: dict[Action, float] = {}  # send or receive -> when posted
+        self._moved: dict[Action, float] = {}  # send or receive -> when the data is there
+        self._gathered: dict[int, float] = {}  # stage -> when its parameters are there
+        self._way_free: dict[tuple[int, int], float] = {}  # (from rank, to rank) -> when the last transfer has left
+        self._intervals: dict[Action, Interval] = {}
+        self._waiting: dict[Action, list[int]] = {}  # what -> ranks that can go on when it is made or moved
+        self._woken: list[int] = []
+
+    def advance(self, rank: int) -> list[int]:
+        """Run the rank's list as far as it goes; the ranks that can go on because of it."""
+        actions = self._schedule.actions[rank]
+        self._woken = []
+        while self._next[rank] < len(actions):
+            missing = self._try(rank, actions[self._next[rank]])
+            if missing is not None:
+                self._waiting.setdefault(missing, []).append(rank)
+                break
+            self._next[rank] += 1
+        return self._woken
+
+    def check_finished(self) -> None:
+        """Raise ScheduleError unless every list is at its end, and every transfer has happened."""
+        stuck = []
+        for missing, ranks in self._waiting.items():
+            stuck += [
+                f"rank {rank} at {self._schedule.actions[rank][self._next[rank]]}, for {missing}" for rank in ranks
+            ]
+        if stuck:
+            raise ScheduleError(f"{self._schedule.name}: ranks wait for each other: {'; '.join(sorted(stuck))}")
+        if alone := [str(action) for action in self._posted if action not in self._moved]:
+            raise ScheduleError(f"{self._schedule.name}: nothing at the other end of {', '.join(alone)}")
+
+    def in_list_order(self) -> tuple[tuple[Interval, ...], ...]:
+        """What each rank did, by place in its list."""
+        return tuple(tuple(map(self._intervals.__getitem__, actions)) for actions in self._schedule.actions)
+
+    def exposed_by_rank(self) -> tuple[float, ...]:
+        """With what of the reductions is left when computation is over."""
+        ends = zip(self._exposed, self._beside, self._free, strict=True)
+        return tuple(exposed + max(0.0, beside - free) for exposed, beside, free in ends)
+
+    def _try(self, rank: int, action: Action) -> Action | None:
+        """Run an action, or return what it waits for."""
+        if action.kind in COMPUTE:
+            return self._compute(rank, action)
+        if action.kind in TRANSFERS:
+            return self._transfer(rank, action)
+        if action.kind in COPIES:
+            self._copy(rank, action)
+            return None
+        start = max(self._free[rank], self._beside[rank])
+        stop = self._beside[rank] = start + self._seconds[action.kind][action.stage]
+        self._intervals[action] = Interval(action, start, stop)
+        if action.kind is Kind.GATHER:
+            self._gathered[action.stage] = stop
+        return None
+
+    def _compute(self, rank: int, action: Action) -> Action | None:
+        """What the rank itself has made is there: the order of its own list is taken as it is."""
+        kind, stage, microbatch = action
+        there = made = self._free[rank]  # when the input is here, and when it was made
+        source = stage - 1 if kind is Kind.FORWARD else stage + 1
+        if kind is not Kind.WEIGHT_GRAD and 0 <= source < len(self._rank_of):
+            if self._with_transfers and self._rank_of[source] != rank:
+                receive = Action(Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD, stage, microbatch)
+                if receive not in self._moved:
+                    return receive
+                there = max(there, self._moved[receive])
+            need = Action(Kind.FORWARD if kind is Kind.FORWARD else Kind.INPUT_GRAD, source, microbatch)
+            if need not in self._made:
+                return need
+            made = max(made, self._made[need])
+        start = max(there, made)
+        if kind is Kind.FORWARD and self._gathered:
+            start = max(start, self._gathered.get(stage, 0.0))
+        if kind in GRADIENTS_OF_INPUT:
+            start = max(start, self._reloaded.get(Action(Kind.RELOAD, stage, microbatch), 0.0))
+        start = max(start, self._due[rank])
+        self._due[rank] = self._copied[Kind.OFFLOAD][rank]
+        stop = self._free[rank] = start + self._seconds[kind][stage]
+        self._exposed[rank] += start - made
+        self._intervals[action] = Interval(action, start, stop)
+        if kind is not Kind.WEIGHT_GRAD:
+            result = action if kind is not Kind.BACKWARD else Action(Kind.INPUT_GRAD, stage, microbatch)
+            self._made[result] = stop
+            self._wake(result)
+        return None
+
+    def _copy(self, rank: int, action: Action) -> None:
+        """A reload may wait for its own offload: both are of this rank, and the validator holds them to their order."""
+        begun, seconds = self._free[rank], self._costs.offload
+        if action.kind is Kind.RELOAD:
+            begun = max(
+                begun, self._intervals[Action(Kind.OFFLOAD, action.stage, action.microbatch)].stop, self._due[rank]
+            )
+            seconds = self._costs.reload
+        start = max(begun, self._copied[action.kind][rank])
+        stop = self._copied[action.kind][rank] = start + seconds
+        self._intervals[action] = Interval(action, start, stop)
+        if action.kind is Kind.RELOAD:
+            self._reloaded[action] = stop
+
+    def _transfer(self, rank: int, action: Action) -> Action | None:
+        if action not in self._posted:
+            self._posted[action] = self._free[rank]
+            other = other_end(action)
+            if other in self._posted:
+                self._move(action, other)
+        if self._costs.blocking:
+            if action not in self._moved:
+                return action
+            self._free[rank] = self._moved[action]
+            self._exposed[rank] += self._costs.transfer + self._costs.latency
+        return None
+
+    def _move(self, action: Action, other: Action) -> None:
+        way = (self._rank_of[action.stage], self._rank_of[other.stage])
+        if action.kind in RECEIVES:
+            way = way[::-1]
+        start = max(self._posted[action], self._posted[other], self._way_free.get(way, 0.0))
+        self._way_free[way] = start + self._costs.transfer
+        stop = start + self._costs.transfer + self._costs.latency
+        for end in (action, other):
+            self._moved[end] = stop
+            self._intervals[end] = Interval(end, start, stop)
+            self._wake(end)
+
+    def _wake(self, what: Action) -> None:
+        if what in self._waiting:
+            self._woken += self._waiting.pop(what)

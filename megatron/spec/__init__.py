@@ -1,0 +1,1 @@
+"""The model described as data, before any module exists. No torch."""

@@ -1,0 +1,1 @@
+"""What the programs in tools/ share: opening a saved model, measuring layouts."""

@@ -1,0 +1,272 @@
+"""Does a model train the same under every layout? Losses and first gradients of small runs, compared with one process.
+
+A wrong gradient that appears only under some layout trains to a slightly worse model and is never noticed. This runs the
+user's own flags at reduced size, on CPU processes with gloo, in fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import multiprocessing
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.base.errors import ConfigError
+from megatron.base.log import setup_logging
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.rules.check import check
+from megatron.config.rules.model import groups_divide_heads, heads_divide_hidden, shape_is_given
+from megatron.config.rules.ranges import numbers_are_in_range
+from megatron.config.run import RunConfig
+from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
+from megatron.core.groups import Groups
+from megatron.training.setup import build, start_process
+from megatron.training.trainer import Trainer
+
+SEQ_LENGTH, VOCAB_SIZE, HEAD_DIM, LARGEST_TP = 64, 509, 16, 4
+START_TIMEOUT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of one run of the grid."""
+
+    tp: int
+    dp: int
+    sequence_parallel: bool = False
+    pp: int = 1
+    schedule: str | None = None
+    chunks: int | None = None  # virtual stages a pipeline rank
+    cp: int = 1
+    comm_type: str = "p2p"
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def __str__(self) -> str:
+        schedule = f" {self.schedule}" if self.schedule else ""
+        pipeline = f" x PP {self.pp}{schedule}" if self.pp > 1 else ""
+        context = f" x CP {self.cp} {self.comm_type}" if self.cp > 1 else ""
+        return f"TP {self.tp} x DP {self.dp}{pipeline}{context}" + (" + SP" if self.sequence_parallel else "")
+
+
+# The first one is what all others are compared with.
+GRID = (
+    Layout(1, 1),
+    Layout(2, 1),
+    Layout(2, 1, True),
+    Layout(4, 1),
+    Layout(4, 1, True),
+    Layout(2, 2),
+    Layout(2, 2, True),
+    Layout(1, 4),
+    Layout(1, 1, pp=2),
+    Layout(1, 1, cp=2),
+    Layout(2, 2, True, pp=2),
+    Layout(2, 1, True, pp=2, cp=2),
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One run: the loss of every step, and the global gradient of every parameter at the first."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a run is from the reference."""
+
+    loss: float  # largest |a - b| / |b| over the steps
+    gradient: float  # largest over parameters of max |a - b| / max |b|, see `compare`
+    parameter: str  # where that is
+
+
+def reduced(run: RunConfig, steps: int) -> RunConfig:
+    """The run's model with its features kept and its sizes cut, on mock data, in fp32, without dropout.
+
+    Raises ConfigError for a shape that is not one. The rest is checked for each layout.
+    """
+    for rule in (
+        numbers_are_in_range,
+        shape_is_given,
+        heads_divide_hidden,
+        groups_divide_heads,
+    ):  # what is divided here
+        problem = rule(run, 1)
+        if problem is not None:
+            raise ConfigError(problem)
+    model = run.model
+    assert model.num_attention_heads
+    per_group = min(4, model.num_attention_heads // model.num_kv_heads)
+    heads = LARGEST_TP * per_group
+    hidden = heads * HEAD_DIM
+    ratio = model.ffn_dim / model.hidden_size if model.hidden_size else 4.0
+    windows = model.windows if model.num_layers else ()
+    small: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "kv_channels": HEAD_DIM,
+        "num_query_groups": math.gcd(model.num_kv_heads, LARGEST_TP) if model.group_query_attention else None,
+        "ffn_hidden_size": max(1, round(hidden * ratio / 8)) * 8,
+        "vocab_size": VOCAB_SIZE,  # not a multiple of anything: the padding takes part
+        "make_vocab_size_divisible_by": 8,
+        "max_position_embeddings": SEQ_LENGTH,
+        # One layer with the window and one without, where the model has both; shorter than the samples.
+        "window_size": None if model.window is None else f"{min(model.window, SEQ_LENGTH // 2) - 1},0",
+        "window_attn_skip_freq": "[1,0]" if any(windows) and not all(windows) else None,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bf16": False,
+        "fp16": False,
+        "attention_backend": "unfused" if model.attention_backend == "unfused" else "auto",  # flash needs a GPU
+    }
+    return RunConfig(
+        model=dataclasses.replace(model, **small),
+        parallel=dataclasses.replace(
+            run.parallel, device="cpu", distributed_backend=None, ddp_bucket_size=20_000, distributed_timeout_minutes=5
+        ),
+        optimizer=dataclasses.replace(run.optimizer, loss_scale=None),
+        schedule=dataclasses.replace(
+            run.schedule, lr=run.schedule.lr or 3e-4, lr_decay_iters=None, lr_decay_samples=None, lr_warmup_iters=0,
+            lr_warmup_samples=0, lr_decay_style="constant", min_lr=0.0,
+        ),
+        data=DataConfig(
+            seq_length=SEQ_LENGTH, mock_data=True, num_workers=0, reset_position_ids=run.data.reset_position_ids,
+            reset_attention_mask=run.data.reset_attention_mask, eod_mask_loss=run.data.eod_mask_loss,
+        ),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer"),
+        train=TrainConfig(
+            micro_batch_size=1, global_batch_size=8, train_iters=steps, seed=run.train.seed,
+            calculate_per_token_loss=run.train.calculate_per_token_loss,
+        ),
+        eval=EvalConfig(eval_iters=0),
+        logging=LoggingConfig(log_interval=1_000_000),
+        checkpoint=CheckpointConfig(),
+    )  # fmt: skip
+
+
+def under(run: RunConfig, layout: Layout) -> RunConfig:
+    """The run cut as `layout` says."""
+    parallel = dataclasses.replace(
+        run.parallel,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_size=layout.pp,
+        pipeline_schedule=layout.schedule,
+        num_virtual_stages_per_pipeline_rank=layout.chunks,
+        context_parallel_size=layout.cp,
+        cp_comm_type=tuple(layout.comm_type.split()),
+        hierarchical_context_parallel_sizes=(2, layout.cp // 2) if "a2a+p2p" in layout.comm_type else None,
+    )
+    return dataclasses.replace(run, parallel=parallel)
+
+
+def measure(run: RunConfig, groups: Groups, device: torch.device) -> tuple[list[float], list[tuple[str, Any, Tensor]]]:
+    """(losses, this rank's gradient pieces as (name, (offset, global shape), piece)). Collective over the world."""
+    probe = build(run, groups, device)
+    pieces = first_gradients(probe)
+    trainer = build(run, groups, device)
+    losses = [trainer.train_step().loss for _ in range(trainer.batches.total_iterations)]
+    return losses, pieces
+
+
+def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
+    """Reduced gradients of the first global batch: what of them each rank owns."""
+    reader = trainer.readers.train
+    assert reader is not None
+    trainer.step.forward_backward(reader.read(trainer.batches.num_microbatches(0)))
+    return [
+        (name, (offset, trainer.parameters[name].info.global_shape), gradient.clone())
+        for name, offset, gradient in trainer.data_parallel.gradients()
+    ]
+
+
+def assemble(ranks: Sequence[tuple[list[float], list[tuple[str, Any, Tensor]]]]) -> Measurement:
+    """Global gradients from every rank's pieces. Raises AssertionError where two ranks disagree on shared elements."""
+    gradients: dict[str, Tensor] = {}
+    for losses, pieces in ranks:
+        assert losses == ranks[0][0], "ranks report different losses"
+        for name, (offset, shape), piece in pieces:
+            whole = gradients.setdefault(name, torch.full(shape, float("nan")))
+            piece = torch.as_tensor(piece)  # sent between processes as an array: a tensor would travel in shared memory
+            here = tuple(slice(start, start + n) for start, n in zip(offset, piece.shape, strict=True))
+            known = whole[here]
+            if not known.isnan().all():
+                torch.testing.assert_close(known, piece, rtol=1e-5, atol=1e-7, msg=f"replicas disagree on {name}")
+            whole[here] = piece
+    return Measurement(ranks[0][0], gradients)
+
+
+def compare(reference: Measurement, other: Measurement) -> Difference:
+    """See Difference. A NaN on either side is a difference of NaN.
+
+    Some true gradients are zero and hold only rounding: softmax does not see a bias of all keys, so without rotary
+    embedding it has none. So max |b| counts as a hundredth of the largest gradient of the model at least.
+    """
+    a, b = (torch.tensor(m.losses, dtype=torch.float64) for m in (other, reference))
+    largest = {name: gradient.abs().max() for name, gradient in reference.gradients.items()}
+    floor = torch.stack(list(largest.values())).max() / 100
+    worst = torch.stack(
+        [
+            (other.gradients[name] - gradient).abs().max() / largest[name].maximum(floor)
+            for name, gradient in reference.gradients.items()
+        ]
+    )
+    # torch's max and argmax take a NaN for the largest; Python's max may pass over it.
+    return Difference(float(((a - b) / b).abs().max()), float(worst.max()), list(largest)[int(worst.argmax())])
+
+
+def run_layout(run: RunConfig, layout: Layout) -> Measurement:
+    """Train under `layout` in fresh CPU processes."""
+    run = under(run, layout)
+    check(run, layout.world_size)
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(layout.world_size):
+        here, there = context.Pipe()
+        processes.append(context.Process(target=_worker, args=(run, rank, layout.world_size, port, there), daemon=True))
+        processes[-1].start()
+        there.close()
+        pipes.append(here)
+    try:
+        return assemble([_receive(pipe, layout) for pipe in pipes])
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _receive(pipe: Connection, layout: Layout) -> Any:
+    if not pipe.poll(START_TIMEOUT_SECONDS):
+        raise RuntimeError(f"{layout}: no answer for {START_TIMEOUT_SECONDS} s")
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"{layout}: a process ended without an answer; its error is above") from None
+
+
+def _worker(run: RunConfig, rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    setup_logging(rank, level=logging.WARNING)
+    torch.set_num_threads(1)
+    groups, device = start_process(run, rank, world_size, rank, world_size)
+    losses, pieces = measure(run, groups, device)
+    pipe.send((losses, [(name, place, piece.numpy()) for name, place, piece in pieces]))

@@ -1,0 +1,214 @@
+"""A model from a checkpoint or a Hugging Face folder alone, for tools that run it and do not train it.
+
+Its shape and its tokenizer are those saved. Which of the two it came from ends here: what is built is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.base.errors import CheckpointError, ConfigError, DataError
+from megatron.base.log import get_logger
+from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
+from megatron.core.dist_checkpointing.folders import find
+from megatron.core.dist_checkpointing.store import load, read_state
+from megatron.core.groups import Groups
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hf.adapter import AdapterSource
+from megatron.core.models.hf.families import CONFIG_FILE
+from megatron.core.models.hf.side_files import tokenizer_of
+from megatron.core.models.hf.source import HFSource
+from megatron.core.models.source import fill
+from megatron.core.parameter import Parameter, local_parameters
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Build
+from megatron.core.transformer.lora import is_adapter
+from megatron.kernels.choose import choose_kernels
+from megatron.schedule.partition import partition
+from megatron.training.checkpoint import model_tensors
+from megatron.training.export import saved_parts
+from megatron.training.setup import together
+
+GENERATION_FILE = "generation_config.json"
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is known of a saved model before anything is built.
+
+    path: a checkpoint of ours, or a folder in Hugging Face format; `hf` is then its weights. adapter: PEFT's, put on it.
+    model: in the precision that it is stored in. dtype: the one to run it in; None for the stored one.
+    """
+
+    path: Path
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    hf: HFSource | None = None
+    adapter: AdapterSource | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the folder that the user gave."""
+        return (self.path.parent if self.hf is None else self.path).resolve().name
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of the weights; of most of them, where a Hugging Face folder mixes several."""
+        return getattr(torch, self.model.dtype_name) if self.hf is None else self.hf.dtype
+
+
+def read_saved(directory: str, step: int | None) -> Saved:
+    """The newest checkpoint in `directory`, or that of iteration `step`. Local. Raises CheckpointError."""
+    path = find(Path(directory), step)
+    if path is None:
+        is_hf = (Path(directory) / CONFIG_FILE).is_file()
+        fix = "--load-hf takes its Hugging Face model" if is_hf else "give the folder that a run saved in"
+        raise CheckpointError(f"--load {directory} holds no checkpoint; {fix}")
+    return Saved(path, *saved_parts(read_state(path)))
+
+
+def read_hf(directory: str, adapter: str | None = None) -> Saved:
+    """A folder in Hugging Face format: config.json, the tokenizer if there is one, and the headers of its weights.
+
+    adapter: the folder of an adapter that will be put on it with `with_adapter`. Local. Raises CheckpointError for what
+    is missing, damaged or not supported.
+    """
+    source = HFSource(Path(directory), adapter)
+    return Saved(source.path, _in_dtype(source.model, source.dtype), tokenizer_of(source.path), hf=source)
+
+
+def with_adapter(saved: Saved, folder: str) -> Saved:
+    """The saved model with the LoRA adapter of a folder in PEFT's format. Local. Raises CheckpointError."""
+    adapter = AdapterSource(Path(folder), saved.model)
+    return dataclasses.replace(saved, model=adapter.model, adapter=adapter)
+
+
+def parse_dtype(bf16: bool, fp16: bool, fp32: bool, stored: torch.dtype) -> torch.dtype:
+    """The dtype that flags ask for; without one the dtype that the weights are stored in. Raises ConfigError."""
+    asked = {"--bf16": bf16, "--fp16": fp16, "--fp32": fp32}
+    given = [name for name, is_given in asked.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are given together; give one of them")
+    if not given:
+        if stored not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ConfigError(f"the weights are stored as {stored}; give --bf16, --fp16 or --fp32")
+        return stored
+    return {"--bf16": torch.bfloat16, "--fp16": torch.float16, "--fp32": torch.float32}[given[0]]
+
+
+def check_tp(saved: Saved, tp: int) -> None:
+    """Raise ConfigError unless `tp` processes can share each layer of the saved model."""
+    model = saved.model
+    assert model.num_attention_heads
+    heads, groups, width, vocabulary = (
+        model.num_attention_heads,
+        model.num_kv_heads,
+        model.ffn_dim,
+        model.padded_vocab_size,
+    )
+    common = math.gcd(heads, width, vocabulary)
+    fitting = [n for n in range(1, common + 1) if common % n == 0 and 0 in (groups % n, n % groups)]
+    if tp not in fitting:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} does not cut the model of {saved.path}: {heads} heads, {groups} "
+            f"key/value heads, MLP width {width}, padded vocabulary {vocabulary}; use one of {', '.join(map(str, fitting))}"
+        )
+
+
+def check_pp(saved: Saved, pp: int) -> None:
+    """Raise ConfigError unless `pp` processes can have equally many layers of the saved model each."""
+    layers = saved.model.num_layers
+    assert layers
+    if layers % pp:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {pp} does not cut the {layers} layers of {saved.path}; "
+            f"use a divisor of {layers}"
+        )
+
+
+def restore_tokenizer(saved: Saved, **changes: Any) -> Tokenizer:
+    """The saved tokenizer with fields of its configuration changed. Local. Raises ConfigError and DataError.
+
+    A checkpoint cannot ask for a tokenizer's own code to be run: trust_remote_code is False unless it is in `changes`.
+    """
+    config = dataclasses.replace(saved.tokenizer, **{"trust_remote_code": False, **changes})
+    tokenizer = build_tokenizer(config, saved.model.vocab_size)
+    assert saved.model.vocab_size
+    if tokenizer.vocab_size > saved.model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids but the model of {saved.path} knows "
+            f"{saved.model.vocab_size}; give the tokenizer it was trained with"
+        )
+    return tokenizer
+
+
+def stop_ids(tokenizer: TokenizerConfig) -> list[int]:
+    """Tokens that end an answer beside the tokenizer's eod: eos_token_id of the generation_config.json in its folder.
+
+    Models that were trained to chat often have several. Local. Raises DataError for a file that cannot be read.
+    """
+    path = Path(tokenizer.tokenizer_model or "") / GENERATION_FILE
+    if tokenizer.tokenizer_model is None or not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_bytes()).get("eos_token_id")
+        return [int(token) for token in (found if isinstance(found, list) else [] if found is None else [found])]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; its eos_token_id is a number or a list of them") from error
+
+
+def restore_model(saved: Saved, groups: Groups, device: torch.device) -> tuple[GPTModel, Build]:
+    """The saved weights under the layout of `groups`, for evaluation: no dropout, no gradients, no sequence parallelism.
+
+    Weights are rounded once to the precision that `saved` asks for; attention takes the fastest kernel of this machine.
+    Each rank reads its own slices of its pipeline stage's layers. Collective over the world: small objects only. Raises
+    CheckpointError, and ConfigError for layers that the pipeline ranks cannot share equally.
+    """
+    model_config = _in_dtype(saved.model, saved.dtype or saved.stored)
+    config = dataclasses.replace(model_config, attention_backend="auto", gradient_accumulation_fusion=False)
+    kernels, rng = choose_kernels(config, device), RngTracker(0, groups, device)
+    build = Build(config, groups, False, kernels, rng, device)
+    assert config.num_layers
+    stage = partition(config.num_layers, range(groups.pp.size))[groups.pp.rank]
+    model = GPTModel(build, [stage]).eval().requires_grad_(False)
+    parameters, source, adapter = local_parameters(model), saved.hf, saved.adapter
+    adapters = {n: p for n, p in parameters.items() if is_adapter(n)} if adapter else {}
+    parameters = {n: p for n, p in parameters.items() if n not in adapters}
+    with groups.heartbeat.phase("load-checkpoint"):
+        if source is None:
+            _read_checkpoint(saved.path, parameters, groups, saved.stored)
+        else:
+            together(groups.world, lambda: fill(parameters, source))
+        if adapter is not None:
+            together(groups.world, lambda: fill(adapters, adapter))
+    sizes = f"tp {groups.tp.size}, pp {groups.pp.size}"
+    log.info("loaded %s: %s on %s, %s", saved.path, config.dtype_name, device, sizes)
+    return model, build
+
+
+def _read_checkpoint(path: Path, parameters: dict[str, Parameter], groups: Groups, stored: torch.dtype) -> None:
+    """A checkpoint is read in the dtype that it was saved in; for another one it goes through host memory."""
+    pieces = model_tensors(parameters, groups)
+    if all(piece.data.dtype == stored for piece in pieces):
+        load(path, pieces, group=groups.world)
+        return
+    read = [dataclasses.replace(piece, data=torch.empty(piece.data.shape, dtype=stored)) for piece in pieces]
+    load(path, read, group=groups.world)
+    for piece, found in zip(pieces, read, strict=True):
+        piece.data.copy_(found.data)
+
+
+def _in_dtype(model: ModelConfig, dtype: torch.dtype) -> ModelConfig:
+    """The model in bf16 or fp16, and in fp32 for any other dtype."""
+    return dataclasses.replace(model, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)

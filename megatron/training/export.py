@@ -1,0 +1,196 @@
+"""Hugging Face folders written from a checkpoint of a run, while it trains (--save-hf) or by the converter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.log import get_logger
+from megatron.base.box import Box
+from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.core.comm.collectives import gather_objects
+from megatron.core.datasets.tokenizer import build_tokenizer
+from megatron.core.dist_checkpointing.folders import folder_name
+from megatron.core.dist_checkpointing.whole import WholeReader
+from megatron.core.models.hf.export import HFExport, leftovers, repair
+from megatron.core.models.hf.families import CONFIG_FILE, write_config
+from megatron.core.models.hf.folder import SINGLE_FILE
+from megatron.core.models.hf.names import table
+from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
+from megatron.core.models.hf.side_files import known_ids, side_files, side_folder, side_texts
+from megatron.core.models.source import Source
+from megatron.core.transformer.lora import is_adapter
+from megatron.training.checkpoint import MODEL_PREFIX, model_config_of
+from megatron.training.setup import together
+from megatron.training.trainer import Trainer
+
+log = get_logger(__name__)
+SHARD_BYTES = 4 * 10**9  # of a Hugging Face folder
+
+
+class CheckpointSource:
+    """The weights of a checkpoint of ours: a Source. Checksums are verified as blocks are read.
+
+    base: the Hugging Face model that its training began with, if it began with one. state: see checkpoint.py.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError."""
+        self.path, self._reader = path, WholeReader(path)
+        self.state = state = self._reader.manifest.state
+        self.model, self.tokenizer = saved_parts(state)
+        self.base: str | None = state["config"]["checkpoint"].get("load_hf")
+        records = self._reader.manifest.tensors
+        self.shapes = {
+            name.removeprefix(MODEL_PREFIX): record.shape
+            for name, record in records.items()
+            if name.startswith(MODEL_PREFIX)
+        }
+        self.dtype: torch.dtype = getattr(torch, self.model.dtype_name)
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """See Source."""
+        return self._reader.read(MODEL_PREFIX + name, box, dtype)
+
+    def read_state(self, name: str, key: str, box: Box) -> Tensor:
+        """fp32 elements `box` of the optimizer's "master", "exp_avg" ... of a weight, in memory that is the caller's."""
+        return self._reader.read(f"optimizer/{name}/{key}", box, torch.float32)
+
+
+def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
+    """Write a checkpoint that was just saved as `--save-hf`/its name, in Hugging Face format, and return that folder.
+
+    Of a model that is adapted, the adapters alone, as PEFT's. Ranks share the shards; each reads what it needs from the
+    checkpoint. An older folder of that name is replaced. Collective over the world: barriers only. Raises
+    CheckpointError on all ranks when one of them cannot write.
+    """
+    run, world = trainer.run, trainer.groups.world
+    assert run.checkpoint.save_hf
+    folder = Path(run.checkpoint.save_hf) / checkpoint.name
+    source = together(world, lambda: CheckpointSource(checkpoint))
+    files: list[Path] = []
+    texts: dict[str, str] = {}
+    if run.model.lora_rank:
+        export = adapter_export(source, folder, source.dtype, replace=True)
+    else:
+        beside = side_folder(run.tokenizer, run.checkpoint.load_hf)
+        export = hf_export(source, folder, source.dtype, run.tokenizer, beside, replace=True)
+        files, texts = side_files(beside), side_texts(run.tokenizer)
+    together(world, lambda: _writing(folder, export.begin if world.rank == 0 else None))
+    together(world, lambda: _writing(folder, lambda: export.write(export.shards[world.rank :: world.size])))
+    finish = functools.partial(export.finish, files, texts)
+    together(world, lambda: _writing(folder, finish if world.rank == 0 else None))
+    log.info("  successfully saved %s in Hugging Face format", folder)
+    return folder
+
+
+def complete_exports(trainer: Trainer) -> None:
+    """What a killed run owes --save-hf: half-made exports are cleared away, and that of the checkpoint from which
+    training goes on is written if it is not there. Collective over the world. Raises CheckpointError on all ranks."""
+    config, world = trainer.run.checkpoint, trainer.groups.world
+    assert config.save and config.save_hf
+    root, checkpoint = Path(config.save_hf), Path(config.save) / folder_name(trainer.state.iteration)
+
+    def repair_all() -> None:
+        for path in leftovers(root):
+            repair(path)
+
+    together(world, lambda: _writing(root, repair_all if world.rank == 0 else None))
+    owed = trainer.state.iteration > 0 and checkpoint.is_dir() and not (root / checkpoint.name).exists()
+    if gather_objects(owed, world)[0]:  # as the first rank sees it
+        save_hf(trainer, checkpoint)
+
+
+def _writing(folder: Path, work: Callable[[], None] | None) -> None:
+    try:
+        if work is not None:
+            work()
+    except OSError as error:
+        raise CheckpointError(f"could not save {folder} (--save-hf): {error.strerror}") from error
+
+
+def hf_export(
+    source: Source,
+    folder: Path,
+    dtype: torch.dtype,
+    tokenizer: TokenizerConfig,
+    beside: Path | None,
+    *,
+    replace: bool = False,
+) -> HFExport:
+    """The export of a source, once its tensors are found to be those that its configuration calls for.
+
+    beside: the folder whose files will lie beside the weights. Its config.json is kept if it is this model's: the model
+    came from there; else the token ids in it. Raises ConfigError when no supported family can hold the model.
+    """
+    family, config = write_config(source.model, beside)
+    config.pop("dtype", None)  # the newer name of the same field
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if "eos_token_id" not in config:
+        config |= known_ids(beside) or token_ids(tokenizer, source.model)
+    layout = table(family, source.model)
+    _check_shapes(layout.own, source.shapes)
+    return HFExport(
+        source,
+        folder,
+        dtype,
+        layout,
+        config=(CONFIG_FILE, config),
+        single_file=SINGLE_FILE,
+        replace=replace,
+        shard_bytes=SHARD_BYTES,
+    )
+
+
+def adapter_export(source: CheckpointSource, folder: Path, dtype: torch.dtype, *, replace: bool = False) -> HFExport:
+    """The export of a model's adapters alone, as PEFT keeps them. Raises ConfigError when it has none."""
+    if source.model.lora_rank is None:
+        raise ConfigError(f"{source.path} has no LoRA adapters; give --saver hf for the model itself")
+    layout = adapter_table(source.model)
+    _check_shapes(layout.own, {name: shape for name, shape in source.shapes.items() if is_adapter(name)})
+    return HFExport(
+        source,
+        folder,
+        dtype,
+        layout,
+        config=(ADAPTER_CONFIG, adapter_config(source.model, source.base)),
+        single_file=ADAPTER_FILE,
+        replace=replace,
+        shard_bytes=2**63,  # PEFT reads one file
+    )
+
+
+def _check_shapes(expected: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> None:
+    for name in sorted({*expected, *there}):
+        if there.get(name) != expected.get(name):
+            raise CheckpointError(
+                f"the model has parameter {name} as {_shape(there.get(name))} and its configuration calls for "
+                f"{_shape(expected.get(name))}"
+            )
+
+
+def token_ids(tokenizer: TokenizerConfig, model: ModelConfig) -> dict[str, Any]:
+    """bos_token_id and eos_token_id of config.json; null without a tokenizer, or its own defaults would hold."""
+    if tokenizer.tokenizer_type is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    built = build_tokenizer(tokenizer, model.vocab_size)
+    return {"bos_token_id": built.bos, "eos_token_id": built.eod}
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "nothing" if shape is None else str(list(shape))
+
+
+def saved_parts(state: dict[str, Any]) -> tuple[ModelConfig, TokenizerConfig]:
+    """The model and the tokenizer in a checkpoint's state."""
+    known = {field.name for field in dataclasses.fields(TokenizerConfig)}
+    saved: dict[str, Any] = state["config"]["tokenizer"]
+    return model_config_of(state), TokenizerConfig(**{k: value for k, value in saved.items() if k in known})

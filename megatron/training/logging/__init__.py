@@ -1,0 +1,1 @@
+"""Log lines, metrics, timers and progress of a run."""

@@ -1,0 +1,82 @@
+"""--log-memory: what a rank was planned to need beside what it has needed."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.base.log import get_logger
+from megatron.core.comm.collectives import gather_objects
+from megatron.core.device import memory_report
+from megatron.kernels.backends.cpu_allocator import CpuMemory
+from megatron.kernels.ops.gemm import slow_half
+from megatron.planner.memory.plan import RankMemory, plan_memory
+from megatron.planner.sizes import Target
+from megatron.training.state import StepReport
+from megatron.training.trainer import Trainer
+
+MIB = 1024**2
+log = get_logger(__name__)
+
+
+class PeakMemory:
+    """The most memory that tensors of this process have taken since the object was made.
+
+    On CUDA the caching allocator's own figure. On the CPU torch's allocations are counted (cpu_allocator.py); where that
+    cannot be compiled, the growth of the resident set takes its place, with all that the process has beside tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counter: CpuMemory | None = None
+        self.source = "the caching allocator"
+        if device.type == "cpu":
+            try:
+                self._counter, self.source = CpuMemory(), "torch's allocations"
+            except OSError as error:
+                self.source = f"the resident set, as allocations cannot be counted: {error}"
+        self._before = 0 if device.type == "cuda" else self._most(now=True)
+
+    def peak(self) -> int:
+        """Bytes."""
+        return self._most(now=False) - self._before
+
+    def _most(self, *, now: bool) -> int:
+        if self._counter is not None:
+            return self._counter.allocated if now else self._counter.peak
+        report = memory_report(self._device)
+        return report.allocated if now else report.peak_allocated
+
+
+class LogMemory:
+    """A line for each pipeline rank every --log-interval steps: of its tp, cp and dp neighbours that with the most."""
+
+    def __init__(self, peak: PeakMemory) -> None:
+        self._peak = peak
+
+    def start(self, trainer: Trainer) -> None:
+        """Plan. Raises ConfigError for a run that cannot be planned."""
+        wide = any(slow_half(trainer.device, bucket.dtype) for bucket in trainer.data_parallel.buckets)
+        target = Target(trainer.device.type == "cpu", wide)
+        self._planned = plan_memory(trainer.run, trainer.groups.world.size, target)
+        log.info("--log-memory measures %s", self._peak.source)
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Print when the interval is full. Communication: a gather of two numbers over the world."""
+        if report.iteration % trainer.run.logging.log_interval:
+            return
+        found = gather_objects((trainer.groups.pp.rank, self._peak.peak()), trainer.groups.world)
+        for planned in self._planned:
+            measured = max(peak for rank, peak in found if rank == planned.rank)
+            log.info("%s", format_line(planned, measured, report.iteration))
+
+    def end(self, trainer: Trainer, reason: str | None) -> None:
+        """Nothing to close."""
+
+
+def format_line(planned: RankMemory, measured: int, iterations: int) -> str:
+    """One line; MB of 1024 x 1024 bytes."""
+    return (
+        f"[Pipeline rank {planned.rank}] (after {iterations} iterations) peak memory (MB) | planned: "
+        f"{planned.peak / MIB:.2f} | measured: {measured / MIB:.2f} | planned / measured: {planned.peak / measured:.3f} | "
+        f"planned at: {planned.moment}"
+    )

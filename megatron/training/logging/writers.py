@@ -1,0 +1,201 @@
+"""Numbers of a run to TensorBoard and Weights & Biases, under Megatron-LM's tags. Only one rank opens writers."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron.base.errors import ConfigError
+from megatron.command_line.exits import check_output
+from megatron.config.train import LoggingConfig
+from megatron.core.device import memory_report
+from megatron.training.logging.footprint import reserved_bytes
+from megatron.training.logging.line import LogLine, perplexity
+from megatron.training.state import StepReport
+
+# TensorBoard has these a second time, under "<tag> vs samples" with the samples read so far as the x axis.
+TAGS_VS_SAMPLES = frozenset(
+    {
+        *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "num-zeros"),
+        *("params-norm", "iteration-time"),
+    }
+)
+VALIDATION = "lm loss validation"
+
+
+class MetricWriter(Protocol):
+    """Where numbers go."""
+
+    def add(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
+        """Record tag -> value after `iteration` steps, which have read `samples`."""
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+
+
+class TensorBoardWriter:
+    """Event files in `directory`."""
+
+    def __init__(self, directory: str) -> None:
+        _make_folder(directory, "--tensorboard-dir")
+        self._writer = SummaryWriter(directory, max_queue=1000)
+
+    def add(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
+        """Record every tag over iterations, and those that Megatron-LM draws over samples over these, too."""
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, iteration)
+            if tag in TAGS_VS_SAMPLES or tag.startswith(VALIDATION):
+                self._writer.add_scalar(f"{tag} vs samples", value, samples)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """A Weights & Biases run. Needs the package, which is an extra: it is imported here and only when asked for."""
+
+    def __init__(self, config: LoggingConfig, save: str | None, run_config: dict[str, Any]) -> None:
+        wandb = _import_wandb(config)
+        directory = config.wandb_save_dir or (str(Path(save) / "wandb") if save else "wandb")
+        _make_folder(directory, "--wandb-save-dir")
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            entity=config.wandb_entity,
+            dir=directory,
+            config=run_config,
+        )
+
+    def add(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
+        """Record every tag at step `iteration`; calls of one iteration join in one row."""
+        self._run.log({**scalars, "samples vs steps": samples}, step=iteration)
+
+    def close(self) -> None:
+        """Upload what is left and end the run."""
+        self._run.finish()
+
+
+class Metrics:
+    """Hands every number of the run to all writers. Without writers (all ranks but one) every call is a no-op."""
+
+    def __init__(self, writers: Sequence[MetricWriter], interval: int, device: torch.device) -> None:
+        self._writers = writers
+        self._interval = interval
+        self._device = device
+
+    def step(self, report: StepReport, consumed_samples: int, world_size: int) -> None:
+        """Every `interval` steps: what the step reports, the number of processes, and this rank's memory."""
+        if self._writers and report.iteration % self._interval == 0:
+            scalars = {**step_scalars(report), "world-size": world_size, **memory_scalars(self._device)}
+            self._add(scalars, report.iteration, consumed_samples)
+
+    def line(self, line: LogLine, timers: Mapping[str, float]) -> None:
+        """With every log line: its rates, which are averages over the steps since the line before, and so are `timers`:
+        name -> seconds per step of the slowest rank."""
+        scalars = {**line_scalars(line), **{f"{name}-time": seconds for name, seconds in timers.items()}}
+        self._add(scalars, line.iteration, line.consumed_samples)
+
+    def evaluation(self, iteration: int, consumed_samples: int, loss: float, name: str = "") -> None:
+        """Validation loss and perplexity; `name` tells validation sets apart."""
+        tag = f"{VALIDATION}-{name}" if name else VALIDATION
+        self._add({tag: loss, f"{tag} ppl": perplexity(loss)}, iteration, consumed_samples)
+
+    def close(self) -> None:
+        """Close all writers."""
+        for writer in self._writers:
+            writer.close()
+
+    def _add(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
+        for writer in self._writers:
+            writer.add(scalars, iteration, samples)
+
+
+def check_writers(config: LoggingConfig) -> None:
+    """Raise ConfigError for a package that is missing or a folder that cannot be written: before anything else is.
+
+    TensorBoard itself would find out in a thread of its own, with a traceback.
+    """
+    if config.tensorboard_dir:
+        check_output("--tensorboard-dir", str(Path(config.tensorboard_dir) / "events.out.tfevents"))
+    if config.wandb_project:
+        _import_wandb(config)
+
+
+def open_writers(config: LoggingConfig, save: str | None, run_config: dict[str, Any]) -> list[MetricWriter]:
+    """The writers that the flags ask for. `save` is --save; `run_config` is shown beside a Weights & Biases run.
+
+    Raises ConfigError when a folder cannot be made or a package is missing.
+    """
+    writers: list[MetricWriter] = []
+    if config.tensorboard_dir:
+        writers.append(TensorBoardWriter(config.tensorboard_dir))
+    if config.wandb_project:
+        writers.append(WandbWriter(config, save, run_config))
+    return writers
+
+
+def step_scalars(report: StepReport) -> dict[str, float]:
+    """Tag -> value of one step. A step that was not applied has no loss: it would draw a NaN or a spike."""
+    scalars: dict[str, float] = {
+        "learning-rate": report.learning_rate,
+        "batch-size": report.global_batch_size,
+        "loss-scale": report.loss_scale,
+        "grad-norm": report.grad_norm,
+    }
+    if math.isfinite(report.loss) and not (report.skipped or report.nan):
+        scalars["lm loss"] = report.loss
+    if report.num_zeros is not None:
+        scalars["num-zeros"] = report.num_zeros
+    if report.params_norm is not None:
+        scalars["params-norm"] = report.params_norm
+    return scalars
+
+
+def line_scalars(line: LogLine) -> dict[str, float]:
+    """Tag -> value of one log line: seconds, TFLOP/s per GPU, tokens/s per GPU, fraction of peak."""
+    scalars = {
+        "iteration-time": line.seconds_per_iteration,
+        "throughput": line.tflops_per_gpu,
+        "tokens-per-second": line.tokens_per_second_per_gpu,
+    }
+    if line.mfu is not None:
+        scalars["mfu"] = line.mfu
+    return scalars
+
+
+def memory_scalars(device: torch.device) -> dict[str, float]:
+    """Tag -> bytes of this process now and at most, and on CUDA the number of allocations."""
+    report = memory_report(device)
+    scalars: dict[str, float] = {
+        "mem-allocated-bytes": report.allocated,
+        "mem-max-allocated-bytes": report.peak_allocated,
+        "mem-reserved-bytes": reserved_bytes(device, report),
+    }
+    if device.type == "cuda":
+        scalars["mem-allocated-count"] = torch.cuda.memory_stats(device)["allocation.all.current"]
+    return scalars
+
+
+def _import_wandb(config: LoggingConfig) -> ModuleType:
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise ConfigError(
+            f"--wandb-project {config.wandb_project} needs the wandb package, which is not installed; "
+            "pip install 'megatron-patched[wandb]', or leave the flag out"
+        ) from None
+
+
+def _make_folder(directory: str, flag: str) -> None:
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {directory} cannot be made ({error.strerror}); give another folder") from None

@@ -1,0 +1,126 @@
+"""The comparison with transformers: its sites, its attribution of errors, its exit code."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.base.errors import ConfigError
+from megatron.config.data import TokenizerConfig
+from megatron.conversion import align
+from megatron.conversion.convert import to_checkpoint
+from megatron.core.datasets.indexed import IndexedDatasetWriter
+from megatron.core.models.hf.source import HFSource
+from megatron.training.export import CheckpointSource
+from tests import pool
+from tests.unit.models.builds import CPU
+from tests.unit.models.hf_models import save_hf_model
+from tools.checkpoint import align as tool
+
+TOKENS = torch.randint(0, 99, (2, 24), generator=torch.Generator().manual_seed(0))
+FAMILIES = ["llama", "llama with biases", "mistral", "qwen2 with windows", "qwen2 tied"]
+
+
+def pair_of(folder, dtype, ours=None):
+    return align.Pair(folder, dtype, pool.groups(), CPU, ours=ours)
+
+
+def test_ulps_are_counted_at_the_size_of_a_number():
+    one = torch.tensor([1.0, 2.0, 1e-9])
+    near = torch.tensor([1.0 + 2**-23, 2.0 + 2**-21, 1.1e-9])
+    found = align.compare(0, "x", near, one)
+    assert found.max_ulps == pytest.approx(2.0) and found.differing == 1.0
+    assert align.compare(0, "x", one, one) == align.Difference(0, "x", 0.0, 0.0, 0.0)
+
+
+def test_first_choices_tell_ties_from_disagreements():
+    """Four positions: the same, a tie of one rounding, neighbours 3 ulps apart, and another token altogether."""
+    ulp = torch.finfo(torch.bfloat16).eps
+    theirs = torch.tensor([[4.0, 1, 0], [1 + ulp, 1, 0], [1 + 3 * ulp, 1, 0], [4.0, 1, 0]], dtype=torch.bfloat16)
+    ours = torch.tensor([[3.0, 1, 0], [1, 1 + ulp, 0], [1, 1 + ulp, 0], [0, 1, 0]], dtype=torch.bfloat16)
+    assert align.first_choices(ours, theirs) == align.Choices(positions=4, same=1, ties=1)
+    assert align.first_choices(theirs, theirs) == align.Choices(positions=4, same=4, ties=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_site_of_every_layer_agrees_in_fp32(tmp_path, name):
+    save_hf_model(name, tmp_path)
+    rows = align.differences(*pair_of(tmp_path, torch.float32).record(TOKENS))
+    assert len(rows) == 3 * len(align.SITES) + 2
+    assert max(row.mean_ulps for row in rows) < 16
+    assert rows[0].site == "norm" and rows[-1].site == "logits"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_all_operations_as_theirs_bf16_is_the_same_bits(tmp_path, name):
+    """So the ablation leaves nothing unexplained."""
+    save_hf_model(name, tmp_path, torch.bfloat16)
+    pair = pair_of(tmp_path, torch.bfloat16)
+    _, theirs = pair.record(TOKENS)
+    rows = dict(align.ablation(pair, TOKENS, theirs[-1, "logits"]))
+    assert rows["all as theirs"].differing <= rows["as it is"].differing
+    assert rows["all as theirs"].differing < (0.9 if name == "llama with biases" else 0.01)
+
+
+def test_gradients(tmp_path):
+    save_hf_model("qwen2", tmp_path)
+    pair = pair_of(tmp_path, torch.float32)
+    found = dict(pair.gradients(TOKENS))
+    assert found.keys() == pair.parameters.keys()
+    assert max(found.values()) <= 1e-5
+
+
+def test_an_error_is_found_where_it_is(tmp_path):
+    """A norm weight that was lost in conversion shows at that norm first, and nowhere before it."""
+    save_hf_model("llama", tmp_path)
+    source = HFSource(tmp_path)
+    read = source.read
+
+    def without_one_norm(name, box, dtype):
+        found = read(name, box, dtype)
+        return torch.ones_like(found) if name == "decoder.layers.1.pre_mlp_layernorm.weight" else found
+
+    source.read = without_one_norm
+    rows = align.differences(*pair_of(tmp_path, torch.float32, ours=source).record(TOKENS))
+    first = next(row for row in rows if row.mean_ulps > 100)
+    assert (first.layer, first.site) == (1, "mlp norm")
+
+
+def test_the_tool_says_it_with_its_exit_code(tmp_path, capsys):
+    save_hf_model("qwen2", tmp_path / "hf")
+    words = ["--hf", str(tmp_path / "hf"), "--length", "24", "--output", str(tmp_path / "align.png")]
+    assert tool.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "aligned" in printed and "RMSNorm as theirs" in printed
+    assert "first choices: the same at 48 of 48 positions (100.00%)\n" in printed
+    assert (tmp_path / "align.png").stat().st_size > 10_000
+    assert tool.main([*words, "--threshold", "1e-9"]) == 1
+    assert "differ by more than the threshold: logits" in capsys.readouterr().out
+
+
+def test_the_last_tokens_of_a_dataset_are_taken(tmp_path, capsys):
+    save_hf_model("qwen2", tmp_path / "hf")
+    with IndexedDatasetWriter(tmp_path / "data", "uint16") as writer:
+        for first in (0, 50, 60, 70):
+            writer.add_document(range(first, first + 10))
+        writer.finalize()
+    words = ["--hf", str(tmp_path / "hf"), "--data-path", str(tmp_path / "data"), "--batches", "3", "--batch", "1"]
+    args = tool.build_parser().parse_args([*words, "--length", "8"])
+    assert tool.read_tokens(args, 80).tolist() == [[[*range(56, 64)]], [[*range(64, 72)]], [[*range(72, 80)]]]
+    assert tool.main([*words, "--length", "8"]) == 0
+    assert "first choices: the same at 24 of 24 positions" in capsys.readouterr().out
+    assert tool.main([*words, "--length", "14"]) == 2
+    assert "holds 40 tokens; 3 x 1 x 14 are asked for" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="holds token 79 and the model knows 79"):
+        tool.read_tokens(args, 79)
+
+
+def test_a_checkpoint_of_ours_is_compared(tmp_path, capsys):
+    save_hf_model("llama", tmp_path / "hf")
+    source = HFSource(tmp_path / "hf")
+    path = to_checkpoint(source, tmp_path / "ours", dtype=torch.float32, tokenizer=TokenizerConfig())
+    assert dataclasses.replace(CheckpointSource(path).model) == source.model
+    words = ["--hf", str(tmp_path / "hf"), "--load", str(tmp_path / "ours"), "--length", "24"]
+    assert tool.main(words) == 0
+    assert tool.main([*words, "--length", "1"]) == 2
+    assert "--length: must be from 2 to 134217728, got 1" in capsys.readouterr().err

@@ -1,0 +1,177 @@
+"""What passes insert: every transfer once, where it belongs, in an order that no transport can lock up in."""
+
+import dataclasses
+
+import pytest
+
+from megatron.schedule.passes import with_gather, with_reduce, with_transfers
+from megatron.schedule.schedule import COMPUTE, RECEIVES, TRANSFERS, Kind, ScheduleError
+from megatron.schedule.schedules.forward_only import forward_only
+from megatron.schedule.schedules.gpipe import gpipe
+from megatron.schedule.schedules.interleaved import interleaved
+from megatron.schedule.schedules.one_f_one_b import one_f_one_b
+from megatron.schedule.schedules.zb_h1 import zb_h1
+from megatron.schedule.schedules.zb_v import zb_v
+from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.validate import check
+
+from .lists import all_schedules, text
+
+
+def sizes(p):
+    return sorted({1, max(1, p - 1), p + 1, 2 * p})
+
+
+def of_kinds(schedule, kinds):
+    return tuple(tuple(a for a in actions if a.kind in kinds) for actions in schedule.actions)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("p", range(1, 9))
+def test_every_schedule_with_everything(p, overlap):
+    """Valid with transfers, reductions and gathers; what can block may block unless it overlaps; no time is lost."""
+    for m in sizes(p):
+        for name, plain in all_schedules(p, m).items():
+            schedule = with_gather(with_reduce(with_transfers(plain, overlap=overlap)), overlap=overlap)
+            check(schedule, blocking=not overlap)
+            assert of_kinds(schedule, COMPUTE) == plain.actions
+            costs = Costs.uniform(plain.placement.num_stages)
+            assert simulate(schedule, costs).makespan == simulate(plain, costs).makespan, (name, m)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("p", [2, 5, 8])
+def test_evaluation(p, overlap):
+    for m in sizes(p):
+        for plain in all_schedules(p, m).values():
+            schedule = with_gather(with_reduce(with_transfers(forward_only(plain), overlap=overlap)), overlap=overlap)
+            check(schedule, blocking=not overlap)
+            assert not of_kinds(schedule, {Kind.REDUCE})[0]
+
+
+def test_by_hand_without_overlap():
+    ranks = with_transfers(one_f_one_b(2, 3), overlap=False).actions
+    assert [text(actions) for actions in ranks] == [
+        "F0 SF0 F1 SF1 RB0 B0 F2 SF2 RB1 B1 RB2 B2",
+        "RF0 F0 B0 RF1 SB0 F1 B1 RF2 SB1 F2 B2 SB2",
+    ], "both ranks issue the transfers in one order: SF0 SF1 SB0 SF2 SB1 SB2"
+
+
+def test_by_hand_with_overlap():
+    ranks = with_transfers(one_f_one_b(2, 3), overlap=True).actions
+    assert [text(actions) for actions in ranks] == [
+        "F0 RB0 SF0 F1 SF1 B0 RB1 F2 RB2 SF2 B1 B2",
+        "RF0 F0 RF1 B0 SB0 F1 RF2 B1 SB1 F2 B2 SB2",
+    ]
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(4, 9), zb_h1(4, 9), interleaved(4, 2, 8), interleaved(4, 3, 9)])
+def test_overlap_posts_one_computation_ahead(schedule):
+    """Exactly one, in warm-up and cool-down too, where each direction between two ranks carries one kind only."""
+    for plain, actions in zip(schedule.actions, with_transfers(schedule, overlap=True).actions, strict=True):
+        for number, action in enumerate(plain):
+            if (receive := schedule.receive_before(action)) is not None:
+                behind = [a for a in actions[actions.index(receive) :] if a.kind in COMPUTE]
+                assert behind.index(action) == min(number, 1)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_few_receives_are_posted_at_once(p):
+    """Each takes a buffer: two suffice where directions carry one kind, a few more where they carry both."""
+    for name, plain in all_schedules(p, 2 * p + 1).items():
+        mixed = name == "zb-v" or p == 2
+        assert most_posted(with_transfers(plain, overlap=True)) <= (4 if mixed else 2), name
+
+
+def most_posted(schedule):
+    most = 0
+    for actions in schedule.actions:
+        posted = 0
+        for action in actions:
+            posted += action.kind in RECEIVES
+            most = max(most, posted)
+            posted -= action.kind in COMPUTE and schedule.receive_before(action) is not None
+        assert posted == 0
+    return most
+
+
+def test_overlap_hides_transfers_where_the_schedule_leaves_room():
+    """A larger group leaves a transfer more than the computation beside it."""
+    costs = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "transfer": 0.5}
+    spans = {}
+    for group in (4, 8):
+        for overlap in (True, False):
+            schedule = with_transfers(interleaved(4, 2, 16, group), overlap=overlap)
+            spans[group, overlap] = simulate(schedule, Costs.uniform(8, blocking=not overlap, **costs)).makespan
+    assert spans[8, True] < spans[4, True] < spans[4, False]
+
+
+def test_overlap_is_not_promised_to_a_blocking_transport():
+    schedule = with_transfers(one_f_one_b(4, 8), overlap=True)
+    check(schedule)
+    with pytest.raises(ScheduleError, match="ranks wait for each other: rank 0 at"):
+        check(schedule, blocking=True)
+
+
+def test_transfers_are_added_once():
+    with pytest.raises(AssertionError, match="holds SF0@0 already"):
+        with_transfers(with_transfers(gpipe(2, 1), overlap=False), overlap=False)
+
+
+def test_nothing_travels_inside_a_rank():
+    for schedule in (one_f_one_b(1, 3), interleaved(1, 3, 3), zb_v(1, 3)):
+        assert with_transfers(schedule, overlap=True).actions == schedule.actions
+    sends = of_kinds(with_transfers(zb_v(3, 5), overlap=True), TRANSFERS)[2]
+    assert {action.stage for action in sends} == {2, 3}
+    assert not {Kind.SEND_FORWARD} & {action.kind for action in sends if action.stage == 2}, "the turn of the V"
+
+
+class TestReduce:
+    def test_by_hand(self):
+        schedule = with_reduce(with_transfers(interleaved(2, 2, 2), overlap=False))
+        assert text(schedule.actions[1]).endswith("F1' B1' R' RB0 SB1' B0 RB1 SB0 B1 SB1 R")
+        assert text(schedule.actions[0]).endswith("RB1' B1' SB1' R' RB0 B0 RB1 B1 R"), "behind its send"
+
+    def test_a_split_backward_is_reduced_after_its_weight_gradients(self):
+        assert text(with_reduce(zb_h1(2, 2)).actions[1]) == "F0 I0 F1 I1 W0 W1 R"
+
+    @pytest.mark.parametrize("schedule", [gpipe(3, 4), interleaved(4, 3, 8), zb_v(4, 8)])
+    def test_one_a_stage_and_nothing_of_the_stage_behind_it(self, schedule):
+        for rank, actions in enumerate(with_reduce(schedule).actions):
+            places = {a.stage: i for i, a in enumerate(actions) if a.kind is Kind.REDUCE}
+            assert tuple(sorted(places)) == schedule.placement.stages_of(rank)
+            assert not [a for i, a in enumerate(actions) if i > places[a.stage]]
+
+
+class TestGather:
+    def test_by_hand(self):
+        plain = interleaved(2, 2, 2)
+        assert text(with_gather(plain, overlap=True).actions[0]) == "G F0 G' F1 F0' F1' B0' B1' B0 B1"
+        assert text(with_gather(plain, overlap=False).actions[0]) == "G F0 F1 G' F0' F1' B0' B1' B0 B1"
+
+    def test_ahead_of_computation_not_of_transfers(self):
+        """One computation ahead is one computation ahead, whatever is posted between."""
+        schedule = with_gather(with_transfers(interleaved(2, 2, 2), overlap=False), overlap=True)
+        assert text(schedule.actions[1]).startswith("RF0 G F0 RF1 SF0 G' F1 RF0' SF1 F0'")
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_overlap_hides_it(self, overlap):
+        schedule = with_gather(interleaved(2, 2, 2), overlap=overlap)
+        timeline = simulate(schedule, Costs.uniform(4, gather=1.0))
+        assert timeline.exposed[0] == pytest.approx(1.0 if overlap else 2.0), "the first cannot be hidden"
+
+
+def test_passes_keep_the_rest_of_the_schedule():
+    plain = zb_v(3, 5)
+    changed = with_gather(with_reduce(with_transfers(plain, overlap=True)), overlap=True)
+    assert dataclasses.replace(changed, actions=plain.actions) == plain
+
+
+@pytest.mark.parametrize("p", [3, 4, 7, 8])
+def test_blocking_pairs_move_at_the_same_time(p):
+    """Where all ranks are done at once, data moves in two turns, three in an odd ring; not rank by rank round the ring."""
+    plain = forward_only(interleaved(p, 2, 2 * p))
+    schedule = with_transfers(plain, overlap=False)
+    timeline = simulate(schedule, Costs.uniform(2 * p, forward=1.0, transfer=0.5, blocking=True))
+    ticks = simulate(plain, Costs.uniform(2 * p)).makespan
+    assert timeline.makespan <= ticks * (1 + 0.5 * (2 if p % 2 == 0 else 3))

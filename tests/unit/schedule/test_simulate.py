@@ -1,0 +1,134 @@
+"""Times, followed on paper."""
+
+import dataclasses
+
+import pytest
+
+from megatron.schedule.passes import with_gather, with_reduce, with_transfers
+from megatron.schedule.schedule import Action, Kind, ScheduleError
+from megatron.schedule.schedules.gpipe import gpipe
+from megatron.schedule.schedules.interleaved import interleaved
+from megatron.schedule.schedules.one_f_one_b import one_f_one_b
+from megatron.schedule.schedules.zb_h1 import zb_h1
+from megatron.schedule.simulate import Costs, Interval, simulate
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+
+def times(timeline, rank):
+    """{text: (start, stop)} of a rank."""
+    return {str(i.action): (pytest.approx(i.start), pytest.approx(i.stop)) for i in timeline.intervals[rank]}
+
+
+def test_dependencies_alone():
+    timeline = simulate(one_f_one_b(2, 2), Costs.uniform(2, forward=1, backward=3))
+    assert times(timeline, 0) == {"F0@0": (0, 1), "F1@0": (1, 2), "B0@0": (5, 8), "B1@0": (9, 12)}
+    assert times(timeline, 1) == {"F0@1": (1, 2), "B0@1": (2, 5), "F1@1": (5, 6), "B1@1": (6, 9)}
+    assert (timeline.makespan, timeline.busy(0)) == (12, 8)
+    assert timeline.bubble(0) == timeline.bubble(1) == pytest.approx(1 / 3)
+    assert timeline.idle_inside(0) == pytest.approx(1 / 3) and timeline.idle_inside(1) == 0
+    assert timeline.exposed == (0, 0)
+
+
+def test_stages_may_differ():
+    costs = dataclasses.replace(Costs.uniform(2), forward=(1.0, 4.0), backward=(2.0, 6.0))
+    timeline = simulate(gpipe(2, 1), costs)
+    assert times(timeline, 0) == {"F0@0": (0, 1), "B0@0": (11, 13)}
+    assert times(timeline, 1) == {"F0@1": (1, 5), "B0@1": (5, 11)}
+
+
+def test_a_whole_backward_is_the_sum_of_its_halves_unless_said():
+    assert Costs.uniform(1, input_grad=1.25, weight_grad=0.5).backward == (1.75,)
+    assert simulate(gpipe(1, 1), Costs.uniform(1, forward=1, backward=1.5)).makespan == 2.5
+
+
+def test_the_stage_before_does_not_wait_for_weights():
+    timeline = simulate(zb_h1(2, 1), Costs.uniform(2, forward=1, input_grad=2, weight_grad=5))
+    assert times(timeline, 1) == {"F0@1": (1, 2), "I0@1": (2, 4), "W0@1": (4, 9)}
+    assert times(timeline, 0) == {"F0@0": (0, 1), "I0@0": (4, 6), "W0@0": (6, 11)}
+
+
+def test_transfers_beside_computation():
+    """0.5 on the way and 0.25 more until it is there. The second forward's transfer hides behind the first forward."""
+    costs = Costs.uniform(2, forward=1, backward=1, transfer=0.5, latency=0.25)
+    timeline = simulate(with_transfers(gpipe(2, 2), overlap=True), costs)
+    assert times(timeline, 0) == {
+        "F0@0": (0, 1),
+        "SF0@0": (1, 1.75),
+        "F1@0": (1, 2),
+        "SF1@0": (2, 2.75),
+        "RB0@0": (4.75, 5.5),
+        "B0@0": (5.5, 6.5),
+        "RB1@0": (5.75, 6.5),
+        "B1@0": (6.5, 7.5),
+    }
+    assert [timeline.intervals[1][n].start for n, a in enumerate(timeline.schedule.actions[1]) if a.kind is F] == [
+        pytest.approx(1.75),
+        pytest.approx(2.75),
+    ]
+    assert timeline.exposed == (pytest.approx(0.75), pytest.approx(0.75))
+
+
+def test_one_way_is_one_wire():
+    """Two outputs at once: the second leaves when the first has left, and the latency is no part of that."""
+    costs = Costs.uniform(2, forward=1, backward=1, transfer=3, latency=1)
+    timeline = simulate(with_transfers(gpipe(2, 2), overlap=True), costs)
+    sends = {k: v for k, v in times(timeline, 0).items() if k.startswith("SF")}
+    assert sends == {"SF0@0": (1, 5), "SF1@0": (4, 8)}
+
+
+def test_a_transfer_waits_until_both_ends_are_posted():
+    """Without overlap the receive is posted when the rank comes to it, here after its first backward."""
+    costs = dataclasses.replace(Costs.uniform(2, transfer=0.5), forward=(1.0, 1.0), backward=(9.0, 9.0))
+    schedule = with_transfers(one_f_one_b(2, 2), overlap=False)
+    timeline = simulate(schedule, costs)
+    assert times(timeline, 1)["B0@1"] == (2.5, 11.5)
+    assert times(timeline, 0)["SF1@0"] == (11.5, 12.0)
+    ahead = simulate(with_transfers(one_f_one_b(2, 2), overlap=True), costs)
+    assert times(ahead, 0)["SF1@0"] == (2.5, 3.0), "posted before the backward, which begins then"
+
+
+def test_blocking_transfers_hold_up_both_ends():
+    costs = Costs.uniform(2, forward=1, backward=1, transfer=0.5, blocking=True)
+    timeline = simulate(with_transfers(gpipe(2, 2), overlap=False), costs)
+    assert times(timeline, 0)["F1@0"] == (1.5, 2.5)
+    assert times(timeline, 0)["SF1@0"] == times(timeline, 1)["RF1@1"] == (2.5, 3.0)
+    assert timeline.exposed == (2.0, 2.0), "four transfers at each end"
+    assert timeline.makespan == 8
+
+
+def test_reduce_beside_computation():
+    """Of two stages' reductions of 3 the first begins after its last backward, the second when the first is done."""
+    timeline = simulate(with_reduce(interleaved(1, 2, 1)), Costs.uniform(2, forward=1, backward=2, reduce=3))
+    assert times(timeline, 0) == {
+        "F0@0": (0, 1),
+        "F0@1": (1, 2),
+        "B0@1": (2, 4),
+        "R@1": (4, 7),
+        "B0@0": (4, 6),
+        "R@0": (7, 10),
+    }
+    assert timeline.exposed == (4.0,) and timeline.makespan == 10
+
+
+def test_the_first_forward_waits_for_its_gather():
+    timeline = simulate(with_gather(interleaved(1, 2, 2, group=2), overlap=True), Costs.uniform(2, gather=1.5))
+    start = {i.action: i.start for i in timeline.intervals[0]}
+    assert start[Action(F, 0, 0)] == 1.5
+    assert start[Action(Kind.GATHER, 1)] == 2.5, "beside the forward before it"
+    assert start[Action(F, 1, 0)] == 4.0
+    assert timeline.exposed == (2.0,)
+
+
+def test_intervals_stand_in_the_order_of_the_list():
+    schedule = with_reduce(with_transfers(one_f_one_b(3, 4), overlap=True))
+    timeline = simulate(schedule, Costs.uniform(3, transfer=0.1))
+    assert [[i.action for i in intervals] for intervals in timeline.intervals] == [list(a) for a in schedule.actions]
+    assert timeline.computation(1)[0] == Interval(Action(F, 1, 0), 1.1, 2.1)
+
+
+def test_a_send_that_nobody_takes():
+    schedule = with_transfers(gpipe(2, 1), overlap=False)
+    only_one_end = dataclasses.replace(schedule, actions=(schedule.actions[0][:2], ()))
+    with pytest.raises(ScheduleError, match="nothing at the other end of SF0@0"):
+        simulate(only_one_end, Costs.uniform(2))
