@@ -116,6 +116,10 @@ def run(tree: Path, name: str, save: Path, load: Path | None = None) -> dict[str
     argv = [*line.split(), "--train-iters", str(STEPS), "--save", str(save), "--save-interval", str(SAVED_AT)]
     if load is not None:
         argv += ["--load", str(load), "--ckpt-step", str(SAVED_AT)]
+    elif "--lora-rank" in argv:
+        trained = save.with_name("trained")
+        run(tree, "llama", trained)
+        argv += ["--pretrained-checkpoint", str(trained)]
     with tempfile.TemporaryDirectory() as logs:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

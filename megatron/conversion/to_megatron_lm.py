@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.base.errors import ConfigError
 from megatron.base.box import Box
+from megatron.base.errors import ConfigError
 from megatron.core.models.mcore.training_state import Adam, TrainingState
 from megatron.training.export import CheckpointSource
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.box import Box
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.log import get_logger
-from megatron.base.box import Box
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import gather_objects

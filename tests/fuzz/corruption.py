@@ -25,8 +25,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron.base.errors import UserError
 from megatron.base.box import Box
+from megatron.base.errors import UserError
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.conversion import convert

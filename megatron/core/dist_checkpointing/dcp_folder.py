@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box, intersect
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.pickles import Record, RecordUnpickler, load_objects, unreadable
 from megatron.core.dist_checkpointing.tensor_file import narrow
 

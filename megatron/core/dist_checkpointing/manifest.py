@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.tensor_file import BLOCK_BYTES, DTYPE_CODES, DTYPES, DamagedError, check_size
 
 MANIFEST = "metadata.json"

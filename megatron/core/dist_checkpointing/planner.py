@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, check_tiling
 from megatron.core.dist_checkpointing.tensor_file import DTYPE_CODES
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box, first_hole, first_overlap, flat_boxes
+from megatron.base.errors import CheckpointError
 
 
 @dataclass(frozen=True, eq=False)

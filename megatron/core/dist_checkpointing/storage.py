@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.coordination import portable
 from megatron.core.dist_checkpointing.manifest import (
     Chunk,

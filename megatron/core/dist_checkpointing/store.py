@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.coordination import on_all, on_first, through_dcp
 from megatron.core.dist_checkpointing.folders import begin, folder_name, iterations, prune, publish
 from megatron.core.dist_checkpointing.manifest import Chunk, Manifest, check_sizes, chunk_key, read_manifest

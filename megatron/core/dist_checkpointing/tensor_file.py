@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 
 BLOCK_BYTES = 16 * 2**20
 _METADATA = "__metadata__"

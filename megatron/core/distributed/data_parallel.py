@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron.base.log import get_logger
 from megatron.base.box import flat_boxes
+from megatron.base.log import get_logger
 from megatron.config.data_parallel import AUTO, EVERY, LAST, DataParallelSettings
 from megatron.core.comm.bucket_comm import BucketComm
 from megatron.core.comm.collectives import Handle, all_reduce, barrier

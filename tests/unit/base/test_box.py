@@ -4,8 +4,8 @@ import random
 import pytest
 import torch
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box, first_hole, first_overlap, flat_boxes, intersect, subtract
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, check_tiling, flat_slice
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.base.errors import ConfigError
 from megatron.base.box import Box
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.run import RunConfig

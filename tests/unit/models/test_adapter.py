@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.models.hf.adapter import AdaptedSource, AdapterSource, read_adapter_config
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
 from megatron.core.models.hf.source import HFSource

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.models.mcore.classic import FILE

@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.models.mcore.classic import FILE, OPTIMIZER_FILE
 from megatron.core.models.mcore.source import MCoreSource
 from tests.unit.models import megatron_files as files

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.config.lora import PROJECTIONS
 from megatron.config.model import ModelConfig
 from megatron.config.rules.ranges import AT_LEAST_ONE, BELOW_ONE, POSITIVE

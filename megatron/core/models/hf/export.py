@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.dist_checkpointing.tensor_file import write_tensor_file
 from megatron.core.dist_checkpointing.whole import WRITERS, WholeTensor, fill_files

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.tensor_file import Entry, TensorFile, narrow
 
 INDEX_FILE = "model.safetensors.index.json"

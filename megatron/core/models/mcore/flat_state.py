@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow

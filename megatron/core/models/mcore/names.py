@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.base.errors import ConfigError
 from megatron.base.box import Box
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mapping import Mapping, Part, Table
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.buckets import place
 from megatron.core.models.mcore.classic import ClassicFiles

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.mcore.arguments import model_of
 from megatron.core.models.mcore.classic import ClassicFiles

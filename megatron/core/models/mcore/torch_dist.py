@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
 from megatron.base.box import Box, intersect
+from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.dcp_folder import DcpFolder
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow

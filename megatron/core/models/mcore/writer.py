@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.base.errors import ConfigError
 from megatron.base.box import Box
+from megatron.base.errors import ConfigError
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
 from megatron.core.models.mcore.classic import FILE
