@@ -119,7 +119,7 @@ class FSDP(System):
         nn.Parameter.slot = None  # type: ignore[attr-defined]
         self._model = plain_model(groups)
         self._numel = sum(p.numel() for p in self._model.parameters())
-        decayed = {name for name, p in local_parameters(self._model).items() if p.info.decay}
+        decayed = {name for name, p in local_parameters(self._model).items() if p.info.spec.decay}
         mesh = init_device_mesh("cpu", (groups.dp_cp.size,))
         for layer in self._model.decoder.layers.children():
             fully_shard(layer, mesh=mesh, reshard_after_forward=self.reshard)
@@ -185,8 +185,8 @@ def decay_groups(model: GPTModel) -> list[dict[str, Any]]:
     """Optimizer groups: matrices decay, norms do not."""
     parameters = list(local_parameters(model).values())
     return [
-        {"params": [p for p in parameters if p.info.decay], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if not p.info.decay], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.info.spec.decay], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if not p.info.spec.decay], "weight_decay": 0.0},
     ]
 
 

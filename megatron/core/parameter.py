@@ -14,76 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.groups import Group, Groups
+from megatron.spec.parameter import Init, ParamSpec, Section, shard
 
 # Elements that are initialised at a time: the work space fits a CPU core's cache, or keeps a GPU busy.
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True)
-class Init:
-    """Initial values: normal(0, scale), uniform(-scale, scale), the constant `scale`, or `scale` x Xavier-uniform.
-
-    Xavier (Glorot and Bengio, 2010) takes fan-in and fan-out from the global weight, so it does not depend on the layout.
-    """
-
-    kind: str  # "normal", "uniform", "constant" or "xavier"
-    scale: float
-
-    def for_shape(self, global_shape: tuple[int, ...]) -> Init:
-        """The same without "xavier": its bound is sqrt(6 / (fan-in + fan-out)), with all dims but the last as outputs."""
-        if self.kind != "xavier":
-            return self
-        fan_out, fan_in = math.prod(global_shape[:-1]), global_shape[-1]
-        return Init("uniform", self.scale * math.sqrt(6.0 / (fan_in + fan_out)))
-
-
-@dataclass(frozen=True)
-class Section:
-    """A run of a parameter's local elements that is one rectangle of the global tensor.
-
-    start: its first element in the flattened local piece. offset, shape: the rectangle. holders: so many neighbours along
-    tp hold these elements, 1 where they are cut. partial: each holder has only a part of the gradient, so the parts are
-    summed over the holders after the backward.
-    """
-
-    start: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    holders: int
-    partial: bool
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    def of(self, local: Tensor) -> Tensor:
-        """The section of a contiguous local piece, in its shape: a view."""
-        return local.view(-1)[self.start : self.start + self.numel].view(self.shape)
-
-
-@dataclass(frozen=True)
 class ParamInfo:
-    """Where a parameter's local piece lies in the global tensor, and how its gradient behaves.
+    """A parameter's description, and where this rank's piece of it lies in the global tensor.
 
-    sections: the local piece, in order; one, but where tp ranks share the keys and values of a group of heads. decay:
-    weight decay applies. on_both_ends: the first and the last pipeline rank hold a copy each (tied embeddings), so their
-    gradients are summed, too. embedding_or_output: the weight of the word embeddings or of the output layer, which has the
-    learning rate of --decoupled-lr.
+    shape: of the local piece, also while the parameter itself is freed. sections: the local piece, in order; it is one,
+    unless tp ranks share the keys and values of a group of heads. on_both_ends: the first and the last pipeline rank hold a
+    copy each (tied embeddings), so their gradients are summed, too.
     """
 
-    global_shape: tuple[int, ...]
-    shape: tuple[int, ...]  # of the local piece, also while the parameter itself is freed
+    spec: ParamSpec
+    shape: tuple[int, ...]
     sections: tuple[Section, ...]
-    init: Init
-    decay: bool
     on_both_ends: bool = False
-    embedding_or_output: bool = False
 
     @property
     def numel(self) -> int:
         """Elements of the global tensor."""
-        return math.prod(self.global_shape)
+        return self.spec.numel
 
     def section_at(self, index: int) -> Section:
         """The section of an element of the flattened local piece."""
@@ -160,61 +114,20 @@ class Parameter(nn.Parameter):
 
 
 def make_parameter(
-    global_shape: tuple[int, ...],
-    init: Init,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    tp: Group,
-    tp_dim: int | None = None,
-    divided: int | None = None,
-    decay: bool = True,
-    sum_over_tp: bool = False,
+    spec: ParamSpec, *, tp: Group, sequence_parallel: bool = False, dtype: torch.dtype, device: torch.device
 ) -> Parameter:
-    """The local piece of a global parameter, uninitialised.
-
-    tp_dim: the dim that is cut over tp, see `cut`; None: every tp rank holds the whole parameter. sum_over_tp: then each
-    has only a part of its gradient (its input is not replicated).
-    """
+    """This rank's piece of a parameter, uninitialised."""
     sections: tuple[Section, ...]
-    if tp_dim is None:
-        zeros, partial = (0,) * len(global_shape), sum_over_tp and tp.size > 1
-        shape, sections = global_shape, (Section(0, zeros, global_shape, tp.size, partial),)
+    if spec.axis is None:
+        zeros = (0,) * len(spec.shape)
+        partial = tp.size > 1 and bool(spec.reduce_axes(sequence_parallel=sequence_parallel))
+        shape, sections = spec.shape, (Section(0, zeros, spec.shape, tp.size, partial),)
     else:
-        shape, sections = cut(global_shape, tp, tp_dim, divided)
+        shape, sections = shard(spec.shape, tp.size, tp.rank, spec.dim, spec.own_rows)
     parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
-    parameter.info = ParamInfo(tuple(global_shape), shape, sections, init.for_shape(global_shape), decay)
+    parameter.info = ParamInfo(spec, shape, sections)
     parameter.slot = None
     return parameter
-
-
-def cut(
-    global_shape: tuple[int, ...], tp: Group, tp_dim: int, divided: int | None = None
-) -> tuple[tuple[int, ...], tuple[Section, ...]]:
-    """(shape, sections) of this rank's piece of a tensor that is cut over tp along a dim.
-
-    The dim's size must be a multiple of the tp size. With `divided`, for dim 0, it may also be a divisor of it: then
-    tp / size neighbours share an index. Of what it has along the next dim they divide the first `divided` among themselves,
-    and each of them holds the rest.
-    """
-    size = global_shape[tp_dim]
-    if divided is None or size >= tp.size:
-        assert size % tp.size == 0, f"{global_shape} cannot be cut along dim {tp_dim} in {tp.size} parts"
-        shape = (*global_shape[:tp_dim], size // tp.size, *global_shape[tp_dim + 1 :])
-        offset = tuple(shape[tp_dim] * tp.rank if dim == tp_dim else 0 for dim in range(len(shape)))
-        return shape, (Section(0, offset, shape, holders=1, partial=False),)
-    holders = tp.size // size
-    assert tp_dim == 0 and tp.size % size == 0 and divided % holders == 0
-    index, place = divmod(tp.rank, holders)
-    rows, inner = global_shape[1], global_shape[2:]
-    own, zeros = divided // holders, (0,) * len(inner)
-    sections = (
-        Section(0, (index, place * own, *zeros), (1, own, *inner), holders=1, partial=False),
-        Section(
-            own * math.prod(inner), (index, divided, *zeros), (1, rows - divided, *inner), holders=holders, partial=True
-        ),
-    )
-    return (1, own + rows - divided, *inner), tuple(section for section in sections if section.numel)
 
 
 def local_parameters(model: nn.Module) -> dict[str, Parameter]:
@@ -230,12 +143,12 @@ def local_parameters(model: nn.Module) -> dict[str, Parameter]:
 def initialize(parameters: dict[str, Parameter], seed: int) -> None:
     """Fill every parameter from (seed, global name, global index) alone: any layout starts from the same model."""
     for name, parameter in parameters.items():
-        info = parameter.info
-        if info.init.kind == "constant":
-            parameter.fill_(info.init.scale)
+        shape, init = parameter.info.spec.shape, parameter.info.spec.init.for_shape(parameter.info.spec.shape)
+        if init.kind == "constant":
+            parameter.fill_(init.scale)
         else:
-            for section in info.sections:
-                _fill_random(section.of(parameter.detach()), section.offset, info, _key(seed, name))
+            for section in parameter.info.sections:
+                _fill_random(section.of(parameter.detach()), section.offset, shape, init, _key(seed, name))
 
 
 def _key(seed: int, name: str) -> int:
@@ -243,14 +156,14 @@ def _key(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def _fill_random(values: Tensor, offset: tuple[int, ...], info: ParamInfo, key: int) -> None:
+def _fill_random(values: Tensor, offset: tuple[int, ...], global_shape: tuple[int, ...], init: Init, key: int) -> None:
     """By blocks of rows: 64-bit arithmetic on a whole large matrix would cost many times its size in memory."""
     flat = values.view(-1, values.shape[-1])
-    index_of_row, within = _global_index(values, offset, info.global_shape)
+    index_of_row, within = _global_index(values, offset, global_shape)
     rows = max(1, _BLOCK[values.device.type] // max(1, flat.shape[1]))
     for start in range(0, flat.shape[0], rows):
         index = index_of_row[start : start + rows, None] + within[None, :]
-        flat[start : start + rows] = _random_values(index, key, info.init).to(values.dtype)
+        flat[start : start + rows] = _random_values(index, key, init).to(values.dtype)
 
 
 def _global_index(values: Tensor, offset: tuple[int, ...], global_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -192,7 +192,7 @@ def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
     assert reader is not None
     trainer.step.forward_backward(reader.read(trainer.batches.num_microbatches(0)))
     return [
-        (name, (offset, trainer.parameters[name].info.global_shape), gradient.clone())
+        (name, (offset, trainer.parameters[name].info.spec.shape), gradient.clone())
         for name, offset, gradient in trainer.data_parallel.gradients()
     ]
 

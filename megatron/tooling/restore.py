@@ -31,9 +31,9 @@ from megatron.core.models.source import fill
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
-from megatron.core.transformer.lora import is_adapter
 from megatron.kernels.choose import choose_kernels
 from megatron.schedule.partition import partition
+from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint import model_tensors
 from megatron.training.export import saved_parts
 from megatron.training.setup import together

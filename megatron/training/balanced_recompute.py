@@ -235,8 +235,8 @@ class _Probe:
         b, shards = run.train.micro_batch_size, groups.tp.size if build.sequence_parallel else 1
         places = part_of(torch.arange(run.data.seq_length, device=build.device).unsqueeze(0), groups.cp, shards)
         rotary = None
-        if build.config.rotary_dim:
-            frequencies, factor = rotary_frequencies(build.config, build.device)
+        if build.spec.rotary is not None:
+            frequencies, factor = rotary_frequencies(build.spec.rotary, build.device)
             rotary = rotary_tables(places, frequencies, factor, build.dtype)
         segments = None
         if run.data.reset_attention_mask or run.data.sft:

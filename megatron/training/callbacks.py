@@ -11,9 +11,10 @@ from pathlib import Path
 from megatron.base.log import get_logger
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.device import memory_report, peak_tflops
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.flops import train_flops
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.export import complete_exports, save_hf
-from megatron.training.flops import train_flops
 from megatron.training.logging.footprint import memory_line
 from megatron.training.logging.line import LogLine, LogWindow, format_evaluation, format_line
 from megatron.training.logging.loss_curve import draw_loss_curve
@@ -49,7 +50,7 @@ class Log:
         """Begin to count; a run that is complete already says so."""
         run, state = trainer.run, trainer.state
         seq_length = run.data.seq_length or 0
-        self._flops = train_flops(run.model, seq_length, 1)
+        self._flops = train_flops(decoder_spec(run.model), seq_length, 1)
         peak = peak_tflops(trainer.device, next(trainer.model.parameters()).dtype)
         self._window = LogWindow(self._flops, trainer.groups.world.size, peak)
         self._total_iterations = trainer.total_iterations

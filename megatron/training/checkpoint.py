@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_
 from megatron.core.dist_checkpointing.store import save
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter
-from megatron.core.transformer.lora import is_adapter
 from megatron.spec.buckets import Piece
+from megatron.spec.lora import is_adapter
 from megatron.training.data_order import warn_of_another_order
 from megatron.training.logging.line import format_loaded, format_loading, format_saved, format_saving
 from megatron.training.saved_run import MODEL_PREFIX, OPTIMIZER_PREFIX, open_saved_run, read_run_state
@@ -250,7 +250,7 @@ def _flat(name: str, data: Tensor, piece: Piece, trainer: Trainer, number: int) 
         data,
         start=piece.start - section.start,
         shape=section.shape,
-        global_shape=info.global_shape,
+        global_shape=info.spec.shape,
         offset=section.offset,
         writer=writer,
     )
@@ -261,7 +261,7 @@ def _sharded(name: str, parameter: Parameter, groups: Groups, number: int) -> li
     # Replicas over dp x cp take turns, so that all hosts' disks write; replicas over tp leave it to the first of them.
     turn, data = groups.dp_cp.rank == number % groups.dp_cp.size, parameter.detach()
     return [
-        ShardedTensor(name, part.of(data), info.global_shape, part.offset, turn and info.held_first(part, groups))
+        ShardedTensor(name, part.of(data), info.spec.shape, part.offset, turn and info.held_first(part, groups))
         for part in info.sections
     ]
 

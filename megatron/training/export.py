@@ -27,7 +27,7 @@ from megatron.core.models.hf.names import table
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
 from megatron.core.models.hf.side_files import known_ids, side_files, side_folder, side_texts
 from megatron.core.models.source import Source
-from megatron.core.transformer.lora import is_adapter
+from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint import MODEL_PREFIX, model_config_of
 from megatron.training.setup import together
 from megatron.training.trainer import Trainer

@@ -49,11 +49,12 @@ from megatron.core.tensor_parallel.overlap import PLAIN, Plain, choose_overlap
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build
-from megatron.core.transformer.lora import freeze_all_but_adapters, is_adapter
+from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.choose import Kernels, choose_kernels
 from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.footprint import weight_and_optimizer_footprint
 from megatron.schedule.partition import Stage
+from megatron.spec.lora import is_adapter
 from megatron.training.activation_offload import build_step_offload
 from megatron.training.balanced_recompute import choose as choose_recompute
 from megatron.training.batch import BatchReader

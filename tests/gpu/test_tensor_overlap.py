@@ -10,11 +10,12 @@ from megatron.base.mesh import Mesh
 from megatron.config.parallel import ParallelConfig
 from megatron.core.comm.pieces import PieceComm
 from megatron.core.groups import connect, create_groups, disconnect
-from megatron.core.parameter import Init, initialize, local_parameters
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.parameter import initialize, local_parameters
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import PLAIN, InPieces, choose_overlap
 from megatron.core.timeline import Timeline
 from megatron.kernels.ops import weight_grad
+from megatron.spec.linear import COLUMN, ROW, LinearSpec
 from tests import pool
 from tests.gpu.cuda import NEEDS_CUDA
 
@@ -28,14 +29,11 @@ ASKED = ParallelConfig(tp_comm_overlap=True, sequence_parallel=True)
 
 def passes(tp, how, device, dtype, sequence_parallel):
     """Output and gradients of a column layer, an activation and a row layer, after two passes."""
-    shared = {
-        "bias": False, "init": Init("normal", 0.02), "tp": tp, "sequence_parallel": sequence_parallel,
-        "weight_grad": weight_grad.separate, "dtype": dtype, "device": device, "overlap": how,
-    }  # fmt: skip
+    context = LinearContext(tp, sequence_parallel, weight_grad.separate, dtype, device, how)
     layers = torch.nn.Sequential(
-        ColumnParallelLinear(WIDTH, (4 * WIDTH,), shard_dim=0, **shared),
+        ColumnParallelLinear(LinearSpec(WIDTH, (4 * WIDTH,), COLUMN, ()), context),
         torch.nn.GELU(),
-        RowParallelLinear(4 * WIDTH, WIDTH, **shared),
+        RowParallelLinear(LinearSpec(4 * WIDTH, (WIDTH,), ROW, ()), context),
     )
     initialize(local_parameters(layers), 1)
     rows = S // TP if sequence_parallel else S

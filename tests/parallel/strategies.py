@@ -97,7 +97,7 @@ def boxes_of(data_parallel):
         for box in flat_boxes(section.shape, piece.start - section.start, piece.stop - section.start):
             offset = tuple(a + b for a, b in zip(section.offset, box.offset, strict=True))
             part = elements[done : done + box.numel].float().view(box.shape)
-            found.append((piece.name, offset, info.global_shape, part.numpy().copy()))
+            found.append((piece.name, offset, info.spec.shape, part.numpy().copy()))
             done += box.numel
     return found
 

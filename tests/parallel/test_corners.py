@@ -9,7 +9,8 @@ from torch import nn
 from megatron.base.errors import UserError
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.parameter import Init, local_parameters, make_parameter
+from megatron.core.parameter import local_parameters, make_parameter
+from megatron.spec.parameter import Init, ParamSpec
 from megatron.training.step import evaluate
 from tests import pool
 from tests.parallel.strategies import DECAY, FEW, LR, STRATEGIES, groups_for, make_run, parameters_of, whole
@@ -97,7 +98,9 @@ def test_frozen_parameters_take_no_memory_and_never_move(name):
 
 def add_extra(model):
     """A parameter that the model does not use by itself."""
-    extra = make_parameter((70,), Init("constant", 0.0), dtype=torch.float32, device=CPU, tp=pool.groups().tp)
+    extra = make_parameter(
+        ParamSpec((70,), Init("constant", 0.0)), tp=pool.groups().tp, dtype=torch.float32, device=CPU
+    )
     nn.init.ones_(extra)
     model.register_parameter("extra", extra)
 
@@ -223,7 +226,7 @@ def few_elements(rank, size, settings):
     groups = groups_for(settings)
     shapes = {"a": (3,), "b": (130,), "c": (5, 7)}
     parameters = {
-        name: make_parameter(shape, Init("constant", 0.0), dtype=torch.float32, device=CPU, tp=groups.tp)
+        name: make_parameter(ParamSpec(shape, Init("constant", 0.0)), tp=groups.tp, dtype=torch.float32, device=CPU)
         for name, shape in shapes.items()
     }
     for number, parameter in enumerate(parameters.values(), start=1):

@@ -8,7 +8,8 @@ from torch import nn
 
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.parameter import Init, local_parameters, make_parameter
+from megatron.core.parameter import local_parameters, make_parameter
+from megatron.spec.parameter import Init, ParamSpec
 from tests import pool
 from tests.parallel.strategies import FEW, STRATEGIES, groups_for
 from tests.unit.distributed.test_bucket import Holder, used
@@ -80,7 +81,7 @@ def four_parameters(rank, size, settings):
     init = Init("constant", 0.0)
     shapes = {"a": (3,), "b": (130,), "c": (5, 7), "unused": (9,)}
     parameters = {
-        name: make_parameter(shape, init, dtype=torch.float32, device=CPU, tp=groups.tp)
+        name: make_parameter(ParamSpec(shape, init), tp=groups.tp, dtype=torch.float32, device=CPU)
         for name, shape in shapes.items()
     }
     for parameter in parameters.values():

@@ -9,7 +9,9 @@ from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.merge import MergedSource
 from megatron.core.parameter import local_parameters
-from megatron.core.transformer.lora import adapted_linears, adapter_names, freeze_all_but_adapters, is_adapter
+from megatron.core.transformer.lora import freeze_all_but_adapters
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.lora import adapter_names, is_adapter
 from tests import pool
 from tests.unit.models.builds import (
     GPT,
@@ -65,7 +67,7 @@ def merged_model(model, fields):
     source = MergedSource(InMemory(model))
     other = make_model(plain(fields), pool.groups())
     parameters = local_parameters(other)
-    assert source.shapes == {name: p.info.global_shape for name, p in parameters.items()}
+    assert source.shapes == {name: p.info.spec.shape for name, p in parameters.items()}
     with torch.no_grad():
         for name, parameter in parameters.items():
             # In two blocks each way, whose border lies within groups, halves and rows.
@@ -100,13 +102,14 @@ def test_it_is_the_merged_model_and_its_gradient(name):
     config, parameters = model._build.config, local_parameters(model)
     expected, scale = {}, fields["lora_alpha"] / fields["lora_rank"]
     for layer in range(config.num_layers):
-        for linear in adapted_linears(config):
-            prefix = f"decoder.layers.{layer}.{linear.name}"
-            for piece in linear.pieces:
-                if piece.projection not in config.lora_projections:
+        for path, linear in decoder_spec(config).layers[layer].linears().items():
+            prefix = f"decoder.layers.{layer}.{path}"
+            for projection in linear.projections:
+                if projection.name not in config.lora_projections:
                     continue
-                a, b = adapter_names(prefix, piece.projection)
-                place = tuple(slice(o, o + n) for o, n in zip(piece.outputs.offset, piece.outputs.shape))
+                a, b = adapter_names(prefix, projection.name)
+                outputs = projection.outputs
+                place = tuple(slice(o, o + n) for o, n in zip(outputs.offset, outputs.shape))
                 of_weight = whole[f"{prefix}.weight"][place].flatten(0, -2) * scale
                 expected[b] = (of_weight @ parameters[a].T).view(parameters[b].shape)
                 expected[a] = parameters[b].flatten(0, -2).T @ of_weight

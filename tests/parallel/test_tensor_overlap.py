@@ -10,13 +10,15 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.comm import pieces
 from megatron.core.comm.pieces import PieceComm, halves
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parameter import Init, initialize, local_parameters
+from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel import overlap
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import PLAIN, Fused, InPieces, Plain, choose_overlap
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.ops import weight_grad
+from megatron.spec.linear import COLUMN, ROW, LinearSpec
+from megatron.spec.parameter import Init
 from tests import pool
 from tests.unit.models.builds import (
     CPU,
@@ -50,15 +52,14 @@ def in_pieces(tp, *, least_rows=4, timeline=None, **switches):
 
 
 def layer_of(kind, tp, sequence_parallel, how, dtype=torch.float32, frozen=False):
-    shared = {
-        "bias": True, "init": Init("normal", 1.0), "tp": tp, "sequence_parallel": sequence_parallel,
-        "weight_grad": weight_grad.fused if dtype == torch.float32 else weight_grad.fused_upcast, "dtype": dtype,
-        "device": CPU, "overlap": how,
-    }  # fmt: skip
+    kernel = weight_grad.fused if dtype == torch.float32 else weight_grad.fused_upcast
+    context = LinearContext(tp, sequence_parallel, kernel, dtype, CPU, how)
+    init = Init("normal", 1.0)
     if kind == "column":
-        layer = ColumnParallelLinear(IN, (2, OUT // 2), shard_dim=1, **shared)
+        spec = LinearSpec(IN, (2, OUT // 2), COLUMN, (), has_bias=True, init=init, dim=1)
+        layer = ColumnParallelLinear(spec, context)
     else:
-        layer = RowParallelLinear(IN, OUT, **shared)
+        layer = RowParallelLinear(LinearSpec(IN, (OUT,), ROW, (), has_bias=True, init=init), context)
     parameters = local_parameters(layer)
     initialize(parameters, 5)
     spread_constants(parameters, 1.0)

@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from megatron.config.data import DataConfig
-from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import all_gather
 from megatron.core.context_parallel.steps import InOne
-from megatron.core.parameter import Init, initialize, local_parameters
+from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops import weight_grad
+from megatron.spec.linear import COLUMN, ROW, LinearSpec
+from megatron.spec.norm import NormSpec
+from megatron.spec.parameter import SEQUENCE, Init, ParamSpec
 from megatron.training.batch import BatchReader
 from tests import pool
 from tests.unit.models.builds import (
@@ -50,8 +52,8 @@ def prepare(layer, slots):
     parameters = local_parameters(layer)
     initialize(parameters, 5)
     for number, parameter in enumerate(parameters.values()):
-        if parameter.info.init.kind == "constant":
-            noise = normal(*parameter.info.global_shape, seed=number)
+        if parameter.info.spec.init.kind == "constant":
+            noise = normal(*parameter.info.spec.shape, seed=number)
             for section in parameter.info.sections:
                 section.of(parameter.detach()).add_(noise[place(section.offset, section.shape)])
         if slots:
@@ -67,7 +69,7 @@ def taken(parameters):
         if parameter.slot is not None and parameter.grad is not None:
             parameter.slot.add(parameter.grad)
         gradient = parameter.grad if parameter.slot is None else parameter.slot.main_grad
-        shape = parameter.info.global_shape
+        shape = parameter.info.spec.shape
         for part in parameter.info.sections:
             found.append((name, part.offset, shape, part.partial, part.of(gradient).clone()))
     return found
@@ -92,10 +94,8 @@ def whole(ranks):
 def column(rank, size, sequence_parallel, slots, bias, out_shape, shard_dim):
     """(output, gradient of the input, parameters' gradients after two backward passes) of this rank."""
     tp = pool.groups(tp=size).tp
-    layer = ColumnParallelLinear(
-        IN, out_shape, shard_dim=shard_dim, bias=bias, init=Init("normal", 1.0), tp=tp,
-        sequence_parallel=sequence_parallel, weight_grad=weight_grad.fused, dtype=torch.float32, device=CPU,
-    )  # fmt: skip
+    spec = LinearSpec(IN, out_shape, COLUMN, (), has_bias=bias, init=Init("normal", 1.0), dim=shard_dim)
+    layer = ColumnParallelLinear(spec, LinearContext(tp, sequence_parallel, weight_grad.fused, torch.float32, CPU))
     parameters = prepare(layer, slots)
     x = normal(S, B, IN)
     x = (shard(x, 0, tp) if sequence_parallel else x).requires_grad_()
@@ -108,10 +108,9 @@ def column(rank, size, sequence_parallel, slots, bias, out_shape, shard_dim):
 
 def row(rank, size, sequence_parallel, slots, bias, kernel):
     tp = pool.groups(tp=size).tp
-    layer = RowParallelLinear(
-        IN, OUT, bias=bias, init=Init("normal", 1.0), tp=tp, sequence_parallel=sequence_parallel,
-        weight_grad=getattr(weight_grad, kernel), dtype=torch.float32, device=CPU,
-    )  # fmt: skip
+    spec = LinearSpec(IN, (OUT,), ROW, (), has_bias=bias, init=Init("normal", 1.0))
+    context = LinearContext(tp, sequence_parallel, getattr(weight_grad, kernel), torch.float32, CPU)
+    layer = RowParallelLinear(spec, context)
     parameters = prepare(layer, slots)
     x = shard(normal(S, B, IN), 2, tp).clone().requires_grad_()
     upstream = normal(S, B, OUT, seed=1)
@@ -124,7 +123,11 @@ def row(rank, size, sequence_parallel, slots, bias, kernel):
 def embedding(rank, size, sequence_parallel, slots):
     tp = pool.groups(tp=size).tp
     layer = VocabParallelEmbedding(
-        VOCAB, IN, init=Init("normal", 1.0), tp=tp, sequence_parallel=sequence_parallel, dtype=torch.float32, device=CPU
+        ParamSpec((VOCAB, IN), Init("normal", 1.0), axis="tp"),
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        dtype=torch.float32,
+        device=CPU,
     )
     parameters = prepare(layer, slots)
     upstream = normal(S, B, IN, seed=1)
@@ -137,8 +140,8 @@ def embedding(rank, size, sequence_parallel, slots):
 def norm(rank, size, kind):
     """Under sequence parallelism."""
     tp = pool.groups(tp=size).tp
-    config = ModelConfig(normalization=kind)
-    layer = Norm(IN, config, tp=tp, sum_over_tp=True, dtype=torch.float32, device=CPU)
+    spec = NormSpec(IN, kind, 1e-5, SEQUENCE)
+    layer = Norm(spec, tp=tp, sequence_parallel=True, dtype=torch.float32, device=CPU)
     parameters = prepare(layer, slots=False)
     x = shard(normal(S, B, IN), 0, tp).clone().requires_grad_()
     out = layer(x)

@@ -39,7 +39,7 @@ from megatron.core.models.mcore.training_state import TrainingState
 from megatron.core.models.mcore.writer import write_mcore
 from megatron.core.models.merge import MergedSource
 from megatron.core.models.source import Source
-from megatron.core.transformer.lora import is_adapter
+from megatron.spec.lora import is_adapter
 from megatron.tooling.restore import Saved, check_tp, parse_dtype, read_saved
 from megatron.training.export import CheckpointSource
 

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parameter import make_parameter
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear
-from megatron.core.transformer.block import TransformerBlock, layer_inits
+from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.schedule.partition import Stage, whole_model
+from megatron.spec.parameter import ParamSpec
 
 
 class GPTModel(nn.Module):
@@ -29,41 +28,20 @@ class GPTModel(nn.Module):
     def __init__(self, build: Build, stages: Sequence[Stage] | None = None) -> None:
         """`stages`: what this rank holds; default the whole model."""
         super().__init__()
-        config = build.config
-        assert config.num_layers and config.hidden_size and config.vocab_size
-        self.stages = {stage.number: stage for stage in stages or (whole_model(config.num_layers),)}
+        spec = build.spec
+        self.stages = {stage.number: stage for stage in stages or (whole_model(len(spec.layers)),)}
         begins = any(stage.embedding for stage in self.stages.values())
         ends = any(stage.head for stage in self.stages.values())
-        tied = not config.untie_embeddings_and_output_weights
+        tied = spec.tied
         self.embedding = Embedding(build, with_positions=begins) if begins or (ends and tied) else None
         layers = [number for stage in self.stages.values() for number in stage.layers]
         self.decoder = TransformerBlock(build, layers, final_norm=ends)
-        self.output_layer: ColumnParallelLinear | None = None
-        if ends:
-            self.output_layer = ColumnParallelLinear(
-                config.hidden_size,
-                (config.padded_vocab_size,),
-                shard_dim=0,
-                bias=False,
-                init=layer_inits(config)[0],
-                tp=build.groups.tp,
-                sequence_parallel=build.sequence_parallel,
-                weight_grad=build.kernels.weight_grad,
-                dtype=build.dtype,
-                device=build.device,
-                overlap=build.overlap,
-                weight=self.embedding.word_embeddings.weight if tied and self.embedding is not None else None,
-            )
-        if self.embedding is not None:
-            weight = self.embedding.word_embeddings.weight
-            weight.info = dataclasses.replace(
-                weight.info, embedding_or_output=True, on_both_ends=tied and begins != ends
-            )
-        if self.output_layer is not None:
-            weight = self.output_layer.weight
-            weight.info = dataclasses.replace(weight.info, embedding_or_output=True)
+        shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
+        self.output_layer = build.column(spec.output, shared) if ends else None
+        if shared is not None and begins != ends:
+            shared.info = dataclasses.replace(shared.info, on_both_ends=True)
         self._build, self._ties = build, tied
-        self._rotary = rotary_frequencies(config, build.device) if config.rotary_dim else None
+        self._rotary = None if spec.rotary is None else rotary_frequencies(spec.rotary, build.device)
 
     def forward(
         self,
@@ -89,7 +67,7 @@ class GPTModel(nn.Module):
         logits = self.head(hidden)
         if labels is None:
             return logits
-        size = self._build.config.softmax_size
+        size = self._build.spec.softmax_size
         return vocab_parallel_cross_entropy(logits, labels.t(), size, self._build.groups.tp).t()
 
     def hidden(
@@ -139,8 +117,7 @@ class GPTModel(nn.Module):
 
     def hidden_shape(self, b: int, s: int) -> tuple[int, int, int]:
         """Of the hidden states between stages, for microbatches [b, s]."""
-        assert self._build.config.hidden_size
-        return s // self.sequence_shards, b, self._build.config.hidden_size
+        return s // self.sequence_shards, b, self._build.spec.hidden_size
 
     def stage_of(self, name: str) -> int | None:
         """The stage that uses a parameter; None for one that two stages of this rank use."""
@@ -170,52 +147,39 @@ class Embedding(nn.Module):
 
     def __init__(self, build: Build, *, with_positions: bool = True) -> None:
         super().__init__()
-        config = build.config
-        assert config.hidden_size
+        spec = build.spec.embedding
         self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab_size,
-            config.hidden_size,
-            init=layer_inits(config)[0],
+            spec.words,
             tp=build.groups.tp,
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
             device=build.device,
         )
-        self.position_embeddings: nn.Module | None = None
-        if config.position_embedding_type == "learned_absolute" and with_positions:
-            self.position_embeddings = PositionEmbedding(build)
+        positions = spec.positions if with_positions else None
+        self.position_embeddings = None if positions is None else PositionEmbedding(build, positions)
         self._build = build
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """See the class."""
-        build, config = self._build, self._build.config
+        build, dropout = self._build, self._build.spec.embedding.dropout
         hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(positions)
-        if config.fp32_residual_connection:
+        if build.config.fp32_residual_connection:
             hidden = hidden.float()
-        if config.hidden_dropout == 0.0 or not self.training:
+        if dropout == 0.0 or not self.training:
             return hidden
         with build.rng.stream("sharded" if build.sequence_parallel else "replicated"):
-            return nn.functional.dropout(hidden, config.hidden_dropout)
+            return nn.functional.dropout(hidden, dropout)
 
 
 class PositionEmbedding(nn.Module):
     """positions [b or 1, s] -> [s or s/tp, b or 1, h]. The table is replicated; under sequence parallelism each rank
     looks up its own part of the sequence."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, spec: ParamSpec) -> None:
         super().__init__()
-        config = build.config
-        assert config.hidden_size and config.max_position_embeddings
-        self.weight = make_parameter(
-            (config.max_position_embeddings, config.hidden_size),
-            layer_inits(config)[0],
-            dtype=build.dtype,
-            device=build.device,
-            tp=build.groups.tp,
-            sum_over_tp=build.sequence_parallel,
-        )
+        self.weight = build.parameter(spec)
         self._tp = build.groups.tp if build.sequence_parallel else None
 
     def forward(self, positions: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from torch import Tensor
 from megatron.base.box import Box, intersect
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.source import Source
-from megatron.core.transformer.lora import Adapted, Piece, adapted_linears, adapter_names, is_adapter
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.linear import LinearSpec, Projection
+from megatron.spec.lora import adapter_names, is_adapter
 
 
 class MergedSource:
@@ -22,34 +24,37 @@ class MergedSource:
         self.model = dataclasses.replace(source.model, lora_rank=None)
         self.shapes = {name: shape for name, shape in source.shapes.items() if not is_adapter(name)}
         self.dtype = source.dtype
-        self._adapted = {f"{linear.name}.weight": linear for linear in adapted_linears(source.model)}
+        spec = decoder_spec(source.model)
+        assert spec.lora is not None
+        self._lora, self._layers = spec.lora, [layer.linears() for layer in spec.layers]
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """See Source."""
-        adapted = self._adapted_by(name)
-        if adapted is None:
+        linear = self._linear(name)
+        if linear is None:
             return self._source.read(name, box, dtype)
         whole = self._source.read(name, box, torch.float32)
         outputs = Box(box.offset[:-1], box.shape[:-1])
-        for piece in adapted.pieces:
-            common = intersect(piece.outputs, outputs)
-            if common is not None and piece.projection in self._source.model.lora_projections:
+        for projection in linear.projections:
+            common = intersect(projection.outputs, outputs)
+            if common is not None and projection.name in self._lora.projections:
                 here = Box((*common.offset, box.offset[-1]), (*common.shape, box.shape[-1])).within(box)
-                narrow(whole, here).add_(self._change(name.removesuffix(".weight"), piece, common, box))
+                narrow(whole, here).add_(self._change(name.removesuffix(".weight"), projection, common, box))
         return whole.to(dtype)
 
-    def _change(self, linear: str, piece: Piece, outputs: Box, box: Box) -> Tensor:
-        """alpha / r * B A for these outputs of the piece and the inputs of `box`."""
-        model = self._source.model
-        rank = model.lora_rank
-        assert rank
-        a_name, b_name = adapter_names(linear, piece.projection)
-        rows = outputs.within(piece.outputs)
+    def _change(self, linear: str, projection: Projection, outputs: Box, box: Box) -> Tensor:
+        """alpha / rank * B A for these outputs of the projection and the inputs of `box`."""
+        rank = self._lora.rank
+        a_name, b_name = adapter_names(linear, projection.name)
+        rows = outputs.within(projection.outputs)
         a = self._source.read(a_name, Box((0, box.offset[-1]), (rank, box.shape[-1])), torch.float32)
         b = self._source.read(b_name, Box((*rows.offset, 0), (*rows.shape, rank)), torch.float32)
-        return (b.flatten(0, -2) @ a).view(*outputs.shape, -1) * (model.lora_alpha / rank)
+        return (b.flatten(0, -2) @ a).view(*outputs.shape, -1) * self._lora.scale
 
-    def _adapted_by(self, name: str) -> Adapted | None:
-        """decoder.layers.NUMBER.NAME.weight -> what is known of NAME."""
-        parts = name.split(".", 3)
-        return self._adapted.get(parts[3]) if parts[:2] == ["decoder", "layers"] else None
+    def _linear(self, name: str) -> LinearSpec | None:
+        """The layer whose weight is called `name` (decoder.layers.NUMBER.PATH.weight), if it has an adapter."""
+        parts = name.removesuffix(".weight").split(".", 3)
+        if parts[:2] != ["decoder", "layers"]:
+            return None
+        linear = self._layers[int(parts[2])].get(parts[3])
+        return linear if linear is not None and self._lora.adapts(linear) else None

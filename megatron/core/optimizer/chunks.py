@@ -31,7 +31,7 @@ class Chunk:
         self.state: dict[str, Tensor] = {}
         self.runs = [
             Run(max(first, start) - start, min(last, stop) - start, *kind)
-            for first, last, kind in bucket.runs(lambda info, section: (info.decay, info.embedding_or_output))
+            for first, last, kind in bucket.runs(lambda info, section: (info.spec.decay, info.spec.embedding_or_output))
             if max(first, start) < min(last, stop)
         ]
         self._config = config

@@ -124,7 +124,7 @@ def random_bits(bucket: Bucket, start: int, stop: int, step: int, device: torch.
         if first < last:
             key = int.from_bytes(hashlib.sha256(f"{step}/{piece.name}".encode()).digest()[:4], "little")
             begin = piece.start + first - piece.at
-            shape, section = bucket.parameters[piece.name].info.global_shape, bucket.section_of(piece)
+            shape, section = bucket.parameters[piece.name].info.spec.shape, bucket.section_of(piece)
             begin -= section.start
             index = _global_index(shape, section, begin, begin + last - first, key, device)
             bits[first - start : last - start] = hash32_(index)

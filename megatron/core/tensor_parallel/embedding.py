@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shard
 from megatron.core.groups import Group
-from megatron.core.parameter import Init, Parameter, make_parameter
+from megatron.core.parameter import Parameter, make_parameter
+from megatron.spec.parameter import ParamSpec
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -20,20 +21,12 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        init: Init,
-        tp: Group,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, spec: ParamSpec, *, tp: Group, sequence_parallel: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`vocab_size` is padded, and divisible by tp."""
+        """`spec`: [rows, h], sharded by rows; tp divides their number."""
         super().__init__()
-        self.weight = make_parameter((vocab_size, hidden_size), init, dtype=dtype, device=device, tp=tp, tp_dim=0)
-        self._first = tp.rank * (vocab_size // tp.size)
+        self.weight = make_parameter(spec, tp=tp, dtype=dtype, device=device)
+        self._first = tp.rank * self.weight.shape[0]
         self._tp, self._sequence_parallel = tp, sequence_parallel
 
     def forward(self, ids: Tensor) -> Tensor:

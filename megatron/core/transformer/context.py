@@ -1,7 +1,8 @@
-"""What every part of a decoder needs to build itself and to run one forward."""
+"""The arguments that all layers of a decoder share: to be built, and to run one forward."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,9 +13,16 @@ from megatron.config.model import ModelConfig
 from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
 from megatron.core.context_parallel.watch import UNWATCHED, Watch
 from megatron.core.groups import Groups
+from megatron.core.parameter import Parameter, make_parameter
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain
 from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import Kernels
+from megatron.spec.decoder import DecoderSpec, decoder_spec
+from megatron.spec.linear import LinearSpec
+from megatron.spec.norm import NormSpec
+from megatron.spec.parameter import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,47 @@ class Build:
     cp_watch: Watch = UNWATCHED
     recompute: RecomputeConfig | LayerChoices = KEEP_ALL
 
+    @functools.cached_property
+    def spec(self) -> DecoderSpec:
+        """The decoder that the configuration describes."""
+        return decoder_spec(self.config)
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of parameters and activations."""
         dtype: torch.dtype = getattr(torch, self.config.dtype_name)
         return dtype
+
+    def column(self, spec: LinearSpec, weight: Parameter | None = None) -> ColumnParallelLinear:
+        """A linear layer with sharded outputs; `weight`: another module's, which it shares."""
+        return ColumnParallelLinear(spec, self._linear, weight)
+
+    def row(self, spec: LinearSpec) -> RowParallelLinear:
+        """A linear layer with sharded inputs."""
+        return RowParallelLinear(spec, self._linear)
+
+    def norm(self, spec: NormSpec) -> Norm:
+        """A normalization layer."""
+        return Norm(
+            spec, tp=self.groups.tp, sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device
+        )
+
+    def parameter(self, spec: ParamSpec) -> Parameter:
+        """This rank's piece of a parameter, uninitialised."""
+        return make_parameter(
+            spec, tp=self.groups.tp, sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device
+        )
+
+    @functools.cached_property
+    def _linear(self) -> LinearContext:
+        return LinearContext(
+            self.groups.tp,
+            self.sequence_parallel,
+            self.kernels.weight_grad,
+            self.dtype,
+            self.device,
+            self.overlap,
+        )
 
 
 class KeyValueCache(Protocol):

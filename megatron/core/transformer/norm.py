@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.core.groups import Group
-from megatron.core.parameter import Init, make_parameter
+from megatron.core.parameter import make_parameter
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.kernels.ops.norm import (
     compute_layer_norm,
     compute_rms_norm,
@@ -18,62 +18,68 @@ from megatron.kernels.ops.norm import (
     layer_norm,
     rms_norm,
 )
+from megatron.spec.norm import NormSpec
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm of the last dim, as configured. Weights are replicated over tp; no communication.
-
-    Also a Prologue of core/tensor_parallel/gemm_last.py: a linear layer can compute it again in its backward.
-    """
+    """RMSNorm or LayerNorm of the last dim. Weights are replicated over tp; no communication."""
 
     def __init__(
-        self,
-        size: int,
-        config: ModelConfig,
-        *,
-        tp: Group,
-        sum_over_tp: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, spec: NormSpec, *, tp: Group, sequence_parallel: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`sum_over_tp`: the input is sharded over tp (sequence or heads), so each rank sees part of the gradient."""
         super().__init__()
-        one = 0.0 if config.apply_layernorm_1p else 1.0
-
-        def parameter(value: float) -> nn.Parameter:
-            init = Init("constant", value)
-            return make_parameter(
-                (size,), init, dtype=dtype, device=device, tp=tp, decay=False, sum_over_tp=sum_over_tp
-            )
-
-        self.weight = parameter(one)
-        self.bias = parameter(0.0) if config.normalization == "LayerNorm" else None
-        self._epsilon, self._one_less = config.norm_epsilon, config.apply_layernorm_1p
+        made = {
+            name: make_parameter(each, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+            for name, each in spec.parameters()
+        }
+        self.weight, self.bias = made["weight"], made.get("bias")
+        self.epsilon, self._zero_centered = spec.epsilon, spec.zero_centered
+        self._deferred = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape; the weight's dtype."""
+        """Same shape; the weight's dtype. A norm that a linear layer applies itself returns x unchanged."""
+        return x if self._deferred else self.normalize(x)
+
+    def defer_to(self, linear: ColumnParallelLinear) -> None:
+        """From now on the layer behind the norm applies it, and again in its backward (GEMM-last)."""
+        self._deferred, linear.prologue = True, NormPrologue(self)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """The norm itself."""
         if self.bias is None:
-            return rms_norm(x, self._weight(), self._epsilon)
-        return layer_norm(x, self._weight(), self.bias, self._epsilon)
+            return rms_norm(x, self.factor(), self.epsilon)
+        return layer_norm(x, self.factor(), self.bias, self.epsilon)
+
+    def factor(self) -> Tensor:
+        """The weight that x is multiplied by."""
+        return self.weight + 1.0 if self._zero_centered else self.weight
+
+
+class NormPrologue:
+    """A norm as a Prologue of core/tensor_parallel/gemm_last.py."""
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Prologue."""
+        return self._norm.normalize(x)
 
     def operands(self, x: Tensor) -> tuple[Tensor, ...]:
         """See Prologue. LayerNorm works in the weight's dtype."""
-        weight = self._weight()
-        return (x, weight) if self.bias is None else (x.to(weight.dtype), weight, self.bias)
+        weight, bias = self._norm.factor(), self._norm.bias
+        return (x, weight) if bias is None else (x.to(weight.dtype), weight, bias)
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Any]:
+    def compute(self, *operands: Tensor) -> tuple[Tensor, Any]:
         """See Prologue."""
-        if bias is None:
-            return compute_rms_norm(x, weight, self._epsilon)
-        return compute_layer_norm(x, weight, bias, self._epsilon)
+        x, weight, *bias = operands
+        if not bias:
+            return compute_rms_norm(x, weight, self._norm.epsilon)
+        return compute_layer_norm(x, weight, bias[0], self._norm.epsilon)
 
-    def gradient(
-        self, grad: Tensor, rest: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
+    def gradient(self, grad: Tensor, rest: Any, *operands: Tensor) -> tuple[Tensor | None, ...]:
         """See Prologue."""
-        if bias is None:
+        x, weight, *bias = operands
+        if not bias:
             return gradient_rms_norm(grad, x, weight, rest)
-        return gradient_layer_norm(grad, x, weight, bias, rest)
-
-    def _weight(self) -> Tensor:
-        return self.weight + 1.0 if self._one_less else self.weight
+        return gradient_layer_norm(grad, x, weight, bias[0], rest)

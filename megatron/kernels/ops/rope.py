@@ -8,47 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
+from megatron.spec.attention import Llama3Scaling, RotarySpec, YarnScaling
 
 
-def rotary_frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
-    """(inverse frequencies [rotary_dim / 2] fp32, factor on cos and sin) of the configured rotary embedding.
+def rotary_frequencies(spec: RotarySpec, device: torch.device) -> tuple[Tensor, float]:
+    """(inverse frequencies [channels / 2] fp32, factor on cos and sin) of a rotary embedding.
 
     Su et al., arXiv 2104.09864; linear scaling: Chen et al., arXiv 2306.15595; YaRN: Peng et al., arXiv 2309.00071;
     the Llama-3.1 rule as in the published model's config.json (rope_type "llama3").
     """
-    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64, device=device).float() / config.rotary_dim
-    frequencies = 1.0 / (config.rotary_base**exponent)
-    if config.rotary_seq_len_interpolation_factor:
-        frequencies = frequencies / config.rotary_seq_len_interpolation_factor
-    if config.use_rope_scaling:
-        frequencies = _llama3_scaling(frequencies, config)
-    if config.position_embedding_type == "yarn":
-        default = 0.1 * math.log(config.rope_scaling_factor) + 1.0 if config.rope_scaling_factor > 1 else 1.0
-        return _yarn_scaling(frequencies, config), default if config.yarn_mscale is None else config.yarn_mscale
+    exponent = torch.arange(0, spec.channels, 2, dtype=torch.int64, device=device).float() / spec.channels
+    frequencies = 1.0 / (spec.base**exponent)
+    if spec.interpolation:
+        frequencies = frequencies / spec.interpolation
+    if spec.llama3 is not None:
+        frequencies = _llama3_scaling(frequencies, spec.llama3)
+    if spec.yarn is not None:
+        return _yarn_scaling(frequencies, spec, spec.yarn), spec.yarn.magnitude
     return frequencies, 1.0
 
 
-def _llama3_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    original = config.rope_scaling_original_max_position_embeddings
-    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
-    turns = original * frequencies / (2 * math.pi)  # rotations over the original context
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / config.rope_scaling_factor)
+def _llama3_scaling(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original * frequencies / (2 * math.pi)  # rotations over the original context
+    keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
 
-def _yarn_scaling(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    original, dim = config.rope_scaling_original_max_position_embeddings, config.rotary_dim
+def _yarn_scaling(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -> Tensor:
+    original, dim = scaling.original, spec.channels
 
     def dimension_of(turns: float) -> float:  # the (fractional) index of the frequency that makes this many turns
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.base))
 
-    low = max(math.floor(dimension_of(config.yarn_beta_fast)), 0)
-    high = min(math.ceil(dimension_of(config.yarn_beta_slow)), dim - 1)
+    low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension_of(scaling.beta_slow)), dim - 1)
     index = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
     # Edges that lie beyond all frequencies may have changed places; the published rule has one for equal ones only.
     stretch = ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)
-    return frequencies * (1.0 - stretch) + frequencies / config.rope_scaling_factor * stretch
+    return frequencies * (1.0 - stretch) + frequencies / scaling.factor * stretch
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from torch import nn
 from megatron.base.heartbeat import Heartbeat
 from megatron.core import parameter as module
 from megatron.core.groups import Group
-from megatron.core.parameter import GradSlot, Init, Section, initialize, local_parameters, make_parameter
+from megatron.core.parameter import GradSlot, initialize, local_parameters, make_parameter
+from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Section
 from tests.unit.models.builds import slot_of
 
 CPU = torch.device("cpu")
@@ -21,8 +22,10 @@ def tp_group(size, rank):
     return Group("tp", tuple(range(size)), rank, None, Heartbeat(rank))
 
 
-def make(shape, tp_dim=None, size=1, rank=0, init=NORMAL, dtype=torch.float32, **options):
-    return make_parameter(shape, init, dtype=dtype, device=CPU, tp=tp_group(size, rank), tp_dim=tp_dim, **options)
+def make(shape, dim=None, size=1, rank=0, init=NORMAL, dtype=torch.float32, **fields):
+    axis = {} if dim is None else {"axis": "tp", "dim": dim}
+    spec = ParamSpec(shape, init, **axis, **fields)
+    return make_parameter(spec, tp=tp_group(size, rank), dtype=dtype, device=CPU)
 
 
 def filled(shape, name="a.weight", seed=1, **options):
@@ -41,31 +44,40 @@ class TestPlace:
             expected[dim] //= size
             assert tuple(parameter.shape) == tuple(expected)
             offset = tuple(rank * expected[dim] if d == dim else 0 for d in range(3))
-            assert parameter.info.global_shape == shape
+            assert parameter.info.spec.shape == shape
             assert parameter.info.sections == (Section(0, offset, tuple(expected), holders=1, partial=False),)
             assert parameter.info.numel == 8 * 12 * 16 and parameter.slot is None
 
     def test_with_one_rank_nothing_is_sharded(self):
         for dim in (0, None):
-            info = make((8, 4), dim, sum_over_tp=True).info
-            assert info.sections == (Section(0, (0, 0), (8, 4), holders=1, partial=False),) and info.decay
+            info = make((8, 4), dim, input_sharding=HEADS).info
+            assert info.sections == (Section(0, (0, 0), (8, 4), holders=1, partial=False),) and info.spec.decay
 
     def test_flags(self):
-        info = make((8,), None, 2, 1, sum_over_tp=True, decay=False).info
-        assert info.sections == (Section(0, (0,), (8,), holders=2, partial=True),) and not info.decay
+        info = make((8,), None, 2, 1, input_sharding=HEADS, decay=False).info
+        assert info.sections == (Section(0, (0,), (8,), holders=2, partial=True),) and not info.spec.decay
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    def test_gradients_are_partial_where_the_input_is_sharded(self, sequence_parallel):
+        for sharding, expected in ((None, False), (SEQUENCE, sequence_parallel), (HEADS, True)):
+            spec = ParamSpec((8,), NORMAL, input_sharding=sharding)
+            made = make_parameter(
+                spec, tp=tp_group(2, 0), sequence_parallel=sequence_parallel, dtype=torch.float32, device=CPU
+            )
+            assert [section.partial for section in made.info.sections] == [expected]
 
     def test_neighbours_that_share_a_group(self):
         """Two groups of 12 rows, on four ranks: 8 divided between two of them each, 4 that both hold."""
-        found = [make((2, 12, 5), 0, 4, rank, divided=8).info for rank in range(4)]
+        found = [make((2, 12, 5), 0, 4, rank, own_rows=8).info for rank in range(4)]
         for rank, info in enumerate(found):
             group, place = divmod(rank, 2)
             own = Section(0, (group, 4 * place, 0), (1, 4, 5), holders=1, partial=False)
             shared = Section(20, (group, 8, 0), (1, 4, 5), holders=2, partial=True)
             assert info.shape == (1, 8, 5) and info.sections == (own, shared)
             assert [info.section_at(index) for index in (0, 19, 20, 39)] == [own, own, shared, shared]
-        assert make((2, 12), 0, 4, 3, divided=0).info.sections == (Section(0, (1, 0), (1, 12), 2, True),)
-        assert make((2, 12), 0, 4, 3, divided=12).info.sections == (Section(0, (1, 6), (1, 6), 1, False),)
-        assert make((4, 12), 0, 4, 3, divided=8).info == make((4, 12), 0, 4, 3).info, "a group each"
+        assert make((2, 12), 0, 4, 3, own_rows=0).info.sections == (Section(0, (1, 0), (1, 12), 2, True),)
+        assert make((2, 12), 0, 4, 3, own_rows=12).info.sections == (Section(0, (1, 6), (1, 6), 1, False),)
+        assert make((4, 12), 0, 4, 3, own_rows=8).info.sections == make((4, 12), 0, 4, 3).info.sections, "a group each"
 
 
 class TestLocalParameters:
@@ -89,19 +101,28 @@ class TestInitialValues:
     def test_a_shard_is_a_slice_of_the_whole(self, dim, size, kind):
         shape, init = (8, 16, 24), Init(kind, 0.5)
         whole = filled(shape, init=init)
-        shards = [filled(shape, init=init, tp_dim=dim, size=size, rank=rank) for rank in range(size)]
+        shards = [filled(shape, init=init, dim=dim, size=size, rank=rank) for rank in range(size)]
         assert torch.cat(shards, dim).equal(whole)
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    def test_gradients_are_partial_where_the_input_is_sharded(self, sequence_parallel):
+        for sharding, expected in ((None, False), (SEQUENCE, sequence_parallel), (HEADS, True)):
+            spec = ParamSpec((8,), NORMAL, input_sharding=sharding)
+            made = make_parameter(
+                spec, tp=tp_group(2, 0), sequence_parallel=sequence_parallel, dtype=torch.float32, device=CPU
+            )
+            assert [section.partial for section in made.info.sections] == [expected]
 
     def test_neighbours_that_share_a_group(self):
         whole = filled((2, 12, 5))
         for rank in range(4):
-            (group, place), found = divmod(rank, 2), filled((2, 12, 5), tp_dim=0, size=4, rank=rank, divided=8)
+            (group, place), found = divmod(rank, 2), filled((2, 12, 5), dim=0, size=4, rank=rank, own_rows=8)
             assert found[:, :4].equal(whole[group : group + 1, 4 * place : 4 * place + 4])
             assert found[:, 4:].equal(whole[group : group + 1, 8:])
 
     def test_a_vector(self):
         whole = filled((64,))
-        assert torch.cat([filled((64,), tp_dim=0, size=4, rank=rank) for rank in range(4)]).equal(whole)
+        assert torch.cat([filled((64,), dim=0, size=4, rank=rank) for rank in range(4)]).equal(whole)
 
     def test_blocks_of_rows_do_not_show(self, monkeypatch):
         whole = filled((37, 50))
@@ -135,7 +156,7 @@ class TestInitialValues:
         bound = 0.5 * math.sqrt(6 / (96 + 32))
         assert 0.99 * bound < whole.abs().max() < bound
         assert whole.var().item() == pytest.approx(bound**2 / 3, rel=0.1)
-        shards = [filled((2, 48, 32), init=Init("xavier", 0.5), tp_dim=1, size=4, rank=rank) for rank in range(4)]
+        shards = [filled((2, 48, 32), init=Init("xavier", 0.5), dim=1, size=4, rank=rank) for rank in range(4)]
         assert torch.cat(shards, 1).equal(whole)
 
     def test_constant(self):

@@ -7,8 +7,9 @@ from torch import nn
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.parameter import Init, Parameter, make_parameter
+from megatron.core.parameter import Parameter, make_parameter
 from megatron.spec.buckets import plan_buckets
+from megatron.spec.parameter import Init, ParamSpec
 from tests import pool
 from tests.unit.models.builds import (
     CPU,
@@ -37,7 +38,7 @@ def parameters(*shapes, dtype=torch.float32):
     """p0, p1, ... full of 1, 2, ..."""
     tp = pool.groups().tp
     init = Init("normal", 1.0)
-    made = {f"p{n}": make_parameter(s, init, dtype=dtype, device=CPU, tp=tp) for n, s in enumerate(shapes)}
+    made = {f"p{n}": make_parameter(ParamSpec(s, init), tp=tp, dtype=dtype, device=CPU) for n, s in enumerate(shapes)}
     for number, parameter in enumerate(made.values()):
         nn.init.constant_(parameter, number + 1.0)
     return made

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables, rotate
+from megatron.spec.decoder import rotary_spec
 from tests.unit.kernels.close import assert_same, random
 
 HEADS, D = 4, 32
@@ -87,7 +88,7 @@ def theirs(rope):
 
 
 def ours(fields):
-    return rotary_frequencies(model_config(**fields), torch.device("cpu"))
+    return rotary_frequencies(rotary_spec(model_config(**fields)), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -136,7 +137,7 @@ def test_part_of_the_channels():
     """--rotary-percent 0.5: the other half passes through."""
     config = model_config(rotary_percent=0.5)
     assert config.rotary_dim == D // 2
-    frequencies, factor = rotary_frequencies(config, torch.device("cpu"))
+    frequencies, factor = rotary_frequencies(rotary_spec(config), torch.device("cpu"))
     tables = rotary_tables(torch.arange(9).unsqueeze(0), frequencies, factor, torch.float32)
     x = random(9, 1, HEADS, D)
     out = rotate(x, *tables)

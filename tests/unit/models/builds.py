@@ -68,8 +68,8 @@ def spread_constants(parameters, scale):
     """Add to each constant parameter its own piece of normal numbers drawn for the global tensor."""
     for number, parameter in enumerate(parameters.values()):
         info = parameter.info
-        if info.init.kind == "constant":
-            noise = torch.randn(info.global_shape, generator=torch.Generator().manual_seed(number)) * scale
+        if info.spec.init.kind == "constant":
+            noise = torch.randn(info.spec.shape, generator=torch.Generator().manual_seed(number)) * scale
             for section in info.sections:
                 section.of(parameter.detach()).add_(noise[place(section.offset, section.shape)].to(parameter.device))
 
@@ -150,7 +150,7 @@ def gradients(data_parallel):
 
 def pieces(data_parallel):
     """[(name, offset, global shape, gradient)] of this rank, to be assembled elsewhere; plain arrays travel well."""
-    shape = {n: p.info.global_shape for bucket in data_parallel.buckets for n, p in bucket.parameters.items()}
+    shape = {n: p.info.spec.shape for bucket in data_parallel.buckets for n, p in bucket.parameters.items()}
     return [(n, offset, shape[n], piece.cpu().numpy().copy()) for n, offset, piece in data_parallel.gradients()]
 
 

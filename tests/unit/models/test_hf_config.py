@@ -13,6 +13,7 @@ from megatron.base.errors import CheckpointError
 from megatron.core.models.hf.families import FAMILIES, parse_config, read_config, write_config
 from megatron.core.models.hf.source import HFSource
 from megatron.kernels.ops.rope import rotary_frequencies
+from megatron.spec.decoder import decoder_spec
 from tests.unit.models.builds import CPU, make_ids
 from tests.unit.models.hf_models import LINEAR, LLAMA3, YARN, edit_json, make_hf_model, save_hf_model
 from tests.unit.models.test_hf_conversion import LENGTH, load, logits_of
@@ -161,8 +162,10 @@ def test_a_model_with_other_yarn_numbers_than_the_folder_keeps_its_own(tmp_path,
     assert kept == json.loads((tmp_path / "like/config.json").read_text())
     family, written = write_config(model, tmp_path / "like")
     found = parse_config(family, written, "written")
-    assert rotary_frequencies(found, CPU)[0].equal(rotary_frequencies(model, CPU)[0])
-    assert rotary_frequencies(found, CPU)[1] == rotary_frequencies(model, CPU)[1]
+    ours, theirs = (rotary_frequencies(decoder_spec(each).rotary, CPU)[0] for each in (found, model))
+    assert ours.equal(theirs)
+    ours, theirs = (rotary_frequencies(decoder_spec(each).rotary, CPU)[1] for each in (found, model))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 99_999}, {"num_attention_heads": 10**9, "head_dim": 8}])

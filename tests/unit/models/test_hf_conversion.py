@@ -28,7 +28,7 @@ def load(folder, **changes):
     config = dataclasses.replace(source.model, attention_dropout=0.0, **changes)
     model = GPTModel(Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU))
     parameters = local_parameters(model)
-    assert source.shapes == {name: p.info.global_shape for name, p in parameters.items()}
+    assert source.shapes == {name: p.info.spec.shape for name, p in parameters.items()}
     fill(parameters, source)
     return model, source
 

@@ -9,6 +9,7 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mcore.arguments import arguments_of, flags_beside, model_of, refuse_what_has_no_argument
 from megatron.kernels.ops.rope import rotary_frequencies
+from megatron.spec.decoder import rotary_spec
 from tests.unit.models.builds import CPU, GPT, LLAMA
 from tests.unit.models.megatron_arguments import ARGUMENTS, megatron_arguments
 
@@ -178,12 +179,16 @@ class TestPositions:
         assert (model.rope_scaling_factor, model.rope_scaling_original_max_position_embeddings) == (16.0, 2048)
         assert (model.yarn_beta_fast, model.yarn_beta_slow, model.rotary_base) == (24.0, 2.0, 500000.0)
         temperature = (0.07 * math.log(16) + 1) / (0.02 * math.log(16) + 1)
-        assert rotary_frequencies(model, CPU)[1] == pytest.approx(temperature, rel=1e-12)
+        assert rotary_frequencies(rotary_spec(model), CPU)[1] == pytest.approx(temperature, rel=1e-12)
 
     def test_yarns_defaults(self):
         model = read(**YARN)
         assert (model.rope_scaling_factor, model.rope_scaling_original_max_position_embeddings) == (1.0, 4096)
-        assert (model.yarn_beta_fast, model.yarn_beta_slow, rotary_frequencies(model, CPU)[1]) == (32.0, 1.0, 1.0)
+        assert (model.yarn_beta_fast, model.yarn_beta_slow, rotary_frequencies(rotary_spec(model), CPU)[1]) == (
+            32.0,
+            1.0,
+            1.0,
+        )
 
     @pytest.mark.parametrize(
         ("arguments", "problem"),
@@ -273,7 +278,11 @@ def test_a_model_there_and_back(name):
     assert found.rotary_interleaved == model.rotary_interleaved
     assert found.tanh_gelu == model.tanh_gelu or model.swiglu or model.squared_relu
     if model.rotary_dim:
-        for ours, theirs in zip(rotary_frequencies(model, CPU), rotary_frequencies(found, CPU), strict=True):
+        for ours, theirs in zip(
+            rotary_frequencies(rotary_spec(model), CPU),
+            rotary_frequencies(rotary_spec(found), CPU),
+            strict=True,
+        ):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 

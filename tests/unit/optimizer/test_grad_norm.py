@@ -9,7 +9,8 @@ from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
 from megatron.core.groups import Group, Groups
 from megatron.core.optimizer.grad_norm import global_norm, global_zeros
-from megatron.core.parameter import Init, make_parameter
+from megatron.core.parameter import make_parameter
+from megatron.spec.parameter import Init, ParamSpec
 from tests import pool
 from tests.unit.models.builds import CPU
 
@@ -49,9 +50,13 @@ def test_who_counts(rank):
     groups = at_tp_rank(rank, size=4)
     made = {
         name: make_parameter(
-            (size, 4), Init("constant", 0.0), dtype=torch.float32, device=CPU, tp=groups.tp, tp_dim=dim, divided=divided
+            ParamSpec((size, 4), Init("constant", 0.0), **sharded), tp=groups.tp, dtype=torch.float32, device=CPU
         ).info
-        for name, size, dim, divided in (("sharded", 4, 1, None), ("replicated", 4, None, None), ("shared", 2, 0, 2))
+        for name, size, sharded in (
+            ("sharded", 4, {"axis": "tp", "dim": 1}),
+            ("replicated", 4, {}),
+            ("shared", 2, {"axis": "tp", "own_rows": 2}),
+        )
     }
     counts = {name: [info.held_first(section, groups) for section in info.sections] for name, info in made.items()}
     assert counts == {"sharded": [True], "replicated": [rank == 0], "shared": [True, rank % 2 == 0]}

@@ -6,14 +6,15 @@ import torch.nn.functional as F
 
 from megatron.core.context_parallel.steps import InOne
 from megatron.core.parameter import initialize, local_parameters
-from megatron.core.transformer.attention import SelfAttention, output_scale
-from megatron.core.transformer.block import TransformerBlock, TransformerLayer, layer_inits
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.block import TransformerBlock, TransformerLayer
 from megatron.core.transformer.context import Positions
-from megatron.core.transformer.mlp import MLP, choose_activation
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops import activation
 from megatron.kernels.ops.norm import layer_norm, rms_norm
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
+from megatron.spec.decoder import output_scale
 from tests import pool
 from tests.unit.models.builds import CPU, GPT, LLAMA, make_build, spread_constants
 
@@ -27,22 +28,15 @@ def run(block, x, where, caches=None):
     return block(x, where, caches, layers=layers, final_norm=block.final_layernorm is not None)
 
 
-class Alone(SelfAttention):
-    """Its output only."""
-
-    def forward(self, *args):
-        return super().forward(*args)[0]
-
-
 def built(cls, fields, *args, spread=0.3, **options):
     """A layer with its initial values and constants moved apart."""
     build = make_build(fields, pool.groups())
     if cls is Norm:
-        layer = Norm(32, build.config, tp=build.groups.tp, sum_over_tp=False, dtype=build.dtype, device=build.device)
+        layer = build.norm(build.spec.final_norm)
     elif cls is MLP:
-        layer = MLP(build, *layer_inits(build.config))
+        layer = MLP(build, build.spec.layers[0].mlp)
     elif cls is SelfAttention:
-        layer = Alone(build, *layer_inits(build.config), build.config.window, InOne(build.kernels.attention))
+        layer = SelfAttention(build, build.spec.layers[0].attention, InOne(build.kernels.attention))
     else:
         layer = cls(build, *args, **options)
     initialize(local_parameters(layer), 3)
@@ -79,7 +73,7 @@ class TestNorm:
     def test_starts_as_identity(self, shifted, start):
         norm = built(Norm, {**GPT, "apply_layernorm_1p": shifted}, spread=0.0)
         assert norm.weight.eq(start).all() and norm.bias.eq(0).all()
-        assert not norm.weight.info.decay and not norm.bias.info.decay
+        assert not norm.weight.info.spec.decay and not norm.bias.info.spec.decay
 
 
 class TestMLP:
@@ -97,7 +91,8 @@ class TestMLP:
         ],
     )
     def test_activation(self, fields, expected):
-        assert choose_activation(make_build({**GPT, **fields}, pool.groups()).config) is expected
+        build = make_build({**GPT, **fields}, pool.groups())
+        assert MLP(build, build.spec.layers[0].mlp)._activation is expected
 
     def test_gated(self):
         mlp, x = built(MLP, LLAMA), hidden()
@@ -131,10 +126,10 @@ class Cache:
 
 
 def positions(fields, start, end, segments=None):
-    config = make_build(fields, pool.groups()).config
-    if not config.rotary_dim:
+    rotary = make_build(fields, pool.groups()).spec.rotary
+    if rotary is None:
         return Positions(None, segments)
-    frequencies, factor = rotary_frequencies(config, CPU)
+    frequencies, factor = rotary_frequencies(rotary, CPU)
     tables = rotary_tables(torch.arange(start, end).unsqueeze(0), frequencies, factor, torch.float32)
     return Positions(tables, segments)
 
@@ -206,7 +201,7 @@ class TestBlock:
     def test_layer_is_two_residuals(self):
         layer, x = built(TransformerLayer, LLAMA, 0), hidden()
         where = positions(LLAMA, 0, 6)
-        middle = x + layer.self_attention(layer.input_layernorm(x), where)[0]
+        middle = x + layer.self_attention(layer.input_layernorm(x), where)
         expected = middle + layer.mlp(layer.pre_mlp_layernorm(middle))
         assert layer(x, where).equal(expected)
 
@@ -250,7 +245,7 @@ class TestBlock:
         block = built(
             TransformerBlock, {**LLAMA, "bf16": True, "fp32_residual_connection": True}, range(1), final_norm=False
         )
-        frequencies, factor = rotary_frequencies(make_build(LLAMA, pool.groups()).config, CPU)
+        frequencies, factor = rotary_frequencies(make_build(LLAMA, pool.groups()).spec.rotary, CPU)
         tables = rotary_tables(torch.arange(6).unsqueeze(0), frequencies, factor, torch.bfloat16)
         x = hidden() + 1e-4  # what bf16 cannot hold stays
         out = run(block, x, Positions(tables, None))
@@ -266,7 +261,9 @@ class TestBlock:
         ],
     )
     def test_initial_values(self, fields, inner, output):
-        found = layer_inits(make_build({**GPT, **fields}, pool.groups()).config)
+        layer = make_build({**GPT, **fields}, pool.groups()).spec.layers[0]
+        found = (layer.mlp.linear_fc1.init, layer.mlp.linear_fc2.init)
+        assert (layer.attention.linear_qkv.init, layer.attention.linear_proj.init) == found
         for init, (kind, scale) in zip(found, (inner, output), strict=True):
             assert init.kind == kind and init.scale == pytest.approx(scale)
 

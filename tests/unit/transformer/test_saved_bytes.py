@@ -13,6 +13,7 @@ from megatron.core.transformer.context import Positions
 from megatron.kernels.ops import attention
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.planner.activations import PARTS, Place, layer_bytes, stage_bytes
+from megatron.spec.decoder import decoder_spec
 from tests import pool
 from tests.unit.models.builds import CPU, GPT, LLAMA, make_build
 from tests.unit.transformer.test_recompute import MODES, UNFUSED, selective
@@ -71,7 +72,9 @@ def kept(block, config, layers, sequence_shards=1):
     if config.rotary_dim:
         positions = torch.arange(TOKENS).unsqueeze(0)
         tables = rotary_tables(
-            positions, *rotary_frequencies(config, CPU), x.dtype if not config.bf16 else torch.bfloat16
+            positions,
+            *rotary_frequencies(decoder_spec(config).rotary, CPU),
+            x.dtype if not config.bf16 else torch.bfloat16,
         )
     x.requires_grad_()
     return saved_bytes(

@@ -26,7 +26,7 @@ from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_table
 from megatron.core.models.mapping import gather
 from megatron.core.models.source import Source
-from megatron.core.transformer.lora import is_adapter
+from megatron.spec.lora import is_adapter
 
 _OLD_FILE = "adapter_model.bin"
 # Bookkeeping, and settings of features that are off. Which modules have adapters, the tensors say.

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.mapping import Mapping, Part, Table
-from megatron.core.transformer.lora import Piece, adapted_linears, adapter_names
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.lora import adapter_names
+from megatron.spec.parameter import ParamSpec
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapter_table(model: ModelConfig) -> Table:
     """Where each element of the adapters is in PEFT's tensors."""
-    assert model.num_layers
-    mappings = []
-    for layer in range(model.num_layers):
-        for adapted in adapted_linears(model):
-            block = "self_attn" if adapted.name.startswith("self_attention.") else "mlp"
-            for piece in adapted.pieces:
-                if piece.projection in model.lora_projections:
-                    own = adapter_names(f"decoder.layers.{layer}.{adapted.name}", piece.projection)
-                    theirs = f"base_model.model.model.layers.{layer}.{block}.{piece.projection}"
-                    mappings += _pair(own, theirs, adapted.inputs, piece, model)
+    spec, mappings = decoder_spec(model), list[Mapping]()
+    assert spec.lora is not None
+    for number, layer in enumerate(spec.layers):
+        for path, linear in layer.linears().items():
+            block = "self_attn" if path.startswith("self_attention.") else "mlp"
+            for projection in linear.projections:
+                if projection.name in spec.lora.projections:
+                    own = adapter_names(f"decoder.layers.{number}.{path}", projection.name)
+                    theirs = f"base_model.model.model.layers.{number}.{block}.{projection.name}"
+                    mappings += _pair(own, theirs, *spec.lora.pair(linear, projection))
     return Table(mappings)
 
 
@@ -46,22 +49,19 @@ def adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
     }
 
 
-def _pair(own: tuple[str, str], theirs: str, inputs: int, piece: Piece, model: ModelConfig) -> list[Mapping]:
+def _pair(own: tuple[str, str], theirs: str, a: ParamSpec, b: ParamSpec) -> list[Mapping]:
     """A is the same on both sides; B's rows follow each other, where ours may have a dim for key/value groups."""
-    rank = model.lora_rank
-    assert rank
-    a, b = own
-    whole = Box((0, 0), (rank, inputs))
-    shape = (*piece.outputs.shape, rank)
-    groups, rows = shape[:-1] if len(shape) == 3 else (1, shape[0])
-    front = len(shape) - 2
+    whole = Box((0, 0), a.shape)
+    *front, rows, rank = b.shape
+    groups = math.prod(front)
     parts = tuple(
         Part(
-            b,
-            Box((*(group for _ in range(front)), 0, 0), (*(1 for _ in range(front)), rows, rank)),
+            own[1],
+            Box((*(group for _ in front), 0, 0), (*(1 for _ in front), rows, rank)),
             f"{theirs}.lora_B.weight",
             Box((group * rows, 0), (rows, rank)),
         )
         for group in range(groups)
     )
-    return [Mapping(a, (rank, inputs), (Part(a, whole, f"{theirs}.lora_A.weight", whole),)), Mapping(b, shape, parts)]
+    same = Part(own[0], whole, f"{theirs}.lora_A.weight", whole)
+    return [Mapping(own[0], a.shape, (same,)), Mapping(own[1], b.shape, parts)]

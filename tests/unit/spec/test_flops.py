@@ -4,7 +4,12 @@ import pytest
 
 from megatron.config.model import ModelConfig
 from megatron.config.presets import preset
-from megatron.training.flops import train_flops
+from megatron.spec import flops
+from megatron.spec.decoder import decoder_spec
+
+
+def train_flops(model, seq_length, samples):
+    return flops.train_flops(decoder_spec(model), seq_length, samples)
 
 
 def test_llama3_8b_matches_the_published_throughput():
@@ -31,6 +36,7 @@ def test_a_small_ungated_model_by_hand():
         ffn_hidden_size=20,
         vocab_size=100,
         make_vocab_size_divisible_by=64,
+        max_position_embeddings=8,
     )
     # Multiply-adds a token: QKV 8*18, out 6*8, MLP 2*8*20, scores and values 2*6*(5/2); head 8*128 (padded from 100).
     per_token = 2 * (144 + 48 + 320 + 30) + 1024
@@ -48,7 +54,14 @@ def test_a_window_leaves_out_what_is_not_seen():
 
 
 def test_adapters_are_trained_and_frozen_weights_are_passed_through_twice():
-    small = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 20, "vocab_size": 128}
+    small = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 20,
+        "vocab_size": 128,
+        "max_position_embeddings": 8,
+    }
     adapted = {**small, "lora_rank": 3, "lora_target_modules": ("q_proj", "down_proj")}
     # A token: QKV 8*24, out 64, MLP 2*8*20; scores and values 2*8*(5/2); head 8*128; adapters 3*(8 + 8) and 3*(20 + 8).
     frozen, trained = 2 * (192 + 64 + 320) + 1024, 2 * (40 + 48 + 84)

@@ -1,0 +1,113 @@
+"""Self-attention as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron.base.box import Box
+from megatron.spec.linear import COLUMN, LinearSpec, Projection
+from megatron.spec.norm import NormSpec
+from megatron.spec.parameter import Init
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's rule: low frequencies are stretched by `factor`, high ones kept, those between blended."""
+
+    factor: float
+    low: float
+    high: float
+    original: int  # context length of the first training
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., arXiv 2309.00071). magnitude: factor on cos and sin."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original: int
+    magnitude: float
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Rotary embedding of the first `channels` of each head. The scaling may differ between two runs of the same model.
+
+    interpolation: positions are divided by it (linear scaling). interleaved: channel 2 i is paired with 2 i + 1, else i with
+    i + channels / 2.
+    """
+
+    channels: int
+    base: float
+    interleaved: bool
+    interpolation: float | None = field(default=None, compare=False)
+    llama3: Llama3Scaling | None = field(default=None, compare=False)
+    yarn: YarnScaling | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal self-attention with grouped key/value heads. The fused QKV weight is [groups, (q + 2) d, h]: per group its
+    q queries, its key and its value, of d channels each.
+
+    q_norm, k_norm: over each head's channels. window: the keys that a query sees at most, its own included; None: all.
+    """
+
+    linear_qkv: LinearSpec
+    linear_proj: LinearSpec
+    heads: int
+    groups: int
+    head_dim: int
+    q_norm: NormSpec | None
+    k_norm: NormSpec | None
+    window: int | None
+    dropout: float = field(compare=False)
+    interleaved: bool = False
+
+    def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
+        """(path, spec) of the modules with parameters, in the order in which they are made."""
+        yield "linear_qkv", self.linear_qkv
+        yield "linear_proj", self.linear_proj
+        if self.q_norm is not None and self.k_norm is not None:
+            yield "q_layernorm", self.q_norm
+            yield "k_layernorm", self.k_norm
+
+    def local_groups(self, tp: int) -> int:
+        """Key/value heads that each of `tp` ranks holds: at least one."""
+        return max(1, self.groups // tp)
+
+    def group_holders(self, tp: int) -> int:
+        """The number of neighbours that hold the same key/value head and divide its query heads."""
+        return max(1, tp // self.groups)
+
+    def core_multiply_adds(self, seq_length: int) -> float:
+        """Scores and weighted values per token, causal, on average over a sample."""
+        return 2 * self.heads * self.head_dim * keys_seen(self.window, seq_length)
+
+
+def keys_seen(window: int | None, seq_length: int) -> float:
+    """Tokens that a token attends to, on average over a sample: s / 2, or W - W^2 / 2s with a window of W < s."""
+    if window is None or window >= seq_length:
+        return seq_length / 2
+    return window - window**2 / (2 * seq_length)
+
+
+def qkv_linear(hidden: int, heads: int, groups: int, head_dim: int, *, bias: bool, init: Init) -> LinearSpec:
+    """The fused projection; `out_shape` is (groups, (q + 2) d)."""
+    d, queries = head_dim, heads // groups * head_dim
+    return LinearSpec(
+        hidden,
+        (groups, queries + 2 * d),
+        COLUMN,
+        (
+            Projection("q_proj", Box((0, 0), (groups, queries)), own_rows=queries),
+            Projection("k_proj", Box((0, queries), (groups, d)), own_rows=0),
+            Projection("v_proj", Box((0, queries + d), (groups, d)), own_rows=0),
+        ),
+        has_bias=bias,
+        init=init,
+        own_rows=queries,
+    )

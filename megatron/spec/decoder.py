@@ -1,0 +1,243 @@
+"""The whole decoder as data: its layers, its two ends, and every parameter by name.
+
+`decoder_spec` is the one place that turns a ModelConfig into layers. Modules, parameter counts, the memory plan, FLOPs,
+adapters, the name tables of other formats and the comparison of two models are all derived from its result.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron.base.box import Box
+from megatron.config.model import ModelConfig
+from megatron.schedule.partition import Stage
+from megatron.spec.attention import (
+    AttentionSpec,
+    Llama3Scaling,
+    RotarySpec,
+    YarnScaling,
+    qkv_linear,
+)
+from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
+from megatron.spec.lora import LoraSpec
+from megatron.spec.mlp import GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
+from megatron.spec.norm import NormSpec
+from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec
+
+WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). dropout: on what is added to x."""
+
+    input_norm: NormSpec
+    attention: AttentionSpec
+    pre_mlp_norm: NormSpec
+    mlp: MLPSpec
+    dropout: float = field(compare=False)
+
+    def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
+        """(path in the layer, spec) of the modules with parameters, in the order in which they are made."""
+        yield "input_layernorm", self.input_norm
+        yield from ((f"self_attention.{path}", spec) for path, spec in self.attention.parts())
+        yield "pre_mlp_layernorm", self.pre_mlp_norm
+        yield from ((f"mlp.{path}", spec) for path, spec in self.mlp.parts())
+
+    def linears(self) -> dict[str, LinearSpec]:
+        """Path in the layer -> linear layer."""
+        return {path: spec for path, spec in self.parts() if isinstance(spec, LinearSpec)}
+
+    def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
+        """(name in the layer, parameter), in the order of the module."""
+        for path, spec in self.parts():
+            yield from ((f"{path}.{name}", parameter) for name, parameter in spec.parameters())
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """Token embedding [rows, h], sharded by rows, and a learned position table [positions, h], which is replicated."""
+
+    words: ParamSpec
+    positions: ParamSpec | None
+    dropout: float = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter of a pipeline rank.
+
+    stage: the one that uses it; None where two stages of the rank do. on_both_ends: another pipeline rank has a copy.
+    """
+
+    spec: ParamSpec
+    stage: int | None
+    on_both_ends: bool = False
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Embedding, layers, final norm and output layer.
+
+    tied: the output layer shares the weight of the word embeddings. vocabulary: token ids, without padding rows.
+    softmax_size: rows of the output layer that take part in the softmax.
+    """
+
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    output: LinearSpec
+    tied: bool
+    vocabulary: int
+    softmax_size: int = field(compare=False)
+    rotary: RotarySpec | None = None
+    lora: LoraSpec | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of the hidden states."""
+        return self.final_norm.size
+
+    def rank_parameters(self, stages: Sequence[Stage]) -> dict[str, Placed]:
+        """Name -> parameter of a pipeline rank that holds `stages`, in the order of GPTModel; adapters are left out."""
+        first = next((stage.number for stage in stages if stage.embedding), None)
+        last = next((stage.number for stage in stages if stage.head), None)
+        found: dict[str, Placed] = {}
+        if first is not None or (last is not None and self.tied):
+            users = {number for number in (first, last if self.tied else None) if number is not None}
+            copied = self.tied and (first is None or last is None)
+            found[WORD_EMBEDDINGS] = Placed(self.embedding.words, users.pop() if len(users) == 1 else None, copied)
+        if first is not None and self.embedding.positions is not None:
+            found[POSITION_EMBEDDINGS] = Placed(self.embedding.positions, first)
+        for stage in stages:
+            for number in stage.layers:
+                for name, parameter in self.layers[number].parameters():
+                    found[f"decoder.layers.{number}.{name}"] = Placed(parameter, stage.number)
+        if last is not None:
+            for name, parameter in self.final_norm.parameters():
+                found[f"decoder.final_layernorm.{name}"] = Placed(parameter, last)
+            if not self.tied:
+                found[OUTPUT_LAYER] = Placed(self.output.weight, last)
+        return found
+
+    def parameters(self) -> dict[str, ParamSpec]:
+        """Name -> parameter of the whole model."""
+        whole = (Stage(0, range(len(self.layers)), embedding=True, head=True),)
+        return {name: placed.spec for name, placed in self.rank_parameters(whole).items()}
+
+
+@functools.lru_cache(maxsize=64)
+def decoder_spec(model: ModelConfig) -> DecoderSpec:
+    """The decoder that the flags describe. The vocabulary and the range of learned positions must be known."""
+    assert model.num_layers and model.hidden_size and model.vocab_size
+    hidden, init = model.hidden_size, _init(model, 1.0)
+    positions = None
+    if model.position_embedding_type == "learned_absolute":
+        assert model.max_position_embeddings
+        positions = ParamSpec((model.max_position_embeddings, hidden), init, input_sharding=SEQUENCE)
+    words = ParamSpec((model.padded_vocab_size, hidden), init, axis="tp", embedding_or_output=True)
+    rows = (model.padded_vocab_size,)
+    head = (Projection("lm_head", Box((0,), rows)),)
+    return DecoderSpec(
+        EmbeddingSpec(words, positions, model.hidden_dropout),
+        tuple(_layer(model, window) for window in model.windows),
+        _norm(model, hidden, SEQUENCE),
+        LinearSpec(hidden, rows, COLUMN, head, init=init, embedding_or_output=True),
+        not model.untie_embeddings_and_output_weights,
+        model.vocab_size,
+        model.softmax_size,
+        rotary_spec(model),
+        LoraSpec(model.lora_rank, model.lora_alpha, model.lora_projections, model.lora_dropout)
+        if model.lora_rank
+        else None,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _layer(model: ModelConfig, window: int | None) -> LayerSpec:
+    assert model.num_layers and model.hidden_size and model.num_attention_heads
+    h, heads, d = model.hidden_size, model.num_attention_heads, model.head_dim
+    scale = output_scale(model.num_layers) if model.apply_output_scale_init else 1.0
+    init, output_init = _init(model, 1.0), _init(model, scale)
+    q_norm, k_norm = (_norm(model, d, HEADS) if model.qk_layernorm else None for _ in range(2))
+    attention = AttentionSpec(
+        qkv_linear(h, heads, model.num_kv_heads, d, bias=model.qkv_bias, init=init),
+        LinearSpec(
+            heads * d,
+            (h,),
+            ROW,
+            (Projection("o_proj", Box((0,), (h,))),),
+            has_bias=model.add_bias_linear,
+            init=output_init,
+        ),
+        heads,
+        model.num_kv_heads,
+        d,
+        q_norm,
+        k_norm,
+        window,
+        model.attention_dropout,
+        model.rotary_interleaved,
+    )
+    mlp = mlp_spec(
+        h,
+        model.ffn_dim,
+        _activation(model),
+        gated=model.swiglu,
+        bias=model.add_bias_linear,
+        init=init,
+        output_init=output_init,
+    )
+    return LayerSpec(_norm(model, h, SEQUENCE), attention, _norm(model, h, SEQUENCE), mlp, model.hidden_dropout)
+
+
+def output_scale(num_layers: int) -> float:
+    """Factor on the initial weights that write to the residual stream: 1 / sqrt(2 x layers) (GPT-2)."""
+    return 1.0 / math.sqrt(2.0 * num_layers)
+
+
+def _init(model: ModelConfig, scale: float) -> Init:
+    if model.init_method_xavier_uniform:
+        return Init("xavier", 1.0)
+    return Init("normal", model.init_method_std * scale)
+
+
+def _activation(model: ModelConfig) -> str:
+    if model.swiglu:
+        return SWIGLU
+    if model.squared_relu:
+        return SQUARED_RELU
+    return GELU_TANH if model.tanh_gelu else GELU
+
+
+def _norm(model: ModelConfig, size: int, input_sharding: str) -> NormSpec:
+    return NormSpec(size, model.normalization, model.norm_epsilon, input_sharding, model.apply_layernorm_1p)
+
+
+def rotary_spec(model: ModelConfig) -> RotarySpec | None:
+    """The rotary embedding that the flags describe, or None."""
+    if not model.rotary_dim:
+        return None
+    original, factor = model.rope_scaling_original_max_position_embeddings, model.rope_scaling_factor
+    llama3 = yarn = None
+    if model.use_rope_scaling:
+        llama3 = Llama3Scaling(
+            factor, model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor, original
+        )
+    if model.position_embedding_type == "yarn":
+        magnitude = model.yarn_mscale
+        if magnitude is None:
+            magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        yarn = YarnScaling(factor, model.yarn_beta_fast, model.yarn_beta_slow, original, magnitude)
+    return RotarySpec(
+        model.rotary_dim,
+        model.rotary_base,
+        model.rotary_interleaved,
+        model.rotary_seq_len_interpolation_factor,
+        llama3,
+        yarn,
+    )

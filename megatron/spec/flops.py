@@ -1,0 +1,40 @@
+"""Model FLOPs: the floating-point operations the mathematics of a step needs, whatever the implementation does.
+
+Forward, per token, in multiply-adds, with h hidden, L layers, n query heads, k key/value heads, d channels per head,
+f MLP width, V padded vocabulary, s sequence length:
+
+    L x [ h (n + 2k) d        query, key, value projection
+        + n d h               attention output projection
+        + m h f               MLP: m = 3 matrices when gated (SwiGLU), else 2
+        + 2 n d t ]           scores and weighted values: causal, so a token meets t = s / 2 others on average,
+                              and t = W - W^2 / 2s in a layer with a sliding window of W < s
+    + h V                     output head
+    + r (in + out)            a LoRA adapter of rank r of a projection
+
+A multiply-add is 2 FLOPs and the backward pass costs twice the forward pass (one product for the input's gradient,
+one for the weight's), so training costs 3 x 2 times that. V is the padded vocabulary, as in Megatron-LM; here the
+padding does not depend on the layout, so neither do the figures. Frozen weights (LoRA) have no gradient, so they cost
+twice and not three times the forward pass. Attention that stops at document borders is counted as if it did not. Not
+counted: the embedding lookup, norms, activations, softmax, the optimizer, and the repetitions of recompute.
+"""
+
+from __future__ import annotations
+
+from megatron.spec.decoder import DecoderSpec
+
+# Training in units of the forward pass.
+TRAINED, FROZEN = 3, 2
+FLOPS_PER_MULTIPLY_ADD = 2
+
+
+def train_flops(spec: DecoderSpec, seq_length: int, samples: int) -> float:
+    """Model FLOPs of forward and backward over `samples` sequences of `seq_length` tokens, all replicas together."""
+    weights, trained = spec.output.multiply_adds, 0.0
+    for layer in spec.layers:
+        linears = layer.linears().values()
+        weights += sum(linear.multiply_adds for linear in linears)
+        trained += layer.attention.core_multiply_adds(seq_length)
+        if spec.lora is not None:
+            trained += spec.lora.multiply_adds(linears)
+    per_token = (FROZEN if spec.lora is not None else TRAINED) * weights + TRAINED * trained
+    return float(FLOPS_PER_MULTIPLY_ADD * per_token * seq_length * samples)

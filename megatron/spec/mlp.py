@@ -1,0 +1,52 @@
+"""The feed-forward layer as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.base.box import Box
+from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
+from megatron.spec.parameter import Init
+
+SWIGLU, GELU, GELU_TANH, SQUARED_RELU = "swiglu", "gelu", "gelu_tanh", "squared_relu"
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """fc2(activation(fc1(x))). A gated activation reads gate and up, which fc1 stores as one [2, width, h] weight that is
+    sharded along the width."""
+
+    linear_fc1: LinearSpec
+    linear_fc2: LinearSpec
+    activation: str
+    width: int
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation halves its input."""
+        return len(self.linear_fc1.projections) == 2
+
+    def parts(self) -> Iterator[tuple[str, LinearSpec]]:
+        """(path, spec) of the modules with parameters, in the order in which they are made."""
+        yield "linear_fc1", self.linear_fc1
+        yield "linear_fc2", self.linear_fc2
+
+
+def mlp_spec(
+    hidden: int, width: int, activation: str, *, gated: bool, bias: bool, init: Init, output_init: Init
+) -> MLPSpec:
+    """An MLP of `width` inner channels per token."""
+    if gated:
+        boxes = {"gate_proj": Box((0, 0), (1, width)), "up_proj": Box((1, 0), (1, width))}
+    else:
+        boxes = {"up_proj": Box((0,), (width,))}
+    projections = tuple(Projection(name, box) for name, box in boxes.items())
+    out_shape = (2, width) if gated else (width,)
+    down = (Projection("down_proj", Box((0,), (hidden,))),)
+    return MLPSpec(
+        LinearSpec(hidden, out_shape, COLUMN, projections, has_bias=bias, init=init, dim=len(out_shape) - 1),
+        LinearSpec(width, (hidden,), ROW, down, has_bias=bias, init=output_init),
+        activation,
+        width,
+    )

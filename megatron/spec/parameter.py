@@ -1,0 +1,122 @@
+"""A parameter as data: its global shape, how it is sharded, and its initial values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")  # a tensor
+
+SEQUENCE, HEADS = "sequence", "heads"
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values: normal(0, scale), uniform(-scale, scale), the constant `scale`, or `scale` x Xavier-uniform.
+
+    Xavier (Glorot and Bengio, 2010) takes fan-in and fan-out from the global weight, so it does not depend on the layout.
+    """
+
+    kind: str  # "normal", "uniform", "constant" or "xavier"
+    scale: float
+
+    def for_shape(self, global_shape: tuple[int, ...]) -> Init:
+        """The same without "xavier": its bound is sqrt(6 / (fan-in + fan-out)), with all dims but the last as outputs."""
+        if self.kind != "xavier":
+            return self
+        fan_out, fan_in = math.prod(global_shape[:-1]), global_shape[-1]
+        return Init("uniform", self.scale * math.sqrt(6.0 / (fan_in + fan_out)))
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter of the global model.
+
+    axis, dim: the mesh axis that shards it and the dim that is sharded; without an axis every rank holds all of it.
+    own_rows: see `shard`. input_sharding: for a parameter that every rank holds, how the activations it is applied to are
+    sharded over tp: not at all (None), by SEQUENCE (with sequence parallelism only) or by HEADS. Where they are sharded,
+    each rank computes a part of the gradient, and the parts are summed after the backward. decay: weight decay applies.
+    embedding_or_output: the weight of the word embeddings or of the output layer, which has the learning rate of
+    --decoupled-lr.
+    """
+
+    shape: tuple[int, ...]
+    init: Init = field(compare=False)
+    axis: str | None = None
+    dim: int = 0
+    own_rows: int | None = None
+    input_sharding: str | None = field(default=None, compare=False)
+    decay: bool = field(default=True, compare=False)
+    embedding_or_output: bool = field(default=False, compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global tensor."""
+        return math.prod(self.shape)
+
+    def reduce_axes(self, *, sequence_parallel: bool) -> tuple[str, ...]:
+        """Axes over whose ranks the partial gradients of a replicated parameter are summed."""
+        partial = self.input_sharding == HEADS or (self.input_sharding == SEQUENCE and sequence_parallel)
+        return ("tp",) if partial else ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """Consecutive elements of a parameter's local tensor that are one rectangle of the global tensor.
+
+    start: its first element in the flattened local piece. offset, shape: the rectangle. holders: the number of neighbouring
+    ranks that hold these elements, 1 where they are sharded. partial: each holder computes only a part of the gradient.
+    """
+
+    start: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    holders: int
+    partial: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def of(self, local: T) -> T:
+        """The section of a contiguous local tensor, in its shape: a view."""
+        flat: Any = local
+        view: T = flat.view(-1)[self.start : self.start + self.numel].view(self.shape)
+        return view
+
+
+def shard(
+    shape: tuple[int, ...], size: int, rank: int, dim: int, own_rows: int | None = None
+) -> tuple[tuple[int, ...], tuple[Section, ...]]:
+    """(local shape, sections) of a rank's piece of a tensor that is sharded along `dim` over `size` ranks.
+
+    The dim's length must be a multiple of `size`. With `own_rows`, for dim 0, it may also be a divisor of it. Then
+    size / length neighbours share an index of dim 0: each has its equal part of the first `own_rows` rows of the next dim,
+    and all of them hold the rows that follow. So tensor-parallel ranks share the keys and values of a group of heads.
+    """
+    length = shape[dim]
+    if own_rows is None or length >= size:
+        assert length % size == 0, f"{shape} cannot be sharded along dim {dim} over {size} ranks"
+        local = (*shape[:dim], length // size, *shape[dim + 1 :])
+        offset = tuple(local[dim] * rank if d == dim else 0 for d in range(len(local)))
+        return local, (Section(0, offset, local, holders=1, partial=False),)
+    holders = size // length
+    assert dim == 0 and size % length == 0 and own_rows % holders == 0
+    index, place = divmod(rank, holders)
+    rows, inner = shape[1], shape[2:]
+    own, zeros = own_rows // holders, (0,) * len(inner)
+    shared = Section(
+        own * math.prod(inner), (index, own_rows, *zeros), (1, rows - own_rows, *inner), holders=holders, partial=True
+    )
+    divided = Section(0, (index, place * own, *zeros), (1, own, *inner), holders=1, partial=False)
+    found = tuple(section for section in (divided, shared) if section.numel)
+    return (1, own + rows - own_rows, *inner), found
+
+
+def local_shape(parameter: ParamSpec, size: int) -> tuple[int, ...]:
+    """Shape of a rank's piece where `size` ranks share the parameter's axis; the same on all of them."""
+    if parameter.axis is None:
+        return parameter.shape
+    return shard(parameter.shape, size, 0, parameter.dim, parameter.own_rows)[0]

@@ -1,0 +1,63 @@
+"""The description of the decoder against the modules that are built from it."""
+
+import itertools
+
+import pytest
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parameter import local_parameters
+from megatron.schedule.partition import Stage, partition
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.parameter import local_shape
+from tests import pool
+from tests.unit.models.builds import GPT, LLAMA, make_build
+
+VARIANTS = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "tied": {**LLAMA, "untie_embeddings_and_output_weights": False},
+    "qk norm": {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True},
+    "squared relu": {**GPT, "squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
+}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_names_shapes_and_places_are_those_of_the_modules(fields, stages):
+    build = make_build(fields, pool.groups())
+    spec = decoder_spec(build.config)
+    for stage in partition(build.config.num_layers, range(stages)):
+        model = GPTModel(build, [stage])
+        made, described = local_parameters(model), spec.rank_parameters([stage])
+        assert list(made) == list(described)
+        for name, parameter in made.items():
+            assert parameter.info.spec == described[name].spec
+            assert tuple(parameter.shape) == local_shape(described[name].spec, 1)
+            assert parameter.info.on_both_ends == described[name].on_both_ends
+            assert model.stage_of(name) == described[name].stage
+
+
+def test_a_rank_with_both_ends_uses_a_tied_weight_in_two_stages():
+    spec = decoder_spec(make_build(VARIANTS["tied"], pool.groups()).config)
+    ends = [Stage(0, range(0, 1), embedding=True, head=False), Stage(3, range(1, 2), embedding=False, head=True)]
+    words = spec.rank_parameters(ends)["embedding.word_embeddings.weight"]
+    assert words.stage is None and not words.on_both_ends
+
+
+def test_projections_cover_the_outputs_of_every_linear_layer_once():
+    for fields in VARIANTS.values():
+        for linear in decoder_spec(make_build(fields, pool.groups()).config).layers[0].linears().values():
+            assert sum(each.outputs.numel for each in linear.projections) * linear.in_features == linear.weight.numel
+            ends = [each.outputs.end(linear.join) for each in linear.projections]
+            starts = [each.outputs.offset[linear.join] for each in linear.projections]
+            assert starts == [0, *ends[:-1]]
+
+
+def test_models_are_the_same_when_their_descriptions_are():
+    """Training hyperparameters do not make another model; another shape or activation does."""
+    config = make_build(GPT, pool.groups()).config
+    same = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "init_method_std": 1.0, "bf16": True}
+    assert decoder_spec(config) == decoder_spec(make_build({**GPT, **same}, pool.groups()).config)
+    others = [{"squared_relu": True}, {"num_layers": 3}, {"qk_layernorm": True}, {"add_bias_linear": False}]
+    described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]
+    assert all(one != other for one, other in itertools.combinations(described, 2))
