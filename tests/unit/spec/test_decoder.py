@@ -58,6 +58,6 @@ def test_models_are_the_same_when_their_descriptions_are():
     config = make_build(GPT, pool.groups()).config
     same = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "init_method_std": 1.0, "bf16": True}
     assert decoder_spec(config) == decoder_spec(make_build({**GPT, **same}, pool.groups()).config)
-    others = [{"squared_relu": True}, {"num_layers": 3}, {"qk_layernorm": True}, {"add_bias_linear": False}]
+    others = [{"squared_relu": True}, {"num_layers": 3}, {"ffn_hidden_size": 96}, {"add_bias_linear": False}]
     described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]
     assert all(one != other for one, other in itertools.combinations(described, 2))
