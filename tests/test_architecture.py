@@ -21,6 +21,7 @@ ROWS = (
     ("megatron.planner", "megatron.command_line"),
     ("megatron.kernels", "megatron.core.device", "megatron.core.groups"),
     ("megatron.core.timeline", "megatron.core.parameter", "megatron.core.datasets"),
+    ("megatron.core.streams",),
     ("megatron.core.comm", "megatron.core.dist_checkpointing"),
     (
         "megatron.core.tensor_parallel",

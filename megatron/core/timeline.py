@@ -34,12 +34,12 @@ class Span:
     """Work that has begun. `end` marks its end; more than one thread may use spans of their own at once."""
 
     def __init__(self, timeline: Timeline, row: str, name: str) -> None:
-        self._timeline, self._row, self._name = timeline, row, name
+        self._timeline, self._row, self.name = timeline, row, name
         self._start = timeline.now()
 
     def end(self) -> None:
         """The work is done, or all of it is queued on the current stream."""
-        self._timeline.keep(self._row, self._name, self._start, self._timeline.now())
+        self._timeline.keep(self._row, self.name, self._start, self._timeline.now())
 
 
 class Timeline:
@@ -47,7 +47,7 @@ class Timeline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._recording = False
+        self.recording = False
         self._origin: Any = None
         self._spans: list[tuple[str, str, Any, Any]] = []
 
@@ -55,11 +55,11 @@ class Timeline:
         """Begin to record. All ranks call it at the same moment: times of different ranks are compared."""
         self._spans = []
         self._origin = self.now()
-        self._recording = True
+        self.recording = True
 
     def stop(self) -> list[Interval]:
         """End recording; what was recorded, by start. Spans that have not ended are left out. Synchronises the device."""
-        self._recording = False
+        self.recording = False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         intervals = [
@@ -69,7 +69,7 @@ class Timeline:
 
     def begin(self, row: str, name: str) -> Span | None:
         """A span of `row`, or None when nothing is recorded."""
-        return Span(self, row, name) if self._recording else None
+        return Span(self, row, name) if self.recording else None
 
     @contextlib.contextmanager
     def span(self, row: str, name: str) -> Iterator[None]:
@@ -89,7 +89,7 @@ class Timeline:
 
     def keep(self, row: str, name: str, start: Any, stop: Any) -> None:
         """Add a finished span, unless recording has stopped meanwhile."""
-        if self._recording:
+        if self.recording:
             self._spans.append((row, name, start, stop))
 
     def _since(self, point: Any) -> float:

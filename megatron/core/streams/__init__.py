@@ -1,0 +1,1 @@
+"""Asynchronous work: CUDA streams with events, or threads on the CPU, under one interface."""
