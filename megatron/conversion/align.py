@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,8 @@ from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import Source, fill
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
-from megatron.core.transformer import attention as attention_module
-from megatron.core.transformer import norm as norm_module
 from megatron.core.transformer.context import Build
+from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import choose_kernels
 
 SITES = (
@@ -180,8 +179,8 @@ def ablation(pair: Pair, tokens: Tensor, theirs: Tensor) -> list[tuple[str, Diff
     operations = _as_theirs(pair.ours, pair.config)
     for name, patches in {**operations, "all": [patch for held in operations.values() for patch in held]}.items():
         with contextlib.ExitStack() as stack:
-            for module, attribute, replacement in patches:
-                stack.enter_context(mock.patch.object(module, attribute, replacement))
+            for patch in patches:
+                stack.enter_context(_replaced(*patch))
             rows.append((f"{name} as theirs", compare(-1, "logits", pair.logits(tokens), theirs)))
     return rows
 
@@ -287,7 +286,7 @@ def _record_theirs(model: Any, tokens: Tensor) -> Record:
         hooks.append(layer.mlp.down_proj.register_forward_pre_hook(note_input(number, "swiglu")))
     hooks.append(model.model.norm.register_forward_hook(note(-1, "final norm")))
     try:
-        with mock.patch.object(modeling, "eager_attention_forward", attention):
+        with _replaced(modeling, "eager_attention_forward", attention):
             logits = model(tokens).logits
     finally:
         for hook in hooks:
@@ -303,10 +302,14 @@ def _as_theirs(model: GPTModel, config: ModelConfig) -> dict[str, list[Patch]]:
     """Operation -> what to replace so that it rounds and sums as transformers' eager modules do."""
     layers = _layers(model)
     return {
-        "RMSNorm": [(norm_module, "rms_norm", _rms_norm)],
-        "RoPE": [(attention_module, "rotate", _rotate)],
-        "SwiGLU": [(layer.mlp, "_activation", _swiglu) for layer in layers],
-        "attention": [(layer.self_attention._attention, "kernel", _attention) for layer in layers],
+        "RMSNorm": [
+            (norm, "normalize", functools.partial(_rms_norm, norm))
+            for norm in model.modules()
+            if isinstance(norm, Norm)
+        ],
+        "RoPE": [(layer.self_attention, "rotate", _rotate) for layer in layers],
+        "SwiGLU": [(layer.mlp, "activation", _swiglu) for layer in layers],
+        "attention": [(layer.self_attention.core, "kernel", _attention) for layer in layers],
         "GEMM": [patch for layer in layers for patch in _separate_products(layer, config)],
     }
 
@@ -316,9 +319,23 @@ def _layers(model: GPTModel) -> list[Any]:
     return list(model.decoder.layers.values())
 
 
-def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+@contextlib.contextmanager
+def _replaced(owner: Any, attribute: str, replacement: Any) -> Iterator[None]:
+    """`replacement` is an attribute of a module in the body."""
+    held = vars(owner).get(attribute)
+    vars(owner)[attribute] = replacement
+    try:
+        yield
+    finally:
+        if held is None:  # it was the class's
+            del vars(owner)[attribute]
+        else:
+            vars(owner)[attribute] = held
+
+
+def _rms_norm(norm: Norm, x: Tensor) -> Tensor:
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    return norm.factor() * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.epsilon)).to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
@@ -351,7 +368,7 @@ def _separate_products(layer: Any, config: ModelConfig) -> list[Patch]:
     """One product each for queries, keys, values, gate and up, where ours is one for all of them."""
     qkv, fc1, d = layer.self_attention.linear_qkv, layer.mlp.linear_fc1, config.head_dim
 
-    def project(x: Tensor, norm: None) -> Tensor:
+    def project(x: Tensor) -> Tensor:
         def rows(tensor: Tensor) -> list[Tensor]:
             queries = (tensor.shape[1] // d - 2) * d
             return [part.flatten(0, 1) for part in tensor.split([queries, d, d], dim=1)]
@@ -361,7 +378,7 @@ def _separate_products(layer: Any, config: ModelConfig) -> list[Patch]:
         heads = [part.unflatten(-1, (config.num_kv_heads, -1)) for part in found]
         return torch.cat(heads, dim=-1).flatten(2)
 
-    def gate_up(x: Tensor, norm: None) -> Tensor:
+    def gate_up(x: Tensor) -> Tensor:
         biases = [None] * 2 if fc1.bias is None else list(fc1.bias)
         return torch.cat([F.linear(x, w, b) for w, b in zip(fc1.weight, biases, strict=True)], dim=-1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
-from megatron.config.model import ModelConfig
+from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_slice
@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.store import save
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter
 from megatron.spec.buckets import Piece
+from megatron.spec.decoder import decoder_spec
 from megatron.spec.lora import is_adapter
 from megatron.training.data_order import warn_of_another_order
 from megatron.training.logging.line import format_loaded, format_loading, format_saved, format_saving
@@ -149,52 +150,43 @@ def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, *, fine
 
     Fine-tuning may change the rotary base: that is how a context is extended.
     """
-    there, here = shape_of(saved), shape_of(model)
     if finetune:
-        there["rotary_base"] = here["rotary_base"]
-    differences = [f"{name} is {there[name]} there and {here[name]} here" for name in here if there[name] != here[name]]
+        saved = dataclasses.replace(saved, rotary_base=model.rotary_base)
     if saved.lora_rank and not model.lora_rank:
         raise CheckpointError(
             f"{path} holds LoRA adapters (--lora-rank {saved.lora_rank}); give its LoRA flags to go on with them, or merge "
             "them into the model with tools/checkpoint/convert.py --loader megatron --saver megatron"
         )
-    if differences:
+    if decoder_spec(saved) != decoder_spec(model):
         raise CheckpointError(
-            f"{path} is a checkpoint of another model: {'; '.join(differences)}; "
+            f"{path} is a checkpoint of another model: {'; '.join(_different_flags(saved, model))}; "
             "give the same model flags or --use-checkpoint-args"
         )
 
 
-def shape_of(model: ModelConfig) -> dict[str, Any]:
-    """What decides which tensors there are, their shapes and their meaning; sizes as derived, however they were given."""
-    return {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_kv_heads,
-        "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn_dim,
-        "vocab_size": model.vocab_size,
-        "padded vocabulary": model.padded_vocab_size,
-        "position_embedding_type": model.position_embedding_type,
-        "rotary channels": model.rotary_dim,
-        "rotary_interleaved": model.rotary_interleaved,
-        "rotary_base": model.rotary_base if model.rotary_dim else None,
-        "normalization": model.normalization,
-        "apply_layernorm_1p": model.apply_layernorm_1p,
-        "swiglu": model.swiglu,
-        "squared_relu": model.squared_relu,
-        "tanh approximation of GELU": model.tanh_gelu and not (model.swiglu or model.squared_relu),
-        "add_bias_linear": model.add_bias_linear,
-        "qkv bias": model.qkv_bias,
-        "qk_layernorm": model.qk_layernorm,
-        "attention window": next((window for window in model.windows if window), None),
-        "windowed layers": "".join("1" if window else "0" for window in model.windows),
-        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
-        "lora_rank": model.lora_rank,
-        "lora_alpha": model.lora_alpha if model.lora_rank else None,
-        "lora_target_modules": " ".join(model.lora_projections),
-    }
+# Fields that change no tensor, shape or operation, and those whose value other fields decide when they are not given.
+_NOT_THE_MODEL = {*RUNTIME_FIELDS, *PADDING_FIELDS} - {"lora_rank", "lora_alpha", "lora_target_modules"}
+_DERIVED = {
+    "num_query_groups": "num_kv_heads",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "ffn_dim",
+    "fixed_padded_vocab_size": "padded_vocab_size",
+    "window_size": "window",
+    "window_attn_skip_freq": "windows",
+    "add_qkv_bias": "qkv_bias",
+    "lora_target_modules": "lora_projections",
+}
+
+
+def _different_flags(saved: ModelConfig, model: ModelConfig) -> list[str]:
+    """The flags in which two models differ, with the values that follow from them."""
+    found = []
+    for field in dataclasses.fields(ModelConfig):
+        derived = _DERIVED.get(field.name, field.name)
+        there, here = getattr(saved, derived), getattr(model, derived)
+        if (derived != field.name or field.name not in _NOT_THE_MODEL) and there != here:
+            found.append(f"{field.name} is {there} there and {here} here")
+    return found
 
 
 def check_same_precision(path: Path, saved: ModelConfig, model: ModelConfig) -> None:

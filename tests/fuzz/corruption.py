@@ -39,6 +39,7 @@ from megatron.core.models.hf.families import write_config
 from megatron.core.models.hf.names import table
 from megatron.core.models.source import Source
 from megatron.tooling.restore import read_hf, read_saved, restore_tokenizer
+from megatron.training import export
 from tests.fuzz.campaign import Campaign, Failure, main
 from tests.unit.datasets.chat import CHATML, tokenizer_folder
 
@@ -260,7 +261,7 @@ def _made(group: str) -> Path:
     folder, source = Path(tempfile.mkdtemp(prefix=f"fuzz-{group}-")), Weights()
     target: Source = source  # type: ignore[assignment]
     if group == "hf":
-        with mock.patch.object(convert, "SHARD_BYTES", 20_000):
+        with mock.patch.object(export, "SHARD_BYTES", 20_000):
             convert.to_hf(target, folder / "hf", dtype=torch.float32, tokenizer=_tokenizer())
     else:
         none = TokenizerConfig(tokenizer_type="NullTokenizer")

@@ -32,7 +32,8 @@ class SelfAttention(nn.Module):
         self.k_layernorm = None if spec.k_norm is None else build.norm(spec.k_norm)
         self._local_groups, self._d = spec.local_groups(tp), spec.head_dim
         self._per_group = spec.heads // spec.groups // spec.group_holders(tp)
-        self._core, self._rng = core, build.rng
+        self.core, self.rotate = core, rotate
+        self._rng = build.rng
         self._spec = spec
         self._keys: Keys | None = None
         self._gathers_early = build.groups.cp.size > 1
@@ -49,7 +50,7 @@ class SelfAttention(nn.Module):
             v = v.contiguous()
         if cache is not None:
             k, v = cache.append(k, v)
-        keys = self._core.start(k, v)
+        keys = self.core.start(k, v)
         if self._gathers_early:
             self._keys = keys
         q = heads[:, :, :, : self._per_group].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
@@ -76,4 +77,4 @@ class SelfAttention(nn.Module):
             x = norm(x)
         if positions.rotary is None:
             return x
-        return rotate(x, *positions.rotary, interleaved=self._spec.interleaved)
+        return self.rotate(x, *positions.rotary, interleaved=self._spec.interleaved)

@@ -24,12 +24,12 @@ class MLP(nn.Module):
         super().__init__()
         self.linear_fc1 = build.column(spec.linear_fc1)
         self.linear_fc2 = build.row(spec.linear_fc2)
-        self._activation: activation.Activation | None = ACTIVATIONS[spec.activation]
+        self.activation: activation.Activation | None = ACTIVATIONS[spec.activation]
         if recompute_activation:
-            self._activation, self.linear_fc2.prologue = None, self._activation
+            self.activation, self.linear_fc2.prologue = None, self.activation
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
         inner = self.linear_fc1(x)
-        out: Tensor = self.linear_fc2(inner if self._activation is None else self._activation(inner))
+        out: Tensor = self.linear_fc2(inner if self.activation is None else self.activation(inner))
         return out

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
-import megatron.conversion.convert as convert_module
+import megatron.training.export as export_module
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
@@ -97,7 +97,7 @@ def test_transformers_loads_it_without_a_warning(tmp_path, caplog):
 
 def test_several_shards_have_an_index(tmp_path, monkeypatch):
     save_hf_model("llama", tmp_path / "hf")
-    monkeypatch.setattr(convert_module, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 50_000)
     to_hf(HFSource(tmp_path / "hf"), tmp_path / "out", dtype=torch.float32, tokenizer=NO_TOKENIZER)
     shards = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(shards) > 3 and all(file.stat().st_size < 60_000 for file in shards)

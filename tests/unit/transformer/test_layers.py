@@ -92,7 +92,7 @@ class TestMLP:
     )
     def test_activation(self, fields, expected):
         build = make_build({**GPT, **fields}, pool.groups())
-        assert MLP(build, build.spec.layers[0].mlp)._activation is expected
+        assert MLP(build, build.spec.layers[0].mlp).activation is expected
 
     def test_gated(self):
         mlp, x = built(MLP, LLAMA), hidden()

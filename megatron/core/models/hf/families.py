@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,22 @@ CONFIG_FILE = "config.json"
 _LAYERS = Interval("from 1 to 100000", lambda x: 1 <= x <= 100_000)
 
 
+# Norms of a pre-norm layer, our name -> theirs.
+PRE_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
     groups, head_dim: num_key_value_heads and head_dim of a config.json without them; None: one for each head, and
-    hidden / heads. packed_qkv: queries, keys and values are one tensor, `W_pack`.
+    hidden / heads. norms: our norm in a layer -> theirs. fused: our linear layer in a layer -> the one tensor that holds all
+    its projections, one after the other.
     """
 
     model_type: str
@@ -38,7 +48,8 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]] | None
     groups: int | None = None
     head_dim: int | None = None
-    packed_qkv: bool = False
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
+    fused: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_config(folder: Path) -> tuple[Family, ModelConfig]:
@@ -260,7 +271,7 @@ FAMILIES = {
         Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_layer_windows, groups=32),
         Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_layer_windows, groups=32, head_dim=128),
         # Written as the Llama that it is.
-        Family("baichuan", "BaiChuanForCausalLM", _read_baichuan, None, packed_qkv=True),
+        Family("baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}),
     )
 }
 
@@ -277,9 +288,9 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
     """What decides the model's outputs; sizes as derived, however they were given."""
     without = {*RUNTIME_FIELDS, *PADDING_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init"}
     found = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(ModelConfig)
-        if field.name not in without and _has_a_part(model, field.name)
+        each.name: getattr(model, each.name)
+        for each in dataclasses.fields(ModelConfig)
+        if each.name not in without and _has_a_part(model, each.name)
     }
     derived: dict[str, Any] = {
         "group_query_attention": True,

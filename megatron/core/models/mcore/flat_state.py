@@ -17,9 +17,10 @@ from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.buckets import bucket_sizes, default_size, in_module_order, place
 from megatron.core.models.mcore.classic import OPTIMIZER_FILE, ClassicFiles
-from megatron.core.models.mcore.names import EMBEDDING, HEAD, VOCABULARY, Layout, table
+from megatron.core.models.mcore.names import VOCABULARY, Layout, table
 from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, BucketState, only
 from megatron.core.models.mcore.torch_dist import TorchDistFiles
+from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS
 
 GROUP = "optimizer.distributed.dp_group_idx_"
 _BUCKET = re.compile(rf"{re.escape(GROUP)}(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.([a-z_]+)")
@@ -188,7 +189,7 @@ def _derived(
         if key.startswith(beginning)
     }
     if _alone(model, pp):
-        shapes[HEAD] = shapes[EMBEDDING]
+        shapes[OUTPUT_LAYER] = shapes[WORD_EMBEDDINGS]
     local = files.arguments.get("transformer_impl") == "local"
     layer = in_module_order([n.removeprefix(_LAYER) for n in shapes if n.startswith(_LAYER)], local=local)
 
@@ -213,8 +214,8 @@ def _chunk_names(
     layer: Sequence[str], shapes: Mapping[str, tuple[int, ...]], layers: int, *, first: bool, last: bool
 ) -> dict[str, tuple[int, ...]]:
     """A chunk's parameters in the order of Megatron-LM's modules, with their shapes."""
-    before = [EMBEDDING, "embedding.position_embeddings.weight"] if first else []
-    after = ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", HEAD] if last else []
+    before = [WORD_EMBEDDINGS, "embedding.position_embeddings.weight"] if first else []
+    after = ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", OUTPUT_LAYER] if last else []
     inside = {f"decoder.layers.{number}.{name}": shapes[_LAYER + name] for number in range(layers) for name in layer}
     outside = {name: shapes[name] for name in (*before, *after) if name in shapes}
     return {n: s for n, s in outside.items() if n in before} | inside | {n: s for n, s in outside.items() if n in after}
@@ -222,7 +223,7 @@ def _chunk_names(
 
 def _alone(model: ModelConfig, pp: int) -> Collection[str]:
     """Parameters with a bucket of their own: the embedding and its copy on the last stage, when there is one."""
-    return (EMBEDDING, HEAD) if pp > 1 and not model.untie_embeddings_and_output_weights else ()
+    return (WORD_EMBEDDINGS, OUTPUT_LAYER) if pp > 1 and not model.untie_embeddings_and_output_weights else ()
 
 
 def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:

@@ -6,16 +6,37 @@ Fused weights have our order, but flattened: QKV is [groups/tp * (q + 2) d, h], 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.base.box import Box
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mapping import Mapping, Part, Table
+from megatron.spec.decoder import (
+    OUTPUT_LAYER,
+    POSITION_EMBEDDINGS,
+    WORD_EMBEDDINGS,
+    DecoderSpec,
+    LayerSpec,
+    decoder_spec,
+)
+from megatron.spec.parameter import ParamSpec
 
 Shape = tuple[int, ...]
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+# Modules of a layer in the order of Megatron-LM's, and the linear layer that a norm is stored with by Transformer Engine.
+ORDER = (
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+ORDER_FUSED = ("self_attention.linear_proj", "input_layernorm", *ORDER[2:])
+NORM_OF = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # names of tensors that are padded, at their end
 
 
@@ -58,29 +79,25 @@ def table(model: ModelConfig, layout: Layout, *, copies: bool = False) -> Table:
 
     copies: with the last stage's of a tied embedding, which Megatron-LM loads there as the output layer's.
     """
-    assert model.hidden_size and model.vocab_size and model.num_layers
-    h, last = model.hidden_size, len(layout.layers) - 1
-    namer = _Namer(layout)
-    homes = [(0, EMBEDDING)]
-    if copies and layout.pp > 1 and not model.untie_embeddings_and_output_weights:
-        homes.append((last, HEAD))
-    found = [namer.vocabulary(EMBEDDING, homes, model)]
-    if model.position_embedding_type == "learned_absolute":
-        assert model.max_position_embeddings
-        name = "embedding.position_embeddings.weight"
-        found.append(namer.replicated(0, name, name, (model.max_position_embeddings, h)))
+    spec, last, namer = decoder_spec(model), len(layout.layers) - 1, _Namer(layout)
+    homes = [(0, WORD_EMBEDDINGS)]
+    if copies and layout.pp > 1 and spec.tied:
+        homes.append((last, OUTPUT_LAYER))
+    found = [namer.vocabulary(WORD_EMBEDDINGS, homes, spec)]
+    if spec.embedding.positions is not None:
+        found.append(namer.mapping(0, POSITION_EMBEDDINGS, POSITION_EMBEDDINGS, spec.embedding.positions))
     number = 0
     for chunk, count in enumerate(layout.layers):
         for local in range(count):
-            found += _layer(namer, chunk, f"decoder.layers.{number}.", f"decoder.layers.{local}.", model, layout)
+            own, theirs = f"decoder.layers.{number}.", f"decoder.layers.{local}."
+            found += _layer(namer, chunk, own, theirs, spec.layers[number], fused_norms=layout.fused_norms)
             number += 1
-    assert number == model.num_layers, f"{number} layers in the chunks, {model.num_layers} in the model"
-    found += [
-        namer.replicated(last, f"decoder.final_layernorm.{kind}", f"decoder.final_layernorm.{kind}", (h,))
-        for kind in _norm_kinds(model)
-    ]
-    if model.untie_embeddings_and_output_weights:
-        found.append(namer.vocabulary(HEAD, [(last, HEAD)], model))
+    assert number == len(spec.layers), f"{number} layers in the chunks, {len(spec.layers)} in the model"
+    for kind, parameter in spec.final_norm.parameters():
+        name = f"decoder.final_layernorm.{kind}"
+        found.append(namer.mapping(last, name, name, parameter))
+    if not spec.tied:
+        found.append(namer.vocabulary(OUTPUT_LAYER, [(last, OUTPUT_LAYER)], spec))
     return Table(found)
 
 
@@ -90,14 +107,24 @@ class _Namer:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
-    def replicated(self, chunk: int, own: str, theirs: str, shape: Shape) -> Mapping:
+    def mapping(self, chunk: int, own: str, theirs: str, parameter: ParamSpec) -> Mapping:
+        """Any parameter but the vocabulary's. Theirs has one dim of rows where ours has two."""
+        shape = parameter.shape
+        if parameter.axis is None:
+            return self._replicated(chunk, own, theirs, shape)
+        is_bias = len(shape) == 1 or not own.endswith("weight")
+        if len(shape) > (1 if is_bias else 2):
+            return self._flattened(chunk, own, theirs, shape, parameter.dim)
+        return self._sharded(chunk, own, theirs, shape, parameter.dim)
+
+    def _replicated(self, chunk: int, own: str, theirs: str, shape: Shape) -> Mapping:
         whole = Box((0,) * len(shape), shape)
         ranks = range(self._layout.tp)
         return Mapping(
             own, shape, tuple(Part(own, whole, self._layout.key(rank, chunk, theirs), whole) for rank in ranks)
         )
 
-    def sharded(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
+    def _sharded(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
         """Cut along `dim`, with the same number of dims on both sides."""
         parts = []
         for rank, piece in enumerate(self._pieces(shape, dim)):
@@ -105,7 +132,7 @@ class _Namer:
             parts.append(Part(own, piece, self._layout.key(rank, chunk, theirs), inside))
         return Mapping(own, shape, tuple(parts))
 
-    def flattened(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
+    def _flattened(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
         """Ours [n, rows, ...] cut along `dim`; theirs [n' * rows', ...]: a rank's first two dims as one."""
         parts = []
         for rank, piece in enumerate(self._pieces(shape, dim)):
@@ -117,18 +144,18 @@ class _Namer:
                 parts.append(Part(own, own_box, self._layout.key(rank, chunk, theirs), their_box))
         return Mapping(own, shape, tuple(parts))
 
-    def vocabulary(self, own: str, homes: Sequence[tuple[int, str]], model: ModelConfig) -> Mapping:
+    def vocabulary(self, own: str, homes: Sequence[tuple[int, str]], spec: DecoderSpec) -> Mapping:
         """homes: (chunk, their name) of each copy."""
-        assert model.hidden_size and model.vocab_size
-        columns, rows = model.hidden_size, self._layout.vocabulary
+        shape, rows = spec.embedding.words.shape, self._layout.vocabulary
+        columns = shape[1]
         parts = []
         for chunk, theirs in homes:
             for rank in range(self._layout.tp):
                 first = rank * rows
-                used = max(0, min(rows, model.softmax_size - first))  # 0: a shard of padding, which is in the file, too
+                used = max(0, min(rows, spec.softmax_size - first))  # 0: a shard of padding, which is in the file, too
                 own_box, inside = Box((first, 0), (used, columns)), Box((0, 0), (used, columns))
                 parts.append(Part(own, own_box, self._layout.key(rank, chunk, theirs), inside))
-        return Mapping(own, (model.padded_vocab_size, columns), tuple(parts))
+        return Mapping(own, shape, tuple(parts))
 
     def _pieces(self, shape: Shape, dim: int) -> list[Box]:
         length = shape[dim] // self._layout.tp
@@ -154,46 +181,14 @@ def padded_rows(model: ModelConfig, tp: int) -> int:
     return -(-model.vocab_size // multiple) * model.make_vocab_size_divisible_by
 
 
-def _norm_kinds(model: ModelConfig) -> tuple[str, ...]:
-    return ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
-
-
-def _layer(namer: _Namer, chunk: int, own: str, theirs: str, model: ModelConfig, layout: Layout) -> list[Mapping]:
-    assert model.hidden_size and model.num_attention_heads
-    h, d, f, groups = model.hidden_size, model.head_dim, model.ffn_dim, model.num_kv_heads
-    group_rows = (model.num_attention_heads // groups + 2) * d
-    qkv, proj = "self_attention.linear_qkv.", "self_attention.linear_proj."
-    fc1, fc2 = "mlp.linear_fc1.", "mlp.linear_fc2."
-
-    def replicated(name: str, shape: Shape, their_name: str | None = None) -> Mapping:
-        return namer.replicated(chunk, own + name, theirs + (their_name or name), shape)
-
-    def gate_up(kind: str, columns: Shape) -> Mapping:
-        name = fc1 + kind
-        if model.swiglu:
-            return namer.flattened(chunk, own + name, theirs + name, (2, f, *columns), 1)
-        return namer.sharded(chunk, own + name, theirs + name, (f, *columns), 0)
-
-    def norm(name: str, linear: str) -> list[Mapping]:
-        theirs = f"{linear}layer_norm_" if layout.fused_norms else f"{name}."
-        return [replicated(f"{name}.{kind}", (h,), theirs + kind) for kind in _norm_kinds(model)]
-
-    def biases(*found: Mapping) -> list[Mapping]:
-        return list(found) if model.add_bias_linear else []
-
-    weight, width = f"{qkv}weight", model.num_attention_heads * d
-    attention = [namer.sharded(chunk, f"{own}{proj}weight", f"{theirs}{proj}weight", (h, width), 1)]
-    attention += biases(replicated(f"{proj}bias", (h,)))
-    attention += norm("input_layernorm", qkv) if layout.fused_norms else []
-    attention.append(namer.flattened(chunk, own + weight, theirs + weight, (groups, group_rows, h), 0))
-    if model.qkv_bias:
-        bias = f"{qkv}bias"
-        attention.append(namer.flattened(chunk, own + bias, theirs + bias, (groups, group_rows), 0))
-    if model.qk_layernorm:
-        attention += [
-            replicated(f"self_attention.{x}_layernorm.{kind}", (d,)) for x in ("q", "k") for kind in _norm_kinds(model)
-        ]
-    mlp = [*norm("pre_mlp_layernorm", fc1), gate_up("weight", (h,)), *biases(gate_up("bias", ()))]
-    mlp += [namer.sharded(chunk, f"{own}{fc2}weight", f"{theirs}{fc2}weight", (h, f), 1)]
-    mlp += biases(replicated(f"{fc2}bias", (h,)))
-    return [*([] if layout.fused_norms else norm("input_layernorm", qkv)), *attention, *mlp]
+def _layer(
+    namer: _Namer, chunk: int, own: str, theirs: str, layer: LayerSpec, *, fused_norms: bool
+) -> Iterator[Mapping]:
+    """The tensors of a layer, in the order of Megatron-LM's modules."""
+    parts = dict(layer.parts())
+    for path in ORDER_FUSED if fused_norms else ORDER:
+        for kind, parameter in parts[path].parameters() if path in parts else ():
+            their_name = f"{path}.{kind}"
+            if fused_norms and path in NORM_OF:
+                their_name = f"{NORM_OF[path]}.layer_norm_{kind}"
+            yield namer.mapping(chunk, f"{own}{path}.{kind}", theirs + their_name, parameter)

@@ -16,10 +16,11 @@ from megatron.base.errors import ConfigError
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
 from megatron.core.models.mcore.classic import FILE
-from megatron.core.models.mcore.names import HEAD, Layout, padded_rows, table
+from megatron.core.models.mcore.names import Layout, padded_rows, table
 from megatron.core.models.mcore.publish import published
 from megatron.core.models.mcore.training_state import MOMENTS, Adam, TrainingState, arguments_for, param_groups
 from megatron.core.models.source import Source
+from megatron.spec.decoder import OUTPUT_LAYER
 
 Read = Callable[[str, Box], Tensor]
 
@@ -62,7 +63,9 @@ class _Rank:
     def __init__(self, names: Table, layout: Layout, folder: str, on_bytes: Callable[[int], None]) -> None:
         self._names, self._layout, self._on_bytes = names, layout, on_bytes
         keys = {key.split("/", 2)[2]: key for key in names.theirs if key.startswith(f"{folder}/")}
-        self._keys = dict(sorted(keys.items(), key=lambda item: item[0] == HEAD))  # a copy of the embedding is last
+        self._keys = dict(
+            sorted(keys.items(), key=lambda item: item[0] == OUTPUT_LAYER)
+        )  # a copy of the embedding is last
 
     def content(
         self, source: Source, arguments: argparse.Namespace, dtype: torch.dtype, training: TrainingState
