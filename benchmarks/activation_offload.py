@@ -37,7 +37,7 @@ from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.choose import choose_kernels
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
-from megatron.schedule.schedules.named import build
+from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import chunks_near
 from megatron.training.batch import make_batch
@@ -144,7 +144,7 @@ def by_schedule(p: int, m: int) -> None:
     print("| schedule | ratio | kept near | " + " | ".join(f"{copy:g} F" for copy in copies) + " |")
     print("|---|---|---|" + "---|" * len(copies))
     for name, v in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("gpipe", 1), ("zb-h1", 1)):
-        sent = with_transfers(build(name, p, m, v=v), overlap=True)
+        sent = with_transfers(SCHEDULES[name].build(p, m, v=v), overlap=True)
         moved = with_offload(sent)
         plain = simulate(sent, costs(p * v, v, 0.0)).makespan
         for ratio in (0.0, 0.5, 1.0):

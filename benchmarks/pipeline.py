@@ -12,6 +12,7 @@ and take next to nothing of the cores.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import platform
@@ -36,15 +37,16 @@ from megatron.core.groups import Groups, create_groups
 from megatron.core.pipeline_parallel.engine import Engine
 from megatron.core.timeline import Timeline
 from megatron.schedule.passes import with_transfers
-from megatron.schedule.schedules.named import build, chunks_of
+from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.spec import Times
 from megatron.schedule.validate import memory_in_flight
 
 CPU = torch.device("cpu")
 SHAPE = (16,)
 SPIN = 3e-4  # seconds at the end of a sleep
 # Ours -> theirs. Their zero-bubble schedule with one stage a rank is the paper's ZB-H1, which it calls ZB1P.
-SCHEDULES: dict[str, Any] = {
+THEIRS: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
     "interleaved": schedules.ScheduleInterleaved1F1B,
@@ -71,8 +73,8 @@ class Case:
 
     @property
     def chunks(self) -> int:
-        """Stages a rank."""
-        return chunks_of(self.name, 2 if self.name == "interleaved" else None)
+        """Stages per rank: two where the schedule leaves the choice."""
+        return SCHEDULES[self.name].virtual_stages or 2
 
     @property
     def stage_seconds(self) -> float:
@@ -141,7 +143,7 @@ class Ours:
     """A Program of sleeping stages, and the step that runs it."""
 
     def __init__(self, case: Case, groups: Groups) -> None:
-        computations = build(case.name, case.p, case.m, v=case.chunks, group=case.group)
+        computations = SCHEDULES[case.name].build(case.p, case.m, v=case.chunks, group=case.group)
         self._schedule = with_transfers(computations, overlap=True)
         self._groups, self._mailbox = groups, Mailbox(groups, CPU, Timeline(CPU))
         self._last = case.p * case.chunks - 1
@@ -151,11 +153,9 @@ class Ours:
         self.work = Work(case.stage_seconds)
 
     def step(self) -> None:
-        """One training step. What the engine counts as alive is what the stages see."""
+        """One training step."""
         self.work.kept = 0
-        engine = Engine(self._schedule, self._groups.pp.rank, self, self._mailbox, torch.float32, self)
-        engine.run()
-        assert engine.peak_alive == self.work.kept, (engine.peak_alive, self.work.kept)
+        Engine(self._schedule, self._groups.pp.rank, self, self._mailbox, torch.float32, self).run()
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """See Program."""
@@ -202,7 +202,7 @@ class Theirs:
             for number in numbers
         ]
         single = case.name in ("gpipe", "1f1b")
-        self._schedule = SCHEDULES[case.name](
+        self._schedule = THEIRS[case.name](
             stages[0] if single else stages, case.m, loss_fn=lambda out, target: out.sum(), scale_grads=False
         )
         self._arguments = (torch.ones(case.m, *SHAPE),) if rank == 0 else ()
@@ -255,7 +255,8 @@ def rounds_of(case: Case, groups: Groups, rounds: int) -> list[tuple[Step, Step]
 
 def row(case: Case, rounds: list[tuple[Step, Step]]) -> str:
     """A line of the table."""
-    computations, f = build(case.name, case.p, case.m, v=case.chunks), case.stage_seconds
+    computations = SCHEDULES[case.name].build(case.p, case.m, v=case.chunks)
+    f = case.stage_seconds
     played = simulate(computations, Costs.uniform(case.p * case.chunks, forward=f, input_grad=f, weight_grad=f))
     ours, theirs = (statistics.median(pair[side].seconds for pair in rounds) for side in (0, 1))
     ratio = statistics.median(pair[0].seconds / pair[1].seconds for pair in rounds)
@@ -272,15 +273,10 @@ def row(case: Case, rounds: list[tuple[Step, Step]]) -> str:
 
 
 def formula(case: Case) -> float:
-    """Idle share of a step with F = I = W and m >= p, as docs/pipeline.md has it."""
-    p, m = case.p, case.m
-    return {
-        "gpipe": (p - 1) / (m + p - 1),
-        "1f1b": (p - 1) / (m + p - 1),
-        "interleaved": (p - 1) / (case.chunks * m + p - 1),
-        "zb-h1": (p - 1) / (3 * m + p - 1),
-        "zb-v": (p - 1) / (6 * m + p - 1),
-    }[case.name]
+    """Idle share of a step with F = I = W and m >= p, as docs/pipeline.md has it; NaN for other m."""
+    spec = SCHEDULES[case.name]
+    found = spec.bubble(spec.sizes(case.p, case.m, case.chunks), Times(case.unit, case.unit, case.unit))
+    return math.nan if found is None else found.value
 
 
 def _listed(numbers: list[int]) -> str:
@@ -331,7 +327,7 @@ def main() -> None:
     parser.add_argument(
         "--sizes", nargs="+", default=["4x8", "4x16", "8x16"], metavar="PxM", help="ranks x microbatches"
     )
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
+    parser.add_argument("--schedules", nargs="+", default=list(THEIRS), choices=list(THEIRS))
     parser.add_argument("--unit", type=float, default=60.0, help="ms of a rank's F, I and W of a microbatch, each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--real-time", action="store_true", help="run ranks above other programs (needs the right to)")

@@ -29,13 +29,14 @@ from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.planner.memory.plan import plan_memory
 from megatron.planner.memory.table import MIB, memory_headline, notes, table_rows
 from megatron.planner.schedule.plot import draw, write_trace
-from megatron.planner.schedule.report import Formula, bubble_formula, report
+from megatron.planner.schedule.report import report
 from megatron.planner.sizes import Target
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
+from megatron.schedule.registry import SCHEDULES, schedule_or_default
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.schedules.named import NAMES, build, chunks_of
 from megatron.schedule.simulate import Costs, Timeline, simulate
+from megatron.schedule.spec import Formula, Times
 from megatron.schedule.validate import chunks_near
 
 MS = 1e-3
@@ -76,13 +77,13 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="microbatches a step and data-parallel rank",
     )
-    add("--schedule", choices=NAMES, help="default: interleaved with virtual stages, else 1f1b")
+    add("--schedule", choices=tuple(SCHEDULES), help="default: interleaved with virtual stages, else 1f1b")
     add(
         "--num-virtual-stages-per-pipeline-rank",
         "--virtual",
         type=within(int, LAYERS),
         metavar="V",
-        help="chunks of layers a rank (zb-v always has 2)",
+        help="chunks of layers per rank, where the schedule leaves the choice",
     )
     add("--num-layers", type=within(int, LAYERS), metavar="N", help="layers, with the next flag")
     add(
@@ -212,27 +213,20 @@ def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
     check_output("--trace", args.trace)
     p, m = args.pipeline_model_parallel_size, args.num_microbatches
     asked = virtual_stages(args)
-    name = args.schedule or ("interleaved" if (asked or 1) > 1 else "1f1b")
-    v = chunks_of(name, asked)
-    schedule = build(name, p, m, v=v, group=args.microbatch_group_size_per_virtual_pipeline_stage)
+    group = args.microbatch_group_size_per_virtual_pipeline_stage
+    spec = schedule_or_default(args.schedule, asked)
+    sizes = spec.sizes(p, m, asked, group)
+    schedule = spec.build(p, m, v=asked, group=group)
     formula = None
     if args.forward_only:
         schedule = forward_only(schedule)
     else:
-        formula = bubble_formula(
-            name,
-            p,
-            v,
-            m,
-            forward=args.forward_time,
-            input_grad=args.input_grad_time,
-            weight_grad=args.weight_grad_time,
-        )
+        formula = spec.bubble(sizes, Times(args.forward_time, args.input_grad_time, args.weight_grad_time))
     overlap = not (args.no_overlap_p2p_communication or args.blocking_transfers)
     schedule = with_transfers(schedule, overlap=overlap)
     if args.offload_ratio > 0:
         schedule = with_offload(schedule)
-    timeline = simulate(schedule, costs_of(args, v))
+    timeline = simulate(schedule, costs_of(args, sizes.v))
     print_report(timeline, formula)
     if args.offload_ratio > 0:
         kept = ", ".join(f"{chunks:g}" for chunks in chunks_near(schedule, args.offload_ratio))

@@ -19,8 +19,8 @@ from benchmarks.cluster.fleet import Fleet, FleetError
 from benchmarks.cluster.hosts import Cluster, ClusterError
 from benchmarks.cluster.tensor_parallel import slowest
 from megatron.schedule.passes import with_transfers
+from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.schedule import SENDS, Schedule
-from megatron.schedule.schedules.named import build
 from megatron.schedule.simulate import Costs, simulate
 
 WORKER = "benchmarks.cluster.pipeline_worker"
@@ -96,7 +96,7 @@ def measure(cluster: Cluster, fleet: Fleet, way: str, p: int, m: int, unit: floa
     """One row: the link's rate follows from the schedule's number of messages."""
     name, v, groups = WAYS[way]
     group = None if groups is None else groups * p
-    schedule = with_transfers(build(name, p, m, v=v, group=group), overlap=True)
+    schedule = with_transfers(SCHEDULES[name].build(p, m, v=v, group=group), overlap=True)
     message = share * 3 * unit * m / busiest(schedule)
     rate = NUMBERS * FP32 * 8e-6 / message
     case: dict[str, Any] = {"p": p, "m": m, "name": name, "unit": unit, "group": group}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.parallel import ParallelConfig
+from megatron.schedule.registry import schedule_or_default
 
 LAST, EVERY, AUTO = "last-microbatch", "every-microbatch", "auto"
 
@@ -58,4 +59,5 @@ def data_parallel_settings(parallel: ParallelConfig) -> DataParallelSettings:
 
 def splits_backward(parallel: ParallelConfig) -> bool:
     """Whether the pipeline's schedule computes gradients of inputs and of weights at different times."""
-    return parallel.pipeline_model_parallel_size > 1 and (parallel.pipeline_schedule or "").startswith("zb")
+    schedule = schedule_or_default(parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank)
+    return parallel.pipeline_model_parallel_size > 1 and schedule.splits_backward

@@ -152,7 +152,7 @@ def _pipeline(run: RunConfig, facts: Facts) -> Feature:
     assert run.model.num_layers
     settings = pipeline_settings(run.parallel, run.model.num_layers)
     chunks = settings.placement.num_stages // p
-    asked = f"pp {p}, {settings.schedule}" + (f", {chunks} stages a rank" if chunks > 1 else "")
+    asked = f"pp {p}, {settings.schedule.name}" + (f", {chunks} stages a rank" if chunks > 1 else "")
     m = _microbatches(run, facts)
     timeline = simulate(settings.schedule_of(m), Costs.uniform(settings.placement.num_stages))
     bubble = max(timeline.bubble(rank) for rank in range(p))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import flag
-
-# Here and not from the schedules' own list, which imports much more: a test compares the two.
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+from megatron.schedule.registry import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +29,9 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = flag(1, "processes that hold different layers (pp)")
     pipeline_schedule: str | None = flag(
         None,
-        "order of a pipeline's work: gpipe, 1f1b, interleaved (several virtual stages a rank), zb-h1 and zb-v "
-        "(zero-bubble: the backward is split; zb-v has two virtual stages a rank); default 1f1b, or interleaved with "
-        "virtual stages",
-        choices=PIPELINE_SCHEDULES,
+        "order of a pipeline's work, see docs/pipeline.md; default 1f1b, or interleaved with several virtual stages "
+        "per rank",
+        choices=tuple(SCHEDULES),
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "cut each pipeline rank's layers into virtual stages of this many layers"

@@ -10,27 +10,33 @@ from megatron.base.errors import ConfigError
 from megatron.config.parallel import ParallelConfig
 from megatron.schedule.partition import Stage, count_stages, parse_layout, partition, whole_model
 from megatron.schedule.passes import with_transfers
-from megatron.schedule.schedule import Placement, Schedule, round_robin, v_shape
+from megatron.schedule.registry import schedule_or_default
+from megatron.schedule.schedule import Placement, Schedule, round_robin
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.schedules.named import build, chunks_of
+from megatron.schedule.schedules.one_f_one_b import ONE_F_ONE_B
+from megatron.schedule.spec import ScheduleSpec
+from megatron.schedule.validate import check
 
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """schedule: a name of schedules/named.py. group: of `interleaved`, or None. overlap: transfers travel beside compute."""
+    """group: of microbatches, for a schedule that takes groups, or None. overlap: transfers are overlapped with compute."""
 
-    schedule: str
+    schedule: ScheduleSpec
     placement: Placement
     stages: tuple[Stage, ...]
     group: int | None
     overlap: bool
 
     def schedule_of(self, num_microbatches: int) -> Schedule:
-        """The actions of a training step, transfers included. Raises ConfigError when the schedule cannot carry so many."""
+        """The actions of a training step, transfers included, which are checked before anyone runs them.
+
+        Raises ConfigError when the schedule does not work with so many microbatches.
+        """
         return _with_transfers(self, num_microbatches)
 
     def evaluation_of(self, num_microbatches: int) -> Schedule:
-        """The same of an evaluation: forwards only."""
+        """The same for an evaluation: forwards only."""
         return _with_transfers(self, num_microbatches, evaluation=True)
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
@@ -38,7 +44,7 @@ class PipelineSettings:
         return tuple(self.stages[number] for number in self.placement.stages_of(rank))
 
 
-ONE_STAGE = PipelineSettings("1f1b", round_robin(1), (), None, overlap=True)  # of a model that is not cut
+ONE_STAGE = PipelineSettings(ONE_F_ONE_B, round_robin(1), (), None, overlap=True)  # of a model that is not cut
 
 
 def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSettings:
@@ -47,9 +53,8 @@ def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSett
     if p == 1:
         return dataclasses.replace(ONE_STAGE, stages=(whole_model(num_layers),))
     asked = _virtual_stages(parallel, num_layers)
-    schedule = parallel.pipeline_schedule or ("interleaved" if asked is not None and asked > 1 else "1f1b")
-    v = chunks_of(schedule, asked)
-    placement = v_shape(p) if schedule == "zb-v" else round_robin(p, v)
+    schedule = schedule_or_default(parallel.pipeline_schedule, asked)
+    placement = schedule.placement(p, schedule.virtual_stages_for(asked))
     if parallel.pipeline_model_parallel_layout is not None:
         stages = parse_layout(parallel.pipeline_model_parallel_layout, num_layers, placement.num_stages)
     else:
@@ -77,15 +82,16 @@ def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSett
 
 @functools.lru_cache(maxsize=16)
 def _with_transfers(settings: PipelineSettings, num_microbatches: int, *, evaluation: bool = False) -> Schedule:
-    """Runs are made of few numbers of microbatches, and a large schedule takes a while."""
-    placement = settings.placement
-    p = placement.num_ranks
-    computations = build(settings.schedule, p, num_microbatches, v=placement.num_stages // p, group=settings.group)
-    return with_transfers(forward_only(computations) if evaluation else computations, overlap=settings.overlap)
+    """Cached: a run has few numbers of microbatches, and a large schedule takes a while to build and to check."""
+    p, stages = settings.placement.num_ranks, settings.placement.num_stages
+    computations = settings.schedule.build(p, num_microbatches, v=stages // p, group=settings.group)
+    schedule = with_transfers(forward_only(computations) if evaluation else computations, overlap=settings.overlap)
+    check(schedule, blocking=not settings.overlap)
+    return schedule
 
 
 def _virtual_stages(parallel: ParallelConfig, num_layers: int) -> int | None:
-    """Virtual stages a rank as the flags ask for them."""
+    """Virtual stages per rank as the flags ask for them."""
     p, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     per_stage = parallel.num_layers_per_virtual_pipeline_stage
     per_rank = parallel.num_virtual_stages_per_pipeline_rank

@@ -21,23 +21,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from megatron.schedule.schedule import (
-    COMPUTE,
-    GRADIENTS_OF_WEIGHTS,
-    SENDS,
-    Action,
-    Kind,
-    Schedule,
-    other_end,
-)
+from megatron.schedule.schedule import COMPUTE, SENDS, Action, Schedule, other_end
 from megatron.schedule.simulate import Costs, simulate
 
 Order = tuple[float, int, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Insert:
+class _Insert(NamedTuple):
     """A transfer to be put before the computation number `place` of a rank.
 
     order: when its data is made, which turn its pair of ranks has, and on which rank it is made; the same of a send and
@@ -53,8 +45,8 @@ def with_transfers(schedule: Schedule, *, overlap: bool) -> Schedule:
     """Add a send after and a receive before every computation whose result or input crosses ranks.
 
     overlap: a receive stands one computation ahead of the one that needs it, in warm-up and cool-down too, so that the
-    data travels beside computation; earlier where a later transfer the same way is needed sooner. Otherwise it stands
-    right before it, or earlier where the one order of all transfers asks for that. The note above says what either
+    transfer is overlapped with computation; earlier where a later transfer the same way is needed sooner. Otherwise it
+    stands right before it, or earlier where the one order of all transfers asks for that. The note above says what either
     assures. `schedule` holds computation only.
     """
     order = _order_of_sends(schedule)
@@ -73,39 +65,6 @@ def with_transfers(schedule: Schedule, *, overlap: bool) -> Schedule:
         else:
             inserts = _none_after_a_later_one(sends + receives)
         ranks.append(_with_inserts(actions, [(insert.place, insert.action) for insert in inserts]))
-    return dataclasses.replace(schedule, actions=tuple(ranks))
-
-
-def with_reduce(schedule: Schedule) -> Schedule:
-    """Add a REDUCE for each stage, after the last action that adds to its gradients.
-
-    It stands behind the sends that follow that action: another rank waits for those.
-    """
-    ranks = []
-    for actions in schedule.actions:
-        last = {action.stage: i for i, action in enumerate(actions) if action.kind in GRADIENTS_OF_WEIGHTS}
-        inserts = []
-        for stage, i in last.items():
-            while i + 1 < len(actions) and actions[i + 1].kind in SENDS:
-                i += 1
-            inserts.append((i + 1, Action(Kind.REDUCE, stage)))
-        ranks.append(_with_inserts(actions, inserts))
-    return dataclasses.replace(schedule, actions=tuple(ranks))
-
-
-def with_gather(schedule: Schedule, *, overlap: bool) -> Schedule:
-    """Add a GATHER for each stage: right before its first forward or, with overlap, one computation ahead of it."""
-    ranks = []
-    for actions in schedule.actions:
-        computations = [i for i, action in enumerate(actions) if action.kind in COMPUTE]
-        inserts = []
-        gathered = set()
-        for number, i in enumerate(computations):
-            if actions[i].kind is Kind.FORWARD and actions[i].stage not in gathered:
-                gathered.add(actions[i].stage)
-                place = computations[max(number - 1, 0)] if overlap else i
-                inserts.append((place, Action(Kind.GATHER, actions[i].stage)))
-        ranks.append(_with_inserts(actions, inserts))
     return dataclasses.replace(schedule, actions=tuple(ranks))
 
 
@@ -135,7 +94,7 @@ def _none_after_a_later_one(queue: list[_Insert]) -> list[_Insert]:
     for insert in sorted(queue, key=lambda insert: insert.order, reverse=True):
         place = min(insert.place, moved[-1].place) if moved else insert.place
         assert place == insert.place or insert.action.kind not in SENDS, f"{insert.action} before its data is made"
-        moved.append(dataclasses.replace(insert, place=place))
+        moved.append(insert._replace(place=place))
     return moved[::-1]
 
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from megatron.base.errors import MegatronError
 
-NO_MICROBATCH = -1  # of actions that concern a stage as a whole
-
 
 class ScheduleError(MegatronError, AssertionError):
     """A schedule that cannot be run, or not as promised: a mistake in this package, not of the user's."""
@@ -26,8 +24,6 @@ class Kind(str, Enum):
     RECV_FORWARD = "RF"  # the stage's input, from the stage before
     SEND_BACKWARD = "SB"  # the gradient of the stage's input, to the stage before
     RECV_BACKWARD = "RB"  # the gradient of the stage's output, from the next stage
-    REDUCE = "R"  # the stage's gradients are complete: they may be reduced
-    GATHER = "G"  # the stage's parameters are needed soon: they may be gathered
     OFFLOAD = "O"  # what the forward keeps for its backward starts to move to far memory
     RELOAD = "L"  # it starts to come back
 
@@ -53,11 +49,10 @@ class Action(NamedTuple):
 
     kind: Kind
     stage: int
-    microbatch: int = NO_MICROBATCH
+    microbatch: int
 
     def __str__(self) -> str:
-        number = "" if self.microbatch == NO_MICROBATCH else self.microbatch
-        return f"{self.kind.value}{number}@{self.stage}"
+        return f"{self.kind.value}{self.microbatch}@{self.stage}"
 
 
 _OTHER_END = {
@@ -103,9 +98,12 @@ def round_robin(p: int, v: int = 1) -> Placement:
     return Placement(tuple(stage % p for stage in range(p * v)))
 
 
-def v_shape(p: int) -> Placement:
-    """Down the ranks and back up: rank r holds stages r and 2p - 1 - r, so the first rank has embedding and loss."""
-    return Placement((*range(p), *reversed(range(p))))
+def v_shape(p: int, v: int = 2) -> Placement:
+    """Down the ranks and back up, v times in turn. With v = 2 rank r holds stages r and 2p - 1 - r.
+
+    With an even v the first rank has both the embedding and the loss.
+    """
+    return Placement(tuple(stage % p if stage // p % 2 == 0 else p - 1 - stage % p for stage in range(p * v)))
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 A rank runs its list in order. A computation starts when the rank is free and its inputs are there. A send is posted when
 its turn comes, a receive likewise; neither holds up the rank, and a transfer begins when both are posted and the one
-before it from the same rank to the same rank has left. REDUCE and GATHER run beside computation, one after the other on
-a rank; the first forward of a stage waits for its GATHER. OFFLOAD and RELOAD run beside both, each kind one after the
-other: the backward waits for its RELOAD, and an OFFLOAD has one computation to be done in; what comes after that,
-computation or RELOAD, waits for it.
+before it from the same rank to the same rank has left. OFFLOAD and RELOAD are overlapped with computation, each kind one
+after the other: the backward waits for its RELOAD, and an OFFLOAD has one computation to be done in; the computation or
+RELOAD that follows waits for it.
 
 With `Costs.blocking`, instead, a rank stands still at a send or a receive until the other end has come to it and the data
 has moved: the least that a transport can do.
@@ -35,19 +34,16 @@ from megatron.schedule.schedule import (
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds. forward, input_grad, weight_grad, reduce, gather: one number a stage.
+    """Seconds. forward, input_grad, weight_grad, backward: one number per stage; backward is that of a whole one.
 
-    backward: of a whole backward, one number a stage; by default the sum of its halves. transfer: what a send keeps the
-    way from one rank to another busy; latency: until it arrives after that. offload, reload: a copy of what goes out of
-    one microbatch's activations of any stage.
+    transfer: for how long a send occupies the way from one rank to another; latency: from then until the data arrives.
+    offload, reload: one copy of the offloaded activations of a microbatch and stage. blocking: see the module.
     """
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
     backward: tuple[float, ...]
-    reduce: tuple[float, ...]
-    gather: tuple[float, ...]
     latency: float = 0.0
     transfer: float = 0.0
     offload: float = 0.0
@@ -63,26 +59,19 @@ class Costs:
         input_grad: float = 1.0,
         weight_grad: float = 1.0,
         backward: float | None = None,
-        reduce: float = 0.0,
-        gather: float = 0.0,
         latency: float = 0.0,
         transfer: float = 0.0,
         offload: float = 0.0,
         reload: float = 0.0,
         blocking: bool = False,
     ) -> Costs:
-        """The same numbers for every stage."""
+        """The same numbers for every stage. backward: by default the sum of its halves."""
         backward = input_grad + weight_grad if backward is None else backward
-        a_stage = {
-            "forward": forward,
-            "input_grad": input_grad,
-            "weight_grad": weight_grad,
-            "backward": backward,
-            "reduce": reduce,
-            "gather": gather,
-        }
         return cls(
-            **{name: (seconds,) * num_stages for name, seconds in a_stage.items()},
+            forward=(forward,) * num_stages,
+            input_grad=(input_grad,) * num_stages,
+            weight_grad=(weight_grad,) * num_stages,
+            backward=(backward,) * num_stages,
             latency=latency,
             transfer=transfer,
             offload=offload,
@@ -91,14 +80,12 @@ class Costs:
         )
 
     def of(self, kind: Kind) -> tuple[float, ...]:
-        """Seconds a stage of a computation, REDUCE or GATHER."""
+        """Seconds of a kind of computation, one number per stage."""
         by_kind: dict[Kind, tuple[float, ...]] = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
             Kind.INPUT_GRAD: self.input_grad,
             Kind.WEIGHT_GRAD: self.weight_grad,
-            Kind.REDUCE: self.reduce,
-            Kind.GATHER: self.gather,
         }
         return by_kind[kind]
 
@@ -153,7 +140,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     while ready:
         ready += play.advance(ready.pop())
     play.check_finished()
-    return Timeline(schedule, play.in_list_order(), play.exposed_by_rank())
+    return Timeline(schedule, play.in_list_order(), tuple(play.exposed))
 
 
 class _Play:
@@ -162,19 +149,17 @@ class _Play:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         ranks = schedule.placement.num_ranks
         self._schedule, self._costs, self._rank_of = schedule, costs, schedule.placement.rank_of
-        self._seconds = {kind: costs.of(kind) for kind in (*COMPUTE, Kind.REDUCE, Kind.GATHER)}
+        self._seconds = {kind: costs.of(kind) for kind in COMPUTE}
         self._with_transfers = any(action.kind in TRANSFERS for actions in schedule.actions for action in actions)
         self._next = [0] * ranks  # place in the rank's list
         self._free = [0.0] * ranks  # when the rank is done with what it has run
-        self._beside = [0.0] * ranks  # when its reductions and gathers are
-        self._exposed = [0.0] * ranks
+        self.exposed = [0.0] * ranks
         self._copied = {kind: [0.0] * ranks for kind in COPIES}  # when the rank's copies of this direction are done
         self._due = [0.0] * ranks  # when the offloads are done that have had their computation
         self._reloaded: dict[Action, float] = {}
         self._made: dict[Action, float] = {}  # FORWARD or, for a backward of either form, INPUT_GRAD -> when made
         self._posted: dict[Action, float] = {}  # send or receive -> when posted
         self._moved: dict[Action, float] = {}  # send or receive -> when the data is there
-        self._gathered: dict[int, float] = {}  # stage -> when its parameters are there
         self._way_free: dict[tuple[int, int], float] = {}  # (from rank, to rank) -> when the last transfer has left
         self._intervals: dict[Action, Interval] = {}
         self._waiting: dict[Action, list[int]] = {}  # what -> ranks that can go on when it is made or moved
@@ -208,25 +193,13 @@ class _Play:
         """What each rank did, by place in its list."""
         return tuple(tuple(map(self._intervals.__getitem__, actions)) for actions in self._schedule.actions)
 
-    def exposed_by_rank(self) -> tuple[float, ...]:
-        """With what of the reductions is left when computation is over."""
-        ends = zip(self._exposed, self._beside, self._free, strict=True)
-        return tuple(exposed + max(0.0, beside - free) for exposed, beside, free in ends)
-
     def _try(self, rank: int, action: Action) -> Action | None:
         """Run an action, or return what it waits for."""
         if action.kind in COMPUTE:
             return self._compute(rank, action)
         if action.kind in TRANSFERS:
             return self._transfer(rank, action)
-        if action.kind in COPIES:
-            self._copy(rank, action)
-            return None
-        start = max(self._free[rank], self._beside[rank])
-        stop = self._beside[rank] = start + self._seconds[action.kind][action.stage]
-        self._intervals[action] = Interval(action, start, stop)
-        if action.kind is Kind.GATHER:
-            self._gathered[action.stage] = stop
+        self._copy(rank, action)
         return None
 
     def _compute(self, rank: int, action: Action) -> Action | None:
@@ -245,14 +218,12 @@ class _Play:
                 return need
             made = max(made, self._made[need])
         start = max(there, made)
-        if kind is Kind.FORWARD and self._gathered:
-            start = max(start, self._gathered.get(stage, 0.0))
         if kind in GRADIENTS_OF_INPUT:
             start = max(start, self._reloaded.get(Action(Kind.RELOAD, stage, microbatch), 0.0))
         start = max(start, self._due[rank])
         self._due[rank] = self._copied[Kind.OFFLOAD][rank]
         stop = self._free[rank] = start + self._seconds[kind][stage]
-        self._exposed[rank] += start - made
+        self.exposed[rank] += start - made
         self._intervals[action] = Interval(action, start, stop)
         if kind is not Kind.WEIGHT_GRAD:
             result = action if kind is not Kind.BACKWARD else Action(Kind.INPUT_GRAD, stage, microbatch)
@@ -284,7 +255,7 @@ class _Play:
             if action not in self._moved:
                 return action
             self._free[rank] = self._moved[action]
-            self._exposed[rank] += self._costs.transfer + self._costs.latency
+            self.exposed[rank] += self._costs.transfer + self._costs.latency
         return None
 
     def _move(self, action: Action, other: Action) -> None:

@@ -12,8 +12,6 @@ from megatron.schedule.schedule import (
     COPIES,
     GRADIENTS_OF_INPUT,
     GRADIENTS_OF_WEIGHTS,
-    NO_MICROBATCH,
-    RECEIVES,
     SENDS,
     TRANSFERS,
     Action,
@@ -22,7 +20,6 @@ from megatron.schedule.schedule import (
     ScheduleError,
     other_end,
 )
-from megatron.schedule.simulate import Costs, simulate
 
 
 def check(schedule: Schedule, *, blocking: bool = False) -> None:
@@ -31,18 +28,18 @@ def check(schedule: Schedule, *, blocking: bool = False) -> None:
     Every stage sees every microbatch once, forward, and backward whole or split but all alike or not at all; each action
     is on the stage's rank and after what it needs there. If there are transfers, there is one for every edge that
     crosses ranks, sends are after what they send, receives before what needs them, and both ends of each direction
-    between two ranks have the same order. Stages are gathered before their first forward, and reduced after their last
-    gradient, if at all once. What is offloaded has been made, and is reloaded once, before its backward. And nobody
-    waits for ever: with sends and receives that do not hold up their rank, or, `blocking`, even with a transport that
-    keeps both ends standing until the data has moved.
+    between two ranks have the same order. What is offloaded has been made, and is reloaded once, before its backward.
+    And no rank waits for ever: with sends and receives that do not hold up their rank, or, `blocking`, even with a
+    transport that keeps both ends standing until the data has moved.
+
+    The time is linear in the number of actions.
     """
     where = _places(schedule)
     _check_each_once(schedule, where)
     _check_order_on_rank(schedule, where)
     _check_moves(schedule, where)
-    if any(action.kind in TRANSFERS for action in where):
-        _check_transfers(schedule, where)
-    simulate(schedule, Costs.uniform(schedule.placement.num_stages, blocking=blocking))
+    sends = _check_transfers(schedule, where) if any(action.kind in TRANSFERS for action in where) else {}
+    _check_progress(schedule, sends, blocking=blocking)
 
 
 @dataclass(frozen=True)
@@ -128,9 +125,9 @@ def _places(schedule: Schedule) -> dict[Action, int]:
     for rank, actions in enumerate(schedule.actions):
         for index, action in enumerate(actions):
             if not 0 <= action.stage < len(rank_of) or rank_of[action.stage] != rank:
-                raise _error(schedule, rank, action, "is not of this rank's stages")
+                raise ScheduleError(f"{schedule.name}, rank {rank}: {action} is not of this rank's stages")
             if action in where:
-                raise _error(schedule, rank, action, "comes twice")
+                raise _error(schedule, action, "comes twice")
             where[action] = index
     return where
 
@@ -145,33 +142,22 @@ def _check_each_once(schedule: Schedule, where: dict[Action, int]) -> None:
     if len(wanted) == 4:
         raise ScheduleError(f"{schedule.name} has whole backwards and split ones")
     microbatches = range(schedule.num_microbatches)
-    for stage, rank in enumerate(schedule.placement.rank_of):
+    for stage in range(schedule.placement.num_stages):
         for action in (Action(kind, stage, microbatch) for kind in wanted for microbatch in microbatches):
             if action not in where:
-                raise _error(schedule, rank, action, "is missing")
+                raise _error(schedule, action, "is missing")
     for action in where:
-        whole_stage = action.kind in (Kind.REDUCE, Kind.GATHER)
-        if action.microbatch != NO_MICROBATCH if whole_stage else action.microbatch not in microbatches:
-            rank = schedule.placement.rank_of[action.stage]
-            raise _error(schedule, rank, action, f"is of microbatch {action.microbatch}, of {len(microbatches)}")
+        if action.microbatch not in microbatches:
+            raise _error(schedule, action, f"is of microbatch {action.microbatch}, of {len(microbatches)}")
 
 
 def _check_order_on_rank(schedule: Schedule, where: dict[Action, int]) -> None:
-    for rank, actions in enumerate(schedule.actions):
-        begun: set[int] = set()  # stages that have seen a forward
-        for index, (kind, stage, microbatch) in enumerate(actions):
-            if kind is Kind.FORWARD:
-                begun.add(stage)
-            elif kind in GRADIENTS_OF_INPUT:
-                _check_before(schedule, where, Action(Kind.FORWARD, stage, microbatch), actions[index])
-            elif kind is Kind.WEIGHT_GRAD:
-                _check_before(schedule, where, Action(Kind.INPUT_GRAD, stage, microbatch), actions[index])
-            elif kind is Kind.GATHER and stage in begun:
-                raise _error(schedule, rank, actions[index], "comes after the stage's first forward")
-            elif kind is Kind.REDUCE:
-                counts = Counter(a.kind for a in actions[:index] if a.stage == stage)
-                if counts[Kind.BACKWARD] + counts[Kind.WEIGHT_GRAD] < schedule.num_microbatches:
-                    raise _error(schedule, rank, actions[index], "comes before the stage's gradients are complete")
+    for action in where:
+        kind, stage, microbatch = action
+        if kind in GRADIENTS_OF_INPUT:
+            _check_before(schedule, where, Action(Kind.FORWARD, stage, microbatch), action)
+        elif kind is Kind.WEIGHT_GRAD:
+            _check_before(schedule, where, Action(Kind.INPUT_GRAD, stage, microbatch), action)
 
 
 def _check_moves(schedule: Schedule, where: dict[Action, int]) -> None:
@@ -181,56 +167,95 @@ def _check_moves(schedule: Schedule, where: dict[Action, int]) -> None:
         if action.kind not in COPIES:
             continue
         _, stage, microbatch = action
-        rank = schedule.placement.rank_of[stage]
         backward = Kind.INPUT_GRAD if split else Kind.BACKWARD
         order = [Action(kind, stage, microbatch) for kind in (Kind.FORWARD, Kind.OFFLOAD, Kind.RELOAD, backward)]
         for step in order:
             if step not in where:
-                raise _error(schedule, rank, action, f"has no {step}")
+                raise _error(schedule, action, f"has no {step}")
         for first, then in itertools.pairwise(order):
             _check_before(schedule, where, first, then)
 
 
 def _check_before(schedule: Schedule, where: dict[Action, int], first: Action, then: Action) -> None:
     if where[first] > where[then]:
-        raise _error(schedule, schedule.placement.rank_of[then.stage], then, f"comes before {first}")
+        raise _error(schedule, then, f"comes before {first}")
 
 
-def _check_transfers(schedule: Schedule, where: dict[Action, int]) -> None:
-    expected = set()
+def _check_transfers(schedule: Schedule, where: dict[Action, int]) -> dict[Action, Action]:
+    """The send that each computation waits for which needs data of another rank."""
+    sends: dict[Action, Action] = {}
+    expected: set[Action] = set()
     for action, index in where.items():
-        if action.kind not in COMPUTE:
+        if action.kind not in COMPUTE or (send := schedule.send_after(action)) is None:
             continue
-        rank = schedule.placement.rank_of[action.stage]
-        if (send := schedule.send_after(action)) is not None:
-            expected |= {send, other_end(send)}
-            if where.get(send, -1) < index:
-                raise _error(schedule, rank, send, f"is missing or comes before {action}")
-        receive = schedule.receive_before(action)
-        if receive is not None and where.get(receive, len(where)) > index:
-            raise _error(schedule, rank, receive, f"is missing or comes after {action}")
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            if action.kind in TRANSFERS and action not in expected:
-                raise _error(schedule, rank, action, "moves nothing between ranks")
-    _check_same_order(schedule)
+        receive = other_end(send)
+        taker = Action(action.kind, receive.stage, action.microbatch)
+        if where.get(send, -1) < index:
+            raise _error(schedule, send, f"is missing or comes before {action}")
+        if where.get(receive, len(where)) > where[taker]:
+            raise _error(schedule, receive, f"is missing or comes after {taker}")
+        sends[taker] = send
+        expected.add(send)
+        expected.add(receive)
+    for action in where:
+        if action.kind in TRANSFERS and action not in expected:
+            raise _error(schedule, action, "moves nothing between ranks")
+    _check_same_order(schedule, where)
+    return sends
 
 
-def _check_same_order(schedule: Schedule) -> None:
-    """Both ends of each direction between two ranks, send for send and receive for receive."""
-    sent: dict[tuple[int, int], list[Action]] = {}
-    received: dict[tuple[int, int], list[Action]] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            if action.kind in SENDS:
-                sent.setdefault((rank, schedule.peer(action)), []).append(action)
-            elif action.kind in RECEIVES:
-                received.setdefault((schedule.peer(action), rank), []).append(action)
-    for (source, destination), sends in sent.items():
-        for send, receive in zip(sends, received[source, destination], strict=True):
-            if other_end(send) != receive:
-                raise _error(schedule, destination, receive, f"meets {send} of rank {source}")
+def _check_same_order(schedule: Schedule, where: dict[Action, int]) -> None:
+    """In each direction between two ranks the receives have the order of their sends."""
+    rank_of = schedule.placement.rank_of
+    before: dict[tuple[int, int], Action] = {}  # (from rank, to rank) -> the last receive
+    for send in where:
+        if send.kind in SENDS:
+            receive = other_end(send)
+            way = rank_of[send.stage], rank_of[receive.stage]
+            if way in before and where[before[way]] > where[receive]:
+                raise _error(
+                    schedule, receive, f"comes before {before[way]}, but {send} after {other_end(before[way])}"
+                )
+            before[way] = receive
 
 
-def _error(schedule: Schedule, rank: int, action: Action, fault: str) -> ScheduleError:
-    return ScheduleError(f"{schedule.name}, rank {rank}: {action} {fault}")
+def _check_progress(schedule: Schedule, sends: dict[Action, Action], *, blocking: bool) -> None:
+    """Run the lists without times: a rank goes on until it needs an action that has not been reached yet."""
+    reached: set[Action] = set()
+    waiting: dict[Action, int] = {}  # action -> rank that needs it
+    place = [0] * len(schedule.actions)
+    ready = list(range(len(schedule.actions)))
+    while ready:
+        rank = ready.pop()
+        actions = schedule.actions[rank]
+        while place[rank] < len(actions):
+            action = actions[place[rank]]
+            need = sends.get(action) or _needs(schedule, action, blocking=blocking)
+            missing = None if need in reached else need
+            if missing is None or action.kind in TRANSFERS:  # a transfer is posted before its rank stands still for it
+                reached.add(action)
+                if action in waiting:
+                    ready.append(waiting.pop(action))
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            place[rank] += 1
+    if waiting:
+        at = {rank: f"{schedule.actions[rank][place[rank]]}, for {need}" for need, rank in waiting.items()}
+        stuck = "; ".join(f"rank {rank} at {at[rank]}" for rank in sorted(at))
+        raise ScheduleError(f"{schedule.name}: ranks wait for each other: {stuck}")
+
+
+def _needs(schedule: Schedule, action: Action, *, blocking: bool) -> Action | None:
+    """The action that must have been reached before this one can end; data that is not sent is everywhere at once."""
+    kind, stage, microbatch = action
+    if kind in TRANSFERS:
+        return other_end(action) if blocking else None
+    if kind not in COMPUTE or kind is Kind.WEIGHT_GRAD:
+        return None
+    source = stage - 1 if kind is Kind.FORWARD else stage + 1
+    return Action(kind, source, microbatch) if 0 <= source < schedule.placement.num_stages else None
+
+
+def _error(schedule: Schedule, action: Action, fault: str) -> ScheduleError:
+    return ScheduleError(f"{schedule.name}, rank {schedule.placement.rank_of[action.stage]}: {action} {fault}")

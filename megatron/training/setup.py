@@ -160,6 +160,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         with timed_phase("load-checkpoint", groups):
             load_checkpoint(trainer, checkpoint)
     batches.check_from(trainer.state.consumed_samples)
+    trainer.check_schedules()
     with groups.heartbeat.phase("build-datasets"):
         trainer.readers = build_readers(trainer, tokenizer.eod)
     _announce(trainer, kernels, overlap.name, overlap_why, recomputed)

@@ -78,6 +78,17 @@ class Trainer:
             return self.state.iteration >= self.batches.total_iterations
         return consumed + self.batches.global_batch_size(consumed) > samples
 
+    def check_schedules(self) -> None:
+        """Build, and so check, the schedules of the next step, of the final batch size and of evaluations.
+
+        Those of batch sizes between are checked when a ramp comes to them. Raises ScheduleError, on all ranks alike.
+        """
+        final = self.batches.final_num_microbatches
+        for microbatches in {self.batches.num_microbatches(self.state.consumed_samples), final}:
+            self.pipeline.schedule_of(microbatches)
+        if self.run.eval.eval_iters:
+            self.pipeline.evaluation_of(final)
+
     def train_step(self) -> StepReport:
         """One optimizer step on the next global batch."""
         with self.data_parallel.timeline.span("iteration", f"iteration {self.state.iteration + 1}"):

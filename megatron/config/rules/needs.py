@@ -83,7 +83,7 @@ def _is_pipeline(run: RunConfig) -> bool:
 
 def _is_interleaved(run: RunConfig) -> bool:
     assert run.model.num_layers
-    return pipeline_settings(run.parallel, run.model.num_layers).schedule == "interleaved"
+    return pipeline_settings(run.parallel, run.model.num_layers).schedule.takes_groups
 
 
 def _validates(run: RunConfig) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.schedule.schedule import GRADIENTS_OF_WEIGHTS, Action, Kind, Schedule
+from megatron.schedule.schedule import GRADIENTS_OF_WEIGHTS, Action, Kind, Schedule, ScheduleError
 
 Place = tuple[int, int]  # stage, microbatch
 
@@ -99,10 +99,7 @@ class _Alive:
 
 
 class Engine:
-    """Runs one rank's part of a schedule, which holds its transfers.
-
-    After `run`, `peak_alive` is the largest number of forwards that waited for their backward at once.
-    """
+    """Runs one rank's part of a schedule, which holds its transfers."""
 
     def __init__(
         self,
@@ -125,7 +122,6 @@ class Engine:
         self._gradients: dict[Place, Tensor] = {}  # of the inputs of stages here, the same way
         self._messages: dict[Action, Message] = {}
         self._alive: dict[Place, _Alive] = {}
-        self.peak_alive = 0
 
     def run(self, before: Callable[[Action], None] = lambda action: None) -> list[Tensor]:
         """Objectives of the microbatches, detached, on the rank with the last stage; elsewhere none.
@@ -158,6 +154,8 @@ class Engine:
                     self._mover.offload(stage, m)
                 case Kind.RELOAD:
                     self._mover.reload(stage, m)
+                case _:
+                    raise ScheduleError(f"{self._schedule.name} holds {action}, which the engine cannot run")
         self._post.flush()
         return [objectives[m] for m in sorted(objectives)]
 
@@ -180,7 +178,6 @@ class Engine:
         if torch.is_grad_enabled():
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._alive[stage, m] = _Alive(received, edge, output.detach() if is_last else None)
-            self.peak_alive = max(self.peak_alive, len(self._alive))
         if is_last:
             return output.detach()
         self._outputs[stage, m] = output.detach()

@@ -55,7 +55,7 @@ def stage_memory(
 ) -> StageMemory:
     """Of one of the run's stages. far: weights of it that live in host memory. by_layer: what the flags move of its
     activations moves layer by layer; else nothing of them moves here."""
-    split = settings.schedule.startswith("zb")
+    split = settings.schedule.splits_backward
     model = run.model
     modules = run.recompute.modules
     attention = AttentionMemory(model, sizes, comm_type(run), modules, split=split)

@@ -32,8 +32,6 @@ NAMES = {
     Kind.RECV_FORWARD: "receive input",
     Kind.SEND_BACKWARD: "send gradient",
     Kind.RECV_BACKWARD: "receive gradient",
-    Kind.REDUCE: "reduce gradients",
-    Kind.GATHER: "gather parameters",
     Kind.OFFLOAD: "offload activations",
     Kind.RELOAD: "reload activations",
 }
@@ -43,8 +41,6 @@ ROWS = {  # of a trace
     Kind.RECV_FORWARD: "receive forward",
     Kind.SEND_BACKWARD: "send backward",
     Kind.RECV_BACKWARD: "receive backward",
-    Kind.REDUCE: "reduce",
-    Kind.GATHER: "gather",
     Kind.OFFLOAD: "offload",
     Kind.RELOAD: "reload",
 }
@@ -141,7 +137,7 @@ def _dress(axes: Axes, timeline: Timeline, title: str) -> None:
 
 
 def write_trace(path: Path, timeline: Timeline) -> None:
-    """One process a rank, with rows for computation, transfers and collectives. Raises OSError."""
+    """One process a rank, with rows for computation, transfers and copies. Raises OSError."""
     events: list[dict[str, Any]] = []
     for rank, intervals in enumerate(timeline.intervals):
         events.append(_label("process_name", f"rank {rank}", rank, 0))

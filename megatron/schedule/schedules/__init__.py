@@ -1,1 +1,1 @@
-"""One file a family of schedules: functions from sizes to a Schedule that holds computation only."""
+"""One file per family of schedules: functions from sizes to lists of computations, and their specs."""

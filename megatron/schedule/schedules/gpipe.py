@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from megatron.schedule.schedule import Action, Kind, Schedule, round_robin
+from megatron.schedule.schedule import Action, Kind
+from megatron.schedule.schedules.one_f_one_b import fill_and_drain
+from megatron.schedule.spec import Lists, ScheduleSpec, Sizes
 
 
-def gpipe(p: int, m: int) -> Schedule:
+def gpipe(sizes: Sizes) -> Lists:
     """All m microbatches' activations are alive at once; the time is 1F1B's.
 
     The paper runs the backwards last first. Here they run in order, so that gradients add up in the same order, and to
     the same bits, as under the other schedules.
     """
     ranks = []
-    for rank in range(p):
-        forwards = [Action(Kind.FORWARD, rank, k) for k in range(m)]
-        ranks.append((*forwards, *(Action(Kind.BACKWARD, rank, k) for k in range(m))))
-    return Schedule("gpipe", round_robin(p), m, tuple(ranks))
+    for rank in range(sizes.p):
+        forwards = [Action(Kind.FORWARD, rank, k) for k in range(sizes.m)]
+        ranks.append((*forwards, *(Action(Kind.BACKWARD, rank, k) for k in range(sizes.m))))
+    return tuple(ranks)
+
+
+GPIPE = ScheduleSpec(name="gpipe", actions=gpipe, bubble=fill_and_drain)

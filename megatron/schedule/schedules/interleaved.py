@@ -1,14 +1,15 @@
-"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.2): v chunks of layers a rank."""
+"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.2): v chunks of layers per rank."""
 
 from __future__ import annotations
 
 from megatron.base.errors import ConfigError
-from megatron.schedule.schedule import Action, Kind, Schedule, round_robin
+from megatron.schedule.schedule import Action, Kind
 from megatron.schedule.schedules.one_f_one_b import in_turn
+from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
 
 
-def interleaved(p: int, v: int, m: int, group: int | None = None) -> Schedule:
-    """A bubble of (p - 1) / (v m + p - 1) of the step, for v times the transfers and more activations alive than 1F1B.
+def interleaved(sizes: Sizes) -> Lists:
+    """A smaller bubble than 1F1B's, for v times the transfers and more activations alive.
 
     Microbatches go in groups: a rank takes all of a group through its first chunk, then through its second, and so on,
     and back in the opposite order. group: Megatron-LM's --microbatch-group-size-per-virtual-pipeline-stage, default p;
@@ -17,22 +18,23 @@ def interleaved(p: int, v: int, m: int, group: int | None = None) -> Schedule:
 
     With v = 1 this is 1F1B. Raises ConfigError for a group smaller than p.
     """
-    sizes = group_sizes(p, m, p if group is None else group)
+    p, v = sizes.p, sizes.v
+    groups = group_sizes(p, sizes.m, sizes.group)
     step = 2 if v > 1 else 1  # the warm-up has to cover the way there and back of a chunk in the middle
     ranks = []
     for rank in range(p):
         forwards: list[Action] = []
         backwards: list[Action] = []
         start = 0
-        for size in sizes:
+        for size in groups:
             chunks = [(chunk * p + rank, k) for chunk in range(v) for k in range(start, start + size)]
             forwards += (Action(Kind.FORWARD, stage, k) for stage, k in chunks)
             back = [(chunk * p + rank, k) for chunk in reversed(range(v)) for k in range(start, start + size)]
             backwards += (Action(Kind.BACKWARD, stage, k) for stage, k in back)
             start += size
-        warm_up = (v - 1) * max(sizes) + step * (p - rank - 1)
+        warm_up = (v - 1) * max(groups) + step * (p - rank - 1)
         ranks.append(in_turn(forwards, backwards, warm_up))
-    return Schedule("interleaved", round_robin(p, v), m, tuple(ranks))
+    return tuple(ranks)
 
 
 def group_sizes(p: int, m: int, group: int) -> list[int]:
@@ -53,3 +55,14 @@ def group_sizes(p: int, m: int, group: int) -> list[int]:
         return [group] * full + ([rest] if rest else [])
     count = max(1, min(full + 1, m // p))
     return [m // count + (number < m % count) for number in range(count)]
+
+
+def bubble(sizes: Sizes, times: Times) -> Formula | None:
+    """As 1F1B's, but the pipeline fills in steps of a chunk; for m >= p."""
+    p, v, m = sizes.p, sizes.v, sizes.m
+    return Formula("(p - 1) / (v m + p - 1)", (p - 1) / (v * m + p - 1)) if m >= p else None
+
+
+INTERLEAVED = ScheduleSpec(
+    name="interleaved", actions=interleaved, bubble=bubble, virtual_stages=None, takes_groups=True
+)

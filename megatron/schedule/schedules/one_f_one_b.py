@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.schedule.schedule import Action, Kind, Schedule, round_robin
+from megatron.schedule.schedule import Action, Kind
+from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
 
 
-def one_f_one_b(p: int, m: int) -> Schedule:
+def one_f_one_b(sizes: Sizes) -> Lists:
     """Warm-up forwards until a backward can come back, then one forward and one backward in turn.
 
-    Rank r keeps at most p - r microbatches' activations. Bubble (p - 1) / (m + p - 1) of the step.
+    Rank r keeps at most p - r microbatches' activations.
     """
+    p, m = sizes.p, sizes.m
     ranks = []
     for rank in range(p):
         forwards = [Action(Kind.FORWARD, rank, k) for k in range(m)]
         backwards = [Action(Kind.BACKWARD, rank, k) for k in range(m)]
         ranks.append(in_turn(forwards, backwards, warm_up=p - rank - 1))
-    return Schedule("1f1b", round_robin(p), m, tuple(ranks))
+    return tuple(ranks)
 
 
 def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
@@ -27,3 +29,12 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: in
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         actions += (forward, backward)
     return (*actions, *backwards[len(forwards) - warm_up :])
+
+
+def fill_and_drain(sizes: Sizes, times: Times) -> Formula:
+    """The bubble where the pipeline fills and drains once per step, a microbatch at a time."""
+    p, m = sizes.p, sizes.m
+    return Formula("(p - 1) / (m + p - 1)", (p - 1) / (m + p - 1))
+
+
+ONE_F_ONE_B = ScheduleSpec(name="1f1b", actions=one_f_one_b, bubble=fill_and_drain)

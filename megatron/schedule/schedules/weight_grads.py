@@ -1,4 +1,4 @@
-"""Where the second half of a split backward goes (Qi et al., arXiv 2401.10241, section 2): nobody waits for it."""
+"""Where the second half of a split backward goes (Qi et al., arXiv 2401.10241, section 2): no rank waits for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from megatron.schedule.schedule import Action, Kind
-
-Lists = tuple[tuple[Action, ...], ...]
+from megatron.schedule.spec import Lists
 
 
 def with_weight_grads(ranks: Sequence[Sequence[Action]], last_stage: int, most_kept: int) -> Lists:

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from megatron.schedule.schedule import Action, Kind, Schedule, round_robin
+from megatron.schedule.schedule import Action, Kind
 from megatron.schedule.schedules.one_f_one_b import in_turn
 from megatron.schedule.schedules.weight_grads import with_weight_grads
+from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
 
 
-def zb_h1(p: int, m: int) -> Schedule:
+def zb_h1(sizes: Sizes) -> Lists:
     """1F1B with a split backward: the stage before waits for the input's gradient only; the weights' fills idle time.
 
-    Idle for (p - 1)(F + I - W) a rank instead of (p - 1)(F + I + W), if W is no longer than F and I: a third when all
-    are equal. Every rank keeps up to p microbatches between forward and weight gradient, as 1F1B's first rank does.
+    Every rank keeps up to p microbatches between forward and weight gradient, as 1F1B's first rank does.
     """
+    p, m = sizes.p, sizes.m
     ranks = []
     for rank in range(p):
         forwards = [Action(Kind.FORWARD, rank, k) for k in range(m)]
         input_grads = [Action(Kind.INPUT_GRAD, rank, k) for k in range(m)]
         ranks.append(in_turn(forwards, input_grads, warm_up=p - rank - 1))
-    return Schedule("zb-h1", round_robin(p), m, with_weight_grads(ranks, p - 1, most_kept=p))
+    return with_weight_grads(ranks, p - 1, most_kept=p)
+
+
+def bubble(sizes: Sizes, times: Times) -> Formula | None:
+    """Each rank is idle for (p - 1)(F + I - W) instead of 1F1B's (p - 1)(F + I + W): a third when all are equal.
+
+    For W no longer than F and I, and m >= p.
+    """
+    p, m = sizes.p, sizes.m
+    forward, input_grad, weight_grad = times
+    if m < p or weight_grad > min(forward, input_grad):
+        return None
+    idle = (p - 1) * (forward + input_grad - weight_grad)
+    text = "(p - 1)(F + I - W) / (m (F + I + W) + (p - 1)(F + I - W))"
+    return Formula(text, idle / (m * sum(times) + idle))
+
+
+ZB_H1 = ScheduleSpec(name="zb-h1", actions=zb_h1, bubble=bubble, splits_backward=True)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from megatron.schedule.schedule import Action, Kind, Schedule, v_shape
+from megatron.schedule.schedule import Action, Kind, v_shape
 from megatron.schedule.schedules.weight_grads import with_weight_grads
+from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
 
 
-def zb_v(p: int, m: int) -> Schedule:
+def zb_v(sizes: Sizes) -> Lists:
     """Two chunks a rank, placed down the ranks and back up, and a split backward.
 
     With F = I = W and m >= 2p - 1 no rank is idle between its first and its last action. With m >= p the step is over
     as early as it can be: when the last rank, which begins p - 1 chunks late, has done its work. A rank keeps at most 2p
     chunks' activations between forward and weight gradient: p microbatches of its layers, as 1F1B's first rank does.
     """
+    p, m = sizes.p, sizes.m
     played = max(m, 2 * p - 1)  # a shorter step is a longer one, less the microbatches that it does not have
     ranks = [[a for a in _forwards_and_input_grads(p, rank, played) if a.microbatch < m] for rank in range(p)]
-    return Schedule("zb-v", v_shape(p), m, with_weight_grads(ranks, 2 * p - 1, most_kept=2 * p))
+    return with_weight_grads(ranks, 2 * p - 1, most_kept=2 * p)
 
 
 def _forwards_and_input_grads(p: int, rank: int, m: int) -> Iterator[Action]:
@@ -39,3 +41,14 @@ def _forwards_and_input_grads(p: int, rank: int, m: int) -> Iterator[Action]:
     order += [back_down] * (p - rank)
     for actions in order:
         yield from itertools.islice(actions, 1)
+
+
+def bubble(sizes: Sizes, times: Times) -> Formula | None:
+    """Idle is only the time until the last rank can begin: p - 1 chunks. For F = I = W and m >= 2p - 1."""
+    p, m = sizes.p, sizes.m
+    if len(set(times)) > 1 or m < 2 * p - 1:
+        return None
+    return Formula("(p - 1) / (6 m + p - 1), 0 inside a rank", (p - 1) / (6 * m + p - 1))
+
+
+ZB_V = ScheduleSpec(name="zb-v", actions=zb_v, bubble=bubble, placement=v_shape, virtual_stages=2, splits_backward=True)

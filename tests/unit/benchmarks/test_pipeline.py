@@ -5,18 +5,18 @@ import pytest
 from benchmarks.cluster.pipeline import HEADER, WAYS, WORKER, Row, busiest, line, simulated_exposure
 from benchmarks.cluster.pipeline_worker import __name__ as worker
 from megatron.schedule.passes import with_transfers
-from megatron.schedule.schedules.named import build, chunks_of
+from megatron.schedule.registry import SCHEDULES
 
 
 def schedule_of(way, m):
     name, v, groups = WAYS[way]
-    return with_transfers(build(name, 2, m, v=v, group=groups and 2 * groups), overlap=True)
+    return with_transfers(SCHEDULES[name].build(2, m, v=v, group=groups and 2 * groups), overlap=True)
 
 
 def test_ways():
     assert worker == WORKER
     # What the worker builds from a case's name alone.
-    assert all(v == chunks_of(name, 2 if name == "interleaved" else None) for name, v, _ in WAYS.values())
+    assert all(v == (SCHEDULES[name].virtual_stages or 2) for name, v, _ in WAYS.values())
 
 
 @pytest.mark.parametrize(("way", "messages"), [("1f1b", 1), ("interleaved, v = 2", 3), ("zb-v", 2)])

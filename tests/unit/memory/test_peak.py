@@ -13,7 +13,7 @@ from megatron.core.timeline import Timeline, write_chrome_trace
 from megatron.planner.memory.activation_offload import peak_chunks
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
-from megatron.schedule.schedules.named import build
+from megatron.schedule.registry import schedule_or_default
 from megatron.schedule.simulate import Costs, simulate
 from tests.unit.memory.live import LiveBytes
 from tests.unit.memory.stages import LAYER_BYTES, Program, Stages
@@ -23,8 +23,7 @@ CPU = torch.device("cpu")
 
 
 def schedule_of(p, v, m, name=None):
-    name = name or ("interleaved" if v > 1 else "1f1b")
-    return with_offload(with_transfers(build(name, p, m, v=v), overlap=True))
+    return with_offload(with_transfers(schedule_or_default(name, v).build(p, m, v=v), overlap=True))
 
 
 def in_threads(work, ranks):
@@ -179,7 +178,9 @@ def test_nobody_waits_for_a_copy_that_fits_its_slot(name, p, v, slots, tmp_path)
     costs = Costs.uniform(schedule.placement.num_stages, offload=slots, reload=slots)
     timeline = simulate(schedule, costs)
     assert done == pytest.approx([max(i.stop for i in timeline.computation(rank)) for rank in range(p)])
-    without = simulate(with_transfers(build(name, p, 2 * p, v=v), overlap=True), Costs.uniform(p * v))
+    without = simulate(
+        with_transfers(schedule_or_default(name, v).build(p, 2 * p, v=v), overlap=True), Costs.uniform(p * v)
+    )
     assert (timeline.makespan > without.makespan + 1e-9) == bool(waits)
     write_chrome_trace(tmp_path / "trace.json", spans)
     assert (WAIT in (tmp_path / "trace.json").read_text()) == bool(waits)

@@ -1,18 +1,20 @@
 """The engine on small functions: values, gradients, order, what is alive, and the time it takes."""
 
+import dataclasses
 import gc
 import threading
 import time
 import weakref
+from enum import Enum
 
 import pytest
 import torch
 
 from megatron.core.pipeline_parallel.engine import Engine
 from megatron.schedule.passes import with_transfers
-from megatron.schedule.schedule import Kind
+from megatron.schedule.registry import SCHEDULES as REGISTERED
+from megatron.schedule.schedule import Action, Kind, ScheduleError
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.schedules.named import build
 from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import memory_in_flight
 
@@ -72,12 +74,17 @@ class Scale:
     def __init__(self, weights, x, last):
         self.weights, self._x, self._last = weights, x, last
         self.order, self.lasts, self._jobs, self.hidden = [], [], {}, []
+        self.graphs, self.most_alive = (
+            weakref.WeakSet(),
+            0,
+        )  # what graphs save, of forwards that wait for their backward
 
     def forward(self, stage, microbatch, received):
         self.order.append(("F", stage, microbatch))
         x = self._x[microbatch] if stage == 0 else received
         out = Multiply.apply(x, self.weights[stage], self)
         self.hidden.append(weakref.ref(out))
+        self.most_alive = max(self.most_alive, len(self.graphs))
         return out.sum() if stage == self._last else out
 
     def backward(self, stage, microbatch, run, *, last):
@@ -101,11 +108,16 @@ class Scale:
         return tuple(self._x[microbatch].shape)
 
 
+class Saved:
+    """Lives as long as the graph of a forward."""
+
+
 class Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, owner):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.owner = weight, owner
+        ctx.weight, ctx.owner, ctx.saved = weight, owner, Saved()
+        owner.graphs.add(ctx.saved)
         return x * weight
 
     @staticmethod
@@ -121,7 +133,7 @@ class Multiply(torch.autograd.Function):
 
 
 def run_all(schedule, programs, grad=True, dtype=torch.float64):
-    """Every rank in a thread; (objectives of each, engines)."""
+    """Every rank in a thread; the objectives of each."""
     mail = Mail()
     engines = [Engine(schedule, rank, program, mail.box(rank), dtype, program) for rank, program in enumerate(programs)]
     found, errors = [None] * len(engines), []
@@ -140,11 +152,11 @@ def run_all(schedule, programs, grad=True, dtype=torch.float64):
         thread.join(60)
     if errors:
         raise errors[0]
-    return found, engines
+    return found
 
 
 def make(name, p, v, m, overlap):
-    schedule = with_transfers(build(name, p, m, v=v), overlap=overlap)
+    schedule = with_transfers(REGISTERED[name].build(p, m, v=v), overlap=overlap)
     generator = torch.Generator().manual_seed(p * 100 + m)
     x = torch.randn(m, 5, dtype=torch.float64, generator=generator)
     weights = [torch.tensor(1.0 + 0.1 * s, dtype=torch.float64, requires_grad=True) for s in range(p * v)]
@@ -158,7 +170,7 @@ def make(name, p, v, m, overlap):
 def test_values_gradients_and_order(name, v, p, m, overlap):
     schedule, x, weights = make(name, p, v, m, overlap)
     programs = [Scale(weights, x, p * v - 1) for _ in range(p)]
-    found, _ = run_all(schedule, programs)
+    found = run_all(schedule, programs)
     product = torch.stack([weight.detach() for weight in weights]).prod()
     holder = schedule.placement.rank_of[-1]
     assert all(not found[rank] for rank in range(p) if rank != holder)
@@ -178,9 +190,23 @@ def test_values_gradients_and_order(name, v, p, m, overlap):
 def test_what_is_alive_is_what_the_schedule_says(name, v):
     p, m = 4, 9
     schedule, x, weights = make(name, p, v, m, True)
-    _, engines = run_all(schedule, [Scale(weights, x, p * v - 1) for _ in range(p)])
-    promised = [rank.awaiting_input_grad for rank in memory_in_flight(build(name, p, m, v=v))]
-    assert [engine.peak_alive for engine in engines] == promised
+    programs = [Scale(weights, x, p * v - 1) for _ in range(p)]
+    run_all(schedule, programs)
+    promised = [rank.awaiting_input_grad for rank in memory_in_flight(REGISTERED[name].build(p, m, v=v))]
+    assert [program.most_alive for program in programs] == promised
+    assert not any(program.graphs for program in programs), "all are freed at the end"
+
+
+class Unknown(Enum):
+    KIND = "X"
+
+
+def test_an_action_that_it_does_not_know():
+    """Such as one of a pass that was written after the engine."""
+    schedule, x, weights = make("1f1b", 1, 1, 2, True)
+    schedule = dataclasses.replace(schedule, actions=((*schedule.actions[0], Action(Unknown.KIND, 0, 0)),))
+    with pytest.raises(ScheduleError, match="1f1b holds X0@0, which the engine cannot run"):
+        run_all(schedule, [Scale(weights, x, 0)])
 
 
 def test_an_output_that_was_sent_is_not_kept():
@@ -203,11 +229,11 @@ def test_an_output_that_was_sent_is_not_kept():
 @pytest.mark.parametrize(("name", "v"), SCHEDULES)
 def test_forwards_alone(name, v):
     schedule, x, weights = make(name, 2, v, 3, True)
-    schedule = with_transfers(forward_only(build(name, 2, 3, v=v)), overlap=True)
-    found, engines = run_all(schedule, [Scale(weights, x, 2 * v - 1) for _ in range(2)], grad=False)
+    schedule = with_transfers(forward_only(REGISTERED[name].build(2, 3, v=v)), overlap=True)
+    found = run_all(schedule, [Scale(weights, x, 2 * v - 1) for _ in range(2)], grad=False)
     product = torch.stack([weight.detach() for weight in weights]).prod()
     torch.testing.assert_close(torch.stack(found[schedule.placement.rank_of[-1]]), x.sum(1) * product)
-    assert all(engine.peak_alive == 0 for engine in engines) and not any(weight.grad for weight in weights)
+    assert not any(weight.grad for weight in weights)
 
 
 def test_an_input_without_influence_has_a_gradient_of_zero():

@@ -1,10 +1,16 @@
-"""What tests of schedules share."""
+"""Schedules by short calls, and as text."""
 
-from megatron.schedule.schedules.gpipe import gpipe
-from megatron.schedule.schedules.interleaved import interleaved
-from megatron.schedule.schedules.one_f_one_b import one_f_one_b
-from megatron.schedule.schedules.zb_h1 import zb_h1
-from megatron.schedule.schedules.zb_v import zb_v
+from megatron.schedule.schedules.gpipe import GPIPE
+from megatron.schedule.schedules.interleaved import INTERLEAVED
+from megatron.schedule.schedules.one_f_one_b import ONE_F_ONE_B
+from megatron.schedule.schedules.zb_h1 import ZB_H1
+from megatron.schedule.schedules.zb_v import ZB_V
+
+gpipe, one_f_one_b, zb_h1, zb_v = GPIPE.build, ONE_F_ONE_B.build, ZB_H1.build, ZB_V.build
+
+
+def interleaved(p, v, m, group=None):
+    return INTERLEAVED.build(p, m, v=v, group=group)
 
 
 def all_schedules(p, m):

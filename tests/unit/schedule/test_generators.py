@@ -5,16 +5,13 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.schedule.schedule import Kind
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.schedules.gpipe import gpipe
-from megatron.schedule.schedules.interleaved import group_sizes, interleaved
-from megatron.schedule.schedules.named import NAMES, build, chunks_of
-from megatron.schedule.schedules.one_f_one_b import one_f_one_b
-from megatron.schedule.schedules.zb_h1 import zb_h1
-from megatron.schedule.schedules.zb_v import zb_v
+from megatron.schedule.schedules.interleaved import group_sizes
+from megatron.schedule.schedules.interleaved import interleaved as interleaved_lists
 from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.spec import Sizes
 from megatron.schedule.validate import check, memory_in_flight
 
-from .lists import all_schedules, text
+from .lists import all_schedules, gpipe, interleaved, one_f_one_b, text, zb_h1, zb_v
 
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 33)
@@ -195,7 +192,7 @@ class TestInterleavedGroups:
                 check(interleaved(p, 3, m, group))
 
     def test_one_chunk_is_one_f_one_b(self):
-        assert interleaved(4, 1, 10).actions == one_f_one_b(4, 10).actions
+        assert interleaved_lists(Sizes(p=4, v=1, m=10, group=4)) == one_f_one_b(4, 10).actions
 
 
 class TestForwardOnly:
@@ -210,28 +207,3 @@ class TestForwardOnly:
                 least = 2 * m + 2 * p - 2 if name == "zb-v" else v * m + p - 1 if m >= p else v * p + m - 1
                 assert play(schedule).makespan == least, (name, m)
                 assert kept(schedule) == [0] * p
-
-
-class TestNames:
-    def test_each_is_built(self):
-        for name in NAMES:
-            v = 3 if name == "interleaved" else None
-            assert build(name, 4, 6, v=v).name == name
-
-    @pytest.mark.parametrize(
-        ("name", "v", "message"),
-        [
-            ("2f2b", None, "schedule 2f2b is unknown; give one of gpipe"),
-            ("interleaved", None, "needs 2 or more virtual stages"),
-            ("interleaved", 1, "needs 2 or more virtual stages"),
-            ("1f1b", 2, "has 1 virtual stage a rank, not 2"),
-            ("zb-v", 3, "has 2 virtual stages a rank, not 3"),
-        ],
-    )
-    def test_what_does_not_fit(self, name, v, message):
-        with pytest.raises(ConfigError, match=message):
-            chunks_of(name, v)
-
-    def test_a_group_without_interleaving(self):
-        with pytest.raises(ConfigError, match="has no effect under schedule zb-v; remove it"):
-            build("zb-v", 4, 8, group=4)

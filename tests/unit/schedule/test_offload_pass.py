@@ -7,14 +7,14 @@ import pytest
 
 from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio, peak_chunks, share_by_layer
 from megatron.schedule.offload_pass import APART, moved_groups, with_offload
-from megatron.schedule.passes import with_gather, with_reduce, with_transfers
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.registry import schedule_or_default
 from megatron.schedule.schedule import COMPUTE, COPIES, Action, Kind, ScheduleError
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.schedules.named import build
-from megatron.schedule.schedules.one_f_one_b import one_f_one_b
 from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import check, chunks_near
-from tests.unit.schedule.lists import all_schedules, text
+
+from .lists import all_schedules, gpipe, one_f_one_b, text, zb_h1
 
 F, B, O, L = Kind.FORWARD, Kind.BACKWARD, Kind.OFFLOAD, Kind.RELOAD
 
@@ -30,7 +30,7 @@ def test_a_list_by_hand():
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 5), (4, 4), (4, 9)])
 def test_moves_of_every_schedule(p, m, overlap):
     for name, plain in all_schedules(p, m).items():
-        sent = with_gather(with_reduce(with_transfers(plain, overlap=overlap)), overlap=overlap)
+        sent = with_transfers(plain, overlap=overlap)
         moved = with_offload(sent)
         check(moved, blocking=not overlap)
         assert tuple(tuple(a for a in rank if a.kind not in COPIES) for rank in moved.actions) == sent.actions, name
@@ -90,8 +90,8 @@ class TestDamage:
 class TestTimes:
     def test_copies_that_fit_cost_nothing(self):
         """In 1F1B the way out has a forward or a backward, the way back a forward."""
-        for name in ("gpipe", "1f1b", "zb-h1"):
-            sent = with_transfers(build(name, 4, 8), overlap=True)
+        for plain in (gpipe(4, 8), one_f_one_b(4, 8), zb_h1(4, 8)):
+            sent = with_transfers(plain, overlap=True)
             whole = simulate(sent, Costs.uniform(4)).makespan
             assert simulate(with_offload(sent), Costs.uniform(4, offload=1.0, reload=1.0)).makespan == whole
             assert simulate(with_offload(sent), Costs.uniform(4, offload=1.0, reload=1.5)).makespan > whole
@@ -116,7 +116,7 @@ class TestMemory:
     @pytest.mark.parametrize("v", [1, 2, 3, 4])
     @pytest.mark.parametrize("p", [2, 3, 4, 8])
     def test_the_closed_form_is_what_the_list_holds(self, p, v):
-        schedule = with_offload(build("interleaved" if v > 1 else "1f1b", p, 2 * p, v=v))
+        schedule = with_offload(schedule_or_default(None, v).build(p, 2 * p, v=v))
         for ratio, layers in itertools.product((0.0, 0.25, 0.5, 0.75, 1.0), (1, 2, 3, 8)):
             counted = chunks_near(schedule, ratio, unmoved=share_by_layer(layers, ratio))
             assert counted == pytest.approx([peak_chunks(p, v, rank, ratio, layers) for rank in range(p)])

@@ -4,18 +4,13 @@ import dataclasses
 
 import pytest
 
-from megatron.schedule.passes import with_gather, with_reduce, with_transfers
+from megatron.schedule.passes import with_transfers
 from megatron.schedule.schedule import COMPUTE, RECEIVES, TRANSFERS, Kind, ScheduleError
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.schedules.gpipe import gpipe
-from megatron.schedule.schedules.interleaved import interleaved
-from megatron.schedule.schedules.one_f_one_b import one_f_one_b
-from megatron.schedule.schedules.zb_h1 import zb_h1
-from megatron.schedule.schedules.zb_v import zb_v
 from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import check
 
-from .lists import all_schedules, text
+from .lists import all_schedules, gpipe, interleaved, one_f_one_b, text, zb_h1, zb_v
 
 
 def sizes(p):
@@ -28,11 +23,11 @@ def of_kinds(schedule, kinds):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("p", range(1, 9))
-def test_every_schedule_with_everything(p, overlap):
-    """Valid with transfers, reductions and gathers; what can block may block unless it overlaps; no time is lost."""
+def test_every_schedule_with_transfers(p, overlap):
+    """Valid, even for a blocking transport unless transfers overlap; and as fast as without them."""
     for m in sizes(p):
         for name, plain in all_schedules(p, m).items():
-            schedule = with_gather(with_reduce(with_transfers(plain, overlap=overlap)), overlap=overlap)
+            schedule = with_transfers(plain, overlap=overlap)
             check(schedule, blocking=not overlap)
             assert of_kinds(schedule, COMPUTE) == plain.actions
             costs = Costs.uniform(plain.placement.num_stages)
@@ -44,9 +39,9 @@ def test_every_schedule_with_everything(p, overlap):
 def test_evaluation(p, overlap):
     for m in sizes(p):
         for plain in all_schedules(p, m).values():
-            schedule = with_gather(with_reduce(with_transfers(forward_only(plain), overlap=overlap)), overlap=overlap)
+            schedule = with_transfers(forward_only(plain), overlap=overlap)
             check(schedule, blocking=not overlap)
-            assert not of_kinds(schedule, {Kind.REDUCE})[0]
+            assert {a.kind for a in schedule.actions[0]} <= {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD}
 
 
 def test_by_hand_without_overlap():
@@ -126,44 +121,9 @@ def test_nothing_travels_inside_a_rank():
     assert not {Kind.SEND_FORWARD} & {action.kind for action in sends if action.stage == 2}, "the turn of the V"
 
 
-class TestReduce:
-    def test_by_hand(self):
-        schedule = with_reduce(with_transfers(interleaved(2, 2, 2), overlap=False))
-        assert text(schedule.actions[1]).endswith("F1' B1' R' RB0 SB1' B0 RB1 SB0 B1 SB1 R")
-        assert text(schedule.actions[0]).endswith("RB1' B1' SB1' R' RB0 B0 RB1 B1 R"), "behind its send"
-
-    def test_a_split_backward_is_reduced_after_its_weight_gradients(self):
-        assert text(with_reduce(zb_h1(2, 2)).actions[1]) == "F0 I0 F1 I1 W0 W1 R"
-
-    @pytest.mark.parametrize("schedule", [gpipe(3, 4), interleaved(4, 3, 8), zb_v(4, 8)])
-    def test_one_a_stage_and_nothing_of_the_stage_behind_it(self, schedule):
-        for rank, actions in enumerate(with_reduce(schedule).actions):
-            places = {a.stage: i for i, a in enumerate(actions) if a.kind is Kind.REDUCE}
-            assert tuple(sorted(places)) == schedule.placement.stages_of(rank)
-            assert not [a for i, a in enumerate(actions) if i > places[a.stage]]
-
-
-class TestGather:
-    def test_by_hand(self):
-        plain = interleaved(2, 2, 2)
-        assert text(with_gather(plain, overlap=True).actions[0]) == "G F0 G' F1 F0' F1' B0' B1' B0 B1"
-        assert text(with_gather(plain, overlap=False).actions[0]) == "G F0 F1 G' F0' F1' B0' B1' B0 B1"
-
-    def test_ahead_of_computation_not_of_transfers(self):
-        """One computation ahead is one computation ahead, whatever is posted between."""
-        schedule = with_gather(with_transfers(interleaved(2, 2, 2), overlap=False), overlap=True)
-        assert text(schedule.actions[1]).startswith("RF0 G F0 RF1 SF0 G' F1 RF0' SF1 F0'")
-
-    @pytest.mark.parametrize("overlap", [True, False])
-    def test_overlap_hides_it(self, overlap):
-        schedule = with_gather(interleaved(2, 2, 2), overlap=overlap)
-        timeline = simulate(schedule, Costs.uniform(4, gather=1.0))
-        assert timeline.exposed[0] == pytest.approx(1.0 if overlap else 2.0), "the first cannot be hidden"
-
-
 def test_passes_keep_the_rest_of_the_schedule():
     plain = zb_v(3, 5)
-    changed = with_gather(with_reduce(with_transfers(plain, overlap=True)), overlap=True)
+    changed = with_transfers(plain, overlap=True)
     assert dataclasses.replace(changed, actions=plain.actions) == plain
 
 

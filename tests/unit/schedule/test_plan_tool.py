@@ -107,8 +107,8 @@ def test_trace(plan, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--schedule", "zb-v", "--virtual", 3), "schedule zb-v has 2 virtual stages a rank, not 3"),
-        (("--schedule", "interleaved"), "schedule interleaved needs 2 or more virtual stages a rank"),
+        (("--schedule", "zb-v", "--virtual", 3), "schedule zb-v has 2 virtual stages per rank, not 3"),
+        (("--schedule", "interleaved"), "schedule interleaved needs 2 or more virtual stages per rank"),
         (("--num-layers", 8), "--num-layers has no effect without"),
         (("--num-layers-per-virtual-pipeline-stage", 2), "needs --num-layers; give it"),
         (("--num-layers", 13, "--num-layers-per-virtual-pipeline-stage", 2), "--num-layers 13 is no multiple of"),

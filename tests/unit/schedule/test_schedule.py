@@ -3,9 +3,8 @@
 import pytest
 
 from megatron.schedule.schedule import Action, Kind, other_end, round_robin, v_shape
-from megatron.schedule.schedules.interleaved import interleaved
-from megatron.schedule.schedules.one_f_one_b import one_f_one_b
-from megatron.schedule.schedules.zb_v import zb_v
+
+from .lists import interleaved, one_f_one_b, zb_v
 
 
 @pytest.mark.parametrize(
@@ -15,6 +14,7 @@ from megatron.schedule.schedules.zb_v import zb_v
         (round_robin(2, 3), (0, 1, 0, 1, 0, 1), [(0, 2, 4), (1, 3, 5)]),
         (v_shape(3), (0, 1, 2, 2, 1, 0), [(0, 5), (1, 4), (2, 3)]),
         (v_shape(1), (0, 0), [(0, 1)]),
+        (v_shape(2, 3), (0, 1, 1, 0, 0, 1), [(0, 3, 4), (1, 2, 5)]),
     ],
 )
 def test_placements(placement, rank_of, stages):
@@ -63,5 +63,4 @@ def test_nothing_crosses_a_single_rank():
 
 def test_text():
     assert str(Action(Kind.SEND_BACKWARD, 3, 12)) == "SB12@3"
-    assert str(Action(Kind.REDUCE, 3)) == "R@3"
     assert " ".join(map(str, one_f_one_b(3, 4).actions[1])) == "F0@1 F1@1 B0@1 F2@1 B1@1 F3@1 B2@1 B3@1"

@@ -4,13 +4,11 @@ import dataclasses
 
 import pytest
 
-from megatron.schedule.passes import with_gather, with_reduce, with_transfers
+from megatron.schedule.passes import with_transfers
 from megatron.schedule.schedule import Action, Kind, ScheduleError
-from megatron.schedule.schedules.gpipe import gpipe
-from megatron.schedule.schedules.interleaved import interleaved
-from megatron.schedule.schedules.one_f_one_b import one_f_one_b
-from megatron.schedule.schedules.zb_h1 import zb_h1
 from megatron.schedule.simulate import Costs, Interval, simulate
+
+from .lists import gpipe, one_f_one_b, zb_h1
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
@@ -97,31 +95,8 @@ def test_blocking_transfers_hold_up_both_ends():
     assert timeline.makespan == 8
 
 
-def test_reduce_beside_computation():
-    """Of two stages' reductions of 3 the first begins after its last backward, the second when the first is done."""
-    timeline = simulate(with_reduce(interleaved(1, 2, 1)), Costs.uniform(2, forward=1, backward=2, reduce=3))
-    assert times(timeline, 0) == {
-        "F0@0": (0, 1),
-        "F0@1": (1, 2),
-        "B0@1": (2, 4),
-        "R@1": (4, 7),
-        "B0@0": (4, 6),
-        "R@0": (7, 10),
-    }
-    assert timeline.exposed == (4.0,) and timeline.makespan == 10
-
-
-def test_the_first_forward_waits_for_its_gather():
-    timeline = simulate(with_gather(interleaved(1, 2, 2, group=2), overlap=True), Costs.uniform(2, gather=1.5))
-    start = {i.action: i.start for i in timeline.intervals[0]}
-    assert start[Action(F, 0, 0)] == 1.5
-    assert start[Action(Kind.GATHER, 1)] == 2.5, "beside the forward before it"
-    assert start[Action(F, 1, 0)] == 4.0
-    assert timeline.exposed == (2.0,)
-
-
 def test_intervals_stand_in_the_order_of_the_list():
-    schedule = with_reduce(with_transfers(one_f_one_b(3, 4), overlap=True))
+    schedule = with_transfers(one_f_one_b(3, 4), overlap=True)
     timeline = simulate(schedule, Costs.uniform(3, transfer=0.1))
     assert [[i.action for i in intervals] for intervals in timeline.intervals] == [list(a) for a in schedule.actions]
     assert timeline.computation(1)[0] == Interval(Action(F, 1, 0), 1.1, 2.1)

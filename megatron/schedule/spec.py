@@ -1,0 +1,91 @@
+"""What the rest of the code has to know of a pipeline schedule: how it is built, and which promises it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.base.errors import ConfigError
+from megatron.schedule.schedule import Action, Placement, Schedule, round_robin
+
+Lists = tuple[tuple[Action, ...], ...]  # the actions of each rank
+
+
+class Sizes(NamedTuple):
+    """p ranks with v virtual stages each run m microbatches. group: microbatches that `interleaved` takes in turn."""
+
+    p: int
+    v: int
+    m: int
+    group: int
+
+
+class Times(NamedTuple):
+    """Seconds that a microbatch takes in a rank's layers."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+
+
+class Formula(NamedTuple):
+    """The bubble's share of a step, as text and as a number."""
+
+    text: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """A schedule as data. Flags, planner and engine read these fields; nothing else depends on which schedule it is.
+
+    name: on the command line. actions: the computations of each rank, in order. bubble: the published share of a step
+    in which ranks are idle, where all stages take equally long and communication costs nothing; None for sizes and times
+    that the formula does not hold for. placement: of p ranks and v virtual stages per rank. virtual_stages: how many the
+    schedule needs per rank; None where the user chooses, 2 or more. splits_backward: whether gradients of inputs and of
+    weights are computed at different times. takes_groups: whether `Sizes.group` matters.
+    """
+
+    name: str
+    actions: Callable[[Sizes], Lists]
+    bubble: Callable[[Sizes, Times], Formula | None]
+    placement: Callable[[int, int], Placement] = round_robin
+    virtual_stages: int | None = 1
+    splits_backward: bool = False
+    takes_groups: bool = False
+
+    def sizes(self, p: int, m: int, v: int | None = None, group: int | None = None) -> Sizes:
+        """The sizes with their defaults filled in: the virtual stages that the schedule needs, and groups of p.
+
+        Raises ConfigError where `v` or `group` does not fit the schedule.
+        """
+        if group is not None and not self.takes_groups:
+            raise ConfigError(
+                f"--microbatch-group-size-per-virtual-pipeline-stage has no effect under schedule {self.name}; remove it"
+            )
+        return Sizes(p, self.virtual_stages_for(v), m, p if group is None else group)
+
+    def virtual_stages_for(self, asked: int | None) -> int:
+        """Virtual stages per rank: `asked`, or without it as many as the schedule needs.
+
+        Raises ConfigError where the two do not fit.
+        """
+        needed = self.virtual_stages
+        if needed is None:
+            if asked is None or asked < 2:
+                raise ConfigError(
+                    f"schedule {self.name} needs 2 or more virtual stages per rank; give them, or take another schedule"
+                )
+            return asked
+        if asked not in (None, needed):
+            raise ConfigError(
+                f"schedule {self.name} has {needed} virtual stage{'s' if needed > 1 else ''} per rank, not {asked}; "
+                "leave out their number, or take a schedule that has as many"
+            )
+        return needed
+
+    def build(self, p: int, m: int, *, v: int | None = None, group: int | None = None) -> Schedule:
+        """A training step's computations. See `sizes` for the arguments, and for what raises ConfigError."""
+        sizes = self.sizes(p, m, v, group)
+        return Schedule(self.name, self.placement(p, sizes.v), m, self.actions(sizes))
