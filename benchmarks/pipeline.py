@@ -35,6 +35,7 @@ from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.comm.pipeline import Mailbox
 from megatron.core.groups import Groups, create_groups
 from megatron.core.pipeline_parallel.engine import Engine
+from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
@@ -145,7 +146,7 @@ class Ours:
     def __init__(self, case: Case, groups: Groups) -> None:
         computations = SCHEDULES[case.name].build(case.p, case.m, v=case.chunks, group=case.group)
         self._schedule = with_transfers(computations, overlap=True)
-        self._groups, self._mailbox = groups, Mailbox(groups, CPU, Timeline(CPU))
+        self._groups, self._mailbox = groups, Mailbox(groups, Streams(CPU, Timeline(CPU)))
         self._last = case.p * case.chunks - 1
         self._weight = torch.zeros((), requires_grad=True)
         self._shape = (case.numbers,)

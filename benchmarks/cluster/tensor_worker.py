@@ -24,6 +24,7 @@ from megatron.core.comm.collectives import Handle, barrier
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Group, Groups, connect, create_groups, disconnect
 from megatron.core.parameter import initialize, local_parameters
+from megatron.core.streams.streams import Streams
 from megatron.core.tensor_parallel.overlap import Plain, choose_overlap
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
@@ -89,7 +90,7 @@ class Layers(nn.Module):
     def __init__(self, groups: Groups, flags: dict[str, bool] | None) -> None:
         super().__init__()
         config, parallel = ModelConfig(**SHAPE), ParallelConfig(sequence_parallel=True, **(flags or {}))
-        overlap, _ = choose_overlap(parallel, groups.tp, CPU, "gloo", Timeline(CPU))
+        overlap, _ = choose_overlap(parallel, groups.tp, "gloo", Streams(CPU, Timeline(CPU)))
         if flags is None:
             overlap = Silent(parallel)
         build = Build(config, groups, True, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU, overlap)

@@ -45,6 +45,7 @@ from megatron.core.models.source import Source, fill
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter, initialize, local_parameters
+from megatron.core.streams.streams import Streams
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain, choose_overlap
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
@@ -95,8 +96,9 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     rng = RngTracker(run.train.seed, groups, device)
     assert run.model.num_layers
     pipeline = pipeline_settings(run.parallel, run.model.num_layers)
-    timeline, backend = Timeline(device), _backend(run, groups, device)
-    overlap, overlap_why = choose_overlap(run.parallel, groups.tp, device, backend, timeline)
+    timeline = Timeline(device)
+    streams = Streams(device, timeline)
+    overlap, overlap_why = choose_overlap(run.parallel, groups.tp, _backend(run, groups, device), streams)
     stages, cp_watch = pipeline.stages_of(groups.pp.rank), Watch(timeline, device)
     batches = BatchSchedule(run.train, groups.mesh.dp, run.data.seq_length)
     shared = shared_arguments(run, groups, device, kernels, rng, overlap, cp_watch)
@@ -117,7 +119,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         data_parallel_settings(run.parallel),
         device,
         stage_of,
-        timeline,
+        streams,
         late_updates=offload.overlap,
         homes=together(groups.world, lambda: build_far_weights(run, model, device, timeline)),
     )

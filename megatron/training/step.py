@@ -18,6 +18,7 @@ from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.pipeline_parallel.engine import Engine
+from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.schedule.schedule import Action, Kind
 from megatron.training.activation_offload import StepOffload
@@ -56,7 +57,7 @@ class TrainStep:
         self.offload = offload
         self._groups, self._timers, self._pipeline = groups, timers, pipeline
         self._per_token, self._count_zeros = per_token, count_zeros
-        self._mailbox = Mailbox(groups, data_parallel.device, data_parallel.timeline)
+        self._mailbox = Mailbox(groups, data_parallel.streams)
 
     def __call__(
         self, batches: Sequence[Batch], lr: float, weight_decay: float, decoupled_lr: float | None = None
@@ -196,7 +197,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    mailbox = Mailbox(groups, device, Timeline(device))
+    mailbox = Mailbox(groups, Streams(device, Timeline(device)))
     total = torch.zeros(2, dtype=torch.float64, device=device)
     with torch.no_grad():
         for _ in range(iterations):

@@ -8,11 +8,12 @@ import torch
 
 from megatron.base.mesh import Mesh
 from megatron.config.parallel import ParallelConfig
-from megatron.core.comm.pieces import PieceComm
+from megatron.core.comm.chunks import ChunkComm
 from megatron.core.groups import connect, create_groups, disconnect
 from megatron.core.parameter import initialize, local_parameters
+from megatron.core.streams.streams import Streams
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
-from megatron.core.tensor_parallel.overlap import PLAIN, InPieces, choose_overlap
+from megatron.core.tensor_parallel.overlap import PLAIN, InChunks, choose_overlap
 from megatron.core.timeline import Timeline
 from megatron.kernels.ops import weight_grad
 from megatron.spec.linear import COLUMN, ROW, LinearSpec
@@ -54,12 +55,12 @@ def compare(rank, port, queue, device_type, dtype):
         torch.cuda.set_device(device)
     heartbeat = connect(rank, TP, backend=backend, timeout_seconds=60)
     tp = create_groups(Mesh.create(TP, tp=TP), rank, heartbeat, 60).tp
-    chosen, _ = choose_overlap(ASKED, tp, device, backend, Timeline(device))
-    in_pieces = InPieces(ASKED, PieceComm(tp, device, Timeline(device)), "in pieces", 100)
+    chosen, _ = choose_overlap(ASKED, tp, backend, Streams(device, Timeline(device)))
+    in_chunks = InChunks(ASKED, ChunkComm(tp, Streams(device, Timeline(device))), "in chunks", 100)
     found = []
     for sequence_parallel in (True, False):
         expected = passes(tp, PLAIN, device, dtype, sequence_parallel)
-        for how in (chosen, in_pieces):
+        for how in (chosen, in_chunks):
             tensors = passes(tp, how, device, dtype, sequence_parallel)
             off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(tensors, expected, strict=True)]
             found.append((how.name, sequence_parallel, off))

@@ -14,6 +14,7 @@ from megatron.base.mesh import Mesh
 from megatron.core.comm.bucket_comm import BucketComm
 from megatron.core.comm.collectives import barrier
 from megatron.core.groups import connect, create_groups
+from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from tests import pool
 
@@ -24,7 +25,7 @@ cuts = pytest.mark.parametrize(("size", "instances"), CUTS)
 
 
 def bucket_comm(groups, dtype=torch.float32):
-    return BucketComm(groups.shard, groups.gather, groups.replicas, CPU, dtype, Timeline(CPU))
+    return BucketComm(groups.shard, groups.gather, groups.replicas, dtype, Streams(CPU, Timeline(CPU)))
 
 
 def bucket(rank, n, number=0):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.comm.pipeline import Mailbox
+from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from tests import pool
 from tests.parallel.test_pipeline_checkpoints import built, pipeline
@@ -18,7 +19,7 @@ LATE = 0.4
 
 def box_of(size):
     groups, timeline = pool.groups(pp=size), Timeline(CPU)
-    return groups, Mailbox(groups, CPU, timeline), timeline
+    return groups, Mailbox(groups, Streams(CPU, timeline)), timeline
 
 
 def both_ways(rank, size):

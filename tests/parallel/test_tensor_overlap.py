@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.core.comm import pieces
-from megatron.core.comm.pieces import PieceComm, halves
+from megatron.core.comm import transport
+from megatron.core.comm.chunks import ChunkComm, halves
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parameter import initialize, local_parameters
+from megatron.core.streams.streams import Streams
 from megatron.core.tensor_parallel import overlap
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
-from megatron.core.tensor_parallel.overlap import PLAIN, Fused, InPieces, Plain, choose_overlap
+from megatron.core.tensor_parallel.overlap import PLAIN, Fused, InChunks, Plain, choose_overlap
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.ops import weight_grad
@@ -46,9 +47,9 @@ def normal(*shape, seed, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def in_pieces(tp, *, least_rows=4, timeline=None, **switches):
-    comm = PieceComm(tp, CPU, timeline or Timeline(CPU))
-    return InPieces(ParallelConfig(**switches), comm, "in pieces", least_rows)
+def in_chunks(tp, *, least_rows=4, timeline=None, **switches):
+    comm = ChunkComm(tp, Streams(CPU, timeline or Timeline(CPU)))
+    return InChunks(ParallelConfig(**switches), comm, "in chunks", least_rows)
 
 
 def layer_of(kind, tp, sequence_parallel, how, dtype=torch.float32, frozen=False):
@@ -113,7 +114,7 @@ def layer_differences(rank, size, kind, sequence_parallel, dtype):
     plain = passes(layer_of(kind, tp, sequence_parallel, PLAIN, dtype), x, upstream)
     found = []
     for least_rows, switches in [(1, {}), (4, {}), (7, BULK_OFF), (1000, {}), (4, ALL_OFF)]:
-        how = in_pieces(tp, least_rows=least_rows, **switches)
+        how = in_chunks(tp, least_rows=least_rows, **switches)
         found.append(difference(passes(layer_of(kind, tp, sequence_parallel, how, dtype), x, upstream), plain))
     return found
 
@@ -136,7 +137,7 @@ def frozen(rank, size, kind):
     tp = pool.groups(tp=size).tp
     x, upstream = inputs_of(kind, tp, True)
     plain = passes(layer_of(kind, tp, True, PLAIN, frozen=True), x, upstream)
-    layer = layer_of(kind, tp, True, in_pieces(tp), frozen=True)
+    layer = layer_of(kind, tp, True, in_chunks(tp), frozen=True)
     found = difference(passes(layer, x, upstream), plain)
     out = layer(x.clone().requires_grad_())
     with tp.heartbeat.record() as calls:
@@ -152,19 +153,19 @@ def test_a_frozen_weight_needs_no_input(kind, ops):
 
 
 def recorded(rank, size, kind, sequence_parallel):
-    """[plain, in pieces] x [forward, backward]: what the recorder sees; the number and bytes of messages of pieces."""
+    """[plain, in chunks] x [forward, backward]: what the recorder sees; the number and bytes of messages of chunks."""
     tp = pool.groups(tp=size).tp
     x, upstream = inputs_of(kind, tp, sequence_parallel)
-    sent, send = [], pieces.send
+    sent, send = [], transport.send
 
     def counted(group, outgoing, *args):
         sent.append(outgoing.nbytes)
         return send(group, outgoing, *args)
 
     found = []
-    pieces.send = counted
+    transport.send = counted
     try:
-        for how in (PLAIN, in_pieces(tp)):
+        for how in (PLAIN, in_chunks(tp)):
             layer = layer_of(kind, tp, sequence_parallel, how)
             with tp.heartbeat.record() as forward:
                 out = layer(x.requires_grad_())
@@ -172,7 +173,7 @@ def recorded(rank, size, kind, sequence_parallel):
                 out.backward(upstream)
             found.append([[(c.op, c.shape[-1], c.nbytes) for c in calls] for calls in (forward, behind)])
     finally:
-        pieces.send = send
+        transport.send = send
     return found, len(sent), sum(sent)
 
 
@@ -180,7 +181,7 @@ def recorded(rank, size, kind, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_as_many_bytes(size, sequence_parallel, kind):
-    """docs/sharding.md's volumes hold with pieces, too; what is really sent is (tp - 1) / tp of the whole tensor."""
+    """docs/sharding.md's volumes hold with chunks, too; what is really sent is (tp - 1) / tp of the whole tensor."""
     for (plain, cut), messages, sent in pool.run(size, recorded, kind, sequence_parallel):
         if sequence_parallel:
             assert cut == plain and messages > size - 1
@@ -198,7 +199,7 @@ def order(rank, size, kind, direction):
     """What happens in a pass: "send" for a message of a piece, the number of rows of a product."""
     tp = pool.groups(tp=size).tp
     x, upstream = inputs_of(kind, tp, True)
-    events, send, gemm = [], pieces.send, overlap.RowGemm
+    events, send, gemm = [], transport.send, overlap.RowGemm
 
     def noted(group, outgoing, *args):
         events.append("send")
@@ -209,19 +210,19 @@ def order(rank, size, kind, direction):
             events.append(len(x))
             super().__call__(x, out)
 
-    pieces.send, overlap.RowGemm = noted, Noted
+    transport.send, overlap.RowGemm = noted, Noted
     try:
-        out = layer_of(kind, tp, True, in_pieces(tp, least_rows=7))(x.requires_grad_())
+        out = layer_of(kind, tp, True, in_chunks(tp, least_rows=7))(x.requires_grad_())
         if direction == "backward":
             events.clear()
             out.backward(upstream)
     finally:
-        pieces.send, overlap.RowGemm = send, gemm
+        transport.send, overlap.RowGemm = send, gemm
     return events
 
 
-def test_pieces_travel_while_products_run():
-    """A gather begins with its own rows and posts pieces before those of the product; a scatter posts each piece before the
+def test_chunks_are_in_flight_while_gemms_run():
+    """A gather begins with its own rows and posts chunks before the GEMMs; a scatter posts each chunk before the
     next product, and ends with its own rows."""
     gather = ["send"] * 3 + [30, 15, 8, 7]
     assert pool.run(2, order, "column", "forward") == [gather] * 2
@@ -236,7 +237,7 @@ def test_pieces_travel_while_products_run():
 def lagging(rank, size):
     """Rank 0 stands still in mid-pass: the others' rows still come to it, and the sums are right."""
     tp = pool.groups(tp=size).tp
-    comm, x = PieceComm(tp, CPU, Timeline(CPU)), normal(20 * size, 3, seed=tp.rank)
+    comm, x = ChunkComm(tp, Streams(CPU, Timeline(CPU))), normal(20 * size, 3, seed=tp.rank)
     shard, leaving = comm.scatter(20 * size, 3, x, 4)
     for number, (rows, out) in enumerate(leaving):
         if rank == 0 and number == 1:
@@ -261,7 +262,7 @@ def test_every_row_once_and_sums_in_rank_order(size):
 def timed(rank, size):
     tp = pool.groups(tp=size).tp
     timeline = Timeline(CPU)
-    how = in_pieces(tp, least_rows=7, timeline=timeline)
+    how = in_chunks(tp, least_rows=7, timeline=timeline)
     layers = [layer_of(kind, tp, True, how) for kind in ("column", "row")]
     x, _ = inputs_of("column", tp, True)
     y, _ = inputs_of("row", tp, True)
@@ -283,21 +284,21 @@ def model_step(rank, size, fields, sequence_parallel, cut):
     """(losses, gradients) of one microbatch."""
     groups = pool.groups(tp=size)
     build = make_build(fields, groups, sequence_parallel=sequence_parallel)
-    how = in_pieces(groups.tp, least_rows=3) if cut else PLAIN
+    how = in_chunks(groups.tp, least_rows=3) if cut else PLAIN
     model = GPTModel(dataclasses.replace(build, overlap=how))
     initialize(local_parameters(model), 3)
     spread_constants(local_parameters(model), 0.3)
     if "lora_rank" in fields:
         freeze_all_but_adapters(local_parameters(model))
     data_parallel = make_data_parallel(model, groups)
-    sent, send = [], pieces.send
+    sent, send = [], transport.send
     with groups.heartbeat.record() as calls:
-        pieces.send = lambda *args: sent.append(None) or send(*args)
+        transport.send = lambda *args: sent.append(None) or send(*args)
         try:
             loss = losses(model, make_ids(2, 16))
             backward(data_parallel, loss.mean())
         finally:
-            pieces.send = send
+            transport.send = send
     return loss.detach(), gradients(data_parallel), len(calls) + len(sent)
 
 
@@ -333,7 +334,7 @@ def fused_differences(rank, size, kind):
 
     x, upstream = inputs_of(kind, tp, True)
     plain = passes(layer_of(kind, tp, True, PLAIN), x, upstream)
-    how = Fused(ParallelConfig(), PieceComm(tp, CPU, Timeline(CPU)), "fused", 4)
+    how = Fused(ParallelConfig(), ChunkComm(tp, Streams(CPU, Timeline(CPU))), "fused", 4)
     with torch.library._scoped_library("symm_mem", "IMPL") as library:
         library.impl("fused_all_gather_matmul", gather, "CPU")
         library.impl("fused_matmul_reduce_scatter", scatter, "CPU")
@@ -350,7 +351,7 @@ def test_fused_operations(kind, fused):
 
 def chosen(rank, size, parallel):
     tp = pool.groups(tp=size).tp
-    how, why = choose_overlap(ParallelConfig(**parallel), tp, CPU, "gloo", Timeline(CPU))
+    how, why = choose_overlap(ParallelConfig(**parallel), tp, "gloo", Streams(CPU, Timeline(CPU)))
     return type(how), how.name, why
 
 
@@ -363,12 +364,12 @@ def chosen(rank, size, parallel):
         (
             2,
             {"tp_comm_overlap": True},
-            (InPieces, "in pieces, gloo", "no symmetric memory: it needs --sequence-parallel"),
+            (InChunks, "in chunks, gloo", "no symmetric memory: it needs --sequence-parallel"),
         ),
         (
             2,
             {"tp_comm_overlap": True, "sequence_parallel": True},
-            (InPieces, "in pieces, gloo", "no symmetric memory: no CUDA device"),
+            (InChunks, "in chunks, gloo", "no symmetric memory: no CUDA device"),
         ),
     ],
 )
@@ -378,8 +379,9 @@ def test_choice(size, parallel, expected):
 
 def test_gloo_does_not_send_from_a_gpu():
     tp = dataclasses.replace(pool.groups().tp, ranks=(0, 1))
-    how, why = choose_overlap(ParallelConfig(tp_comm_overlap=True), tp, torch.device("cuda"), "gloo", Timeline(CPU))
-    assert type(how) is Plain and why == "gloo sends no pieces from GPU memory"
+    streams = Streams(torch.device("cuda"), Timeline(torch.device("cuda")))
+    how, why = choose_overlap(ParallelConfig(tp_comm_overlap=True), tp, "gloo", streams)
+    assert type(how) is Plain and why == "gloo sends no chunks from GPU memory"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.comm.collectives import Handle, announced
+from megatron.core.comm.collectives import Handle, announced, in_flight
 from megatron.core.groups import Group
 
 
@@ -25,6 +25,4 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Handle]:
     received = torch.empty_like(tensor)
     with announced("all_to_all", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes):
         work = dist.all_to_all_single(received, tensor, group=group.process_group, async_op=True)
-    if tensor.is_cuda:
-        group.heartbeat.track("all_to_all", group.ranks, group.name, work.is_completed)
-    return received, Handle("all_to_all", group, work, (tensor, received))
+    return received, in_flight("all_to_all", group, tensor, work, (tensor, received))

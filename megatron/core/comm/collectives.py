@@ -170,9 +170,19 @@ def _start(op: str, group: Group, sent: Tensor, launch: Any, *kept: Tensor) -> H
         return Handle(op, group, None, kept)
     with announced(op, group, tuple(sent.shape), sent.dtype, sent.nbytes):
         work = launch(group.process_group)
+    return in_flight(op, group, sent, work, kept)
+
+
+def in_flight(
+    op: str, group: Group, sent: Tensor, work: Any, kept: tuple[Tensor, ...] = (), number: int | None = None
+) -> Handle:
+    """The handle of a collective that was started on the tensor `sent`; the other arguments: see Handle.
+
+    On CUDA the heartbeat follows its work: the host goes on, and would not see that it hangs.
+    """
     if sent.is_cuda:
         group.heartbeat.track(op, group.ranks, group.name, work.is_completed)
-    return Handle(op, group, work, kept)
+    return Handle(op, group, work, kept, number=number)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.comm.collectives import Handle, announced
+from megatron.core.comm.collectives import Handle, announced, in_flight
 from megatron.core.groups import Group
 
 
@@ -48,6 +48,4 @@ def shift_async(tensor: Tensor, group: Group, tag: int = 0) -> tuple[Tensor, Han
                 ]
             )
         )
-    if tensor.is_cuda:
-        group.heartbeat.track("shift", group.ranks, group.name, work.is_completed)
-    return received, Handle("shift", group, work, (tensor, received))
+    return received, in_flight("shift", group, tensor, work, (tensor, received))

@@ -43,6 +43,7 @@ from megatron.core.distributed.params import Params
 from megatron.core.distributed.reduce_mode import Measured, choose_mode
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, local_parameters
+from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.spec.buckets import Piece, default_bucket_size, plan_all
 
@@ -65,7 +66,7 @@ class DataParallel:
         settings: DataParallelSettings,
         device: torch.device,
         stage_of: Mapping[str, int] | None = None,
-        timeline: Timeline | None = None,
+        streams: Streams | None = None,
         *,
         late_updates: bool = False,
         homes: Homes | None = None,
@@ -74,15 +75,16 @@ class DataParallel:
 
         stage_of: the pipeline stage of each parameter, by name, where the model holds several; those that several stages
         use are left out and reduced at the end of the step. Without it all are of stage 0.
-        timeline: where its communication is recorded, with what others record there; by default one of its own.
+        streams: for its communication, drawn in their timeline; by default its own.
         late_updates: the optimizer may finish buckets after the step, where they are read.
         homes: of parameters that live away from the device, in buckets of their own.
         """
         self.settings = settings
         self._groups, self.device = groups, device
-        self.timeline = timeline or Timeline(device)
+        self.streams = streams or Streams(device, Timeline(device))
+        self.timeline = self.streams.timeline
         reduce_in = torch.bfloat16 if settings.reduce_in_bf16 else torch.float32
-        self._comm = BucketComm(groups.shard, groups.gather, groups.replicas, device, reduce_in, self.timeline)
+        self._comm = BucketComm(groups.shard, groups.gather, groups.replicas, reduce_in, self.streams)
         self._blocks = BlockPool(_BLOCKS, device)
         parameters = {n: p for n, p in reversed(local_parameters(model).items()) if p.requires_grad}
         stages = {n: 0 if stage_of is None else stage_of.get(n) for n in parameters}

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.core.comm.collectives import broadcast
 from megatron.core.comm.pipeline import Mailbox
 from megatron.core.models.gpt import GPTModel
+from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build, KeyValueCache
 
@@ -29,7 +30,7 @@ class StagedModel:
     def __init__(self, model: GPTModel, build: Build) -> None:
         """`model`: in evaluation mode; its one stage is numbered as its pipeline rank."""
         self._model, self._build, self._pp = model, build, build.groups.pp
-        self._mailbox = Mailbox(build.groups, build.device, Timeline(build.device))
+        self._mailbox = Mailbox(build.groups, Streams(build.device, Timeline(build.device)))
 
     @property
     def num_layers(self) -> int:

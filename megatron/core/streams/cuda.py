@@ -26,23 +26,28 @@ class CudaWork:
         keep: Sequence[Tensor],
         wait_span: Callable[[], Span | None],
     ) -> None:
-        """home: the stream that the tensors `keep` belong to."""
+        """home: the stream that submitted it, which the tensors `keep` belong to. Its waits alone are drawn."""
         self._event, self._home, self._keep = event, home, keep
         self._wait_span = wait_span
 
     def wait(self) -> None:
         """See Work."""
         current = torch.cuda.current_stream(self._home.device)
+        if current != self._home:
+            current.wait_event(self._event)
+            return
         span = self._wait_span()
         current.wait_event(self._event)
         if span is not None:
             span.end()
-        if current == self._home:
-            self._keep = ()
+        self._keep = ()
 
     def is_completed(self) -> bool:
         """See Work."""
-        return bool(self._event.query())
+        completed = bool(self._event.query())
+        if completed:
+            self._keep = ()
+        return completed
 
     def synchronize(self) -> None:
         """See Work."""
@@ -51,7 +56,7 @@ class CudaWork:
 
     def holds_memory(self) -> bool:
         """Whether tensors have to be held still: see [Note: lifetimes of tensors] in stream.py."""
-        return bool(self._keep) and not self._event.query()
+        return bool(self._keep) and not self.is_completed()
 
 
 class CudaStream:

@@ -23,9 +23,9 @@ class Streams:
     ) -> Stream:
         """A new stream of the device: a CUDA stream, or a thread.
 
-        name: of the thread and, by default, of its row in the timeline. wait_row: the row of the waits for its works; None:
-        they are not drawn. in_flight: operations under way at once on the CPU, which bounds their memory. high_priority:
-        its CUDA kernels go before those of compute.
+        name: of the thread and, by default, of its row in the timeline. wait_row: the row in which waits of compute for its
+        works are drawn; None: they are not drawn. in_flight: operations under way at once on the CPU, which bounds their
+        memory. high_priority: its CUDA kernels go before those of compute.
         """
         if self.device.type == "cuda":
             return CudaStream(name, self.device, self.timeline, wait_row=wait_row, high_priority=high_priority)

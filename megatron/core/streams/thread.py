@@ -37,13 +37,11 @@ class ThreadWork:
 
     def wait(self) -> None:
         """See Work."""
-        if not self._done.is_set():
-            span = self._wait_span()
-            self._done.wait()
-            if span is not None:
-                span.end()
-        if self._error is not None:
-            raise self._error
+        span = None if self._done.is_set() else self._wait_span()
+        self._done.wait()
+        if span is not None:
+            span.end()
+        self.synchronize()
 
     def is_completed(self) -> bool:
         """See Work."""
@@ -51,14 +49,17 @@ class ThreadWork:
 
     def synchronize(self) -> None:
         """See Work."""
-        self.wait()
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
 
     def advance(self) -> bool:
         """Wait for what the operation yielded and run it to its next yield; False when it is over or has failed."""
         assert self._operation is not None
         try:
             for pending in self._pending:
-                pending.wait()
+                # Only waits of the caller's own thread are drawn.
+                (pending.synchronize if isinstance(pending, ThreadWork) else pending.wait)()
             self._pending = next(self._operation)
             return True
         except StopIteration:

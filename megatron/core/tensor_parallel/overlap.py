@@ -1,23 +1,23 @@
-"""How the products of the sharded linear layers and their communication over tp are interleaved.
+"""How the GEMMs of the sharded linear layers are overlapped with their communication over tp.
 
-*Dependent*: a product needs what is gathered, or what is reduced comes from it. `Plain` does one after the other;
-`InPieces` cuts the rows and multiplies one piece while others travel; `Fused` leaves that to torch's operations on
-symmetric memory. *Independent* ("bulk" in Megatron-LM's flags): a product runs beside communication that it has nothing to
-do with. That needs no pieces, so all of them do it: in a column layer's backward the input is gathered beside the
-input-gradient product, and the input gradient is reduced beside the weight-gradient product.
+*Dependent*: a GEMM needs the gathered tensor, or computes the one that is reduced. `Plain` does one after the other;
+`InChunks` splits the rows and multiplies one chunk while others are in flight; `Fused` leaves that to torch's operations on
+symmetric memory. *Independent* ("bulk" in Megatron-LM's flags): a GEMM is overlapped with communication that it has nothing
+to do with. That needs no chunks, so all of them do it: in a column layer's backward the gather of the input is overlapped
+with the input-gradient GEMM, and the reduction of the input gradient with the weight-gradient GEMM.
 
-Shapes: s sequence, b batch, in/out features of the local weight [out, in]. With sequence parallelism the leading dim
-of what is gathered or scattered is s/tp. A row of the product depends on its own row of the input alone, so pieces change
-no sum; a GEMM may pick another kernel for fewer rows.
+Shapes: s sequence, b batch, in/out features of the local weight [out, in]. With sequence parallelism the leading dim of a
+tensor that is gathered or scattered is s/tp. A row of the result depends on its own row of the input alone, so chunks
+change no sum; a GEMM may pick another kernel for fewer rows.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.comm import symmetric
+from megatron.core.comm.chunks import ChunkComm
 from megatron.core.comm.collectives import (
     Handle,
     all_gather,
@@ -27,15 +27,14 @@ from megatron.core.comm.collectives import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from megatron.core.comm.pieces import PieceComm
 from megatron.core.groups import Group
-from megatron.core.timeline import Timeline
+from megatron.core.streams.streams import Streams
 from megatron.kernels.ops.gemm import RowGemm, input_grad, linear
 
-# Of a piece: enough for an efficient product, and to be worth a message to every other rank.
+# Of a chunk: enough for an efficient GEMM, and to be worth a message to every other rank.
 LEAST_ROWS = {"cpu": 64, "cuda": 512}
 # Of a product that is all-reduced.
-MOST_PIECES = 8
+MOST_CHUNKS = 8
 
 
 class Plain:
@@ -90,11 +89,11 @@ class Plain:
 PLAIN = Plain(ParallelConfig())
 
 
-class InPieces(Plain):
-    """Multiply some rows while others travel; see comm/pieces.py for the order."""
+class InChunks(Plain):
+    """Multiply some rows while others are in flight; see comm/chunks.py for the order."""
 
-    def __init__(self, parallel: ParallelConfig, comm: PieceComm, name: str, least_rows: int) -> None:
-        """least_rows: of a piece."""
+    def __init__(self, parallel: ParallelConfig, comm: ChunkComm, name: str, least_rows: int) -> None:
+        """least_rows: of a chunk."""
         super().__init__(parallel)
         self.name = name
         self._gather, self._reduce = parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs
@@ -152,15 +151,15 @@ class InPieces(Plain):
         x = x.flatten(0, -2)
         out = x.new_empty((x.shape[0], columns))
         handles = []
-        pieces = max(1, min(MOST_PIECES, x.shape[0] // self._least_rows))
-        for source, product in zip(x.tensor_split(pieces), out.tensor_split(pieces), strict=True):
+        chunks = max(1, min(MOST_CHUNKS, x.shape[0] // self._least_rows))
+        for source, product in zip(x.tensor_split(chunks), out.tensor_split(chunks), strict=True):
             gemm(source, product)
             handles.append(all_reduce_async(product, tp))
         return out, handles
 
 
-class Fused(InPieces):
-    """torch's fused operations on symmetric memory, for what they do; all-reduces in pieces. CUDA only.
+class Fused(InChunks):
+    """torch's fused operations on symmetric memory, for what they do; all-reduces in chunks. CUDA only.
 
     They take no bias: it is added to the rounded product.
     """
@@ -184,9 +183,7 @@ class Fused(InPieces):
         return symmetric.matmul_scatter(x.flatten(0, -2), gemm.matrix, self._comm.group)
 
 
-def choose_overlap(
-    parallel: ParallelConfig, tp: Group, device: torch.device, backend: str | None, timeline: Timeline
-) -> tuple[Plain, str]:
+def choose_overlap(parallel: ParallelConfig, tp: Group, backend: str | None, streams: Streams) -> tuple[Plain, str]:
     """How this run interleaves, and why it is not the best way there is ("" when it is, or nothing was asked for).
 
     `backend`: "gloo", "nccl" or None in a world of one. Communication: small gathers over tp, when CUDA is asked.
@@ -196,13 +193,13 @@ def choose_overlap(
         return plain, ""
     if tp.size == 1:
         return plain, "tp = 1"
-    if device.type == "cuda" and backend != "nccl":
-        return plain, f"{backend} sends no pieces from GPU memory"
-    comm, least_rows = PieceComm(tp, device, timeline), LEAST_ROWS[device.type]
-    missing = symmetric.why_not(tp, device) if parallel.sequence_parallel else "it needs --sequence-parallel"
+    if streams.device.type == "cuda" and backend != "nccl":
+        return plain, f"{backend} sends no chunks from GPU memory"
+    comm, least_rows = ChunkComm(tp, streams), LEAST_ROWS[streams.device.type]
+    missing = symmetric.why_not(tp, streams.device) if parallel.sequence_parallel else "it needs --sequence-parallel"
     if missing is None:
         return Fused(parallel, comm, "fused, symmetric memory", least_rows), ""
-    return InPieces(parallel, comm, f"in pieces, {backend}", least_rows), f"no symmetric memory: {missing}"
+    return InChunks(parallel, comm, f"in chunks, {backend}", least_rows), f"no symmetric memory: {missing}"
 
 
 def wait(handles: list[Handle]) -> None:

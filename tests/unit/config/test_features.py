@@ -61,7 +61,7 @@ def test_context_parallelism_with_its_kernels():
     assert row(name, **four, cp_comm_type=("a2a", "allgather"))[0] == "cp 4, a2a, all_gather"
 
 
-PIECES = dataclasses.replace(ALONE, tp=2, tp_overlap="in pieces, gloo", tp_overlap_why="no symmetric memory: no GPU")
+CHUNKS = dataclasses.replace(ALONE, tp=2, tp_overlap="in chunks, gloo", tp_overlap_why="no symmetric memory: no GPU")
 FUSED = dataclasses.replace(ALONE, tp=2, tp_overlap="fused, symmetric memory")
 
 
@@ -69,17 +69,17 @@ def test_tensor_overlap():
     name, asked = "tensor-parallel overlap", {"tp_comm_overlap": True, "sequence_parallel": True}
     why = "no symmetric memory: no GPU; no user buffers: --transformer-impl local"
     both = "all-gather + reduce-scatter"
-    assert row(name) == row(name, PIECES, sequence_parallel=True) == ("off", "off", "")
+    assert row(name) == row(name, CHUNKS, sequence_parallel=True) == ("off", "off", "")
     alone = dataclasses.replace(ALONE, tp_overlap_why="tp = 1")
     assert row(name, alone, **asked) == (both, "off", "tp = 1")
-    assert row(name, PIECES, **asked) == (both, f"{both}: in pieces, gloo", why)
+    assert row(name, CHUNKS, **asked) == (both, f"{both}: in chunks, gloo", why)
     assert row(name, FUSED, **asked) == (both, f"{both}: fused, symmetric memory", "")
     assert row(name, FUSED, **asked, tp_comm_overlap_rs=False)[:2] == (
         "all-gather",
         "all-gather: fused, symmetric memory",
     )
-    assert row(name, PIECES, **asked, tp_comm_overlap_ag=False)[0] == "reduce-scatter"
-    assert row(name, PIECES, tp_comm_overlap=True) == ("all-reduce", "all-reduce: in pieces, gloo", why)
+    assert row(name, CHUNKS, **asked, tp_comm_overlap_ag=False)[0] == "reduce-scatter"
+    assert row(name, CHUNKS, tp_comm_overlap=True) == ("all-reduce", "all-reduce: in chunks, gloo", why)
 
 
 def test_tensor_bulk_overlap():

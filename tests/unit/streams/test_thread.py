@@ -202,16 +202,19 @@ class TestTimeline:
         assert reload.stop - reload.start >= 0.02 and reload.stop <= offload.start
 
     def test_waits_are_drawn_where_they_block(self):
+        """Neither those of operations for each other, nor those of the host."""
         network, timeline = Network(), Timeline(CPU)
         stream = make_stream("offload", timeline=timeline, wait_row="wait offload")
         timeline.start()
         done, pending = (stream.submit(network.operation(n), f"layer {n}") for n in range(2))
+        behind = stream.run(lambda: None, "behind", after=[pending])
         network.let(0)
         assert done._done.wait(SECONDS)
         done.wait()
         timer = threading.Timer(0.02, network.let, [1])
         timer.start()
         pending.wait()
+        behind.synchronize()
         waits = [interval for interval in timeline.stop() if interval.row == "wait offload"]
         assert [interval.name for interval in waits] == ["layer 1"]
         assert waits[0].stop - waits[0].start >= 0.015
