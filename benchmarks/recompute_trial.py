@@ -17,7 +17,7 @@ from megatron.config.pipeline import pipeline_settings
 from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.train import TrainConfig
-from megatron.core.context_parallel.watch import UNWATCHED
+from megatron.core.context_parallel.trace import UNTRACED
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import create_groups
 from megatron.core.memory.saved_bytes import saved_bytes
@@ -46,7 +46,7 @@ class Trial:
         run = _run(args, recompute)
         groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
         timeline, kernels = Timeline(device), choose_kernels(run.model, device)
-        shared = shared_arguments(run, groups, device, kernels, RngTracker(1, groups, device), PLAIN, UNWATCHED)
+        shared = shared_arguments(run, groups, device, kernels, RngTracker(1, groups, device), PLAIN, UNTRACED)
         pipeline = pipeline_settings(run.parallel, args.layers)
         stages = pipeline.stages_of(0)
         self.balanced: Balanced | None = None

@@ -27,7 +27,7 @@ from megatron.config.recompute import BALANCED
 from megatron.config.rules.check import check, check_vocabulary
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import gather_objects
-from megatron.core.context_parallel.watch import UNWATCHED, Watch
+from megatron.core.context_parallel.trace import UNTRACED, Trace
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.loader import build_loader
 from megatron.core.datasets.sample import SampleDataset, Splits
@@ -99,9 +99,9 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     timeline = Timeline(device)
     streams = Streams(device, timeline)
     overlap, overlap_why = choose_overlap(run.parallel, groups.tp, _backend(run, groups, device), streams)
-    stages, cp_watch = pipeline.stages_of(groups.pp.rank), Watch(timeline, device)
+    stages, cp_trace = pipeline.stages_of(groups.pp.rank), Trace(streams)
     batches = BatchSchedule(run.train, groups.mesh.dp, run.data.seq_length)
-    shared = shared_arguments(run, groups, device, kernels, rng, overlap, cp_watch)
+    shared = shared_arguments(run, groups, device, kernels, rng, overlap, cp_trace)
     recomputed, moved = "", frozenset[int]()
     if run.recompute.recompute_policy == BALANCED and not run.train.skip_train:
         schedule = pipeline.schedule_of(batches.final_num_microbatches)
@@ -300,10 +300,10 @@ def build_model(
     rng: RngTracker,
     stages: Sequence[Stage] | None = None,
     overlap: Plain = PLAIN,
-    cp_watch: Watch = UNWATCHED,
+    cp_trace: Trace = UNTRACED,
 ) -> GPTModel:
     """This rank's stages of the decoder, uninitialised; default all of it. With LoRA all but the adapters is frozen."""
-    return build_gpt(shared_arguments(run, groups, device, kernels, rng, overlap, cp_watch), stages)
+    return build_gpt(shared_arguments(run, groups, device, kernels, rng, overlap, cp_trace), stages)
 
 
 def shared_arguments(
@@ -313,14 +313,14 @@ def shared_arguments(
     kernels: Kernels,
     rng: RngTracker,
     overlap: Plain,
-    cp_watch: Watch,
+    cp_trace: Trace,
 ) -> Build:
     """What all layers of the model are built with."""
     sequence_parallel = run.parallel.sequence_parallel and groups.tp.size > 1
     assert run.model.num_layers
     comm_types = attention_comm_types(run.parallel, run.model.num_layers)
     return Build(
-        run.model, groups, sequence_parallel, kernels, rng, device, overlap, comm_types, cp_watch, run.recompute
+        run.model, groups, sequence_parallel, kernels, rng, device, overlap, comm_types, cp_trace, run.recompute
     )
 
 

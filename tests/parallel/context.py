@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.kinds import context_attention
+from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.groups import Group
 from megatron.kernels.ops import attention, attention_lse
 from tests import pool
@@ -33,22 +33,11 @@ def nested_groups(inner):
     return tuple(made)
 
 
-def in_one_call(attention):
-    """A `LayerAttention` as a function of q, k and v."""
-    return lambda q, k, v, **options: attention.start(k, v).attend(q, **options)
-
-
-def make(kind, size, block_kernel=attention_lse.cpu, kernel=attention.fused):
+def make(comm_type, size, block_kernel=attention_lse.cpu, kernel=attention.fused):
     """(the attention over a world of `size`, its cp group). The inner groups of a2a+p2p have 2 ranks."""
-    attention, cp = make_in_steps(kind, size, block_kernel, kernel)
-    return in_one_call(attention), cp
-
-
-def make_in_steps(kind, size, block_kernel=attention_lse.cpu, kernel=attention.fused):
-    """The same, to be called in two steps."""
     cp = pool.groups(cp=size).cp
-    inner, outer = nested_groups(2) if kind == "a2a+p2p" else (cp, cp)
-    return context_attention(kind, cp, inner, outer, kernel, block_kernel), cp
+    inner, outer = nested_groups(2) if comm_type == "a2a+p2p" else (cp, cp)
+    return context_parallel_attention(comm_type, cp, inner, outer, kernel, block_kernel), cp
 
 
 def whole_inputs(s, n, g, *, b=2, d=8, dtype=torch.float32):

@@ -1,5 +1,7 @@
 """What context parallelism sends, keeps and computes, and in which order, as its docstrings and docs say."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -9,7 +11,7 @@ from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_lse import BlockKernel
 from tests import pool
-from tests.parallel.context import in_one_call, local_inputs, make, make_in_steps, whole_inputs
+from tests.parallel.context import local_inputs, make, whole_inputs
 
 PLAIN = {"segments": None, "window": None, "dropout": 0.0}
 S, B, D = 48, 2, 8
@@ -172,22 +174,22 @@ def test_what_is_kept(kind, size):
     assert pool.run(size, kept_bytes, kind, PLAIN) == [expected] * size
 
 
-def two_steps(rank, size, early):
-    """(calls begun before `attend`, in the backward when the gradient leaves the "MLP", and in all; results agree)"""
-    attention, cp = make_in_steps("all_gather", size)
+def early_gathers(rank, size, early):
+    """(collectives before the call, in the backward when the gradient leaves the "MLP", and in all; results agree)"""
+    attention, cp = make("all_gather", size)
     leaves, grad = local_inputs(whole_inputs(S, 4, 2, b=B, d=D), cp)
-    plain = in_one_call(attention)(*leaves, **PLAIN) * 2.0
+    plain = attention(*leaves, **PLAIN) * 2.0
     expected = [plain.detach(), *torch.autograd.grad(plain, leaves, grad)]
     seen = []
     with cp.heartbeat.record() as calls:
         q, k, v = leaves
-        keys = attention.start(k, v)
+        attention.prefetch(k, v)
         seen.append([call.op for call in calls])
-        out = keys.attend(q, **PLAIN)
+        out = attention(q, k, v, **PLAIN)
         after_mlp = out * 2.0
         out.register_hook(lambda _: seen.append([call.op for call in calls]))
         if early:
-            after_mlp = keys.gather_early(after_mlp)
+            after_mlp = attention.gather_early(after_mlp)
         found = [after_mlp.detach(), *torch.autograd.grad(after_mlp, leaves, grad)]
         seen.append([call.op for call in calls])
     return seen, all(a.equal(b) for a, b in zip(found, expected, strict=True))
@@ -195,22 +197,23 @@ def two_steps(rank, size, early):
 
 @pytest.mark.parametrize("early", [False, True])
 def test_gathers_out_of_the_way(early):
-    """The forward's begins in `start`; the backward's, where `gather_early` was, before the gradient of what lay between."""
+    """The forward's starts in `prefetch`; the backward's, with `gather_early`, before the gradient of the layers between."""
     one, two = ["all_gather"], ["all_gather"] * 2
-    assert pool.run(2, two_steps, early) == [([one, two if early else one, [*two, "reduce_scatter"]], True)] * 2
+    assert pool.run(2, early_gathers, early) == [([one, two if early else one, [*two, "reduce_scatter"]], True)] * 2
 
 
 def without_gradients(rank, size):
     """Nothing waits for a backward that does not come."""
-    attention, cp = make_in_steps("all_gather", size)
+    attention, cp = make("all_gather", size)
     (q, k, v), _ = local_inputs(whole_inputs(S, 4, 2, b=B, d=D), cp)
     with torch.no_grad():
-        keys = attention.start(k, v)
-        out = keys.attend(q, **PLAIN)
-        marked = keys.gather_early(out)
-    frozen = attention.start(k.detach(), v.detach())
-    out = frozen.attend(q, **PLAIN)
-    same = frozen.gather_early(out) is out
+        attention.prefetch(k, v)
+        out = attention(q, k, v, **PLAIN)
+        marked = attention.gather_early(out)
+    k, v = k.detach(), v.detach()
+    attention.prefetch(k, v)
+    out = attention(q, k, v, **PLAIN)
+    same = attention.gather_early(out) is out
     with cp.heartbeat.record() as calls:
         out.sum().backward()
     return marked.requires_grad, same, [call.op for call in calls]
@@ -222,17 +225,16 @@ def test_without_gradients():
 
 
 def recomputed(rank, size):
-    """Gradients with the second step done again in the backward, and as usual."""
-    attention, cp = make_in_steps("all_gather", size)
+    """Gradients with the attention done again in the backward, and as usual."""
+    attention, cp = make("all_gather", size)
     leaves, grad = local_inputs(whole_inputs(S, 4, 2, b=B, d=D), cp)
 
     def run(again):
         q, k, v = (x.clone() for x in leaves)  # leaves of the checkpoint have gradients of their own
-        keys = attention.start(k, v)
-        out = (
-            checkpoint(lambda q: keys.attend(q, **PLAIN), q, use_reentrant=False) if again else keys.attend(q, **PLAIN)
-        )
-        return torch.autograd.grad(keys.gather_early(out * 2.0), leaves, grad)
+        attention.prefetch(k, v)
+        attend = functools.partial(attention, **PLAIN)
+        out = checkpoint(attend, q, k, v, use_reentrant=False) if again else attend(q, k, v)
+        return torch.autograd.grad(attention.gather_early(out * 2.0), leaves, grad)
 
     return all(a.equal(b) for a, b in zip(run(True), run(False), strict=True))
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megatron.core.comm.collectives import Handle
-from megatron.core.context_parallel.watch import Watch
+from megatron.core.context_parallel.trace import UNTRACED, Trace
 from megatron.core.parameter import initialize, local_parameters
+from megatron.core.streams.streams import Streams
 from megatron.core.timeline import ROWS, Timeline
 from megatron.core.transformer.block import TransformerLayer
 from megatron.core.transformer.context import Positions
@@ -71,8 +72,8 @@ def drawn(rank, size, kind):
     """(rows, names) of the spans of a forward and backward; the same gradient without a timeline."""
     groups, timeline = pool.groups(cp=size, inner=2 if kind == "a2a+p2p" else 1), Timeline(CPU)
     gradients = []
-    for watch in (Watch(timeline, CPU), Watch(None, CPU)):
-        layer, x = layer_of(groups, kind, cp_watch=watch), torch.ones(S, B, H, requires_grad=True)
+    for trace in (Trace(Streams(CPU, timeline)), UNTRACED):
+        layer, x = layer_of(groups, kind, cp_trace=trace), torch.ones(S, B, H, requires_grad=True)
         timeline.start()
         layer(x, Positions(None, None)).square().sum().backward()
         gradients.append(x.grad)

@@ -1,25 +1,25 @@
-"""all_gather: every rank gathers all keys and values and attends its own two chunks to what comes before them.
+"""all_gather: every rank gathers all keys and values and attends its own two chunks to all keys before them.
 
 After Megatron-Kwai's balanced context parallelism (Yuan et al., USENIX ATC 2024). Let M be the bytes of a rank's keys
-and values, 2 * s / size * b * g * d * itemsize. A rank sends, a layer:
+and values, 2 * s / size * b * g * d * itemsize. A rank sends, per layer:
   forward: (size - 1) * M, an all-gather.
   backward: 2 * (size - 1) * M: the all-gather again, and a reduce-scatter of the gradients.
 Kept for the backward: q, this rank's keys and values, the output, and its log-sum-exp. All keys and values, size * M, are
-there during the attention only; while they are put into the sequence's order, twice.
+held during the attention only; while they are put into the sequence's order, twice.
 
-[Note: what runs beside it]
-1 / size of a rank's attention is of its own queries to its own keys, for which nothing is communicated.
-  forward: `start` begins the gather as soon as keys and values are there; the norm and rotation of the queries and
-    the attention to the own keys run beside it, then the other keys are attended.
-  backward: `gather_early` marks a place later in the forward whose gradient comes earlier in the backward: put behind a
-    layer's MLP, the gather runs beside the gradients of the MLP and of the output projection, as in Megatron-Kwai.
-    The other keys come first here, and their gradients leave. The own keys' part and the gradients of rotation and norm
-    of the queries run beside that; the gradient of `start` waits for it.
+[Note: overlap of the gathers]
+1 / size of a rank's attention is between its own queries and its own keys, for which nothing is communicated.
+  forward: `prefetch` starts the gather as soon as keys and values are there; it is overlapped with the norm and rotation of
+    the queries and with the attention to the own keys, then the other keys are attended.
+  backward: `gather_early` marks a place later in the forward, which the backward comes to earlier: at the end of a layer,
+    the gather is overlapped with the gradients of the MLP and of the output projection, as in Megatron-Kwai.
+    The other keys come first here, and the reduction of their gradients starts. It is overlapped with the own keys' part
+    and with the gradients of rotation and norm of the queries; the gradient of `prefetch` waits for it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from megatron.core.comm.collectives import Handle, all_gather_async, reduce_scat
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.blocks import Attention, Gradient, draw_seed, rule_of_all, rule_of_rank, zeros_like
 from megatron.core.context_parallel.plan import Block, other_blocks, own_blocks
-from megatron.core.context_parallel.watch import UNWATCHED, Watch
+from megatron.core.context_parallel.trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule
@@ -37,53 +37,67 @@ _Part = tuple[list[Block], Rule]  # blocks to attend, and what holds for all of 
 
 
 class AllGatherAttention:
-    """A `LayerAttention` (see steps.py) for this rank's part of the sequence, in the balanced layout of `group`."""
+    """An `AttentionKernel` for this rank's part of the sequence, in the balanced layout of `group`.
 
-    def __init__(self, group: Group, kernel: BlockKernel, watch: Watch = UNWATCHED) -> None:
-        self._group, self._kernel, self._watch = group, kernel, watch
+    A layer may also start the gathers early: `prefetch` before the call, `gather_early` after it. Both belong to one call,
+    in the same forward of the layer.
+    """
 
-    def start(self, k: Tensor, v: Tensor) -> GatheredKeys:
-        """Begin to gather k, v [s / size, b, g, d]. Must be followed by one `attend`."""
-        exchange = _Exchange(self._group, self._kernel, self._watch)
-        return GatheredKeys(exchange, _Start.apply(k, v, exchange))
+    def __init__(self, group: Group, kernel: BlockKernel, trace: Trace = UNTRACED) -> None:
+        self._group, self._kernel, self._trace = group, kernel, trace
+        self._prefetched: _Gathering | None = None  # for the next call
+        self._attended: _Gathering | None = None  # by the last call, for `gather_early`
 
+    def prefetch(self, k: Tensor, v: Tensor) -> None:
+        """Start to gather k, v [s / size, b, g, d] for the next call, which must be given the same two."""
+        self._prefetched = self._start(k, v)
 
-class GatheredKeys:
-    """The keys and values of one forward on their way: see `Keys`."""
-
-    def __init__(self, exchange: _Exchange, kv: Tensor) -> None:
-        """kv: this rank's, [2, s / size, b, g, d]."""
-        self._exchange, self._kv = exchange, kv
-
-    def attend(self, q: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
-        """q [s / size, b, n, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+    ) -> Tensor:
+        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
 
         Dropout takes its seed from the current generator.
         """
+        gathering, self._prefetched = self._prefetched, None
+        self._attended = gathering
+        exchange, kv = gathering or self._start(k, v)
         seed = draw_seed(dropout, q.device)
-        out: Tensor = _Attend.apply(q, self._kv, self._exchange, segments, window, dropout, seed)
+        out: Tensor = _Attend.apply(q, kv, exchange, segments, window, dropout, seed)
         return out.flatten(2)
 
     def gather_early(self, x: Tensor) -> Tensor:
-        """x itself; where the backward comes to it, the gather of that `attend` begins. See the note above."""
-        if not self._kv.requires_grad:
+        """x itself; where the backward comes to it, the gather of the last call's backward starts. See the note above."""
+        gathering, self._attended = self._attended, None
+        if gathering is None or not gathering.kv.requires_grad:
             return x
-        marked: Tensor = _GatherEarly.apply(x, self._kv.detach(), self._exchange)
+        marked: Tensor = _GatherEarly.apply(x, gathering.kv.detach(), gathering.exchange)
         return marked
+
+    def _start(self, k: Tensor, v: Tensor) -> _Gathering:
+        exchange = _Exchange(self._group, self._kernel, self._trace)
+        return _Gathering(exchange, _Start.apply(k, v, exchange))
+
+
+class _Gathering(NamedTuple):
+    """The keys and values of one forward, whose gather has started."""
+
+    exchange: _Exchange
+    kv: Tensor  # this rank's, [2, s / size, b, g, d]
 
 
 class _Exchange:
-    """The collectives of one forward and its backward, each begun early and waited for late."""
+    """The collectives of one forward and its backward, each started early and waited for late."""
 
-    def __init__(self, group: Group, kernel: BlockKernel, watch: Watch) -> None:
-        self.group, self.kernel, self._watch = group, kernel, watch
+    def __init__(self, group: Group, kernel: BlockKernel, trace: Trace) -> None:
+        self.group, self.kernel, self._trace = group, kernel, trace
         self._gather: tuple[Tensor, Handle] | None = None
         self._reduction: tuple[Tensor, Handle] | None = None
 
     def gather(self, kv: Tensor) -> None:
-        """Begin to gather every rank's [2, s, b, g, d], unless that was done."""
+        """Start to gather every rank's [2, s, b, g, d], unless that was done."""
         if self._gather is None:
-            self._gather = self._watch("all-gather of keys and values", lambda: all_gather_async(kv, self.group))
+            self._gather = self._trace("all-gather of keys and values", lambda: all_gather_async(kv, self.group))
 
     def take_gathered(self) -> Tensor:
         """All ranks' keys and values in natural order, [2, size * s, b, g, d]."""
@@ -95,9 +109,9 @@ class _Exchange:
         return torch.cat([chunks[rank, :, half] for rank, half in layout.owners(size)], dim=1)
 
     def reduce(self, dkv: Tensor) -> None:
-        """Begin to sum the gradient of all keys and values, [2, size * s, b, g, d]."""
+        """Start to sum the gradient of all keys and values, [2, size * s, b, g, d]."""
         pieces = _by_rank(dkv, self.group.size)
-        self._reduction = self._watch(
+        self._reduction = self._trace(
             "reduce-scatter of their gradient", lambda: reduce_scatter_async(pieces, self.group)
         )
 
@@ -109,14 +123,15 @@ class _Exchange:
         return total
 
     def parts(self, length: int, rule: Rule, window: int | None) -> tuple[_Part, _Part]:
-        """What `length` queries of this rank attend of its own keys, and of all others. `rule`: of the sequence."""
+        """The blocks of its own keys that `length` queries of this rank attend, and those of all others. `rule`: of the
+        whole sequence."""
         rank, size = self.group.rank, self.group.size
         own, others = (plan(rank, size, length // 2, window) for plan in (own_blocks, other_blocks))
         return (own, rule_of_rank(rule, rank, rank, size)), (others, rule_of_rank(rule, rank, None, size))
 
 
 class _Start(torch.autograd.Function):
-    """k, v [s, b, g, d] -> [2, s, b, g, d], whose gather begins. Backward: adds what the other ranks' queries give."""
+    """k, v [s, b, g, d] -> [2, s, b, g, d], whose gather starts. Backward: adds the gradients of other ranks' queries."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, exchange: _Exchange) -> Tensor:
@@ -177,7 +192,7 @@ class _Attend(torch.autograd.Function):
 class _GatherEarly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kv: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.save_for_backward(kv)  # saved as the attention saves it, so that what offloads saved tensors sees both
+        ctx.save_for_backward(kv)  # saved as the attention saves it, so that offload of saved tensors sees both
         ctx.exchange = exchange
         return x.view_as(x)
 

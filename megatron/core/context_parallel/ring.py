@@ -18,7 +18,7 @@ from megatron.core.comm.collectives import Handle
 from megatron.core.comm.p2p import shift_async
 from megatron.core.context_parallel.blocks import Attention, Gradient, draw_seed, rule_of_all, rule_of_rank, zeros_like
 from megatron.core.context_parallel.plan import Block, own_in_two, ring_blocks
-from megatron.core.context_parallel.watch import UNWATCHED, Watch
+from megatron.core.context_parallel.trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule
@@ -30,8 +30,8 @@ _NAMES = {_KEYS: "keys and values", _GRADIENTS: "their gradient"}
 class RingAttention:
     """An `AttentionKernel` for this rank's part of the sequence, in the balanced layout of `group`."""
 
-    def __init__(self, group: Group, kernel: BlockKernel, watch: Watch = UNWATCHED) -> None:
-        self.group, self.kernel, self._watch = group, kernel, watch
+    def __init__(self, group: Group, kernel: BlockKernel, trace: Trace = UNTRACED) -> None:
+        self.group, self.kernel, self._trace = group, kernel, trace
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
@@ -45,7 +45,7 @@ class RingAttention:
 
     def shift(self, tensor: Tensor, tag: int) -> tuple[Tensor, Handle]:
         """Begin to send `tensor` to the next rank, and to receive what the one before has."""
-        return self._watch(_NAMES[tag], lambda: shift_async(tensor, self.group, tag))
+        return self._trace(_NAMES[tag], lambda: shift_async(tensor, self.group, tag))
 
     def steps(self, length: int, rule: Rule, window: int | None) -> list[tuple[list[Block], Rule]]:
         """(blocks, what holds for them) of each step, for `length` tokens per rank; `rule` is that of the sequence. At step

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron.core.context_parallel.all_gather import AllGatherAttention
 from megatron.kernels.ops.attention import AttentionKernel
 
 
@@ -59,3 +60,28 @@ class _Here:
 
     def gather_early(self, x: Tensor) -> Tensor:
         return x
+
+
+class InTwo:
+    """AllGatherAttention as a `LayerAttention`."""
+
+    def __init__(self, attention: AllGatherAttention) -> None:
+        self._attention = attention
+
+    def start(self, k: Tensor, v: Tensor) -> Keys:
+        """See LayerAttention."""
+        self._attention.prefetch(k, v)
+        return _Prefetched(self._attention, k, v)
+
+
+@dataclass(frozen=True)
+class _Prefetched:
+    attention: AllGatherAttention
+    k: Tensor
+    v: Tensor
+
+    def attend(self, q: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
+        return self.attention(q, self.k, self.v, segments=segments, window=window, dropout=dropout)
+
+    def gather_early(self, x: Tensor) -> Tensor:
+        return self.attention.gather_early(x)

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.config.context import copies_of_keys
 from megatron.core.comm.all_to_all import all_to_all_async
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.watch import UNWATCHED, Watch
+from megatron.core.context_parallel.trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention import AttentionKernel
 
@@ -32,8 +32,8 @@ class UlyssesAttention:
     `attention` gets [s, b, n / size, d], s being the tokens of `group` in natural order.
     """
 
-    def __init__(self, group: Group, attention: AttentionKernel, watch: Watch = UNWATCHED) -> None:
-        self._group, self._attention, self._watch = group, attention, watch
+    def __init__(self, group: Group, attention: AttentionKernel, trace: Trace = UNTRACED) -> None:
+        self._group, self._attention, self._trace = group, attention, trace
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
@@ -47,10 +47,10 @@ class UlyssesAttention:
         copies = copies_of_keys(n, k.shape[2], size)
         parts = [_by_rank(x, size) for x in (q, _repeated(k, copies), _repeated(v, copies))]
         # A rank's share of all three in one message: [size, s / size, b, (n + 2 g) / size, d].
-        heads: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self._group, self._watch)
+        heads: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self._group, self._trace)
         q, k, v = heads.split([x.shape[3] for x in parts], dim=2)
         out = self._attention(q, k, v, segments=segments, window=window, dropout=dropout)
-        back: Tensor = _ToSequence.apply(out.unflatten(2, (-1, d)), self._group, self._watch)
+        back: Tensor = _ToSequence.apply(out.unflatten(2, (-1, d)), self._group, self._trace)
         return back.permute(1, 2, 0, 3, 4).flatten(2)
 
 
@@ -68,37 +68,37 @@ class _ToHeads(torch.autograd.Function):
     """[size, s / size, b, h, d] -> [s, b, h, d]. Forward and backward: an all-to-all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, watch: Watch) -> Tensor:
-        ctx.group, ctx.watch = group, watch
-        return _to_heads(x, group, watch)
+    def forward(ctx: Any, x: Tensor, group: Group, trace: Trace) -> Tensor:
+        ctx.group, ctx.trace = group, trace
+        return _to_heads(x, group, trace)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _to_sequence(grad, ctx.group, ctx.watch), None, None
+        return _to_sequence(grad, ctx.group, ctx.trace), None, None
 
 
 class _ToSequence(torch.autograd.Function):
     """[s, b, h, d] -> [size, s / size, b, h, d]. Forward and backward: an all-to-all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, watch: Watch) -> Tensor:
-        ctx.group, ctx.watch = group, watch
-        return _to_sequence(x, group, watch)
+    def forward(ctx: Any, x: Tensor, group: Group, trace: Trace) -> Tensor:
+        ctx.group, ctx.trace = group, trace
+        return _to_sequence(x, group, trace)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _to_heads(grad, ctx.group, ctx.watch), None, None
+        return _to_heads(grad, ctx.group, ctx.trace), None, None
 
 
-def _to_heads(x: Tensor, group: Group, watch: Watch) -> Tensor:
-    return layout.to_natural_order(_exchanged(x, group, watch).flatten(0, 1), 0, group.size)
+def _to_heads(x: Tensor, group: Group, trace: Trace) -> Tensor:
+    return layout.to_natural_order(_exchanged(x, group, trace).flatten(0, 1), 0, group.size)
 
 
-def _to_sequence(x: Tensor, group: Group, watch: Watch) -> Tensor:
-    return _exchanged(layout.to_rank_order(x, 0, group.size).unflatten(0, (group.size, -1)), group, watch)
+def _to_sequence(x: Tensor, group: Group, trace: Trace) -> Tensor:
+    return _exchanged(layout.to_rank_order(x, 0, group.size).unflatten(0, (group.size, -1)), group, trace)
 
 
-def _exchanged(x: Tensor, group: Group, watch: Watch) -> Tensor:
-    received, handle = watch("tokens for heads", lambda: all_to_all_async(x, group))
+def _exchanged(x: Tensor, group: Group, trace: Trace) -> Tensor:
+    received, handle = trace("tokens for heads", lambda: all_to_all_async(x, group))
     handle.wait()
     return received

@@ -120,5 +120,5 @@ def _attention_once(build: Build, number: int) -> LayerAttention:
         groups.cp_outer,
         kernels.attention,
         kernels.block_attention,
-        build.cp_watch,
+        build.cp_trace,
     )

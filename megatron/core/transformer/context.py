@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
-from megatron.core.context_parallel.watch import UNWATCHED, Watch
+from megatron.core.context_parallel.trace import UNTRACED, Trace
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
@@ -37,7 +37,7 @@ class Build:
     device: torch.device
     overlap: Plain = PLAIN
     cp_comm_types: tuple[str, ...] = ()  # of each layer; read where the sequence is cut
-    cp_watch: Watch = UNWATCHED
+    cp_trace: Trace = UNTRACED
     recompute: RecomputeConfig | LayerChoices = KEEP_ALL
 
     @functools.cached_property
