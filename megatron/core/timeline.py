@@ -1,4 +1,4 @@
-"""What a rank does when, by row: compute, each kind of communication, the update. Drawn by Perfetto or chrome://tracing.
+"""When a rank does its work, by row: compute, each kind of communication, the update. Drawn by Perfetto or chrome://tracing.
 
 On the CPU a span is two readings of the host's clock. On CUDA it is two events on the stream that is current where the span
 begins and ends, so it shows when the device did the work, not when it was queued.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-# Others come after these: pipeline messages have a row for each way, as "pp 0>1", and waits one a group, as "wait tp".
+# Others follow these: pipeline messages have a row per direction, as "pp 0>1", and waits one per group, as "wait tp".
 ROWS = ("iteration", "compute", "step", "tp", "cp", "reduce-scatter", "all-reduce", "all-gather")
 
 
@@ -58,7 +58,7 @@ class Timeline:
         self.recording = True
 
     def stop(self) -> list[Interval]:
-        """End recording; what was recorded, by start. Spans that have not ended are left out. Synchronises the device."""
+        """End recording; the intervals, by start. Spans that have not ended are left out. Synchronizes the device."""
         self.recording = False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -100,16 +100,18 @@ class Timeline:
 
 def in_sequence(intervals: Sequence[Interval]) -> list[Interval]:
     """Intervals of one row without overlap: a transfer queued behind another begins where that one ends."""
-    cut: list[Interval] = []
+    clipped: list[Interval] = []
     end = 0.0
     for interval in sorted(intervals, key=lambda interval: interval.stop):
-        cut.append(Interval(interval.row, interval.name, min(max(interval.start, end), interval.stop), interval.stop))
+        clipped.append(
+            Interval(interval.row, interval.name, min(max(interval.start, end), interval.stop), interval.stop)
+        )
         end = interval.stop
-    return cut
+    return clipped
 
 
 def write_chrome_trace(path: Path, ranks: Sequence[Sequence[Interval]]) -> None:
-    """One process a rank, one thread a row, in the trace-event format's JSON. Raises OSError."""
+    """One process per rank and one thread per row, in the trace-event format's JSON. Raises OSError."""
     events: list[dict[str, Any]] = []
     for rank, intervals in enumerate(ranks):
         events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})

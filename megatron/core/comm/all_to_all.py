@@ -11,7 +11,7 @@ from megatron.core.groups import Group
 
 
 def all_to_all(tensor: Tensor, group: Group) -> Tensor:
-    """[size, ...] on each rank -> [size, ...] in which entry r is what rank r held for this one."""
+    """[size, ...] on each rank -> [size, ...] in which entry r is the one that rank r held for this rank."""
     received, handle = all_to_all_async(tensor, group)
     handle.wait()
     return received

@@ -39,7 +39,7 @@ class Handle(NamedTuple):
     group: Group
     work: Any | None  # None when the group has one rank
     kept: tuple[Tensor, ...]
-    finish: Callable[[], None] | None = None  # what is left to do on this rank when the transport is done
+    finish: Callable[[], None] | None = None  # the rest of the work on this rank, when the transport is done
     number: int | None = None  # among the collectives of the group, for the error message; by default the newest
 
     def wait(self) -> None:
@@ -204,7 +204,7 @@ def _named_failure(op: str, group: Group, number: int | None) -> Iterator[None]:
     started = time.monotonic()
     try:
         yield
-    except RuntimeError as error:  # what gloo and NCCL raise for a timeout or a lost peer
+    except RuntimeError as error:  # raised by gloo and NCCL for a timeout or a lost peer
         cause = str(error).splitlines()[0]
         seconds = time.monotonic() - started
         raise CommError(group.heartbeat.explain(op, group.name, group.ranks, seconds, cause, number)) from error

@@ -39,7 +39,7 @@ def shift_async(tensor: Tensor, group: Group, tag: int = 0) -> tuple[Tensor, Han
     received = torch.empty_like(tensor)
     following, before = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
     with announced("shift", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes):
-        # Receives are posted first: gloo sends only what the receiver has asked for.
+        # Receives are posted first: gloo sends a message only when its receive is posted.
         work = _Both(
             dist.batch_isend_irecv(
                 [

@@ -1,9 +1,9 @@
 """Collectives of large CPU tensors as direct messages between every pair of ranks.
 
 gloo's reduce-scatter moves as much as an all-reduce, and its rings wait at every hop. Here each rank sends every other
-rank just the piece that one needs, straight from the tensor, all pieces at once: (n - 1)/n of the tensor out and in, the
-least that can be moved, in one hop, and both directions of a link are busy. Sums are taken in rank order, so a result does
-not depend on how a buffer was cut, and the same bits come out of every strategy that reduces this way.
+rank just the slice that one needs, straight from the tensor, all slices at once: (n - 1)/n of the tensor out and in, the
+least possible, in one hop, and both directions of a link are busy. Sums are taken in rank order, so a result does
+not depend on how a buffer was split, and the same bits come out of every strategy that reduces this way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.groups import Group
 
 
 class Message(NamedTuple):
-    """A piece that is under way."""
+    """A slice in flight."""
 
     work: Any
     direction: str  # "from" or "to"
@@ -29,14 +29,14 @@ class Message(NamedTuple):
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"a piece {self.direction} rank {self.rank}: {error}") from error
+            raise RuntimeError(f"a slice {self.direction} rank {self.rank}: {error}") from error
 
 
 def exchange(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Message]:
     """Start to send `outgoing[r]` to each other rank r of the group and to receive `incoming[r]` from it.
 
     Contiguous CPU tensors, which must live until every returned work has been waited for. Receives are posted first:
-    gloo sends only what the receiver has asked for.
+    gloo sends a message only when its receive is posted.
     """
     others = [(group.rank + i) % group.size for i in range(1, group.size)]
     received = [receive(group, incoming[r], r, tag) for r in reversed(others)]
@@ -44,7 +44,7 @@ def exchange(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor
 
 
 def receive(group: Group, incoming: Tensor, r: int, tag: int) -> Message:
-    """Start to receive what rank number r of the group sends with this tag; see `exchange`."""
+    """Start to receive the message of rank number r of the group with this tag; see `exchange`."""
     # The process group's own calls: dist.isend and irecv check and log each time, ten times as long.
     assert group.process_group is not None
     return Message(group.process_group.recv([incoming], r, tag), "from", group.ranks[r])

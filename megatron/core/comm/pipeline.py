@@ -42,7 +42,7 @@ class Mailbox:
         return Received(tensor, self._channel(peer, self._groups.pp.rank).receive(tensor, name))
 
     def flush(self) -> None:
-        """Return when everything has left (on CUDA: order what follows after it). Raises CommError."""
+        """Return when everything has left; on CUDA the current stream waits instead. Raises CommError."""
         self._retire(wait=True)
 
     def _retire(self, *, wait: bool) -> None:

@@ -50,7 +50,7 @@ class _ToShards(torch.autograd.Function):
 
 
 def to_shards(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
-    """[s/tp, ...] with sequence parallelism, else [s, ...] replicated -> [s, ...], for layers that are cut over tp.
+    """[s/tp, ...] with sequence parallelism, else [s, ...] replicated -> [s, ...], for layers that are sharded over tp.
 
     Forward: all-gather, or nothing. Backward: reduce-scatter, or all-reduce (the gradient is partial).
     """

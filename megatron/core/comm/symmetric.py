@@ -1,7 +1,7 @@
-"""torch's fused products over symmetric memory: all-gather + GEMM and GEMM + reduce-scatter in one operation (CUDA only).
+"""torch's fused GEMMs over symmetric memory: all-gather + GEMM and GEMM + reduce-scatter in one operation (CUDA only).
 
-Ranks of one host read and write each other's memory, so copy engines move the pieces and no processor of the GPU is taken
-from the products. Everything torch has under a private name is named in this file alone.
+Ranks of one host read and write each other's memory, so copy engines move the chunks and no processor of the GPU is taken
+from the GEMMs. Private names of torch are used in this file alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def why_not(group: Group, device: torch.device) -> str | None:
 def gather_matmul(shard: Tensor, matrix: Tensor, group: Group, *, keep: bool) -> tuple[Tensor | None, Tensor]:
     """shard [n, in], matrix [in, out] -> (gathered [size * n, in] if `keep`, its product [size * n, out]).
 
-    Communication: an all-gather beside the product.
+    Communication: an all-gather, overlapped with the GEMM.
     """
     with announced("all_gather", group, tuple(shard.shape), shard.dtype, shard.nbytes):
         full, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
@@ -48,7 +48,7 @@ def gather_matmul(shard: Tensor, matrix: Tensor, group: Group, *, keep: bool) ->
 def matmul_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
     """x [size * n, in], matrix [in, out] -> this rank's [n, out] of the product's sum over the group.
 
-    Communication: a reduce-scatter beside the product.
+    Communication: a reduce-scatter, overlapped with the GEMM.
     """
     shape, nbytes = (x.shape[0], matrix.shape[1]), x.shape[0] * matrix.shape[1] * x.itemsize
     with announced("reduce_scatter", group, shape, x.dtype, nbytes):

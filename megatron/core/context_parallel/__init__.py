@@ -1,1 +1,1 @@
-"""Attention over a sequence that is cut between the ranks of a group."""
+"""Attention over a sequence that is sharded between the ranks of a group."""

@@ -33,7 +33,7 @@ from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule
 
-_Part = tuple[list[Block], Rule]  # blocks to attend, and what holds for all of their queries and keys
+_Part = tuple[list[Block], Rule]  # blocks to attend, and the rule of all of their queries and keys
 
 
 class AllGatherAttention:

@@ -14,7 +14,7 @@ from megatron.kernels.ops.attention_rule import Drop, Rule
 
 
 def rule_of_all(segments: Tensor | None, dropout: float, seed: Tensor | None, length: int) -> Rule:
-    """What holds for all `length` queries and keys of a sequence. segments: their ids [b, s]; seed: see `draw_seed`."""
+    """The rule of all `length` queries and keys of a sequence. segments: their ids [b, s]; seed: see `draw_seed`."""
     ids = None if segments is None else (segments, segments)
     if seed is None:
         return Rule(segments=ids)
@@ -23,7 +23,7 @@ def rule_of_all(segments: Tensor | None, dropout: float, seed: Tensor | None, le
 
 
 def rule_of_rank(rule: Rule, rank: int, source: int | None, size: int) -> Rule:
-    """Of that, what holds for the queries of `rank` and the keys of rank `source`; None: for all keys."""
+    """The part of `rule` for the queries of `rank` and the keys of rank `source`; None: all keys."""
 
     def taken(pair: tuple[Tensor, Tensor], dim: int) -> tuple[Tensor, Tensor]:
         queries, keys = pair
@@ -53,8 +53,7 @@ class Attention:
         self.lse = torch.full((b, n, s), float("-inf"), dtype=self.out.dtype, device=q.device)
 
     def add(self, kv: Tensor, blocks: Sequence[Block], rule: Rule) -> None:
-        """Attend `blocks` of keys and values [2, t, b, g, d], of all of which `rule` holds. The first block of a query must
-        show it a key."""
+        """Attend `blocks` of keys and values [2, t, b, g, d] under `rule`. A query's first block must show it a key."""
         k, v = kv.unbind()
         for block in blocks:
             queries, keys = block.queries, block.keys
@@ -70,7 +69,7 @@ class Gradient:
         self.dq = zeros_like(q)
 
     def add(self, kv: Tensor, dkv: Tensor, blocks: Sequence[Block], rule: Rule) -> None:
-        """Add what `blocks` of keys and values [2, t, b, g, d] give: to `dq`, and to their gradient `dkv`, fp32."""
+        """Add the gradients of `blocks` of keys and values [2, t, b, g, d] to `dq` and to fp32 `dkv`."""
         k, v = kv.unbind()
         for block in blocks:
             queries, keys = block.queries, block.keys

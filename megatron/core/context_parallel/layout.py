@@ -1,12 +1,12 @@
 """Which tokens of a sequence a rank holds, so that causal attention is the same work for all.
 
 [Note: balanced layout]
-The sequence is cut into 2 * size chunks of equal length, and rank r holds the r-th from the front and the r-th from the
+The sequence is split into 2 * size chunks of equal length, and rank r holds the r-th from the front and the r-th from the
 back, in this order: 0 1 2 3 | 3 2 1 0. A query in chunk i sees the chunks before it, so the two together see
 r + (2 * size - 1 - r) = 2 * size - 1 other chunks whatever r is (as in Llama 3, arXiv 2407.21783, section 3.3.2).
 
-"Natural order" is that of the sequence, "rank order" that of rank 0's chunks, rank 1's, and so on. Cut groups nest: what
-`inner` neighbouring ranks hold together, in natural order, is what one of size / inner ranks holds.
+"Natural order" is that of the sequence, "rank order" that of rank 0's chunks, rank 1's, and so on. Layouts nest: the tokens
+that `inner` neighbouring ranks hold together, in natural order, are those of one of size / inner ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def take(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
 
 
 def positions(length: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """[length / size]: the places in the whole sequence of what `rank` holds."""
+    """[length / size]: the places in the whole sequence of the tokens that `rank` holds."""
     return take(torch.arange(length, device=device), 0, rank, size)
 
 
@@ -63,7 +63,7 @@ def to_natural_order(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def to_rank_order(x: Tensor, dim: int, size: int) -> Tensor:
-    """The inverse of `to_natural_order`: what an all-to-all or a reduce-scatter cuts into the ranks' parts."""
+    """The inverse of `to_natural_order`: the order that all-to-alls and reduce-scatters split into the ranks' parts."""
     return _reorder(x, dim, size, [number for rank in range(size) for number in chunks_of(rank, size)])
 
 

@@ -1,6 +1,6 @@
 """Which blocks of queries and keys a rank has to attend, under the balanced layout (see `layout`). Pure arithmetic.
 
-Blocks that no query sees are not there; keys and queries that a window leaves out are cut off. So every query of a block
+Blocks that no query sees are left out, and so are keys and queries outside of a window. So every query of a block
 sees a key of it (segments aside), and the first block of a query holds its own key.
 """
 
@@ -21,7 +21,7 @@ class Block(NamedTuple):
 
 
 def ring_blocks(rank: int, source: int, size: int, chunk: int, window: int | None) -> list[Block]:
-    """What `rank` attends of the keys of rank `source`; both as places in the ranks' own [2 * chunk] tokens."""
+    """The blocks of rank `source`'s keys that `rank` attends; both as places in the ranks' own [2 * chunk] tokens."""
     if window is None or window >= 2 * size * chunk:
         whole, first, second = slice(0, 2 * chunk), slice(0, chunk), slice(chunk, 2 * chunk)
         if source == rank:
@@ -36,7 +36,7 @@ def ring_blocks(rank: int, source: int, size: int, chunk: int, window: int | Non
 
 
 def own_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[Block]:
-    """What `rank` attends of its own keys; places in its own [2 * chunk] tokens."""
+    """The blocks of its own keys that `rank` attends; places in its own [2 * chunk] tokens."""
     return ring_blocks(rank, rank, size, chunk, window)
 
 
@@ -48,7 +48,7 @@ def own_in_two(rank: int, size: int, chunk: int, window: int | None) -> tuple[li
 
 
 def other_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[Block]:
-    """What `rank` attends of all other keys: queries as places in its own tokens, keys as places in the sequence."""
+    """The blocks of all other keys that `rank` attends: queries by place in its own tokens, keys by place in the sequence."""
     first, second = chunks_of(rank, size)
     before, between = slice(0, first * chunk), slice((first + 1) * chunk, second * chunk)
     if window is None or window >= 2 * size * chunk:
@@ -62,7 +62,7 @@ def other_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[B
 
 
 def _reached(place: int, begin: int, chunk: int, keys: slice, window: int) -> Block | None:
-    """What a window leaves of earlier `keys` for a chunk of queries: at `place` of the rank's, `begin` in the sequence."""
+    """The earlier `keys` that a window shows a chunk of queries, which is at `place` of the rank's, `begin` in the sequence."""
     queries = min(chunk, window - 1 - (begin - keys.stop))  # as many from the front see the last key
     start = max(keys.start, begin - window + 1)  # the first key that the first query sees
     if queries <= 0 or start >= keys.stop:

@@ -1,7 +1,7 @@
-"""p2p: keys and values travel round a ring of ranks while each attends those it holds (Liu et al., arXiv 2310.01889).
+"""p2p: keys and values are sent round a ring of ranks while each attends those it holds (Liu et al., arXiv 2310.01889).
 
 Balanced layout, so every rank has the same work at every step. Let M be the bytes of a rank's keys and values,
-2 * s / size * b * g * d * itemsize. A rank sends, a layer:
+2 * s / size * b * g * d * itemsize. A rank sends, per layer:
   forward: (size - 1) * M, in size - 1 messages.
   backward: 2 * (size - 1) * M: keys and values again, and as much of their gradients.
 Kept for the backward: q, this rank's keys and values, the output, and its log-sum-exp. Two more M are in flight.
@@ -23,7 +23,7 @@ from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule
 
-_KEYS, _GRADIENTS = 1, 2  # tags of what travels at the same time
+_KEYS, _GRADIENTS = 1, 2  # tags of messages in flight at the same time
 _NAMES = {_KEYS: "keys and values", _GRADIENTS: "their gradient"}
 
 
@@ -44,11 +44,11 @@ class RingAttention:
         return out.flatten(2)
 
     def shift(self, tensor: Tensor, tag: int) -> tuple[Tensor, Handle]:
-        """Begin to send `tensor` to the next rank, and to receive what the one before has."""
+        """Start to send `tensor` to the next rank, and to receive that of the rank before."""
         return self._trace(_NAMES[tag], lambda: shift_async(tensor, self.group, tag))
 
     def steps(self, length: int, rule: Rule, window: int | None) -> list[tuple[list[Block], Rule]]:
-        """(blocks, what holds for them) of each step, for `length` tokens per rank; `rule` is that of the sequence. At step
+        """(blocks, their rule) of each step, for `length` tokens per rank; `rule` is that of the sequence. At step
         i the keys of rank - i are here."""
         rank, size = self.group.rank, self.group.size
         assert length % 2 == 0, f"a rank's part has two equal chunks, got {length} tokens"
@@ -92,9 +92,9 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of keys and values travel with them, one step behind: they are sent on while the next is attended.
+        """Gradients of keys and values follow them, one step behind: they are sent on while the next keys are attended.
 
-        The own keys' gradient does not travel: half of its work is done beside the first message, half beside the last.
+        The own keys' gradient is not sent: half of it is computed during the first message, half during the last.
         """
         q, kv, out, lse, segments, seed = ctx.saved_tensors
         ring: RingAttention = ctx.ring
@@ -111,7 +111,7 @@ class _Ring(torch.autograd.Function):
             coming = ring.shift(here, _KEYS) if left else None
             dkv = zeros_like(kv)
             gradient.add(here, dkv, blocks, rule)
-            if late is not None:  # what the ranks before this one gave to the keys that are here
+            if late is not None:  # the sum of the ranks before this one, for the keys that are here
                 dkv += _arrived(late)
             late = ring.shift(dkv.to(kv.dtype), _GRADIENTS)
         gradient.add(kv, own, last, own_rule)

@@ -2,13 +2,13 @@
 
 DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). Any attention kernel then works on whole sequences, dropout included.
 Let Q = s / size * b * n * d * itemsize be the bytes of a rank's queries, and M those of its keys and values,
-2 * s / size * b * max(g, size) * d * itemsize. A rank sends, a layer:
+2 * s / size * b * max(g, size) * d * itemsize. A rank sends, per layer:
   forward: (size - 1) / size * (2 * Q + M), in two messages: queries, keys and values; the output.
   backward: the same.
-Kept for the backward: what the kernel keeps, of n / size heads and all tokens: as much as without context parallelism
-on a part.
+Kept for the backward: the tensors that the kernel keeps, of n / size heads and all tokens: as many bytes as without context
+parallelism on 1 / size of the tokens.
 
-`attention` may itself be cut over other ranks: with a `RingAttention` over groups of neighbours' places, this is a2a+p2p.
+`attention` may itself be sharded over other ranks: a2a+p2p is this with a `RingAttention` between groups of neighbours.
 """
 
 from __future__ import annotations
