@@ -17,12 +17,20 @@ $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 quickstart: $(STAMP)
 	$(BIN)/python tools/quickstart.py
 
+# Many tests wait for processes that start or end, so several run at a time, the tests of one file in one worker. Those
+# marked "alone" or "gpu" follow one by one. Both calls run, and the target fails when either of them does.
+WORKERS ?= 3
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+AT_ONCE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST) $(AT_ONCE) -m "not slow and not alone and not gpu"; first=$$?; \
+	$(PYTEST) -m "(alone or gpu) and not slow" && exit $$first
 
 # With the layouts and scripts that `make test` leaves out to stay short.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(PYTEST) $(AT_ONCE) -m "not alone and not gpu"; first=$$?; \
+	$(PYTEST) -m "alone or gpu" && exit $$first
 
 check: $(STAMP)
 	$(BIN)/ruff check .

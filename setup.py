@@ -47,6 +47,6 @@ setup(
         "wandb": ["wandb>=0.17"],
         "serve": SERVE,
         "eval": ["lm-eval>=0.4.8"],
-        "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.10", "openai>=1.60", "peft>=0.13", *SERVE],
+        "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.6", "mypy>=1.10", "openai>=1.60", "peft>=0.13", *SERVE],
     },
 )

@@ -7,9 +7,11 @@ must be a module-level function. Inside, `groups(tp=2)` gives the process groups
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -25,6 +27,8 @@ from megatron.base.mesh import Mesh
 from megatron.core.groups import Groups, create_groups, with_shared_heads
 
 TIMEOUT_SECONDS = 60.0
+# For every use of multiprocessing's fork server: a process has only one, and the first use starts it.
+PRELOAD = ["tests.warm", "torch.distributed", "megatron.training.setup", "tests.pool"]
 _POOLS: dict[int, Pool] = {}
 
 
@@ -33,7 +37,7 @@ class Pool:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "megatron.training.setup", "tests.pool"])
+        context.set_forkserver_preload(PRELOAD)
         port = free_port()
         self._processes, self._pipes = [], []
         for rank in range(world_size):
@@ -116,10 +120,17 @@ def _groups(mesh: Mesh, instances: int | None, inner: int, holders: int) -> Grou
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A free TCP port on loopback for processes that listen on it some time later.
+
+    Nothing takes it in between: it is below the range from which Linux assigns ports to connections and to port 0, and
+    each worker of pytest-xdist draws from a thousand ports of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 20_000 + 1000 * (worker % 12) + random.SystemRandom().randrange(1000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:

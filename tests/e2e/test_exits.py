@@ -28,6 +28,7 @@ def assert_continues(tmp_path, stopped, stdout):
     assert list(figures(resumed.stdout[0])) == [stopped + 1, stopped + 2]
 
 
+@pytest.mark.alone
 def test_sigterm_to_torchrun(tmp_path, capfd):
     # With a process that loads data: torchrun signals the whole process group of a worker.
     job = Torchrun(flags(saving(tmp_path, **{"--num-workers": 1})), tmp_path / "log", 2)
@@ -50,6 +51,7 @@ def test_sigterm_to_torchrun(tmp_path, capfd):
     assert_continues(tmp_path, int(stopped[1]), result.stdout[0])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
 def test_signal_to_one_rank(number, rank, tmp_path, capfd):
     job = start(flags(saving(tmp_path)), tmp_path / "log", 2)
@@ -94,6 +96,7 @@ def test_ctrl_c(tmp_path):
     assert result.codes == [130] and result.stderr == ["interrupted\n"], result.text
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_every_rank_without_a_launcher_that_kills_them(tmp_path, capfd):
     """torchrun passes SIGINT on once and then waits 30 s for all of them."""
     job = start(flags(MOCK, LONG), tmp_path / "log", 2)
@@ -110,6 +113,7 @@ def test_ctrl_c_ends_every_rank_without_a_launcher_that_kills_them(tmp_path, cap
     assert result.codes == [130, 130] and result.stderr == ["interrupted\n", ""], result.text
 
 
+@pytest.mark.alone
 def test_exit_duration(tmp_path):
     limit = {"--exit-duration-in-mins": 1.5 / 60}
     result = run(flags(saving(tmp_path, **limit)), tmp_path / "log", 2)

@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.helpers.launch import Torchrun, run, start
 from tests.e2e.helpers.runs import MOCK, figures, flags
 
+pytestmark = pytest.mark.alone
 LONG = {"--train-iters": 100000, "--lr-decay-style": "constant"}
 RAISES = "tests.e2e.helpers.drivers:raises_in_a_step"
 

@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.helpers.launch import start
 from tests.e2e.helpers.runs import MOCK, flags
 
+pytestmark = pytest.mark.alone
 STOPS = "tests.e2e.helpers.drivers:stops_in_an_action"
 # Four microbatches. Rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3, rank 1 F0 B0 F1 B1 F2 B2 F3 B3.
 PIPELINE = {"--pipeline-model-parallel-size": 2, "--micro-batch-size": 2, "--train-iters": 10}

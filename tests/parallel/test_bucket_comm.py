@@ -221,11 +221,12 @@ OPS["all"] = "all_reduce number {} on group replicas"
 WORDS = {"dies": "rank 2 is gone or frozen (no heartbeat any more", "hangs": "rank 2 has not arrived (phase 'long-"}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("what", "how"), [("reduce", "dies"), ("gather", "hangs"), ("all", "hangs")])
 def test_a_lost_peer_is_named(what, how):
     """The message names the collective, its group and ranks, and what became of the missing one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tests.pool"])
+    context.set_forkserver_preload(pool.PRELOAD)
     size, port, pipes, processes = 3, pool.free_port(), [], []
     for rank in range(size):
         here, there = context.Pipe()

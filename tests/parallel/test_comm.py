@@ -267,7 +267,7 @@ def lose_a_rank(how, rank, size, port, pipe):
 def worlds_words(how, size):
     """What each waiting rank says: [(message, seconds)]."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tests.pool"])
+    context.set_forkserver_preload(pool.PRELOAD)
     port, pipes, processes = pool.free_port(), [], []
     for rank in range(size):
         here, there = context.Pipe()
@@ -291,6 +291,7 @@ WORDS = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", WORDS)
 def test_a_lost_rank_is_named(how):
     """The message names the collective, its group and ranks, and what became of the missing one."""

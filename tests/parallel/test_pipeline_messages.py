@@ -63,6 +63,7 @@ def freed(rank, size):
     return held
 
 
+@pytest.mark.alone
 def test_a_message_is_freed_when_it_has_left():
     """Not at the end of the step: a schedule's activations would all be kept until then."""
     assert pool.run(2, freed)[0] == [[False, True], [False, False]]
@@ -86,6 +87,7 @@ def timed(rank, size):
     return {interval.name: (interval.start, interval.stop) for interval in timeline.stop()}
 
 
+@pytest.mark.alone
 def test_spans_end_when_the_message_has_moved():
     """Neither when the sender next looks, nor when the receiver at last needs it."""
     spans = pool.run(2, timed)[0]

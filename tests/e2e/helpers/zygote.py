@@ -15,15 +15,12 @@ import signal
 import sys
 import traceback
 
-import torch
-
+import tests.warm  # noqa: F401
 from megatron.command_line.entry import run_of
 from megatron.training.main import main
 
 
 def serve():
-    torch.set_num_threads(1)  # before the first fork: no pool of threads may exist in the parent
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler, for a second or two
     running = set()
     for line in sys.stdin:
         job = json.loads(line)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.base.heartbeat import Beat, Call, Heartbeat, missing_ranks
 
+pytestmark = pytest.mark.alone
 CALL = Call("all_reduce", "dp", (4,), "float32", 16)
 
 

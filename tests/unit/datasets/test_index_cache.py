@@ -57,6 +57,7 @@ def build_slowly(folder):
     cached_arrays(folder, "killed", ("a",), {"n": 1}, lambda: {"a": np.zeros(1 << 24)})
 
 
+@pytest.mark.alone
 def test_a_killed_builder_leaves_nothing_that_is_read(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=build_slowly, args=(tmp_path,))
     process.start()

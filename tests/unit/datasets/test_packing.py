@@ -81,6 +81,7 @@ def test_long_conversations_get_the_fewest_samples_there_can_be():
     assert best_fit_decreasing(lengths, 100).max() + 1 == 400
 
 
+@pytest.mark.alone
 def test_hundreds_of_thousands_take_seconds():
     lengths = chat_lengths(300_000, 8192)
     started = time.monotonic()

@@ -192,6 +192,7 @@ class TestWaiting:
         self.ask_beside(live, CHAT, {"messages": HELLO, "max_tokens": 2}, lambda: begun)
 
 
+@pytest.mark.alone
 class TestConnections:
     @pytest.mark.parametrize("half", HALVES)
     def test_the_rest_of_a_request_is_not_waited_for_for_ever(self, tokenizer, opened, half):

@@ -266,6 +266,7 @@ class Sleep(Scale):
         super().weight_grad(stage, microbatch, last=last)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("name", "v"), SCHEDULES)
 def test_no_rank_waits_longer_than_simulated(name, v):
     """Twice the simulated time would be a wait that the schedule does not have; the exact figure is a benchmark's."""

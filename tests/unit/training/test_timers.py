@@ -15,6 +15,7 @@ class Device:
         self.waits += 1
 
 
+@pytest.mark.alone
 def test_times_add_up_until_taken():
     timers = Timers(1, Device().synchronize)
     for _ in range(2):

@@ -1,0 +1,6 @@
+"""For a process that test processes are forked from: it imports torch, and what torch imports when it is first used."""
+
+import torch
+
+torch.set_num_threads(1)  # before the first fork: no pool of threads may exist in the parent
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler, for a second or two
