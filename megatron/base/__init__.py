@@ -1,1 +1,1 @@
-"""What everything else stands on: exceptions, logging, rank arithmetic, the heartbeat, and boxes of global tensors."""
+"""Foundations used by every other package: exceptions, logging, rank arithmetic, the heartbeat and tensor slices."""

@@ -1,6 +1,7 @@
-"""Rectangles of a global tensor: intersection, what a set of them leaves uncovered, and the rectangles of a flat slice.
+"""Rectangles of a global tensor: intersection, subtraction, overlaps, holes, and the rectangles of a flat slice.
 
-Pure arithmetic on offsets and shapes, no torch. A scalar has the one rectangle with empty offset and shape.
+This is pure arithmetic on offsets and shapes, without torch. A scalar has exactly one rectangle, with empty offset and
+shape.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Box:
-    """The elements `offset[d] <= i[d] < offset[d] + shape[d]` of a tensor."""
+    """The rectangle of elements `offset[d] <= i[d] < offset[d] + shape[d]` of a tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def end(self, dim: int) -> int:
-        """First index after the rectangle along `dim`."""
+        """The first index after the rectangle along `dim`."""
         return self.offset[dim] + self.shape[dim]
 
     def within(self, base: Box) -> Box:
-        """The same elements, with offsets counted from where `base` begins."""
+        """Returns the same elements with offsets relative to the start of `base`."""
         return Box(tuple(a - b for a, b in zip(self.offset, base.offset, strict=True)), self.shape)
 
     def __str__(self) -> str:
@@ -35,14 +36,14 @@ class Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common elements of two rectangles, or None."""
+    """Returns the common elements of two rectangles, or None if there are none."""
     offset = tuple(max(x, y) for x, y in zip(a.offset, b.offset))
     shape = tuple(min(a.end(d), b.end(d)) - start for d, start in enumerate(offset))
     return Box(offset, shape) if all(n > 0 for n in shape) else None
 
 
 def subtract(a: Box, b: Box) -> list[Box]:
-    """Rectangles that together hold the elements of `a` that are not in `b`: at most two a dimension."""
+    """Returns rectangles that together hold the elements of `a` that are not in `b`: at most two per dimension."""
     common = intersect(a, b)
     if common is None:
         return [a]
@@ -56,13 +57,13 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def first_overlap(boxes: Sequence[Box]) -> Box | None:
-    """Elements that two of the rectangles share, or None. Sweeps along the longest dimension."""
+    """Returns elements that two of the rectangles share, or None. The search sweeps along the longest dimension."""
     if len(boxes) < 2:
         return None
     if not boxes[0].shape:
-        return boxes[0]  # a scalar twice
+        return boxes[0]  # The same scalar is given twice.
     sweep = max(range(len(boxes[0].shape)), key=lambda d: max(box.end(d) for box in boxes))
-    active: list[Box] = []  # rectangles that reach the sweep position
+    active: list[Box] = []  # These rectangles still reach the sweep position.
     for box in sorted(boxes, key=lambda b: b.offset[sweep]):
         active = [other for other in active if other.end(sweep) > box.offset[sweep]]
         for other in active:
@@ -73,7 +74,10 @@ def first_overlap(boxes: Sequence[Box]) -> Box | None:
 
 
 def first_hole(shape: tuple[int, ...], boxes: Iterable[Box]) -> Box | None:
-    """Elements of a tensor of `shape` that no rectangle holds, or None. Slow for many: for error messages."""
+    """Returns elements of a tensor of `shape` that no rectangle covers, or None.
+
+    This is slow for many rectangles and therefore meant for error messages.
+    """
     left = [Box((0,) * len(shape), shape)] if math.prod(shape) else []
     for box in boxes:
         left = [part for piece in left for part in subtract(piece, box)]
@@ -81,9 +85,10 @@ def first_hole(shape: tuple[int, ...], boxes: Iterable[Box]) -> Box | None:
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The rectangles, in order, that elements start..stop of the flattened (row-major) tensor of `shape` form.
+    """Returns the rectangles, in order, that cover elements start..stop of the flattened (row-major) tensor of `shape`.
 
-    At most 2n - 1 for n dimensions: the end of a row, whole rows, the beginning of a row, and so on inwards.
+    There are at most 2n - 1 of them for n dimensions: the end of a row, whole rows, the beginning of a row, and so on
+    for the inner dimensions.
     """
     if start >= stop:
         return []
@@ -92,8 +97,8 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     if len(shape) == 1:
         return [Box((start,), (stop - start,))]
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows are first..last
-    if first > last:  # inside one row
+    first, last = -(-start // row), stop // row  # The whole rows are first..last.
+    if first > last:  # The range lies inside one row.
         return _in_row(shape, last, start - last * row, stop - last * row)
     boxes = _in_row(shape, first - 1, start - (first - 1) * row, row) if start < first * row else []
     if first < last:

@@ -1,39 +1,41 @@
-"""Exceptions of the tree. A user's mistake is a `UserError`: one line, the values, the fix; exit code 2."""
+"""The exceptions raised on purpose. A user's mistake is a `UserError`: one line with the values and the fix; exit code
+2.
+"""
 
 
 class MegatronError(Exception):
-    """Root of every exception this package raises on purpose."""
+    """The root of all exceptions that this package raises on purpose."""
 
 
 class UserError(MegatronError):
-    """Something the user gave is wrong. The message says what, with the values, and how to fix it; several messages are
-    several mistakes.
+    """An input of the user is wrong. The message names the mistake, the values and the fix.
 
-    on_all_ranks: every rank raises the same, so one of them prints it. Clear it where only this rank can know.
+    Several messages describe several mistakes. `on_all_ranks` means that every rank raises the same error, so only one
+    rank prints it; set it to False if only this rank can detect the error.
     """
 
     on_all_ranks = True
 
     def __str__(self) -> str:
-        """A line for each mistake, whatever bytes the values in it have."""
+        """Returns one line per mistake, with unprintable characters of the values escaped."""
         lines = ("".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message)) for message in self.args)
         return "\n".join(lines)
 
 
 class ConfigError(UserError):
-    """A flag, or a combination of flags, that cannot be run."""
+    """A flag, or a combination of flags, is not supported."""
 
 
 class DataError(UserError):
-    """A dataset or tokenizer file that is missing, damaged or does not fit the model."""
+    """A dataset or tokenizer file is missing, damaged or does not fit the model."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged, of another model, or that could not be written."""
+    """A checkpoint is missing, damaged, of another model, or could not be written."""
 
 
 class TrainingError(MegatronError):
-    """Training cannot go on, and no flag was wrong: every rank raises the same, and one of them prints it."""
+    """Training cannot continue although no flag is wrong. Every rank raises the same error, and one of them prints it."""
 
 
 class CommError(MegatronError):

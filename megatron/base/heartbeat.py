@@ -1,9 +1,11 @@
-"""Who is doing what: each rank's phase and current collective, published so that a hang can be attributed.
+"""Publishes each rank's phase and current collective, so that a hang can be attributed to a rank.
 
-A background thread writes the state to `<dir>/rank_00000.json` and hands it to `publish` (a store shared by the
-job) once a second. When a collective fails or times out, `explain` compares the ranks of its group and names those that
-have not arrived. The same thread notices that the job is gone: a rank whose launcher was killed would train on for ever.
-Nothing here imports torch: the transport is an argument.
+A background thread writes the state to `<dir>/rank_00000.json` and passes it to `publish` (a store shared by the job)
+once per second. When a collective fails or times out, `explain` compares the ranks of its group and names the ranks
+that have not arrived. The same thread notices when the job is gone, because a rank whose launcher was killed would
+otherwise run forever.
+
+This file does not import torch: the transport is an argument.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_NAMED = 16  # ranks named in one message
-_STORE_PATIENCE = 30.0  # beats without the store before the job is taken for gone: a network may fail for a moment
-# gloo's own file and line before what it says, and its advice after it.
-_LIBRARY_TALK = re.compile(r"\[\S+:\d+\] |\. This is typically caused by .*$")
+_NAMED = 16  # The maximum number of ranks that one message names.
+# The job counts as lost after this many heartbeats without the store: a network may fail for a moment.
+_STORE_TIMEOUT = 30.0
+# gloo puts its file and line before the message and advice after it.
+_GLOO_NOISE = re.compile(r"\[\S+:\d+\] |\. This is typically caused by .*$")
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank last said of itself. `sequences` counts the collectives it has entered, by group."""
+    """The state that one rank last published. `sequences` counts the collectives it has entered, by group."""
 
     rank: int
     host: str
@@ -37,9 +40,9 @@ class Beat:
     collective: str
     group: str
     sequences: dict[str, int]
-    since: float  # when the phase or collective began, seconds since the epoch
-    time: float  # when this was published
-    error: str = ""  # why this rank ended, if an error ended it
+    since: float  # when the phase or collective began, in seconds since the epoch
+    time: float  # when this record was published
+    error: str = ""  # the error that ended this rank, if any
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Beat:
@@ -47,13 +50,13 @@ class Beat:
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Returns the record as one line of JSON."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as the recorder saw it: operation, group name, shape of the input, dtype, bytes of the input."""
+    """One recorded collective: operation, group name, shape of the input, dtype and bytes of the input."""
 
     op: str
     group: str
@@ -64,7 +67,9 @@ class Call:
 
 @dataclass(frozen=True)
 class _Queued:
-    """A collective that waits on a device stream. `number`: which one of its group it is. `since`: when it was queued."""
+    """A collective queued on a device stream. `number` is its sequence number on its group, `since` the time of
+    queueing.
+    """
 
     op: str
     ranks: tuple[int, ...]
@@ -74,7 +79,7 @@ class _Queued:
     done: Callable[[], bool]
 
     def finished(self) -> bool:
-        """A device that failed says so where the host waits for it; here it only means there is nothing to watch."""
+        """Returns whether the work is done or has failed: the host sees a device failure where it synchronizes."""
         try:
             return self.done()
         except Exception:
@@ -82,7 +87,7 @@ class _Queued:
 
 
 class Heartbeat:
-    """State of this rank. `enter` and `leave` frame every collective of `comm`; `phase` marks the parts of a run."""
+    """The state of this rank. `enter` and `leave` enclose every collective of `comm`; `phase` marks the parts of a run."""
 
     def __init__(
         self,
@@ -94,8 +99,10 @@ class Heartbeat:
         timeout: float = 600.0,
         launcher: int | None = None,
     ) -> None:
-        """`read(rank)` returns another rank's last line; `timeout` (s) is the limit for queued device work. `launcher`: the
-        process id of this process's parent, if it must not outlive it."""
+        """Arguments: `publish` stores a record as a line of JSON, `read(rank)` returns the last line of another rank,
+        `interval` is the time between heartbeats in seconds, `timeout` is the limit for queued device work in seconds,
+        and `launcher` is the process id of the parent if this process must end with it.
+        """
         self.rank = rank
         self.interval = interval
         self.timeout = timeout
@@ -104,7 +111,8 @@ class Heartbeat:
         self._publish = publish
         self._published = time.monotonic()
         self._path: Path | None = None
-        self._writing = threading.Lock()  # one rename of the file at a time: the main thread beats, too
+        # The main thread publishes, too, but only one thread at a time may rename the file.
+        self._writing = threading.Lock()
         self._error = ""
         self._phase, self._collective, self._group = "start", "", ""
         self._since = time.time()
@@ -115,21 +123,25 @@ class Heartbeat:
         self._on_orphaned: Callable[[str], None] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        # What frames each wait for a collective, (operation, group name) -> context: a timeline measures them with it.
-        self.during_wait: Callable[[str, str], contextlib.AbstractContextManager[None]] = unwatched
+        # This context encloses each wait for a collective, (operation, group name) -> context; a timeline measures with
+        # it.
+        self.during_wait: Callable[[str, str], contextlib.AbstractContextManager[None]] = unmeasured
 
     def start(
         self, on_stall: Callable[[str], None] | None = None, on_orphaned: Callable[[str], None] | None = None
     ) -> None:
-        """Begin publishing. `on_stall(message)` is called when device work queued by `track` outlives the timeout,
-        `on_orphaned(message)` when the launcher is gone, or the store has not answered for 30 beats."""
+        """Starts publishing in a background thread.
+
+        `on_stall(message)` is called when device work queued by `track` exceeds the timeout, `on_orphaned(message)`
+        when the launcher has ended or the store has not answered for 30 heartbeats.
+        """
         self._on_stall, self._on_orphaned = on_stall, on_orphaned
         self.beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; the last state stays in the file."""
+        """Ends the thread; the last state stays in the file."""
         self._stop.set()
         if self._thread is None:
             self._last_beat()
@@ -137,18 +149,18 @@ class Heartbeat:
             self._thread.join()
 
     def write_to(self, directory: Path) -> None:
-        """From now on keep the state in a file of `directory`, too. Raises OSError when that cannot be written.
+        """Also writes the state to a file in `directory` from now on. Raises OSError if that file cannot be written.
 
-        Not part of `start`: a run that is refused while it is set up leaves no folder behind.
+        This is separate from `start` so that a run that is rejected during set-up does not leave a folder behind.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / f"rank_{self.rank:05d}.json"
         self.beat()
 
     def fail(self, error: str) -> None:
-        """Publish that an error ends this rank, so that those who wait for it need not guess, and stop.
+        """Publishes the error that ends this rank, so that waiting ranks can name it, and stops.
 
-        Takes two beats at most, even if the store hangs.
+        This takes at most two heartbeat intervals, even if the store hangs.
         """
         self._error = error
         self._stop.set()
@@ -157,9 +169,9 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark a part of the run ("forward-backward", "save-checkpoint") while the body runs.
+        """Marks a part of the run ("forward-backward", "save-checkpoint") while the body runs.
 
-        After an exception the mark stays: it says where the run ended.
+        After an exception the mark stays, because it shows where the run ended.
         """
         before = self._phase
         self._phase, self._since = name, time.time()
@@ -167,13 +179,14 @@ class Heartbeat:
         self._phase, self._since = before, time.time()
 
     def move_to(self, name: str) -> None:
-        """Inside `phase`: the run is now in another part of it."""
+        """Changes the name of the current phase, inside `phase`."""
         self._phase, self._since = name, time.time()
 
     def enter(self, op: str, group: str, call: Call) -> int:
-        """This rank is now inside collective `op` on `group`; the recorders get `call`. Returns its number on the group.
+        """Records that this rank has entered collective `op` on `group`; the recorders get `call`.
 
-        `leave` marks its end. After a failure nobody calls it: the state must still say where this rank was.
+        Returns the sequence number of the collective on the group. `leave` marks its end. After a failure `leave` is
+        not called, so that the state still shows where this rank stopped.
         """
         for recorder in self._recorders:
             recorder.append(call)
@@ -182,42 +195,42 @@ class Heartbeat:
         return self._sequences[group]
 
     def wait_in(self, op: str, group: str) -> None:
-        """This rank now waits for a collective that it started before."""
+        """Records that this rank now waits for a collective that it started earlier."""
         self._collective, self._group, self._since = op, group, time.time()
 
     def leave(self) -> None:
-        """The collective is done, or queued on a device stream."""
+        """Records that the collective is done, or queued on a device stream."""
         self._collective, self._since = "", time.time()
 
     @contextlib.contextmanager
     def record(self) -> Iterator[list[Call]]:
-        """Collect the calls made while the body runs, in order."""
+        """Collects the calls made while the body runs, in order."""
         calls: list[Call] = []
         self._recorders.append(calls)
         try:
             yield calls
         finally:
-            # By identity: nested recorders may hold equal lists.
+            # Compare by identity: nested recorders may hold equal lists.
             self._recorders = [kept for kept in self._recorders if kept is not calls]
 
     def track(self, op: str, ranks: Sequence[int], group: str, done: Callable[[], bool]) -> None:
-        """Watch work that was only queued on a device stream: the host has gone on and cannot see it hang."""
+        """Watches work that is queued on a device stream, because the host has gone on and cannot see it hang."""
         self._queued.append(_Queued(op, tuple(ranks), group, self._sequences.get(group, 0), time.time(), done))
 
     def beat(self) -> None:
-        """Publish the current state now."""
+        """Publishes the current state now."""
         line = self.state().to_json()
-        if self._publish:  # first: a full disk must not make this rank look dead
+        if self._publish:  # Publish before writing the file, so that a full disk does not make this rank look dead.
             self._publish(line)
             self._published = time.monotonic()
         if self._path:
             with self._writing:
-                beside = self._path.with_suffix(".tmp")
-                beside.write_text(line + "\n")
-                beside.replace(self._path)
+                temporary = self._path.with_suffix(".tmp")
+                temporary.write_text(line + "\n")
+                temporary.replace(self._path)
 
     def state(self) -> Beat:
-        """The current state of this rank."""
+        """Returns the current state of this rank."""
         return Beat(
             rank=self.rank,
             host=socket.gethostname(),
@@ -234,14 +247,15 @@ class Heartbeat:
     def explain(
         self, op: str, group: str, ranks: Sequence[int], seconds: float, cause: str, number: int | None = None
     ) -> str:
-        """One line for a collective that failed after `seconds`: which ranks of its group are missing, and where.
+        """Returns one line about a collective that failed after `seconds`: the missing ranks of its group and their
+        phases.
 
-        `number` is what `enter` returned, by default that of the newest collective on the group. Waits three beats, to
-        see which ranks still publish: comparing a rank with itself needs no agreement between the hosts' clocks. A rank
-        that has published its own error is named at once.
+        `number` is the value that `enter` returned, by default the newest on the group. Waits three heartbeats to see
+        which ranks still publish; a rank is only compared with itself, so the clocks of the hosts need not agree. A
+        rank that has published its own error is named at once.
         """
         number = self._sequences.get(group, 0) if number is None else number
-        cause = _LIBRARY_TALK.sub("", cause)
+        cause = _GLOO_NOISE.sub("", cause)
         members = _join([str(rank) for rank in ranks], ", ")
         head = f"{op} number {number} on group {group} (ranks {members}) failed after {seconds:.1f} s"
         if self._read is None:
@@ -262,7 +276,7 @@ class Heartbeat:
         return f"{head}: {missing or 'every rank of it has arrived'}; {cause}"
 
     def _beats_of(self, ranks: Sequence[int]) -> dict[int, Beat | None] | None:
-        """Their last beats, or None when the store does not answer within ten intervals."""
+        """Returns the last records of `ranks`, or None if the store does not answer within ten heartbeat intervals."""
         assert self._read is not None
         found: dict[int, Beat | None] = {}
 
@@ -273,14 +287,14 @@ class Heartbeat:
                     line = self._read(rank)
                     found[rank] = Beat.from_json(line) if line else None
 
-        # In a thread: a connection to a host that was cut off may stay silent for minutes.
+        # Use a thread because a connection to a disconnected host may stay silent for minutes.
         reader = threading.Thread(target=read, name="heartbeat-reader", daemon=True)
         reader.start()
         reader.join(10 * self.interval)
         return dict(found) if len(found) == len(ranks) else None
 
     def _pause(self, seconds: float) -> None:
-        """Sleep. The heartbeat's own thread goes on publishing meanwhile, or the others would take this rank for dead."""
+        """Sleeps. The heartbeat's own thread keeps publishing meanwhile, or others would take this rank for dead."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(self.interval / 2)
@@ -290,7 +304,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):
-            # A full disk or a store that went away must not end the run by itself, nor the watch over queued work.
+            # A full disk or a lost store must end neither the run nor the supervision of queued work.
             with contextlib.suppress(Exception):
                 self.beat()
             self._check_queued()
@@ -316,21 +330,21 @@ class Heartbeat:
         silent = time.monotonic() - self._published
         if self._launcher is not None and os.getppid() != self._launcher:
             self._on_orphaned(f"the launcher, process {self._launcher}, is gone")
-        elif self._publish is not None and silent > _STORE_PATIENCE * self.interval:
+        elif self._publish is not None and silent > _STORE_TIMEOUT * self.interval:
             self._on_orphaned(
                 f"the job's store has not answered for {silent:.0f} s: its host is gone, or this one is cut off"
             )
 
 
-def unwatched(op: str, group: str) -> contextlib.AbstractContextManager[None]:
-    """Waits as nobody looks at them."""
+def unmeasured(op: str, group: str) -> contextlib.AbstractContextManager[None]:
+    """Returns an empty context, for waits that nothing measures."""
     return contextlib.nullcontext()
 
 
 def missing_ranks(before: dict[int, Beat | None], after: dict[int, Beat | None], group: str, number: int) -> str:
-    """Say which ranks are gone, or have not reached collective `number` of `group`; '' when all have.
+    """Returns which ranks are gone or have not reached collective `number` of `group`; '' if all have.
 
-    `before` and `after` are their beats some intervals apart: a rank that did not publish in between is gone or frozen.
+    `before` and `after` are records some intervals apart: a rank that did not publish in between is gone or frozen.
     """
     parts = []
     for rank, beat in sorted(after.items()):
@@ -350,6 +364,6 @@ def missing_ranks(before: dict[int, Beat | None], after: dict[int, Beat | None],
 
 
 def _join(parts: Sequence[str], separator: str) -> str:
-    """All parts, or the first ones and how many more there are: a group may have thousands of ranks."""
+    """Joins all parts, or the first ones and the number of the others, because a group may have thousands of ranks."""
     more = [] if len(parts) <= _NAMED else [f"and {len(parts) - _NAMED} more"]
     return separator.join([*parts[:_NAMED], *more])

@@ -1,4 +1,4 @@
-"""What a launcher tells a process about its place in a job. No torch."""
+"""Reads this process's place in a job from the variables that a launcher sets, without torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron.base.errors import ConfigError
 
 
 def launch_environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun set them; one process when started without a launcher.
+    """Returns (rank, world size, local rank) as torchrun set them, or those of a single process without a launcher.
 
-    Raises ConfigError when they are no such numbers.
+    Raises ConfigError if they are not valid numbers.
     """
     given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0} | {
         name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ

@@ -1,4 +1,4 @@
-"""Rank-aware logging. One logger for the package; `setup_logging` decides which ranks print."""
+"""Rank-aware logging. The package has one logger; `setup_logging` decides which ranks print."""
 
 import logging
 import sys
@@ -7,12 +7,14 @@ LOGGER_NAME = "megatron"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A child of the package's logger; pass `__name__`."""
+    """Returns a child of the package's logger; pass `__name__`."""
     return logging.getLogger(name if name.startswith(LOGGER_NAME) else f"{LOGGER_NAME}.{name}")
 
 
 def setup_logging(rank: int, level: int = logging.INFO) -> None:
-    """Rank 0 prints `level` and above as plain lines on stdout; other ranks warnings and above, with their rank."""
+    """Configures logging to stdout: rank 0 prints `level` and above as plain lines, other ranks warnings with their
+    rank.
+    """
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers.clear()
     handler = logging.StreamHandler(sys.stdout)

@@ -1,7 +1,7 @@
-"""Pure rank arithmetic: axis sizes -> coordinates and rank lists. No torch, no processes.
+"""Pure rank arithmetic: axis sizes -> coordinates and rank lists, without torch and without processes.
 
-Dense axes from fastest to slowest: tp, cp, dp, pp. The expert view of the same ranks: etp, ep, edp, pp.
-Two neighbours along tp are neighbouring ranks, so tensor parallelism stays inside a host.
+The dense axes are, from fastest to slowest, tp, cp, dp, pp. The expert view of the same ranks is etp, ep, edp, pp.
+Neighbours along tp have neighbouring ranks, so tensor parallelism stays inside a host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ EXPERT_AXES = ("etp", "ep", "edp", "pp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axis sizes of a job. `dp` and `edp` are what is left of the world after the other axes."""
+    """The axis sizes of a job. `dp` and `edp` are the world size divided by the product of the other axes of their
+    view.
+    """
 
     tp: int
     cp: int
@@ -32,9 +34,9 @@ class Mesh:
     def create(
         cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None
     ) -> Mesh:
-        """Mesh of `world_size` ranks; `etp` defaults to `tp`, as in Megatron-LM.
+        """Returns the mesh of `world_size` ranks; `etp` defaults to `tp`, as in Megatron-LM.
 
-        Raises ConfigError with the sizes when the world cannot be cut that way.
+        Raises ConfigError with the sizes if they do not divide the world size.
         """
         etp = tp if etp is None else etp
         if world_size < 1:
@@ -57,11 +59,11 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on every axis of both views."""
+        """Returns the position of `rank` on every axis of both views."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank {rank} is outside the world of {self.world_size} ranks")
         position: dict[str, int] = {}
@@ -72,9 +74,10 @@ class Mesh:
         return position
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All rank lists that vary along `axes` (of one view) and are fixed on its other axes.
+        """Returns all rank lists that vary along `axes` (of one view) and are fixed on the other axes of that view.
 
-        A list is ordered with the view's fastest axis first, so `groups("cp", "dp")` and `groups("dp", "cp")` agree.
+        Each list is ordered with the fastest axis of the view first, so `groups("cp", "dp")` and `groups("dp", "cp")`
+        agree.
         """
         view = EXPERT_AXES if set(axes) & {"etp", "ep", "edp"} else DENSE_AXES
         if not set(axes) <= set(view):
@@ -85,13 +88,14 @@ class Mesh:
         return [tuple(base + offset for offset in offsets) for base in bases]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The rank list along `axes` that holds `rank`."""
+        """Returns the rank list along `axes` that contains `rank`."""
         return next(ranks for ranks in self.groups(*axes) if rank in ranks)
 
     def optimizer_groups(self, instances: int) -> dict[str, list[tuple[int, ...]]]:
-        """Rank lists of "shard", "gather" and "replicas" when dp x cp is cut into `instances` of the sharded optimizer.
+        """Returns the rank lists of "shard", "gather" and "replicas" for `instances` of the sharded optimizer.
 
-        An instance is a run of neighbouring ranks of dp x cp. Raises ConfigError when they do not divide it.
+        An instance is a run of neighbouring ranks of dp x cp. Raises ConfigError if `instances` does not divide dp x
+        cp.
         """
         if (self.dp * self.cp) % instances:
             raise ConfigError(
@@ -105,14 +109,15 @@ class Mesh:
         return {"shard": shards, "gather": shards, "replicas": replicas}
 
     def tensor_groups(self, inner: int) -> list[tuple[int, ...]]:
-        """Rank lists of "tp_inner": runs of `inner` neighbours of tp, which it divides."""
+        """Returns the rank lists of "tp_inner": runs of `inner` neighbours of tp, which `inner` divides."""
         assert self.tp % inner == 0
         return [line[i : i + inner] for line in self.groups("tp") for i in range(0, self.tp, inner)]
 
     def context_groups(self, inner: int) -> dict[str, list[tuple[int, ...]]]:
-        """Rank lists of "cp_inner", runs of `inner` neighbours of cp, and "cp_outer", the ranks of one place in them.
+        """Returns the rank lists of "cp_inner", runs of `inner` neighbours of cp, and "cp_outer", ranks of equal
+        position in them.
 
-        Raises ConfigError when `inner` does not divide cp.
+        Raises ConfigError if `inner` does not divide cp.
         """
         if self.cp % inner:
             raise ConfigError(f"{inner} neighbours do not divide cp {self.cp}; give a divisor of it")
@@ -121,7 +126,9 @@ class Mesh:
         return {"cp_inner": runs, "cp_outer": [line[i::inner] for line in lines for i in range(inner)]}
 
     def pipeline_groups(self) -> dict[str, list[tuple[int, ...]]]:
-        """Rank lists of "up" and "down" (those of pp) and of "ends": the first and the last stage, others alone."""
+        """Returns the rank lists of "up" and "down" (those of pp) and of "ends": first and last stage, other stages
+        alone.
+        """
         lines = self.groups("pp")
         ends = [(line[0], line[-1]) if len(line) > 1 else line for line in lines]
         between = [(rank,) for line in lines for rank in line[1:-1]]

@@ -1,9 +1,9 @@
-"""Agreeing on one attempt of a job over a store that outlives attempts.
+"""Lets the ranks of one attempt of a job agree on a name, over a store that outlives attempts.
 
-torchrun keeps its key-value store when it restarts the ranks (--max-restarts, or a host that joins or leaves). The keys of
-the attempt before are still there, among them the addresses of processes that are dead, and nothing in the environment
-numbers the attempts: TORCHELASTIC_RESTART_COUNT counts the restarts that one host began, and differs between hosts. So
-the ranks that are alive find each other first, and put all that follows under a name of their own.
+torchrun keeps its key-value store when it restarts the ranks (--max-restarts, or a host that joins or leaves). The
+store then still has the keys of the previous attempt, among them the addresses of dead processes, and no environment
+variable numbers the attempts: TORCHELASTIC_RESTART_COUNT counts the restarts that one host began, and differs between
+hosts. So the live ranks first agree on a new name, and all later keys are put under that name.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from typing import Protocol
 from megatron.base.errors import CommError
 
 _LEADER = "attempt/leader"
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5  # seconds between two looks at the store
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5  # seconds between two reads of the store
 
 
 class Store(Protocol):
-    """What is used of torch.distributed's stores."""
+    """The methods of torch.distributed's stores that are used here."""
 
     def set(self, key: str, value: str) -> None:
-        """Write a key."""
+        """Writes a key."""
 
     def get(self, key: str) -> bytes:
-        """Read a key, waiting until somebody has written it. Raises RuntimeError after the store's timeout."""
+        """Reads a key, waiting until it has been written. Raises RuntimeError after the store's timeout."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys exist."""
+        """Returns whether all of these keys exist."""
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """The name of this attempt: the same on all of its ranks, and never that of another attempt over the same store.
+    """Returns the name of this attempt: equal on all of its ranks, and different from that of any other attempt.
 
-    Rank 0 announces a new name. Each other rank answers the name that it finds with a token of its own, and rank 0 welcomes
-    each token it receives. A rank that found the name of an earlier attempt is welcomed by nobody and looks again. Every
-    process that calls this must be alive; torchrun ends the ranks of one attempt on all hosts before it starts the next.
-    Raises CommError when rank 0 does not come within the timeout, RuntimeError (the store's) when another rank does not.
+    Rank 0 announces a new name. Each other rank answers a name that it finds with a token of its own, and rank 0
+    confirms each token that it receives. A rank that found the name of an earlier attempt receives no confirmation and
+    reads the name again. Every process that calls this function must be alive; torchrun ends the ranks of one attempt
+    on all hosts before it starts the next. Raises CommError if rank 0 does not answer within the timeout, and
+    RuntimeError (the store's) if another rank does not.
     """
     token = uuid.uuid4().hex
     if rank == 0:

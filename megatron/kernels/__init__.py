@@ -1,1 +1,1 @@
-"""Ops with a torch reference and optional fused backends."""
+"""Operations with a reference in plain torch and optional fused backends."""

@@ -1,4 +1,4 @@
-"""The kernels of a run: chosen once at set-up, logged, and handed to the layers."""
+"""The kernels of a run: chosen once during set-up, logged, and passed to the layers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron.kernels.ops import attention, attention_lse, weight_grad
 
 @dataclass(frozen=True)
 class Kernels:
-    """What layers call. `attention_choice`, `block_choice` and `fusion_missing` are for the start-up table."""
+    """The kernels that layers call. `attention_choice`, `block_choice` and `fusion_missing` are for the start-up table."""
 
     attention: attention.AttentionKernel
-    block_attention: attention_lse.BlockKernel  # of context parallelism
+    block_attention: attention_lse.BlockKernel  # for context parallelism
     weight_grad: weight_grad.WeightGrad
     attention_choice: str
     block_choice: str
-    fusion_missing: str | None  # why gradient accumulation is not fused into the weight-gradient GEMM
+    fusion_missing: str | None  # the reason why gradient accumulation is not fused into the weight-gradient GEMM
 
 
 def choose_kernels(config: ModelConfig, device: torch.device) -> Kernels:
-    """The kernels that were asked for, or the nearest that can run here: all compute the same."""
+    """Returns the requested kernels, or the closest ones that can run here. All compute the same function."""
     dtype = getattr(torch, config.dtype_name)
     attention_kernel, choice = attention.choose(config.attention_backend, device, dtype)
     block_kernel, block_choice = attention_lse.choose(config.attention_backend, device, dtype, config.attention_dropout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.base.heartbeat import unwatched
+from megatron.base.heartbeat import unmeasured
 from megatron.base.log import get_logger
 from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.device import synchronize
@@ -52,7 +52,7 @@ class ProfileTimeline:
         self._recording = False
         trainer.data_parallel.settle()
         ranks = gather_objects(trainer.data_parallel.timeline.stop(), trainer.groups.world)
-        trainer.groups.heartbeat.during_wait = unwatched
+        trainer.groups.heartbeat.during_wait = unmeasured
         if trainer.groups.rank == 0:
             for summary in summarize(ranks):
                 log.info("%s", format_summary(summary))

@@ -1,13 +1,14 @@
-"""Several datasets read in one order, so that every prefix of it holds each dataset's share to within one sample.
+"""Blends several datasets into one order, of which every prefix holds each dataset's share to within one sample.
 
 The order is the earliest-deadline-first schedule of a proportional ("Pfair") task set, S. Baruah et al., "Proportionate
-progress", Algorithmica 1996. With weight w of a sum of 1, the k-th sample of a dataset (k from 0) keeps its count less
-than one from w x n at every prefix length n exactly when it is read at a position of [floor(k / w), ceil((k + 1) / w) - 1].
-At each position the sample with the nearest end of its window is read, of those whose window has begun. Megatron-LM
-reads the dataset that is furthest behind; with many datasets that rule falls more than one sample behind.
+progress", Algorithmica 1996. Let w be the weight of a dataset, with all weights summing to 1. Its count differs by less
+than one from w x n at every prefix length n exactly if its k-th sample (k from 0) is read at a position in [floor(k /
+w), ceil((k + 1) / w) - 1]. At each position the schedule reads the sample whose window ends first, among those whose
+window has begun. Megatron-LM reads the dataset that is furthest behind; with many datasets that rule falls more than
+one sample behind.
 
-Weights are exact fractions p / P with a common denominator P, after P samples all counts are exact and the order
-repeats. So only one period is computed and kept, and the place of a sample depends on the weights alone.
+Weights are exact fractions p / P with a common denominator P, so after P samples all counts are exact and the order
+repeats. Therefore only one period is computed and stored, and the position of a sample depends on the weights alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_PERIOD = 1 << 20
 
 
 def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[Fraction] | None]:
-    """Prefixes and their weights from the words of a data-path flag; weights are None when only prefixes are given.
+    """Parses a data-path flag into prefixes and their weights; the weights are None if only prefixes are given.
 
     Accepts `prefix`, `prefix prefix ...` and `weight prefix weight prefix ...`. Raises ConfigError for anything else.
     """
@@ -54,10 +55,10 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[Fracti
 
 @dataclass(frozen=True)
 class Blend:
-    """One period of the order of a blend, or its first part when fewer samples are read.
+    """One period of the order of a blend, or its first part if fewer samples are read.
 
-    shares: samples of each dataset in a period of sum(shares). datasets, samples: at each place, which dataset is read
-    and which of its samples of this period.
+    `shares` holds the number of samples of each dataset in a period of sum(shares). `datasets` and `samples` hold, for
+    each position, which dataset is read and which of its samples of this period.
     """
 
     shares: tuple[int, ...]
@@ -66,7 +67,7 @@ class Blend:
 
     @classmethod
     def create(cls, weights: Sequence[Fraction], num_samples: int) -> Blend:
-        """The order of the first `num_samples` samples. Weights are above 0 and need not sum to 1."""
+        """Computes the order of the first `num_samples` samples. Weights are positive and need not sum to 1."""
         shares = _integer_shares(weights)
         datasets = _schedule(shares, min(sum(shares), num_samples))
         samples = np.empty(len(datasets), np.int32)
@@ -76,13 +77,13 @@ class Blend:
         return cls(shares, datasets, samples)
 
     def locate(self, number: int) -> tuple[int, int]:
-        """(dataset, sample of that dataset) of sample `number` of the blend."""
+        """Returns (dataset, sample of that dataset) of sample `number` of the blend."""
         period, place = divmod(number, sum(self.shares))
         dataset = int(self.datasets[place])
         return dataset, period * self.shares[dataset] + int(self.samples[place])
 
     def counts(self, num_samples: int) -> list[int]:
-        """How many samples of each dataset are among the first `num_samples`."""
+        """Returns the number of samples of each dataset among the first `num_samples`."""
         periods, rest = divmod(num_samples, sum(self.shares))
         assert rest <= len(self.datasets), f"{num_samples} samples of a blend made for {len(self.datasets)}"
         begun = np.bincount(self.datasets[:rest], minlength=len(self.shares))
@@ -90,19 +91,21 @@ class Blend:
 
 
 class BlendOrder(Protocol):
-    """Where each sample of a blend comes from: `Blend`, or Megatron-LM's order (megatron_blend.py)."""
+    """Maps each sample of a blend to its dataset: `Blend`, or Megatron-LM's order (megatron_blend.py)."""
 
     def locate(self, number: int) -> tuple[int, int]:
-        """(dataset, sample of that dataset) of sample `number` of the blend."""
+        """Returns (dataset, sample of that dataset) of sample `number` of the blend."""
         ...
 
     def counts(self, num_samples: int) -> list[int]:
-        """How many samples of each dataset are among the first `num_samples`."""
+        """Returns the number of samples of each dataset among the first `num_samples`."""
         ...
 
 
 class BlendedDataset:
-    """Samples of several datasets in the order of a blend; dataset i must have blend.counts(num_samples)[i] samples."""
+    """The samples of several datasets in the order of a blend; dataset i must have blend.counts(num_samples)[i]
+    samples.
+    """
 
     def __init__(self, datasets: Sequence[SampleDataset], blend: BlendOrder, num_samples: int) -> None:
         for dataset, count in zip(datasets, blend.counts(num_samples), strict=True):
@@ -128,26 +131,28 @@ def _weight(word: str) -> Fraction | None:
 
 
 def _integer_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Whole numbers in the proportion of `weights`, exact if their sum stays within MAX_PERIOD, else rounded to it."""
+    """Returns integers proportional to `weights`: exact if their sum is at most MAX_PERIOD, otherwise rounded to that
+    sum.
+    """
     total = sum(weights)
     exact = [weight / total for weight in weights]
     period = math.lcm(*(weight.denominator for weight in exact))
     if period <= MAX_PERIOD:
         return tuple(int(weight * period) for weight in exact)
-    # At least one each: a dataset that was asked for is read. The sum is then the period, near MAX_PERIOD.
+    # Each dataset gets at least one sample, because the user asked for it. The sum is then the period, near MAX_PERIOD.
     shares = [max(1, round(weight * MAX_PERIOD)) for weight in exact]
     divisor = math.gcd(*shares)
     return tuple(share // divisor for share in shares)
 
 
 def _schedule(shares: Sequence[int], length: int) -> npt.NDArray[np.int32]:
-    """The dataset at each of the first `length` places. Whole-number arithmetic: the same on every machine."""
+    """Returns the dataset at each of the first `length` positions. Integer arithmetic gives the same on every machine."""
     period = sum(shares)
     order = np.empty(length, np.int32)
     taken = [0] * len(shares)
     ready = [(_deadline(0, share, period), number) for number, share in enumerate(shares)]
     heapq.heapify(ready)
-    waiting: list[tuple[int, Any]] = []  # (place where the window begins, entry of `ready`)
+    waiting: list[tuple[int, Any]] = []  # (position where the window begins, entry of `ready`)
     for place in range(length):
         while waiting and waiting[0][0] <= place:
             heapq.heappush(ready, heapq.heappop(waiting)[1])
@@ -165,5 +170,7 @@ def _schedule(shares: Sequence[int], length: int) -> npt.NDArray[np.int32]:
 
 
 def _deadline(sample: int, share: int, period: int) -> int:
-    """Last place of the window of a dataset's `sample`-th sample: ceil((sample + 1) * period / share) - 1."""
+    """Returns the last position in the window of a dataset's `sample`-th sample: ceil((sample + 1) * period / share) -
+    1.
+    """
     return -(-(sample + 1) * period // share) - 1

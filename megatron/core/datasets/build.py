@@ -1,4 +1,4 @@
-"""From data flags to the datasets of training, validation and test."""
+"""Builds the datasets of training, validation and test from the data flags."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from megatron.core.datasets.mock import MockDataset
 from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.datasets.sft import Conversations, SFTDataset
 
-MEGATRON_BLEND_VERSION = 1  # part of every stored blend's name: raise it when its arrays' meaning changes
+# This version is part of every stored blend's name: raise it when the meaning of its arrays changes.
+MEGATRON_BLEND_VERSION = 1
 LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a split's documents come from: the words of a flag, and the part [low, high) of each dataset's documents."""
+    """The source of a split's documents: the words of a flag, and the part [low, high) of each dataset's documents."""
 
     flag: str
     words: tuple[str, ...]
@@ -39,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences [first, last) of one dataset, and their weight in the split's blend; None is their size in tokens."""
+    """The sequences [first, last) of one dataset and their weight in the split's blend; None weighs by size in tokens."""
 
     data: IndexedDataset | Conversations
     first: int
@@ -51,15 +52,16 @@ class Part:
 def build_datasets(
     config: DataConfig, sizes: Splits[int | None], seed: int, vocab_size: int
 ) -> Splits[SampleDataset | None]:
-    """The datasets that the flags ask for, each of the number of samples in `sizes`, in Megatron-LM's order at least.
+    """Builds the datasets that the flags ask for, with the number of samples in `sizes` (at least, in Megatron-LM's
+    order).
 
-    A split is None when its size is None or 0, when no flag names data for it, or when it gets no documents (logged).
-    Any number of processes may call this at once; where one calls it before the others, only that one builds the sample
-    indices. Raises ConfigError for flags that do not go together and DataError for data that cannot be read.
+    A split is None if its size is None or 0, if no flag names data for it, or if it gets no documents (logged). Any
+    number of processes may call this at once; if one calls it before the others, only that one builds the sample
+    indices. Raises ConfigError for flags that exclude each other and DataError for data that cannot be read.
     """
     seq_length = check_flags(config)
     if config.mock_data:
-        # Consecutive seeds of the splits of one run; other runs' seeds do not meet them.
+        # The splits of one run have consecutive seeds, which do not overlap with the seeds of other runs.
         mocks = [
             MockDataset(size, seq_length, vocab_size, 3 * seed + number) if size else None
             for number, (_, size) in enumerate(sizes.items())
@@ -85,7 +87,7 @@ def build_datasets(
 
 
 def check_flags(config: DataConfig) -> int:
-    """The sequence length, after checking that exactly one kind of data is named. Raises ConfigError."""
+    """Returns the sequence length after checking that exactly one kind of data is named. Raises ConfigError."""
     per_split = (config.train_data_path, config.valid_data_path, config.test_data_path)
     if config.mock_data and config.data_path is not None:
         raise ConfigError("--mock-data and --data-path are given together; give one of them")
@@ -97,7 +99,7 @@ def check_flags(config: DataConfig) -> int:
 
 
 def find_sources(config: DataConfig) -> Splits[Source | None]:
-    """What each split reads: ranges of --data-path's documents, or its own data path."""
+    """Returns the source of each split: a range of --data-path's documents, or the split's own data path."""
     if config.data_path is None:
         flags = Splits(config.train_data_path, config.valid_data_path, config.test_data_path).items()
         return Splits(*(Source(f"--{name}-data-path", words) if words is not None else None for name, words in flags))
@@ -108,10 +110,10 @@ def find_sources(config: DataConfig) -> Splits[Source | None]:
 def _megatron_blend(
     parts: list[Part], size: int, config: DataConfig, name: str, build: Callable[[Part, int | None], SampleDataset]
 ) -> SampleDataset:
-    """At least `size` samples in Megatron-LM's order; without weights at most as many as the datasets hold.
+    """Returns at least `size` samples in Megatron-LM's order; without weights at most as many as the datasets hold.
 
-    Also made of a single dataset that --data-path gives a weight: Megatron-LM then asks it for more samples, which
-    changes their order.
+    This is also used for a single dataset that --data-path gives a weight: Megatron-LM then requests more samples from
+    it, which changes their order.
     """
     weights = [float(part.weight) for part in parts if part.weight is not None]
     if weights:
@@ -187,7 +189,7 @@ def _build_part(
 def _open_parts(
     source: Source, name: str, config: DataConfig, opened: dict[str, IndexedDataset | Conversations]
 ) -> list[Part]:
-    """The datasets of a split that hold tokens for it. An empty part is an error in training and left out elsewhere."""
+    """Opens the datasets that hold tokens for a split. An empty part is an error in training and ignored elsewhere."""
     prefixes, weights = parse_blend(source.words, source.flag)
     parts: list[Part] = []
     for number, prefix in enumerate(prefixes):

@@ -1,4 +1,4 @@
-"""Chat templates that do not come with a tokenizer: one that is shipped, a file's, or a text."""
+"""Chat templates that are not part of a tokenizer: a built-in one, one from a file, or one given as text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from megatron.base.errors import ConfigError
 
-# ChatML (https://github.com/openai/openai-python/blob/release-v0.28.0/chatml.md), but for two things, so that it suits a
-# tokenizer that was not made for it: a conversation begins with the tokenizer's bos where there is one, as base models
-# are used to, and a turn ends with its eos, so that every program stops there. Where <|im_end|> is the eos, nothing
-# differs. <|im_start|> need not be a token of its own.
+# ChatML (https://github.com/openai/openai-python/blob/release-v0.28.0/chatml.md) with two changes, so that it suits a
+# tokenizer that was not made for it: a conversation begins with the tokenizer's bos if it has one, as base models are
+# trained, and a turn ends with its eos, so that every program stops there. The result is ChatML if <|im_end|> is the
+# eos. <|im_start|> need not be a single token.
 _CHATML = (
     "{{ bos_token | default('', true) }}"
     "{% for message in messages %}"
@@ -21,10 +21,12 @@ CHAT_TEMPLATES = {"chatml": _CHATML}
 
 
 def read_chat_template(word: str) -> str:
-    """The text of a template: `word` is a name of CHAT_TEMPLATES, a file, or the text itself. Raises ConfigError."""
+    """Returns the text of a template: `word` is a name in CHAT_TEMPLATES, a file, or the text itself. Raises
+    ConfigError.
+    """
     if word in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[word]
-    if "{{" in word or "{%" in word:  # as it is kept in checkpoints
+    if "{{" in word or "{%" in word:  # checkpoints store the text itself
         return word
     try:
         return Path(word).read_text(encoding="utf-8")

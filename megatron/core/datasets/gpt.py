@@ -1,4 +1,4 @@
-"""Samples of a fixed number of tokens, cut from shuffled documents without regard to their ends."""
+"""Samples of a fixed number of tokens, taken from shuffled documents regardless of where the documents end."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from megatron.core.datasets.sample import Tokens, check_ids, check_number
 from megatron.core.datasets.sample_index import Epoch, SampleIndex, build_sample_index
 
 LOGGER = get_logger(__name__)
-# Part of every cache entry's name: raise it when the arrays' meaning changes.
+# This version is part of every cache entry's name: raise it when the meaning of the arrays changes.
 INDEX_VERSION = 1
 
 
 class GPTDataset:
-    """Sample number -> token ids [seq_length + 1], int64, from the sequences [first, last) of an indexed dataset.
+    """Maps a sample number to token ids [seq_length + 1], int64, from the sequences [first, last) of an indexed
+    dataset.
 
-    order "single": every epoch has its own shuffle of documents and samples. "cyclic": the first epoch's is repeated.
-    `num_samples` may span any number of epochs; None is one epoch. Sample n depends on (seed, n) alone, see
-    sample_index.py. "megatron": Megatron-LM's order, see megatron_index.py; it depends on `num_samples`, too, and the
-    dataset has all samples of the epochs that this takes. `cache` is the folder of stored indices, None to build them in
-    memory.
+    `order` "single" shuffles documents and samples anew in every epoch; "cyclic" repeats the shuffle of the first
+    epoch. `num_samples` may span any number of epochs; None is one epoch. Sample n depends only on (seed, n), see
+    sample_index.py. `order` "megatron" is Megatron-LM's order, see megatron_index.py: it also depends on `num_samples`,
+    and the dataset has all samples of the epochs that this number requires. `cache` is the folder of stored indices;
+    None builds them in memory.
 
-    Every sample's ids are checked against `vocab_size` when it is read, a tenth of the time that reading takes. So a
+    Every sample's ids are checked against `vocab_size` when it is read, which takes a tenth of the reading time. So a
     dataset made with another tokenizer stops the run with a DataError instead of a failing gather on a device.
     """
 

@@ -1,13 +1,14 @@
-"""Arrays kept in a folder under a hash of what they depend on: built once, memory-mapped afterwards.
+"""Stores arrays in a folder under a hash of their inputs: they are built once and memory-mapped afterwards.
 
-Any number of processes on any number of hosts may ask for the same arrays at the same time. Each that finds none builds
-them in a folder of its own and renames that to the final name. Renaming a folder is atomic and fails when the final
-name is taken, so the first one wins, the others drop theirs, and a folder under the final name is always whole. A
-process that is killed leaves a hidden folder (`.NAME.*`) behind, which nothing reads and the next builder removes.
+Any number of processes on any number of hosts may ask for the same arrays at the same time. Each process that finds
+none builds them in a temporary folder and renames that to the final name. Renaming a folder is atomic and fails if the
+final name exists, so the first process wins, the others delete their folders, and a folder under the final name is
+always complete. A process that is killed leaves a hidden folder (`.NAME.*`) behind, which nothing reads and the next
+builder removes.
 
-A bit that flips in an index changes which samples are read and nothing would notice. So description.json holds a
-checksum of every array's file, which each process verifies when it opens the entry: one pass over the files, about a
-second per gigabyte.
+A flipped bit in an index would silently change which samples are read. So description.json holds a checksum of every
+array's file, which each process verifies when it opens the entry: one pass over the files, about one second per
+gigabyte.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron.core.datasets.scratch import is_left, open_held
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 DESCRIPTION = "description.json"
-FORMAT = 2  # of an entry; part of its name
+FORMAT = 2  # This version of the entry format is part of its name.
 CHECKED_AT_ONCE = 1 << 24  # bytes
 LOGGER = get_logger(__name__)
 
@@ -40,11 +41,11 @@ LOGGER = get_logger(__name__)
 def cached_arrays(
     folder: Path | None, label: str, names: Collection[str], inputs: Mapping[str, Any], build: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays `names` of `build()`, from `folder` if they are there, else built and stored.
+    """Returns the arrays `names` of `build()`, read from `folder` if they are stored there, otherwise built and stored.
 
-    `inputs`, JSON values, must hold everything the arrays depend on; it is stored beside them. `label` only makes the
-    folder's name readable. Without a folder, or when it cannot be written (logged), the arrays stay in memory. Raises
-    DataError for a stored array that cannot be read or is not what was stored.
+    `inputs`, JSON values, must hold everything that the arrays depend on; it is stored with them. `label` only makes
+    the folder's name readable. Without a folder, or if it cannot be written (logged), the arrays stay in memory. Raises
+    DataError for a stored array that cannot be read or has the wrong checksum.
     """
     if folder is None:
         return build()
@@ -68,7 +69,9 @@ def cached_arrays(
 
 
 def index_inputs(idx_path: str, *, version: int, **sizes: int) -> dict[str, Any]:
-    """`inputs` of arrays that depend on an `.idx` file and on numbers; `version` changes with the arrays' meaning."""
+    """Returns `inputs` for arrays that depend on an `.idx` file and on numbers; raise `version` if their meaning
+    changes.
+    """
     status = os.stat(idx_path)
     return {
         "version": version,
@@ -84,17 +87,17 @@ def _publish(entry: Path, inputs: Mapping[str, Any], arrays: Arrays) -> None:
     for other in entry.parent.glob(f".{entry.name}.*"):
         if is_left(other / DESCRIPTION):
             shutil.rmtree(other, ignore_errors=True)  # another process may do the same
-    beside = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
+    temporary = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
     try:
-        beside.mkdir()
-        with open_held(beside / DESCRIPTION) as description:
-            _write(beside, inputs, arrays, description)
-            beside.rename(entry)
+        temporary.mkdir()
+        with open_held(temporary / DESCRIPTION) as description:
+            _write(temporary, inputs, arrays, description)
+            temporary.rename(entry)
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-    # Another process was first: its arrays are the same.
+    # Another process was first, and its arrays are the same.
 
 
 def _write(folder: Path, inputs: Mapping[str, Any], arrays: Arrays, description: BinaryIO) -> None:
@@ -102,7 +105,7 @@ def _write(folder: Path, inputs: Mapping[str, Any], arrays: Arrays, description:
     for name, array in arrays.items():
         with open(folder / f"{name}.npy", "wb") as file:
             np.save(file, array, allow_pickle=False)
-            # Else a crash of the host could leave the name in place and the bytes not.
+            # Otherwise a crash of the host could leave the name without the data.
             file.flush()
             os.fsync(file.fileno())
         checksums[name] = _crc32(folder / f"{name}.npy")

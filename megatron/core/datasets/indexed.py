@@ -12,10 +12,10 @@
 | 8D | int64 first sequence of each document, then N |
 | N or 0 | int8 modes, which only multimodal files have |
 
-Sequences lie back to back and fill the `.bin`, so an offset or a length that was altered is found by the others.
+Sequences lie back to back and fill the `.bin`, so an altered offset or length contradicts the others and is found.
 
-A document is one sequence unless its text was given as a list, one sequence an item. A document without tokens has no
-sequence. The layout is Megatron-LM's (megatron/core/datasets/indexed_dataset.py).
+A document is one sequence unless its text was given as a list, which makes one sequence per item. A document without
+tokens has no sequence. The layout is Megatron-LM's (megatron/core/datasets/indexed_dataset.py).
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-CHECKED_AT_ONCE = 1 << 20  # entries of an index in host memory while it is checked
+CHECKED_AT_ONCE = 1 << 20  # entries of an index in host memory per step of the check
 COPIED_AT_ONCE = 1 << 24  # bytes
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 for vocabularies below 65500, else int32: the rule of Megatron's writer."""
+    """Returns uint16 for vocabularies below 65500 and int32 otherwise, which is the rule of Megatron's writer."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
 def pack_tokens(tokens: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """`tokens` as a one-dimensional array of `dtype`. Raises DataError when one does not fit in it."""
+    """Returns `tokens` as a one-dimensional array of `dtype`. Raises DataError if a token does not fit in it."""
     wide = np.asarray(tokens, dtype=np.int64).reshape(-1)
     if dtype.kind in "iu" and wide.size:
         low, high = int(wide.min()), int(wide.max())
@@ -72,12 +72,13 @@ def pack_tokens(tokens: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any]
 
 
 class IndexedDataset:
-    """Sequences of tokens in a `.bin/.idx` pair, read on demand.
+    """The sequences of tokens in a `.bin/.idx` pair, read on demand.
 
     `sequence_lengths` [N] int32, `sequence_pointers` [N] int64 (bytes) and `document_indices` [D] int64 are memory maps
     of the `.idx`, which is read once and checked (0.1 s per 10 million sequences). The `.bin` is read with plain reads:
-    they cost about 2 us more per sequence than a memory map, and a file that is cut while it is in use, or a disk that
-    fails, is an error of one read where a map would end the process with SIGBUS.
+    they cost about 2 us more per sequence than a memory map, but if the file is truncated while in use or the disk
+    fails, one read raises an error, while a memory map would end the process with SIGBUS.
+
     Raises DataError for a file that is missing, damaged or of another format.
     """
 
@@ -103,13 +104,13 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        # A pickled memory map would carry the whole file; a worker process opens it again.
+        # A pickled memory map would contain the whole file; a worker process opens the file again.
         return IndexedDataset, (self.prefix,)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Tokens [offset, offset + length) of one sequence, in the file's type; to its end when `length` is None.
+        """Returns tokens [offset, offset + length) of one sequence, in the file's type; to its end if `length` is None.
 
-        Read-only. Raises DataError when the file has become shorter or cannot be read.
+        The array is read-only. Raises DataError if the file has become shorter or cannot be read.
         """
         size = int(self.sequence_lengths[sequence])
         count = size - offset if length is None else length
@@ -129,7 +130,7 @@ class IndexedDataset:
         return tokens
 
     def _check(self) -> None:
-        """What a header cannot tell: that sequences and documents are in order and fill the `.bin`."""
+        """Checks that sequences and documents are in order and fill the `.bin`, which the header cannot show."""
         sequences = len(self)
         if len(self.document_indices) < 1 or self.document_indices[0] != 0 or self.document_indices[-1] != sequences:
             shown = self.document_indices[[0, -1]].tolist() if len(self.document_indices) else []
@@ -151,7 +152,7 @@ class IndexedDataset:
             )
 
     def _check_sequences(self) -> int:
-        """Bytes of all sequences, which must follow each other without a gap."""
+        """Returns the bytes of all sequences, which must follow each other without a gap."""
         end = 0
         for first in range(0, len(self), CHECKED_AT_ONCE):
             lengths = self.sequence_lengths[first : first + CHECKED_AT_ONCE]
@@ -173,10 +174,10 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes a `.bin/.idx` pair beside its final name; `finalize` syncs and renames it into place.
+    """Writes a `.bin/.idx` pair under temporary names; `finalize` syncs the files and renames them.
 
-    Used as a context manager: leaving the block without `finalize`, by an error or not, removes what was written. What
-    a writer of the same name left that was killed is removed first.
+    Use it as a context manager: leaving the block without `finalize`, with or without an error, removes the temporary
+    files. Files left by a killed writer of the same name are removed first.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -195,7 +196,7 @@ class IndexedDatasetWriter:
             raise DataError(f"cannot write {prefix}.bin: {error}; choose another --output-prefix") from error
 
     def add_document(self, tokens: npt.ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """One document; `lengths` cuts its tokens into sequences (default one, or none when there are no tokens)."""
+        """Adds one document; `lengths` splits its tokens into sequences (default one, or none if there are no tokens)."""
         packed = pack_tokens(tokens, self.dtype)
         if lengths is None:
             lengths = [packed.size] if packed.size else []
@@ -204,13 +205,13 @@ class IndexedDatasetWriter:
     def add_documents(
         self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int32], sequences: npt.NDArray[np.int64]
     ) -> None:
-        """Many documents at once: all tokens in the file's type, tokens of each sequence, sequences of each document."""
+        """Adds many documents: all tokens in the file's type, tokens per sequence, and sequences per document."""
         assert tokens.dtype == self.dtype and lengths.sum() == tokens.size and sequences.sum() == lengths.size
         self._file.write(tokens.tobytes())
         self._append(lengths, self._sequences + np.cumsum(sequences, dtype=np.int64))
 
     def add_dataset(self, prefix: str | Path) -> None:
-        """Append all documents of another dataset. Raises DataError when its tokens are of another type."""
+        """Appends all documents of another dataset. Raises DataError if its tokens are of another type."""
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise DataError(
@@ -223,7 +224,7 @@ class IndexedDatasetWriter:
         self._append(lengths, self._sequences + np.asarray(other.document_indices[1:], np.int64))
 
     def finalize(self) -> None:
-        """Write the index, sync both files and give them their names. A reader sees the old pair, none, or the new."""
+        """Writes the index, syncs both files and renames them. A reader sees the old pair, none, or the new one."""
         lengths = np.concatenate([*self._lengths, np.zeros(0, np.int32)]).astype("<i4")
         documents = np.concatenate(self._documents).astype("<i8")
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
@@ -234,7 +235,8 @@ class IndexedDatasetWriter:
             for file in (self._file, index):
                 file.flush()
                 os.fsync(file.fileno())
-        # The old index goes first and the new one comes last, so an index never stands beside another's tokens.
+        # The old index is removed first and the new one placed last, so an index never belongs to the tokens of
+        # another.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         os.replace(self._bin_path, f"{self.prefix}.bin")
         os.replace(self._idx_path, f"{self.prefix}.idx")
@@ -256,7 +258,7 @@ class IndexedDatasetWriter:
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output_prefix: str | Path) -> None:
-    """Concatenate datasets of one token type into one, in the order given."""
+    """Concatenates datasets of one token type into one, in the order given."""
     if not prefixes:
         raise DataError(f"there is no dataset to merge into {output_prefix}; give at least one .bin/.idx pair")
     if Path(output_prefix).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
@@ -268,7 +270,7 @@ def merge_datasets(prefixes: Sequence[str | Path], output_prefix: str | Path) ->
 
 
 def _remove_left(prefix: Path) -> None:
-    """Remove temporary files of writers that were killed."""
+    """Removes temporary files of killed writers."""
     own = re.compile(re.escape(prefix.name) + r"\.bin\.(\d+)\.tmp")
     for path in list(prefix.parent.iterdir()):
         found = own.fullmatch(path.name)
@@ -278,7 +280,7 @@ def _remove_left(prefix: Path) -> None:
 
 
 def _read_header(path: str) -> tuple[np.dtype[Any], int, int]:
-    """Token type, N and D of an `.idx`, after checking that it is one and that its size agrees with them."""
+    """Returns the token type, N and D of an `.idx`, after checking the format and that its size agrees with them."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         raw = file.read(HEADER.size)
@@ -302,5 +304,5 @@ def _read_header(path: str) -> tuple[np.dtype[Any], int, int]:
 
 def _cut(buffer: npt.NDArray[np.uint8], dtype: np.dtype[Any], count: int) -> tuple[Any, npt.NDArray[np.uint8]]:
     size = count * dtype.itemsize
-    # A plain array over the map: a slice of np.memmap costs microseconds more each time.
+    # Return a plain array over the map: a slice of np.memmap takes microseconds longer each time.
     return np.asarray(buffer[:size]).view(dtype), buffer[size:]

@@ -1,4 +1,4 @@
-"""JSON-lines files cut into blocks of whole lines, which worker processes read and parse."""
+"""Splits JSON-lines files into blocks of whole lines, which worker processes read and parse."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 from megatron.base.errors import DataError
 
-# About 0.1 s of tokenization: long beside the cost of handing a block over, short beside the end of a run, where some
-# processes wait for the last blocks of others.
+# A block is about 0.1 s of tokenization: long compared with the cost of sending a block to a worker, short compared
+# with the end of a run, where some processes wait for the last blocks of others.
 BLOCK_BYTES = 1 << 19
 
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes [start, stop) of a file, both at line starts. `data` holds them when the file cannot be read from there."""
+    """Bytes [start, stop) of a file, both at line starts. `data` holds them if the file cannot be read from an offset."""
 
     path: str
     start: int
@@ -28,7 +28,7 @@ class Block:
     data: bytes | None = None
 
     def lines(self) -> list[bytes]:
-        """The block's lines without their ends."""
+        """Returns the block's lines without line ends."""
         data = self.data
         if data is None:
             with open(self.path, "rb") as file:
@@ -38,7 +38,7 @@ class Block:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Files that the patterns name, in the order given, those of one pattern by name. Raises DataError for none."""
+    """Returns the files that the patterns match, in the order given and sorted per pattern. Raises DataError for none."""
     found: list[str] = []
     for pattern in patterns:
         paths = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
@@ -49,7 +49,9 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def read_blocks(path: str) -> Iterator[Block]:
-    """The file in order. Of plain files only the block's ends are read here, and their lines by `Block.lines`."""
+    """Yields the blocks of a file in order. For plain files only block ends are read here; `Block.lines` reads the
+    lines.
+    """
     if not path.endswith(".gz"):
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -72,7 +74,7 @@ def read_blocks(path: str) -> Iterator[Block]:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """One JSON object. Raises ValueError saying what is wrong."""
+    """Returns one JSON object. Raises ValueError with the reason."""
     try:
         record = json.loads(line.decode("utf-8"))
     except ValueError as error:
@@ -85,7 +87,10 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def parse_texts(line: bytes, keys: Sequence[str]) -> list[list[str]]:
-    """The texts under each key of one JSON object: one, or the items of a list. Raises ValueError saying what is wrong."""
+    """Returns the texts under each key of one JSON object: one text, or the items of a list.
+
+    Raises ValueError with the reason.
+    """
     record = parse_object(line)
     found: list[list[str]] = []
     for key in keys:
@@ -102,9 +107,9 @@ def parse_texts(line: bytes, keys: Sequence[str]) -> list[list[str]]:
 
 
 def check_surrogates(texts: Sequence[str], key: str) -> None:
-    """Raise ValueError for half a character.
+    """Raises ValueError for an unpaired surrogate.
 
-    An escape such as \\ud83d without its second half makes a string that is no text; tokenizers fail on it.
+    An escape such as \\ud83d without its second half makes a string that is not valid text; tokenizers fail on it.
     """
     for text in texts:
         try:

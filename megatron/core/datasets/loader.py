@@ -1,4 +1,4 @@
-"""From samples to the microbatches of one data-parallel rank, in an order that any layout can continue."""
+"""Loads the microbatches of one data-parallel rank, in an order that can be continued under any layout."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron.core.datasets.megatron_sampler import CyclicSampler
 from megatron.core.datasets.sample import SampleDataset
 
 T = TypeVar("T")
-GRACE_SECONDS = 60  # torchrun and Slurm kill what is left 30 s after SIGTERM
+GRACE_SECONDS = 60  # torchrun and Slurm kill remaining processes 30 s after SIGTERM
 
 
 class MicrobatchSampler(Sampler[list[int]]):
-    """The sample numbers of each microbatch of one rank.
+    """Yields the sample numbers of each microbatch of one rank.
 
-    Microbatch k after `consumed_samples` covers the samples [consumed + k * m * dp, consumed + (k + 1) * m * dp) with
-    m = micro_batch_size; rank r takes the r-th run of m of them. So the samples of a global batch are the same under
-    any dp and m, and `consumed_samples` is all the state there is. Ends with the last microbatch that is whole.
+    Microbatch k after `consumed_samples` covers the samples [consumed + k * m * dp, consumed + (k + 1) * m * dp) with m
+    = micro_batch_size; rank r takes the r-th run of m of them. So the samples of a global batch are the same for any dp
+    and m, and `consumed_samples` is the complete state. Ends with the last complete microbatch.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class MicrobatchSampler(Sampler[list[int]]):
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
 
     def __len__(self) -> int:
-        """Number of microbatches that are left."""
+        """Number of microbatches left."""
         return max(0, self.num_samples - self.consumed_samples) // (self.micro_batch_size * self.dp_size)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -58,13 +58,13 @@ def build_loader(
     sharding: bool = True,
     pin_memory: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Token ids, int64 [micro_batch_size, seq_length + 1], from the sample after `consumed_samples` on.
+    """Yields token ids, int64 [micro_batch_size, seq_length + 1], starting at sample `consumed_samples`.
 
-    Samples come in the order of their numbers, or where `cyclic` as CyclicSampler draws them, with or without `sharding`.
-    `num_workers` processes prepare microbatches ahead for as long as the iterator lives; with 0 this process prepares
-    each when it is asked for. `seed` seeds the workers' generators; without one of its own, starting the workers would
-    draw from the caller's random state. No communication. Raises DataError past the last whole microbatch, and what the
-    dataset raises for a sample it cannot give.
+    Samples come in the order of their numbers, or with `cyclic` as CyclicSampler draws them, with or without
+    `sharding`. `num_workers` processes prepare microbatches ahead as long as the iterator lives; with 0 this process
+    prepares each microbatch on request. `seed` seeds the workers' generators; without it, starting the workers would
+    draw from the caller's random state. No communication. Raises DataError after the last complete microbatch, and the
+    dataset's errors for a sample that it cannot return.
     """
     place = {
         "consumed_samples": consumed_samples,
@@ -96,8 +96,11 @@ def build_loader(
 
 
 def _outlive_sigterm(worker: int) -> None:
-    """A batch system that ends a job signals all its processes. The training process then still reads what its last
-    step needs and saves, so its workers wait for it: they end with it, or after GRACE_SECONDS."""
+    """Lets a worker survive SIGTERM until the training process ends, or for GRACE_SECONDS.
+
+    A batch system that ends a job signals all its processes. The training process then still reads the data of its last
+    step and saves, so its workers must not end before it.
+    """
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
 
 
@@ -106,13 +109,14 @@ def _as_it_is(item: T) -> T:
 
 
 class _Microbatches(Dataset["npt.NDArray[np.int64] | UserError"]):
-    """Sample numbers -> microbatch.
+    """Maps sample numbers to a microbatch.
 
-    An array, not a tensor: arrays come through a pipe, tensors through files in /dev/shm, which is small in containers.
-    When it is full, torch loses the batch in the worker and the training process waits for it for ever. A batch is so
-    small (a tenth of a millisecond in a pipe) that shared memory gains nothing.
+    Returns an array and not a tensor: arrays are sent through a pipe, tensors through files in /dev/shm, which is small
+    in containers. When it is full, torch loses the batch in the worker and the training process waits forever. A batch
+    is so small (a tenth of a millisecond in a pipe) that shared memory gains nothing.
 
-    A user's error is returned, not raised: a DataLoader would raise it again with the worker's traceback as its message.
+    A user's error is returned, not raised: a DataLoader would raise it again with the worker's traceback as its
+    message.
     """
 
     def __init__(self, dataset: SampleDataset) -> None:

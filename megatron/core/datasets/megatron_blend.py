@@ -1,17 +1,17 @@
-"""Megatron-LM's order of the samples of several datasets: at each place the dataset that is furthest behind.
+"""Megatron-LM's order of the samples of several datasets: each position reads the dataset that is furthest behind.
 
-Dataset i with share w[i] has given c[i] samples before place n. The next one comes from the dataset with the largest
-w[i] * max(n, 1) - c[i], the first of them where several are equal. Which are equal depends on rounding, so this is done
-in float64, product and difference each rounded, as Megatron-LM's helper is on x86-64 processors. (Elsewhere its compiler
-may fuse the two, and where shares are equal its order may then be another one.) Described from the behaviour of
-BlendedDataset, BlendedMegatronDatasetBuilder and the helper build_blending_indices of megatron/core/datasets, core 0.12
-to 0.20, which agree.
+Dataset i with share w[i] has given c[i] samples before position n. The next sample comes from the dataset with the
+largest w[i] * max(n, 1) - c[i], the first of them if several are equal. Ties depend on rounding, so the computation is
+done in float64, with multiplication and subtraction each rounded, as in Megatron-LM's helper on x86-64 processors. (On
+other processors its compiler may fuse the two operations, so that its order may differ where shares are equal.)
+Described from the behaviour of BlendedDataset, BlendedMegatronDatasetBuilder and the helper build_blending_indices of
+megatron/core/datasets, core 0.12 to 0.20, which agree.
 
-[Note: places side by side] Each place depends on the one before, which is slow to compute one by one in Python. So the
-order is cut into segments that are computed side by side, from a guess of the counts at the start of each. A dataset that
-was guessed too far behind or ahead is soon made up for, so most segments end with the right counts although they began
-with wrong ones. Where a segment began with other counts than the one before it ended with, it is computed again with
-those, until all fit together; then every place follows from the one before, whatever was guessed. Two rounds are usual.
+[Note: positions in parallel] Each position depends on the one before, which is slow to compute one by one in Python. So
+the order is split into segments that are computed in parallel, from a guess of the counts at the start of each. A wrong
+guess for a dataset is soon compensated, so most segments end with the right counts although they began with wrong ones.
+If a segment began with counts other than those with which its predecessor ended, it is computed again from these, until
+all segments agree; then every position follows from the one before, independently of the guess. Two rounds are usual.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-SURPLUS = 0.005  # by which each dataset is built larger than its share
+SURPLUS = 0.005  # each dataset is built larger than its share by this fraction
 MOST_SEGMENTS, SHORTEST_SEGMENT = 1024, 1024
 Counts = npt.NDArray[np.float64]
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """`weights` over their sum, in float64."""
+    """Returns `weights` divided by their sum, in float64."""
     array = np.array(weights, np.float64)
     return [float(share) for share in array / np.sum(array)]
 
 
 def blend_sizes(shares: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """(samples of the blend, samples that each dataset is built for), when `num_samples` are asked for.
+    """Returns (samples of the blend, samples for which each dataset is built) for `num_samples` requested samples.
 
-    Every dataset's part is rounded up, so the blend is a few samples longer than what was asked for.
+    Every dataset's part is rounded up, so the blend is a few samples longer than requested.
     """
     parts = [math.ceil(num_samples * share) for share in shares]
     return sum(parts), [math.ceil(part * (1 + SURPLUS)) for part in parts]
@@ -46,23 +46,26 @@ def blend_sizes(shares: Sequence[float], num_samples: int) -> tuple[int, list[in
 
 @dataclass(frozen=True)
 class FurthestBehind:
-    """Of `members` datasets, which is read at each place, int16, and which of its samples, int32 or int64; both [N]."""
+    """An order of `members` datasets: the dataset (int16) and its sample (int32 or int64) at each position, both [N]."""
 
     members: int
     datasets: npt.NDArray[np.int16]
     samples: npt.NDArray[np.signedinteger]
 
     def locate(self, number: int) -> tuple[int, int]:
-        """(dataset, sample of that dataset) of sample `number` of the blend."""
+        """Returns (dataset, sample of that dataset) of sample `number` of the blend."""
         return int(self.datasets[number]), int(self.samples[number])
 
     def counts(self, num_samples: int) -> list[int]:
-        """How many samples of each dataset are among the first `num_samples`."""
+        """Returns the number of samples of each dataset among the first `num_samples`."""
         return [int(count) for count in np.bincount(self.datasets[:num_samples], minlength=self.members)]
 
 
 def furthest_behind(shares: Sequence[float], num_samples: int) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of FurthestBehind for `num_samples` samples. Takes about 0.3 s per million, more above 100 datasets."""
+    """Returns the arrays of FurthestBehind for `num_samples` samples.
+
+    This takes about 0.3 s per million samples, and more with over 100 datasets.
+    """
     datasets = _choose(np.array(shares, np.float64), num_samples)
     samples = np.empty(num_samples, np.int32 if num_samples < 2**31 else np.int64)
     for number in range(len(shares)):
@@ -72,7 +75,7 @@ def furthest_behind(shares: Sequence[float], num_samples: int) -> dict[str, npt.
 
 
 def _choose(shares: Counts, num_samples: int) -> npt.NDArray[np.int16]:
-    """The dataset at each place; see [Note: places side by side]."""
+    """Returns the dataset at each position; see [Note: positions in parallel]."""
     length = max(SHORTEST_SEGMENT, 16 * len(shares), -(-num_samples // MOST_SEGMENTS))
     firsts = np.arange(0, num_samples, length)
     chosen = np.empty((len(firsts), length), np.int16)
@@ -89,7 +92,7 @@ def _choose(shares: Counts, num_samples: int) -> npt.NDArray[np.int16]:
 
 
 def _guess(shares: Counts, places: npt.NDArray[np.integer]) -> Counts:
-    """Counts [datasets, places] before each place: shares of it, rounded so that they sum to it."""
+    """Returns counts [datasets, positions] before each position: proportional shares, rounded to sum to the position."""
     exact = shares[:, None] * places
     counts = np.floor(exact)
     by_remainder = (counts - exact).argsort(axis=0).argsort(axis=0)
@@ -103,7 +106,9 @@ def _walk(
     chosen: npt.NDArray[np.int16],
     rows: npt.NDArray[Any],
 ) -> Counts:
-    """Fill the rows `rows` of `chosen`, from place `firsts` and counts `begins` on; returns the counts behind them."""
+    """Fills the rows `rows` of `chosen`, starting at positions `firsts` with counts `begins`; returns the counts after
+    them.
+    """
     counts, columns = begins.copy(), np.arange(len(rows))
     for step in range(chosen.shape[1]):
         behind = shares[:, None] * np.maximum(firsts + step, 1)

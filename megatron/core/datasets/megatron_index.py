@@ -1,10 +1,10 @@
-"""Megatron-LM's order of the samples of one dataset: which documents, in which order, cut where, read when.
+"""Megatron-LM's order of the samples of one dataset: shuffled documents, split into samples that are shuffled, too.
 
-One generator, numpy's RandomState(seed), draws everything in this sequence. The sequences [first, last) are written
-down once per epoch and shuffled, all epochs together; they are cut into samples that neighbour each other and share one
-token; the numbers of the samples are shuffled. When less than 80 % of the last epoch's samples are asked for, that epoch
-is kept apart: its documents come behind the others and are shuffled by themselves, and so are the samples that begin
-behind the last one that fits into the other epochs. So the order depends on how many samples are asked for.
+One generator, numpy's RandomState(seed), draws everything in the following order. The sequences [first, last) are
+listed once per epoch and shuffled, all epochs together; they are split into consecutive samples that share one token
+with their neighbour; the sample numbers are shuffled. If less than 80 % of the last epoch's samples are requested, that
+epoch is separate: its documents follow the others and are shuffled among themselves, and so are the samples that begin
+after the last one that fits into the other epochs. So the order depends on the number of samples requested.
 
 The seed is the same for every dataset and every split. Described from the behaviour of GPTDataset and the helper
 build_sample_idx of megatron/core/datasets, core 0.12 to 0.20, which agree.
@@ -26,10 +26,10 @@ CUT_AT_ONCE = 1 << 22  # documents, so that working memory stays below that of t
 
 @dataclass(frozen=True)
 class MegatronEpochs:
-    """How much is read of a dataset of `tokens` tokens.
+    """The sizes of the index of a dataset of `tokens` tokens.
 
-    epochs: passes over its documents. samples: all that they hold, at least as many as were asked for. joint: those
-    that are shuffled together, all of them unless the last epoch is kept apart.
+    `epochs` is the number of passes over its documents. `samples` is the number of samples they hold, at least as many
+    as requested. `joint` is the number of samples that are shuffled together: all, unless the last epoch is separate.
     """
 
     epochs: int
@@ -38,9 +38,9 @@ class MegatronEpochs:
 
     @classmethod
     def measure(cls, tokens: int, seq_length: int, num_samples: int | None) -> MegatronEpochs:
-        """The fewest epochs that hold `num_samples` samples of seq_length + 1 tokens; one epoch when it is None.
+        """Returns the fewest epochs that hold `num_samples` samples of seq_length + 1 tokens; one epoch if it is None.
 
-        Raises DataError when that is no sample at all.
+        Raises DataError if these hold no sample at all.
         """
         epochs = 1 if num_samples is None or not tokens else max(1, -(-(num_samples * seq_length + 1) // tokens))
         samples = max(0, epochs * tokens - 1) // seq_length
@@ -57,17 +57,18 @@ class MegatronEpochs:
 
     @property
     def last_is_apart(self) -> bool:
-        """Whether the last epoch is shuffled by itself."""
+        """Whether the last epoch is shuffled separately."""
         return self.joint < self.samples
 
 
 def build_megatron_index(
     lengths: npt.NDArray[np.int32], first: int, last: int, seq_length: int, plan: MegatronEpochs, seed: int
 ) -> SampleIndex:
-    """The index of the sequences [first, last), of lengths[first:last] tokens, as one long epoch of plan.samples.
+    """Builds the index of the sequences [first, last), of lengths[first:last] tokens, as one long epoch of
+    plan.samples.
 
-    Its rows are what Megatron-LM calls document_index, sample_index and shuffle_index. Takes about 0.3 s per million
-    documents and samples.
+    Its rows are called document_index, sample_index and shuffle_index in Megatron-LM. This takes about 0.3 s per
+    million documents and samples.
     """
     random = np.random.RandomState(seed)
     together = plan.epochs - plan.last_is_apart
@@ -86,13 +87,13 @@ def build_megatron_index(
 
 
 def _cut(lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int32], seq_length: int, samples: int) -> Index:
-    """[samples + 1, 2]: (position in `documents`, offset in that document) of every seq_length-th token.
+    """Returns [samples + 1, 2]: (position in `documents`, offset in that document) of every seq_length-th token.
 
-    A token belongs to the first document that ends behind it, so never to one without tokens; the very first bound is
-    position 0 all the same.
+    A token belongs to the first document that ends after it, so never to one without tokens; the very first bound is
+    nevertheless at position 0.
     """
     bounds = np.zeros((samples + 1, 2), np.int32 if len(documents) < 2**31 else np.int64)
-    tokens, done = 0, 1  # of the documents before these, and bounds that are known
+    tokens, done = 0, 1  # tokens of the documents processed so far, and the number of bounds found
     for place in range(0, len(documents), CUT_AT_ONCE):
         own = lengths[documents[place : place + CUT_AT_ONCE]].astype(np.int64)
         ends = tokens + np.cumsum(own)

@@ -1,4 +1,4 @@
-"""Megatron-LM's cyclic data loader: samples drawn in an order that is new in every epoch and depends on the layout."""
+"""Megatron-LM's cyclic data loader: samples in an order that is new in every epoch and depends on the layout."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from megatron.base.errors import DataError
 
 
 class CyclicSampler(Sampler[list[int]]):
-    """The sample numbers of each microbatch of one rank; never ends.
+    """Yields the sample numbers of each microbatch of one rank, without end.
 
-    An epoch is as many of the `num_samples` samples as whole microbatches of all dp replicas hold; epoch e is drawn from
-    torch's generator with seed e, whatever the run's seed. With `sharding` each replica owns an equal range of samples
-    and all draw the same permutation of their ranges; without it, they take turns in one permutation of all. Described
-    from the behaviour of MegatronPretrainingRandomSampler, megatron/training/datasets/data_samplers.py.
+    An epoch is the largest part of the `num_samples` samples that whole microbatches of all dp replicas hold; epoch e
+    is drawn from torch's generator with seed e, independently of the run's seed. With `sharding` each replica owns an
+    equal range of samples and all draw the same permutation of their ranges; without it, they take turns in one
+    permutation of all samples. Described from the behaviour of MegatronPretrainingRandomSampler,
+    megatron/training/datasets/data_samplers.py.
 
-    Raises DataError for fewer samples than one microbatch of all replicas, and when `consumed_samples` is no boundary
+    Raises DataError for fewer samples than one microbatch per replica, and if `consumed_samples` is not a boundary
     between microbatches of this layout.
     """
 
@@ -45,7 +46,7 @@ class CyclicSampler(Sampler[list[int]]):
             )
         if consumed_samples % self._epoch % self._unit:
             raise DataError(
-                f"--dataloader-type cyclic goes on after a whole number of microbatches of {micro_batch_size} x {dp_size} "
+                f"--dataloader-type cyclic continues after a whole number of microbatches of {micro_batch_size} x {dp_size} "
                 f"replicas, and {consumed_samples} samples were consumed of epochs of {self._epoch}; use the "
                 "--micro-batch-size and the number of replicas that they were read with"
             )
@@ -60,11 +61,11 @@ class CyclicSampler(Sampler[list[int]]):
                 consumed += self._unit
 
     def _rest_of(self, epoch: int, begun: int) -> Tensor:
-        """What this rank reads of an epoch after its first `begun` samples."""
+        """Returns the samples that this rank reads in an epoch after its first `begun` samples."""
         random = torch.Generator().manual_seed(epoch)
         if self.sharding:
             own = self._epoch // self.dp_size
             return self.dp_rank * own + torch.randperm(own, generator=random)[begun // self.dp_size :]
-        # Also what makes whole microbatches of some replicas only.
+        # The permutation also has the samples of the last, incomplete round of microbatches.
         whole = self.num_samples - self.num_samples % self.micro_batch_size
         return torch.randperm(whole, generator=random)[begun + self.dp_rank :: self.dp_size]

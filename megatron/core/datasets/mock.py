@@ -1,4 +1,4 @@
-"""Made-up samples that a model can learn, to try a configuration without a dataset."""
+"""Synthetic samples that a model can learn, to try a configuration without a dataset."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ NOISE = 0.1
 
 
 class MockDataset:
-    """Samples of an affine sequence with noise: the next token is (7919 t + 13) mod vocab_size, or one in ten times any.
+    """Samples of a noisy affine sequence: the next token is (7919 t + 13) mod vocab_size, or random with probability
+    0.1.
 
-    A model that has learnt the rule reaches a loss of about 0.1 ln(vocab_size) + 0.33. Sample n depends on (seed, n)
-    alone.
+    A model that has learnt the rule reaches a loss of about 0.1 ln(vocab_size) + 0.33. Sample n depends only on (seed,
+    n).
     """
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int) -> None:
         self.num_samples, self.seq_length, self.vocab_size, self.seed = num_samples, seq_length, vocab_size, seed
-        # Token k places after t is (factors[k] * t + steps[k]) mod vocab_size.
+        # Token k positions after t is (factors[k] * t + steps[k]) mod vocab_size.
         factors, steps = [1], [0]
         for _ in range(seq_length):
             factors.append(factors[-1] * FACTOR % vocab_size)
@@ -38,7 +39,7 @@ class MockDataset:
         drawn = random.randint(0, self.vocab_size, size)
         fresh = random.random_sample(size) < NOISE
         fresh[0] = True
-        # Each token follows from the last one that was drawn at random, `since` places before it.
+        # Each token follows from the last random token, which is `since` positions before it.
         places = np.arange(size)
         origin = np.maximum.accumulate(np.where(fresh, places, 0))
         since = places - origin

@@ -1,10 +1,10 @@
 """Best-fit-decreasing bin packing: conversations into samples of a fixed number of tokens.
 
-Items are placed from the longest to the shortest, each into the bin with the least space that is enough, or into a new
-one; D. S. Johnson, "Near-optimal bin packing algorithms", MIT 1973, shows that this takes at most 11/9 of the fewest
-bins possible, and with many short items it fills nearly all of them. Items of one length are placed together: the bin
-that fits best stays so until the next item is too long for it, so all bins with equal space get equally many. The work
-grows with the number of different (length, space) pairs that meet, not with items x bins.
+Items are placed from the longest to the shortest, each into the bin with the least sufficient space, or into a new one;
+D. S. Johnson, "Near-optimal bin packing algorithms", MIT 1973, shows that this takes at most 11/9 of the fewest
+possible bins, and with many short items it fills nearly all of them. Items of one length are placed together: the best
+bin stays the best until the next item is too long for it, so all bins of equal space get equally many items. The work
+grows with the number of different (length, space) pairs that occur, not with items x bins.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 
 def best_fit_decreasing(lengths: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.int64]:
-    """The bin of each item, for `lengths` [n] in falling order, all of 1 to `capacity`. Bins are numbered from 0.
+    """Returns the bin of each item, for `lengths` [n] in falling order, each from 1 to `capacity`. Bins count from 0.
 
-    Depends on the lengths alone: the same on every machine.
+    The result depends on the lengths alone and is the same on every machine.
     """
     assert not len(lengths) or (lengths[-1] > 0 and lengths[0] <= capacity and (np.diff(lengths) <= 0).all())
     sizes, counts = np.unique(lengths, return_counts=True)
@@ -29,7 +29,7 @@ def best_fit_decreasing(lengths: npt.NDArray[np.integer], capacity: int) -> npt.
 
 
 class _Packing:
-    """bins: the bin of each item placed so far."""
+    """The state of a packing; `bins` holds the bin of each item placed so far."""
 
     def __init__(self, capacity: int) -> None:
         self.bins: list[int] = []
@@ -38,7 +38,7 @@ class _Packing:
         self._spaces: list[int] = []  # keys of `_holders`, rising
 
     def place(self, size: int, count: int) -> None:
-        """Place `count` items of one size, not above any size before."""
+        """Places `count` items of one size, which is not larger than any size before."""
         while count and (at := bisect_left(self._spaces, size)) < len(self._spaces):
             space = self._spaces.pop(at)
             holders = self._holders.pop(space)
@@ -52,18 +52,18 @@ class _Packing:
             self._fill(holders, self._capacity, size, count)
 
     def _fill(self, holders: list[int], space: int, size: int, count: int) -> int:
-        """Put items into bins with `space`, taking those from `holders`; returns how many items found a place."""
+        """Puts items into bins with `space`, taking bins from `holders`; returns the number of items placed."""
         each = space // size
         whole = min(len(holders), count // each)
         self._take(holders, whole, space, size, each)
         placed = whole * each
-        if holders and placed < count:  # fewer are left than one bin could take
+        if holders and placed < count:  # fewer items are left than one bin could take
             self._take(holders, 1, space, size, count - placed)
             placed = count
         return placed
 
     def _take(self, holders: list[int], number: int, space: int, size: int, each: int) -> None:
-        """The last `number` bins of `holders` get `each` items and go where bins with their new space are."""
+        """Puts `each` items into the last `number` bins of `holders` and files these bins under their remaining space."""
         if not number:
             return
         taken = holders[-number:]

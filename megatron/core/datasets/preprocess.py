@@ -1,6 +1,6 @@
-"""JSON lines -> `.bin/.idx`: worker processes read, parse, tokenize and pack blocks of lines; this one only writes.
+"""JSON lines -> `.bin/.idx`: workers read, parse, tokenize and pack blocks of lines; the main process only writes.
 
-The output does not depend on the number of workers. Memory is a few blocks a worker.
+The output does not depend on the number of workers. Memory is a few blocks per worker.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megatron.core.datasets.tokenizer import Tokenizer
 
 LOGGER = get_logger(__name__)
 ON_ERROR = ("stop", "skip")
-SHOWN_REASONS = 5  # lines that --on-error skip names one by one
-HELD = "held"  # the file in a scratch folder that its run holds
-BLOCKS_AHEAD = 4  # blocks a worker has in hand: enough that none waits while another is at a slow block
+SHOWN_REASONS = 5  # the number of lines that --on-error skip names individually
+HELD = "held"  # the file in a scratch folder that its run keeps locked
+BLOCKS_AHEAD = 4  # blocks queued per worker: enough that none idles while another works on a slow block
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
-    """What is read and how it is laid out; the fields are the flags of tools/preprocess_data.py."""
+    """The inputs and the layout of the output; the fields are the flags of tools/preprocess_data.py."""
 
     input: tuple[str, ...]
     output_prefix: str
@@ -53,7 +53,7 @@ class PreprocessOptions:
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents of one key: tokens in the file's type, tokens of each sequence, sequences of each document."""
+    """Documents of one key: tokens in the file's type, tokens per sequence, sequences per document."""
 
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int32]
@@ -62,8 +62,11 @@ class Packed:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """What a worker made of a block. refused: (line of the block from 0, what is wrong) of the lines that were left out;
-    with --on-error stop the first of them, and then there are no documents."""
+    """The result of a worker for one block.
+
+    `refused` lists (line of the block from 0, reason) of the rejected lines; with --on-error stop it is only the first
+    of them, and there are no documents.
+    """
 
     block: Block
     lines: int
@@ -74,23 +77,24 @@ class EncodedBlock:
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of a run. Bytes are those of the JSON lines, before any compression; counts are those of the blocks."""
+    """The totals of a run. `bytes` counts the JSON lines before compression; `counts` sums the counts of the blocks."""
 
     documents: int
     tokens: int
-    skipped: int  # lines left out by --on-error skip
+    skipped: int  # lines skipped by --on-error skip
     bytes: int
     seconds: float
     counts: Counter[str]
 
 
 def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
-    """Write `{output_prefix}_{key}_document.bin/.idx` for every key, all or nothing.
+    """Writes `{output_prefix}_{key}_document.bin/.idx` for every key, all or nothing.
 
-    Line i is document i. A document without tokens keeps its place in the document index, has no sequence and gets no
-    end-of-document token, as in Megatron-LM. With partitions > 1, document i goes to partition i mod partitions and the
-    partitions are written one after another, as Megatron-LM does unless --keep-sequential-samples is given.
-    Raises DataError with the file and line for a line that cannot be used, unless --on-error skip leaves it out, and
+    Line i is document i. A document without tokens keeps its position in the document index, has no sequence and gets
+    no end-of-document token, as in Megatron-LM. With partitions > 1, document i goes to partition i mod partitions and
+    the partitions are written one after another, as Megatron-LM does unless --keep-sequential-samples is given.
+
+    Raises DataError with the file and line for a line that cannot be used, unless --on-error skip skips it, and
     ConfigError for impossible options.
     """
     for flag in ("workers", "partitions", "log_interval"):
@@ -124,7 +128,7 @@ def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
 
 
 class BlockEncoder(Dataset[EncodedBlock]):
-    """Block -> packed documents. It lives in worker processes and so holds all that they need."""
+    """Maps a block to packed documents. It is sent to worker processes and therefore holds everything they need."""
 
     def __init__(self, tokenizer: Tokenizer, keys: Sequence[str], append_eod: bool, on_error: str) -> None:
         self.tokenizer, self.keys, self.append_eod, self.on_error = tokenizer, keys, append_eod, on_error
@@ -157,7 +161,7 @@ class BlockEncoder(Dataset[EncodedBlock]):
         return {key: self._pack([texts[i] for texts in documents.values()]) for i, key in enumerate(self.keys)}
 
     def _pack(self, documents: Sequence[Sequence[str]]) -> Packed:
-        """Tokenize the texts of documents in one call, so that the library is entered once a block."""
+        """Tokenizes the texts of documents in one call, so that the library is entered once per block."""
         ids = iter(self.tokenizer.encode_batch([text for texts in documents for text in texts]))
         kept: list[list[int]] = []
         sequences = np.empty(len(documents), np.int64)
@@ -172,7 +176,7 @@ class BlockEncoder(Dataset[EncodedBlock]):
         return Packed(pack_tokens(tokens, self.dtype), lengths, sequences)
 
     def _blame(self, documents: Mapping[int, list[list[str]]]) -> dict[int, str]:
-        """The lines that the tokenizer refuses by themselves, and why."""
+        """Returns the lines that the tokenizer rejects individually, with the reasons."""
         blamed: dict[int, str] = {}
         for number, texts in documents.items():
             try:
@@ -184,7 +188,7 @@ class BlockEncoder(Dataset[EncodedBlock]):
 
 
 class Output:
-    """The dataset at `prefix`, written in one piece, or dealt to parts that are joined at the end."""
+    """The dataset at `prefix`, written directly, or distributed over parts that are joined at the end."""
 
     def __init__(self, prefix: str, dtype: np.dtype[Any], parts: int = 1) -> None:
         self._stack = ExitStack()
@@ -196,7 +200,7 @@ class Output:
         self._writers = [self._stack.enter_context(IndexedDatasetWriter(part, dtype)) for part in self._part_prefixes]
 
     def add(self, packed: Packed) -> None:
-        """Append documents, dealing them round to the parts."""
+        """Appends documents, distributing them over the parts in turn."""
         parts = len(self._writers)
         if parts == 1:
             self._writers[0].add_documents(packed.tokens, packed.lengths, packed.sequences)
@@ -213,7 +217,7 @@ class Output:
         self._documents += len(packed.sequences)
 
     def finalize(self) -> None:
-        """Give the dataset its name."""
+        """Moves the dataset to its final name."""
         for writer in self._writers:
             writer.finalize()
         if len(self._writers) > 1:
@@ -228,7 +232,7 @@ class Output:
 
 @contextlib.contextmanager
 def _scratch_folder(prefix: Path) -> Iterator[Path]:
-    """A folder beside the dataset, removed at the end; those of runs that were killed are removed at the beginning."""
+    """Yields a folder next to the dataset, removed at the end; folders of killed runs are removed at the beginning."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     name = f".{prefix.name}.partitions."
     for other in list(prefix.parent.iterdir()):
@@ -239,7 +243,7 @@ def _scratch_folder(prefix: Path) -> Iterator[Path]:
 
 
 def encode_blocks(paths: Sequence[str], encoder: Dataset[EncodedBlock], workers: int) -> Iterator[EncodedBlock]:
-    """Blocks of all files in order, encoded by the worker processes. Raises DataError when one of these is killed."""
+    """Yields the blocks of all files in order, encoded by worker processes. Raises DataError if a worker is killed."""
     loader: DataLoader[EncodedBlock] = DataLoader(
         encoder,
         sampler=itertools.chain.from_iterable(map(read_blocks, paths)),
@@ -261,10 +265,10 @@ def encode_blocks(paths: Sequence[str], encoder: Dataset[EncodedBlock], workers:
 def write_blocks(
     blocks: Iterator[EncodedBlock], outputs: Mapping[str, Output], log_interval: int, on_error: str
 ) -> Summary:
-    """Append the blocks to the outputs of their keys.
+    """Appends the blocks to the outputs of their keys.
 
-    A line that was refused is a DataError with its file and number; with on_error "skip" it is counted, and the first
-    few are logged.
+    A rejected line raises a DataError with its file and number; with on_error "skip" it is counted, and the first few
+    are logged.
     """
     start, counts = time.monotonic(), Counter[str]()
     documents = tokens = skipped = size = line = 0
@@ -298,5 +302,5 @@ def write_blocks(
 
 
 def _start_worker(_: int) -> None:
-    # The processes are the parallelism: a thread pool in each would only fight with the others for the cores.
+    # The processes provide the parallelism: a thread pool in each would only compete for the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

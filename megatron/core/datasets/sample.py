@@ -1,4 +1,4 @@
-"""What every dataset of samples offers, and the three splits that a run reads."""
+"""The interface of every dataset of samples, and the three splits that a run reads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Tokens = npt.NDArray[np.int64]
 
 
 class SampleDataset(Protocol):
-    """Sample number -> token ids [seq_length + 1], or int64 [3, seq_length] of instruction data (sft.py).
+    """Maps a sample number to token ids [seq_length + 1], or int64 [3, seq_length] for instruction data (sft.py).
 
-    What it gives depends on its seed and the number alone.
+    A sample depends only on the dataset's seed and the number.
     """
 
     def __len__(self) -> int:
@@ -25,32 +25,34 @@ class SampleDataset(Protocol):
         ...
 
     def __getitem__(self, number: int) -> Tokens:
-        """Sample `number`, from 0. Raises IndexError past the end and DataError for data that cannot be trained on."""
+        """Returns sample `number`, from 0. Raises IndexError past the end and DataError for data that cannot be trained
+        on.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Splits(Generic[T]):
-    """One thing a split."""
+    """One value per split."""
 
     train: T
     valid: T
     test: T
 
     def items(self) -> list[tuple[str, T]]:
-        """(name, thing) of each split."""
+        """Returns (name, value) of each split."""
         return [("train", self.train), ("valid", self.valid), ("test", self.test)]
 
 
 def check_number(dataset: Any, number: int) -> None:
-    """Raise IndexError unless `dataset` has sample `number`."""
+    """Raises IndexError unless `dataset` has sample `number`."""
     if not 0 <= number < len(dataset):
         raise IndexError(f"sample {number} of a dataset of {len(dataset)}")
 
 
 def check_ids(tokens: Tokens, vocab_size: int, prefix: str) -> None:
-    """Raise DataError unless all ids are below `vocab_size`."""
-    # As unsigned numbers negative ids are huge, so one maximum finds both mistakes.
+    """Raises DataError unless all ids are below `vocab_size`."""
+    # Viewed as unsigned numbers negative ids are huge, so one maximum finds both mistakes.
     if int(tokens.view(np.uint64).max()) >= vocab_size:
         bad = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
         raise DataError(

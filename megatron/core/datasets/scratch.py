@@ -1,9 +1,9 @@
-"""Temporary files that tell whether their writer still lives.
+"""Temporary files that show whether their writer is still alive.
 
-A writer holds a lock on its file, and the system drops a lock with the process that held it, however that ended. So what
-a killed run left behind is found by the next one: a file that can be locked. (A process id in a name would not tell: it
-may be another host's, or a later process's.) Locks are POSIX's, which processes that are forked do not inherit and
-which network file systems know; on one that does not, nothing is removed.
+A writer locks its file, and the system releases a lock when the process that holds it ends for any reason. So the next
+run recognises the leftovers of a killed one: a file that can be locked. (A process id in a name would not be enough: it
+may belong to another host or a later process.) The locks are POSIX locks, which forked processes do not inherit and
+which network file systems support; on a file system without them nothing is removed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 
 def open_held(path: Path) -> BinaryIO:
-    """A new file that is_left does not report for as long as this process has it open. Raises OSError."""
-    # Locked before it has its name: nobody sees it without its lock.
+    """Opens a new file that is_left does not report as long as this process has it open. Raises OSError."""
+    # Lock the file before it gets its name, so that no process sees it unlocked.
     unnamed = path.with_name(f"{path.name}.new")
     file = open(unnamed, "wb")  # noqa: SIM115, the caller's
     with contextlib.suppress(OSError):
@@ -27,7 +27,7 @@ def open_held(path: Path) -> BinaryIO:
 
 
 def is_left(path: Path) -> bool:
-    """Whether a file of open_held is there and its writer is gone. Not to be asked about files of this process."""
+    """Returns whether a file of open_held exists and its writer is gone. Do not call it for files of this process."""
     try:
         with open(path, "r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """Instruction data: samples made of whole conversations, of which some tokens are trained on.
 
-A dataset is two `.bin/.idx` pairs: PREFIX with the tokens, int32, and PREFIX_mask with a byte for each of them, 1 where
-the model learns to write it. Sequence i of both is conversation i. `tools/preprocess_sft.py` writes them.
+A dataset is two `.bin/.idx` pairs: PREFIX with the tokens, int32, and PREFIX_mask with one byte per token, 1 where the
+model learns to write it. Sequence i of both is conversation i. `tools/preprocess_sft.py` writes them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from megatron.core.datasets.sample import Tokens, check_ids, check_number
 
 LOGGER = get_logger(__name__)
 TOKEN_DTYPE, MASK_DTYPE = np.dtype("<i4"), np.dtype("u1")
-# Part of every cache entry's name: raise it when the arrays' meaning changes.
+# This version is part of every cache entry's name: raise it when the meaning of the arrays changes.
 INDEX_VERSION = 1
 
 
 def mask_prefix(prefix: str | Path) -> str:
-    """Where the mask of the dataset at `prefix` is."""
+    """Returns the prefix of the mask of the dataset at `prefix`."""
     return f"{prefix}_mask"
 
 
 def template_path(prefix: str | Path) -> Path:
-    """Where the chat template of the dataset at `prefix` is, if it is not the one of its tokenizer."""
+    """Returns the path of the dataset's chat template, which exists if it differs from its tokenizer's."""
     return Path(f"{prefix}.jinja")
 
 
 def template_of(prefixes: Iterable[str], given: str | None) -> str | None:
-    """The text of the chat template that all these datasets were made with; None for their tokenizer's own.
+    """Returns the text of the chat template with which all these datasets were made; None for the tokenizer's own.
 
-    `given`: the text of the one that the run asks for, if it does. Raises DataError when they differ.
+    `given` is the text of the template that the run asks for, if any. Raises DataError if they differ.
     """
     found: dict[str | None, str] = {given: "--chat-template"} if given is not None else {}
     for prefix in prefixes:
@@ -60,7 +60,7 @@ def template_of(prefixes: Iterable[str], given: str | None) -> str | None:
 
 
 class Conversations:
-    """The two pairs of an instruction dataset. Raises DataError when one is missing or does not fit the other."""
+    """The two pairs of an instruction dataset. Raises DataError if one is missing or does not fit the other."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -89,7 +89,7 @@ class Conversations:
         return len(self.tokens)
 
     def marks(self, conversation: int) -> npt.NDArray[np.uint8]:
-        """1 for each token that is trained on, else 0. Raises DataError for another value."""
+        """Returns 1 for each token that is trained on and 0 otherwise. Raises DataError for another value."""
         marks: npt.NDArray[np.uint8] = self.mask.get(conversation)
         if marks.size and marks.max() > 1:
             raise DataError(
@@ -100,14 +100,15 @@ class Conversations:
 
 
 class SFTDataset:
-    """Sample number -> int64 [3, seq_length], from the conversations [first, last) of a dataset.
+    """Maps a sample number to int64 [3, seq_length], from the conversations [first, last) of a dataset.
 
-    Row 0: token ids, 0 where the sample is filled up. Row 1: 1 where a token is to be predicted from those before it.
-    Row 2: number of the conversation in the sample; the filling has a number of its own.
+    Row 0 holds token ids, 0 in the padding. Row 1 is 1 where a token is to be predicted from those before it. Row 2
+    holds the number of the conversation in the sample; the padding has a number of its own.
 
-    An epoch reads every conversation once. packing: as many in a sample as best-fit-decreasing puts there; else one.
-    Conversations longer than `seq_length` are left out, which is logged. `order`, `num_samples` (None: one epoch) and
-    `cache` are as for GPTDataset, and so is the rule that sample n depends on (seed, n) alone.
+    An epoch reads every conversation once. With `packing` a sample holds as many conversations as best-fit-decreasing
+    places there, otherwise one. Conversations longer than `seq_length` are skipped, which is logged. `order`,
+    `num_samples` (None: one epoch) and `cache` are as for GPTDataset, and so is the rule that sample n depends only on
+    (seed, n).
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class SFTDataset:
 def _that_fit(
     conversations: Conversations, first: int, last: int, name: str, seq_length: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Numbers and lengths of the conversations [first, last) that have tokens and fit in a sample."""
+    """Returns numbers and lengths of the conversations [first, last) that have tokens and fit in a sample."""
     lengths = np.asarray(conversations.sequence_lengths[first:last], np.int64)
     fit = np.flatnonzero((lengths > 0) & (lengths <= seq_length))
     if not len(fit):
@@ -204,10 +205,10 @@ def _that_fit(
 
 
 def pack(lengths: npt.NDArray[np.int64], seq_length: int, packing: bool) -> dict[str, npt.NDArray[Any]]:
-    """How conversations of these lengths share samples, whichever of one length stands where.
+    """Assigns conversations to samples by their lengths; conversations of equal length are interchangeable.
 
-    members [n]: places in falling order of length, sample by sample; starts [samples + 1]: sample j has those of
-    [starts[j], starts[j + 1]).
+    `members` [n] holds positions in falling order of length, sample by sample; `starts` [samples + 1] says that sample
+    j has the members [starts[j], starts[j + 1]).
     """
     bins = best_fit_decreasing(-np.sort(-lengths), seq_length) if packing else np.arange(len(lengths))
     starts = np.concatenate([[0], np.cumsum(np.bincount(bins))])
@@ -217,15 +218,16 @@ def pack(lengths: npt.NDArray[np.int64], seq_length: int, packing: bool) -> dict
 def draw_epochs(
     numbers: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], samples: int, epochs: int, seed: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """What is in which place in each epoch, every epoch drawn from (seed, its number) alone.
+    """Draws the conversations and the sample order of each epoch from (seed, epoch number) alone.
 
-    order [epochs, n]: conversation numbers in falling order of length, those of one length shuffled: so conversations
-    meet others in every epoch, and the number of samples stays. shuffle [epochs, samples]: the sample that is read i-th.
+    `order` [epochs, n] holds conversation numbers in falling order of length, with equal lengths shuffled: so
+    conversations share samples with others in every epoch, while the number of samples stays. `shuffle` [epochs,
+    samples] holds the sample that is read i-th.
     """
     kind = _index_type(int(numbers.max()))
     order, shuffle = np.empty((epochs, len(numbers)), kind), np.empty((epochs, samples), kind)
     for epoch in range(epochs):
-        # numpy promises never to change RandomState's streams, so the order outlives an upgrade in mid-run.
+        # numpy guarantees that RandomState's streams never change, so an upgrade during a run keeps the order.
         random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
         drawn = random.permutation(len(numbers))
         order[epoch] = numbers[drawn[np.argsort(-lengths[drawn], kind="stable")]]
@@ -234,5 +236,5 @@ def draw_epochs(
 
 
 def _index_type(largest: int) -> type[np.signedinteger[Any]]:
-    """int32 where it is enough: half the memory and disk."""
+    """Returns int32 if it is wide enough, because it needs half the memory and disk space."""
     return np.int64 if largest >= 2**31 else np.int32

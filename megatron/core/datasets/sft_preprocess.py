@@ -1,4 +1,4 @@
-"""JSON lines of instruction data -> tokens and their mask, by the machinery of preprocess.py."""
+"""JSON lines of instruction data -> tokens and their mask, with the workers of preprocess.py."""
 
 from __future__ import annotations
 
@@ -36,23 +36,26 @@ class SFTOptions:
 
 @dataclass(frozen=True)
 class SFTSummary:
-    """Totals. dropped: longer than --seq-length (with --truncate: with nothing left to train on)."""
+    """The totals of a run. `dropped` counts conversations over --seq-length (with --truncate: without a token to train
+    on).
+    """
 
     conversations: int
     tokens: int
-    trained: int  # tokens with loss
+    trained: int  # tokens with a loss
     dropped: int
     truncated: int
-    skipped: int  # lines left out by --on-error skip
+    skipped: int  # lines skipped by --on-error skip
     bytes: int
     seconds: float
 
 
 def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
-    """Write `{output_prefix}.bin/.idx` and `{output_prefix}_mask.bin/.idx`, all or nothing; conversation i is sequence i.
+    """Writes `{output_prefix}.bin/.idx` and `{output_prefix}_mask.bin/.idx`, all or nothing; conversation i is sequence
+    i.
 
     `{output_prefix}.jinja` keeps the chat template if it is not the tokenizer's own. Raises DataError with the file and
-    line for a conversation that cannot be used, unless --on-error skip leaves it out, and ConfigError for impossible
+    line for a conversation that cannot be used, unless --on-error skip skips it, and ConfigError for impossible
     options.
     """
     tokenizer = _check(options, tokenizer)
@@ -76,7 +79,7 @@ def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
                 why = f"none of its {dropped} fits in --seq-length {options.seq_length}" if dropped else "it is empty"
                 why = f"all of its {written.skipped} lines were skipped" if written.skipped and not dropped else why
                 raise DataError(f"--input {' '.join(options.input)} holds no conversation to train on: {why}")
-            # A reader sees the old pairs, none, or the new ones: without its index a dataset does not exist.
+            # A reader sees the old pairs, none, or the new ones, because a dataset does not exist without its index.
             Path(f"{prefix}.idx").unlink(missing_ok=True)
             if tokenizer.given_template is None:
                 template_path(prefix).unlink(missing_ok=True)
@@ -99,7 +102,7 @@ def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
 
 
 class ConversationEncoder(Dataset[EncodedBlock]):
-    """Block -> packed conversations. It lives in worker processes and so holds all that they need."""
+    """Maps a block to packed conversations. It is sent to worker processes and therefore holds everything they need."""
 
     def __init__(self, template: ChatTemplate, seq_length: int | None, truncate: bool, on_error: str) -> None:
         self.template, self.seq_length, self.truncate, self.on_error = template, seq_length, truncate, on_error
@@ -143,7 +146,7 @@ class ConversationEncoder(Dataset[EncodedBlock]):
 
 
 def _check(options: SFTOptions, tokenizer: Tokenizer) -> HuggingFaceTokenizer:
-    """The tokenizer, which must have chat templates, after checking the options. Raises ConfigError."""
+    """Returns the tokenizer, which must have chat templates, after checking the options. Raises ConfigError."""
     for flag, value, least in (
         ("workers", options.workers, 1),
         ("log-interval", options.log_interval, 1),

@@ -1,4 +1,5 @@
-"""One JSON line of instruction data -> the messages of a conversation. Three formats, told apart by their keys.
+"""One JSON line of instruction data -> the messages of a conversation, in one of three formats told apart by their
+keys.
 
 | format | keys |
 |---|---|
@@ -8,8 +9,8 @@
 
 All may have `system`, the text of a system turn, and `tools`. A turn of the assistant with `"weight": 0` is part of the
 conversation and not trained on, as in OpenAI's format for fine-tuning
-(https://platform.openai.com/docs/guides/supervised-fine-tuning). What says how to train in another way is refused by
-name, and so is what has a newer name in that format.
+(https://platform.openai.com/docs/guides/supervised-fine-tuning). Keys that ask for another way of training, and keys
+that have a newer name in that format, are rejected by name.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """messages: dicts with `role`, `content` and whatever else the template may read. tools: JSON schemas, if any.
+    """A conversation: `messages` are dicts with `role`, `content` and other fields that the template may read.
 
-    untrained: places in `messages` of turns of the assistant that are not trained on.
+    `tools` are JSON schemas, if any. `untrained` holds the positions in `messages` of assistant turns that are not
+    trained on.
     """
 
     messages: list[dict[str, Any]]
@@ -44,7 +46,7 @@ class Conversation:
 
 
 def parse_conversation(line: bytes) -> Conversation:
-    """The conversation in one JSON line. Raises ValueError saying what is wrong with it."""
+    """Returns the conversation in one JSON line. Raises ValueError with the reason."""
     record = parse_object(line)
     if "messages" in record:
         messages = _turns(record["messages"], "messages")
@@ -72,7 +74,7 @@ def parse_conversation(line: bytes) -> Conversation:
 
 
 def _weight(message: dict[str, Any], number: int) -> int:
-    """The weight of turn `number`, taken out of it: 1 or 0."""
+    """Removes the weight of turn `number` from it and returns it: 1 or 0."""
     for name in _WEIGHTS_ELSEWHERE:
         if message.get(name) is not None:
             raise ValueError(f"has '{name}' in turn {number}; write it as a weight of 0 or 1")
@@ -87,7 +89,9 @@ def _weight(message: dict[str, Any], number: int) -> int:
 
 
 def _lacks_system(messages: list[dict[str, Any]], system: str) -> bool:
-    """Whether the record's `system` is still to become the first turn. Raises ValueError when that says something else."""
+    """Returns whether the record's `system` must be added as the first turn. Raises ValueError if the first turn
+    differs.
+    """
     if messages[0]["role"] not in ("system", "developer"):
         return True
     if messages[0]["content"] != system:
@@ -102,7 +106,7 @@ def _turns(turns: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
-    """{role, content} or {from, value}; other fields, such as tool_calls, are kept for the template."""
+    """Converts {role, content} or {from, value}; other fields, such as tool_calls, are kept for the template."""
     if not isinstance(turn, dict):
         raise ValueError(f"holds {json.dumps(turn)[:40]} as {where}, not an object")
     role = turn.get("role", turn.get("from"))
@@ -136,7 +140,7 @@ def _alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    """A list of schemas, or the same written as JSON in a text."""
+    """Returns a list of schemas, which may also be given as JSON in a text."""
     if not tools:
         return None
     if isinstance(tools, str):

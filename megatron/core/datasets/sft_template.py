@@ -1,19 +1,19 @@
-"""Conversation -> tokens, and which of them the assistant wrote.
+"""Conversation -> tokens, and a mark for each token that the assistant wrote.
 
-A template with `{% generation %}` marks says so itself. For any other one the text of the conversation is cut: a turn of
-the assistant is what the text up to it has more than the prompt that would ask for it,
+A template with `{% generation %}` marks provides this itself. For any other template the text of the conversation is
+split: a turn of the assistant is the text up to and including it without the prompt that would request it,
 
-    render(messages[:i + 1])  -  render(messages[:i], add_generation_prompt=True)
+  render(messages[:i + 1])  -  render(messages[:i], add_generation_prompt=True)
 
-That holds only while each of these texts begins with the one before. It is checked for every conversation, and one for
-which it fails is refused: some templates drop or move text of earlier turns, and no cut of the final text is right then.
-The end-of-turn token belongs to the turn; white space that the template puts after it does not.
+That is correct only if each of these texts begins with the one before. This is checked for every conversation, and a
+conversation that fails is rejected: some templates drop or move text of earlier turns, and then no split of the final
+text is right. The end-of-turn token belongs to the turn; white space that the template puts after it does not.
 
-[Note: What a template leaves out]
-A template writes what its author thought of. What it does not know, such as `tool_calls` or `tools`, is lost without a
-word, and a turn that held nothing else becomes an empty answer to learn. So a conversation is refused when its rendering
-does not change where a part of it does: the text of a turn, the tools, a field of the turns that holds an object or a
-list, or text to learn (TEXTS). Other fields, such as names and ids, only label what is there.
+[Note: ignored parts of a conversation]
+A template only writes the parts that its author knew. Other parts, such as `tool_calls` or `tools`, are dropped
+silently, and a turn that held nothing else becomes an empty answer to learn. So a conversation is rejected if its
+rendering does not depend on one of these parts: the text of a turn, the tools, a field of the turns that holds an
+object or a list, or text to learn (TEXTS). Other fields, such as names and ids, are only labels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """A tokenizer's template, or `template`, a template's text, in its place. Raises ConfigError when there is none."""
+    """A tokenizer's template, or the text `template` in its place. Raises ConfigError if there is none."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None) -> None:
         if template is None and not tokenizer.library.chat_template:
@@ -42,11 +42,13 @@ class ChatTemplate:
                 "holds one"
             )
         self._tokenizer, self._template = tokenizer, template
-        # A turn ends where a token of its own ends it, and where there is none with its text.
+        # A turn ends with a special token, if the template writes one, and otherwise with its text.
         self._marks = tuple(tokenizer.library.get_added_vocab())
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """(tokens, whether each is trained on). Raises ValueError for a conversation the template does not suit."""
+        """Returns (tokens, whether each is trained on). Raises ValueError for a conversation that the template does not
+        suit.
+        """
         try:
             template = self._tokenizer.library.get_chat_template(self._template, conversation.tools)
         except ValueError as error:
@@ -60,7 +62,7 @@ class ChatTemplate:
             tokens, trained = self._encode_marked(conversation)
         else:
             tokens, trained = self._encode_by_prefixes(conversation, text)
-        # What comes first is not predicted.
+        # The first token is not predicted.
         if not any(trained[1:]):
             raise ValueError("has no token to train on: the chat template writes nothing for the assistant's turns")
         return tokens, trained
@@ -77,7 +79,7 @@ class ChatTemplate:
     def _encode_by_prefixes(self, conversation: Conversation, text: str) -> tuple[list[int], list[bool]]:
         messages = conversation.messages
         answers: list[int] = []
-        bounds = [0]  # prompt and turn in turn: even pieces are prompts
+        bounds = [0]  # bounds of prompts and turns alternately: even pieces are prompts
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -99,9 +101,9 @@ class ChatTemplate:
         return tokens, [is_learnt for is_learnt, piece in zip(learnt, pieces, strict=True) for _ in piece]
 
     def _check_nothing_is_left_out(self, conversation: Conversation, text: str) -> None:
-        """Raise ValueError for a part that `text`, the conversation's rendering, does not depend on.
+        """Raises ValueError for a part on which `text`, the conversation's rendering, does not depend.
 
-        [Note: What a template leaves out]
+        [Note: ignored parts of a conversation]
         """
         messages = conversation.messages
         for number, message in enumerate(messages):
@@ -131,11 +133,11 @@ class ChatTemplate:
     def _renders_as(self, conversation: Conversation, text: str) -> bool:
         try:
             return bool(self._apply(conversation, conversation.messages) == text)
-        except ValueError:  # the template needs what was taken away
+        except ValueError:  # the template needs the removed part
             return False
 
     def _is_written(self, turn: str) -> bool:
-        """Whether a turn's text has more than the tokens that end it."""
+        """Returns whether a turn's text has more than the tokens that end it."""
         for mark in self._marks:
             turn = turn.replace(mark, "")
         return bool(turn.strip())
@@ -145,16 +147,18 @@ class ChatTemplate:
         return len(bare) if bare.endswith(self._marks) else len(turn)
 
     def _tokenize(self, text: str, bounds: Sequence[int]) -> list[list[int]]:
-        """Tokens of each piece of `text` between `bounds`, such that together they are the text's."""
+        """Returns the tokens of each piece of `text` between `bounds`, such that they concatenate to the tokens of the
+        text.
+        """
         whole, *pieces = self._tokenizer.encode_batch([text, *(text[a:b] for a, b in itertools.pairwise(bounds))])
         joined = list(itertools.chain.from_iterable(pieces))
         if joined == whole:
             return pieces
-        # Some tokenizers put a space before what they are given: they cut texts that begin where this one does.
+        # Some tokenizers put a space before the text they get: tokenize prefixes, which begin as this text does.
         begun = self._tokenizer.encode_batch([text[:bound] for bound in bounds[1:]])
         if all(tokens == whole[: len(tokens)] for tokens in begun):
             return [whole[a:b] for a, b in itertools.pairwise([0, *map(len, begun)])]
-        # One token would lie across a bound. In generation it cannot: the prompt is tokenized without what follows.
+        # One token would cross a bound. In generation it cannot, because the prompt is tokenized without the answer.
         if self._tokenizer.decode(joined) == self._tokenizer.decode(whole):
             return pieces
         raise ValueError(
@@ -167,7 +171,7 @@ class ChatTemplate:
         options = {"tokenize": False, "chat_template": self._template, "tools": conversation.tools, **options}
         try:
             return library.apply_chat_template(list(messages), **options)
-        except Exception as error:  # whatever the template's own code raises
+        except Exception as error:  # the template's own code may raise anything
             raise ValueError(f"is refused by the chat template: {_first_line(error)}") from error
 
 
@@ -180,7 +184,7 @@ def _holds_more(message: dict[str, Any]) -> bool:
 
 
 def _without(trained: list[bool], conversation: Conversation) -> list[bool]:
-    """The marks without those of the turns that are not trained on. Raises ValueError when marks are not one a turn."""
+    """Clears the marks of the turns that are not trained on. Raises ValueError if there is not one mark per turn."""
     answers = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     runs = [(is_trained, len(list(marks))) for is_trained, marks in itertools.groupby(trained)]
     marked = sum(is_trained for is_trained, _ in runs)

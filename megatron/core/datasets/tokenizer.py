@@ -17,10 +17,11 @@ from megatron.core.datasets.tokenizer_tiktoken import TikTokenizer
 
 
 class Tokenizer(Protocol):
-    """vocab_size: every id is below it, added tokens included. eod ends a document. bos is None where there is none.
+    """The interface of tokenizers.
 
-    No method adds special tokens unless `build_tokenizer` was asked for them; text that spells one is encoded to it where
-    the library does so. Batches are encoded one after another unless the library has threads of its own.
+    Every id is below `vocab_size`, including added tokens. `eod` ends a document. `bos` is None if there is none. No
+    method adds special tokens unless `build_tokenizer` was asked for them; text that spells one is encoded to it if the
+    library does so. Batches are encoded sequentially unless the library has its own threads.
     """
 
     vocab_size: int
@@ -41,9 +42,9 @@ class Tokenizer(Protocol):
 
 
 class NullTokenizer:
-    """Text that already is token ids, separated by spaces. The end of a document is `eod`, or the vocabulary's last id.
+    """Encodes text that consists of token ids, separated by spaces. `eod` defaults to the vocabulary's last id.
 
-    Raises ConfigError for an `eod` that is no id.
+    Raises ConfigError for an `eod` that is not an id.
     """
 
     def __init__(self, vocab_size: int, eod: int | None = None) -> None:
@@ -53,7 +54,7 @@ class NullTokenizer:
         self.bos: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Raises DataError for a word that is no id of the vocabulary."""
+        """Token ids of `text`. Raises DataError for a word that is not an id of the vocabulary."""
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
@@ -73,10 +74,11 @@ class NullTokenizer:
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None, *, special_tokens: bool = False) -> Tokenizer:
-    """The tokenizer that the flags ask for. `special_tokens`: a Hugging Face tokenizer puts its own around every text.
+    """Builds the tokenizer that the flags ask for. `special_tokens`: a Hugging Face tokenizer adds its own to every
+    text.
 
-    `vocab_size` is --vocab-size: needed by NullTokenizer, a limit for TikTokenizer, not used by the others, whose files
-    say it. Raises ConfigError for a missing flag and DataError for a missing or damaged file.
+    `vocab_size` is --vocab-size: required by NullTokenizer, a limit for TikTokenizer, and ignored by the others, whose
+    files contain it. Raises ConfigError for a missing flag and DataError for a missing or damaged file.
     """
     kind = config.tokenizer_type
     if kind is None:
@@ -106,9 +108,10 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None, *, special_
 
 
 def portable(config: TokenizerConfig) -> TokenizerConfig:
-    """The same tokenizer as it is found from any folder: absolute paths, and the chat template's text. For storing.
+    """Returns the configuration of the same tokenizer, independent of the working directory, for storing.
 
-    Raises ConfigError for a chat template that cannot be read.
+    Paths become absolute and the chat template becomes its text. Raises ConfigError for a chat template that cannot be
+    read.
     """
     paths = {name: getattr(config, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     absolute = {name: os.path.abspath(path) for name, path in paths.items() if path is not None}

@@ -15,9 +15,9 @@ from megatron.base.errors import DataError
 class HuggingFaceTokenizer:
     """A tokenizer folder as Hugging Face saves it. The end of a document is its eos token.
 
-    library: transformers' own tokenizer, for what only it has, such as chat templates. given_template: the text of a
-    template that took the place of the folder's own, in the library, too. special_tokens: encoding adds to every text, an
-    empty one as well, what the folder's post-processor puts around it, such as the bos token.
+    `library` is transformers' own tokenizer, for features such as chat templates. `given_template` is the text of a
+    template that replaces the folder's own, in the library, too. With `special_tokens`, encoding adds the tokens of the
+    folder's post-processor, such as bos, to every text, including an empty one.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class HuggingFaceTokenizer:
                 f"--tokenizer-model {folder} is not a folder; give one that holds tokenizer.json and "
                 "tokenizer_config.json, such as the folder of the model's weights"
             )
-        # Imported here: it takes a process seconds to start, and only this tokenizer needs it.
+        # Imported here because the import takes seconds per process and only this tokenizer needs it.
         from transformers import AutoTokenizer  # noqa: PLC0415
 
         try:
             self.library: Any = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
-        except Exception as error:  # whatever the folder's own code or a parser in Rust raises
+        except Exception as error:  # the folder's own code or a parser in Rust may raise anything
             reason = str(error).strip().split("\n", 1)[0]
             raise DataError(f"--tokenizer-model {folder} cannot be loaded as a tokenizer: {reason}") from error
         if self.library.eos_token_id is None:
@@ -48,14 +48,14 @@ class HuggingFaceTokenizer:
                 f"the tokenizer in {folder} has no eos token to end documents with; "
                 "set eos_token in its tokenizer_config.json"
             )
-        # Ids need not be consecutive: the largest one counts too.
+        # Ids need not be consecutive, so the largest one counts, too.
         self.vocab_size = max(len(self.library), 1 + max(self.library.get_vocab().values()))
         self.eod = int(self.library.eos_token_id)
         self.bos: int | None = self.library.bos_token_id
         self.given_template, self.special_tokens = chat_template, special_tokens
         if chat_template is not None:
             self.library.chat_template = chat_template
-        # The library below, without the offsets and checks that the wrapper adds to each text.
+        # The underlying library, without the offsets and checks that the wrapper adds to each text.
         self._backend: Backend | None = self.library.backend_tokenizer if self.library.is_fast else None
 
     def encode(self, text: str) -> list[int]:

@@ -12,7 +12,8 @@ import tiktoken
 
 from megatron.base.errors import ConfigError, DataError
 
-# How text is cut before merging: part of the vocabulary's format, so a model trained with one cannot use another.
+# The pattern that splits text before merging is part of the vocabulary's format: a model trained with one cannot use
+# another.
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": (
@@ -26,11 +27,11 @@ DEFAULT_VOCAB_SIZE = 1 << 17
 
 
 class TikTokenizer:
-    """A JSON list of {"rank": i, "token_bytes": base64, "token_str": text}, the 256 single bytes first.
+    """Reads a JSON list of {"rank": i, "token_bytes": base64, "token_str": text}, the 256 single bytes first.
 
     Ids [0, num_special_tokens) are special: <unk>, <s>, </s>, <mask>, <pad>, <cls>, <sep>, then <SPECIAL_7> and so on.
-    The file's tokens follow, the first that fit in `vocab_size` (default 131072, or fewer when the file has fewer).
-    </s> ends documents.
+    The file's tokens follow, as many as fit in `vocab_size` (default 131072, or fewer if the file has fewer). </s> ends
+    documents.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class TikTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; bytes that are no whole character become U+FFFD."""
+        """Text of `ids`; bytes that do not form a complete character become U+FFFD."""
         return self._encoding.decode(list(ids))
 
 
 def _read_tokens(path: str) -> list[bytes]:
-    """The tokens of a vocabulary file by rank. Raises DataError when the file is missing or of another form."""
+    """Returns the tokens of a vocabulary file by rank. Raises DataError if the file is missing or of another format."""
     try:
         with open(path, encoding="utf-8") as file:
             entries: list[dict[str, Any]] = json.load(file)

@@ -1,4 +1,4 @@
-"""Steps that all ranks of a group take together: if one fails, all raise the same CheckpointError, and none hangs."""
+"""Steps that all ranks of a group take together: if one fails, all raise the same CheckpointError and none hangs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron.core.dist_checkpointing.tensor_file import DamagedError
 from megatron.core.groups import Group
 
 T = TypeVar("T")
-_NAMED_RANKS = 3  # failures spelled out in one message
+_NAMED_RANKS = 3  # the number of failures that one message names
 
 
 def on_first(group: Group, step: str, run: Callable[[], T]) -> T:
-    """Run on the group's first rank and hand the (small) result to all. Communication: one object broadcast."""
+    """Runs on the group's first rank and returns the (small) result on all ranks. Communication: one object broadcast."""
     box: list[T | CheckpointError | None] = [_attempt(run) if group.rank == 0 else None]
     if group.process_group is not None:
         with _watched(group, step):
@@ -33,7 +33,7 @@ def on_first(group: Group, step: str, run: Callable[[], T]) -> T:
 
 
 def on_all(group: Group, step: str, run: Callable[[], T]) -> T:
-    """Run on every rank and return this rank's result. Communication: one object all-gather of the failures."""
+    """Runs on every rank and returns this rank's result. Communication: one object all-gather of the failures."""
     result = _attempt(run)
     failures: list[CheckpointError | None] = [result if isinstance(result, CheckpointError) else None]
     if group.process_group is not None:
@@ -47,9 +47,10 @@ def on_all(group: Group, step: str, run: Callable[[], T]) -> T:
 
 
 def through_dcp(group: Group, step: str, run: Callable[[], None]) -> None:
-    """Run a torch.distributed.checkpoint operation, which coordinates by itself, and turn its failure into ours.
+    """Runs a torch.distributed.checkpoint operation, which coordinates ranks itself, and converts its failure.
 
-    Its planner and storage must raise errors that pickle, as `portable` makes them: it sends them between ranks.
+    Its planner and storage must raise errors that can be pickled, as `portable` makes them, because it sends them
+    between ranks.
     """
     failures: dict[int, CheckpointError] = {}
     with _watched(group, step):
@@ -58,7 +59,8 @@ def through_dcp(group: Group, step: str, run: Callable[[], None]) -> None:
         except CheckpointException as error:
             for cause, _ in error.failures.values():
                 if not isinstance(cause, Exception):
-                    raise cause from error  # KeyboardInterrupt and the like are no failure of the checkpoint
+                    # KeyboardInterrupt and similar exceptions are not failures of the checkpoint
+                    raise cause from error
             failures = {rank: _as_checkpoint_error(cause) for rank, (cause, _) in error.failures.items()}
     if failures:
         raise _joined(group, failures)
@@ -66,7 +68,7 @@ def through_dcp(group: Group, step: str, run: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def portable() -> Iterator[None]:
-    """Turn any exception of the body into a CheckpointError that says the cause, and that every rank can unpickle."""
+    """Converts any exception of the body to a CheckpointError that names the cause and that every rank can unpickle."""
     try:
         yield
     except CheckpointError:
@@ -92,7 +94,7 @@ def _as_checkpoint_error(error: BaseException) -> CheckpointError:
 
 
 def _joined(group: Group, failures: Mapping[int, CheckpointError]) -> CheckpointError:
-    """One error for the failures of several ranks (numbered in the group). A world of one does not name its rank."""
+    """Combines the failures of several ranks (numbered in the group) into one error. With one rank it names no rank."""
     named = list(failures.items())[:_NAMED_RANKS]
     parts = [f"rank {group.ranks[rank]}: {error}" if group.size > 1 else str(error) for rank, error in named]
     if len(failures) > _NAMED_RANKS:
@@ -103,7 +105,7 @@ def _joined(group: Group, failures: Mapping[int, CheckpointError]) -> Checkpoint
 
 @contextlib.contextmanager
 def _watched(group: Group, step: str) -> Iterator[None]:
-    """Tell the heartbeat where this rank is; a collective's failure becomes a CommError that names who is missing."""
+    """Tells the heartbeat where this rank is; a failed collective becomes a CommError that names the missing ranks."""
     if group.process_group is None:
         yield
         return
@@ -111,7 +113,7 @@ def _watched(group: Group, step: str) -> Iterator[None]:
     group.heartbeat.enter(step, group.name, Call(step, group.name, (), "object", 0))
     try:
         yield
-    except RuntimeError as error:  # what gloo and NCCL raise for a timeout or a lost peer
+    except RuntimeError as error:  # gloo and NCCL raise this for a timeout or a lost peer
         cause = str(error).splitlines()[0]
         seconds = time.monotonic() - started
         raise CommError(group.heartbeat.explain(step, group.name, group.ranks, seconds, cause)) from error

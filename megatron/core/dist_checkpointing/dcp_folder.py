@@ -1,8 +1,9 @@
-"""A folder that torch.distributed.checkpoint wrote: its tensors in any rectangle, and its objects, in one process.
+"""Reads a folder that torch.distributed.checkpoint wrote, in one process: any rectangle of its tensors, and its
+objects.
 
-The format: `.metadata`, a pickle that says which chunk of which tensor lies where, and `__{rank}_{n}.distcp` files of
-chunks one behind another, each written by torch.save. The bytes are read by torch's FileSystemReader, the pickles as
-pickles.py reads them.
+The format is `.metadata`, a pickle that maps each chunk of each tensor to its location, and `__{rank}_{n}.distcp` files
+of concatenated chunks, each written by torch.save. The bytes are read by torch's FileSystemReader, the pickles by
+pickles.py.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ _KNOWN = (
     "pathlib",
     "pathlib._local",
 )
-_HELD_BYTES = 2**28  # of chunks that were read and may be asked for again: a chunk is read as a whole
+_HELD_BYTES = 2**28  # the total size of chunks kept for further reads: a chunk is always read as a whole
 
 
 class DcpFolder:
-    """tensors: name -> (global shape, dtype). objects: names of what is no tensor."""
+    """The tensors and objects of a folder. `tensors`: name -> (global shape, dtype). `objects`: names of all other
+    values.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError for a folder that is no such checkpoint, or whose files are missing or cut short."""
+        """Raises CheckpointError for a folder that is not such a checkpoint, or with missing or truncated files."""
         self._path = path
         metadata = _read_metadata(path / METADATA)
         self._saved = metadata.state_dict_metadata
@@ -65,7 +68,7 @@ class DcpFolder:
         self._held: OrderedDict[tuple[str, tuple[int, ...]], Tensor] = OrderedDict()
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Elements `box` of tensor `name` in its own dtype, in new memory. Raises CheckpointError."""
+        """Returns elements `box` of tensor `name` in its own dtype, in new memory. Raises CheckpointError."""
         entry = self._saved[name]
         assert isinstance(entry, TensorStorageMetadata)
         out = torch.empty(box.shape, dtype=entry.properties.dtype)
@@ -83,7 +86,7 @@ class DcpFolder:
         return out
 
     def read_object(self, name: str) -> Any:
-        """Object `name`, as pickles.py reads it. Raises CheckpointError."""
+        """Returns object `name`, as pickles.py reads it. Raises CheckpointError."""
         planner = _Planner()
         index = MetadataIndex(name)
         self._run(ReadItem(LoadItemType.BYTE_IO, index, torch.Size(()), index, torch.Size(()), torch.Size(())), planner)
@@ -91,7 +94,7 @@ class DcpFolder:
         return load_objects(planner.bytes, f"{self._path}: {name}")
 
     def _chunk(self, name: str, whole: Box) -> Tensor:
-        """A chunk as it was written, kept while there is room."""
+        """Returns a whole chunk, which is cached while there is room."""
         key = (name, whole.offset)
         if key in self._held:
             self._held.move_to_end(key)
@@ -112,11 +115,11 @@ class DcpFolder:
         file = self._reader.storage_data[item.storage_index].relative_path
         try:
             self._reader.read_data(LoadPlan([item]), planner)
-        except Exception as error:  # whatever a damaged file makes torch raise
+        except Exception as error:  # a damaged file can make torch raise anything
             raise unreadable(f"{self._path / file}: {item.storage_index.fqn}", error) from error
 
     def _check_files(self) -> None:
-        """All files are there with all bytes, and every chunk has a place in one."""
+        """Checks that all files are complete and that every chunk has a location in one of them."""
         ends: dict[str, int] = {}
         for place in self._reader.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -134,7 +137,7 @@ class DcpFolder:
 
 
 class _Planner(LoadPlanner):
-    """Takes one item: a tensor into `target`, or `bytes`."""
+    """A planner for a single item: a tensor, which is read into `target`, or `bytes`."""
 
     target: Tensor
     bytes: io.BytesIO | None = None
@@ -142,34 +145,34 @@ class _Planner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing to do: it is never asked for a plan."""
+        """Does nothing, because this planner is never asked for a plan."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Never asked."""
+        """Never called."""
         raise AssertionError
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Never asked."""
+        """Never called."""
         raise AssertionError
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Never asked."""
+        """Never called."""
         raise AssertionError
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep them as they are."""
+        """Keeps the bytes of the object."""
         self.bytes = value
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """All of it."""
+        """Returns the tensor to fill completely."""
         return self.target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: `target` is filled."""
+        """Does nothing, because `target` is already filled."""
 
 
 def _read_metadata(path: Path) -> Metadata:
-    """`.metadata` in torch's terms, made from what the pickle holds as data."""
+    """Converts the data in the `.metadata` pickle to torch's Metadata."""
     try:
         with open(path, "rb") as file:
             found = RecordUnpickler(file, _KNOWN).load()
@@ -177,7 +180,7 @@ def _read_metadata(path: Path) -> Metadata:
         places = {_index(index): _place(place) for index, place in found["storage_data"].items()}
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except Exception as error:  # whatever a damaged pickle makes the unpickler raise
+    except Exception as error:  # a damaged pickle can make the unpickler raise anything
         raise unreadable(str(path), error) from error
     return Metadata(saved, storage_data=places)
 
@@ -199,7 +202,7 @@ def _index(index: Record) -> MetadataIndex:
 
 def _place(place: Record) -> _StorageInfo:
     name, numbers = place["relative_path"], (place["offset"], place["length"])
-    if not (isinstance(name, str) and Path(name).name == name):  # keeps reads in the folder
+    if not (isinstance(name, str) and Path(name).name == name):  # keeps reads inside the folder
         raise ValueError(f"file name {name!r}")
     if place.state.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed or transformed, which is not supported")

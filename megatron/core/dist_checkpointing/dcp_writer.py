@@ -1,8 +1,8 @@
-"""Folders in the format of torch.distributed.checkpoint, streamed from one process.
+"""Writes folders in the format of torch.distributed.checkpoint from one process, as a stream.
 
-`.metadata` says which chunk of which global tensor lies where; `__{n}_0.distcp` hold the chunks and the objects, each as
-torch.save writes it. torch's FileSystemWriter does the writing; what it is given here is the plan, and a planner that reads
-a chunk when its turn comes.
+`.metadata` maps each chunk of each global tensor to its location; `__{n}_0.distcp` hold the chunks and the objects,
+each as torch.save writes it. torch's FileSystemWriter writes the files, given a plan and a planner that reads each
+chunk just before it is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron.base.box import Box
 from megatron.core.dist_checkpointing.whole import FILE_BYTES, WRITERS, WholeTensor, cut, fill_files
 
-CHUNK_BYTES = 2**26  # of a tensor at most in one chunk: who reads a part of a chunk reads all of it
+CHUNK_BYTES = 2**26  # maximum size of a chunk of a tensor: reading a part of a chunk reads all of it
 
 
 def write_dcp(
@@ -39,9 +39,9 @@ def write_dcp(
     objects: Mapping[str, Any],
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Write `tensors`, and `objects` as torch.save pickles them, into the empty `folder`, and sync the files.
+    """Writes `tensors`, and `objects` as torch.save pickles them, into the empty `folder`, and syncs the files.
 
-    Memory: one chunk of each of the files that are being written. Raises OSError and what a tensor's `read` raises; the
+    Memory: one chunk for each file that is being written. Raises OSError and the errors of a tensor's `read`; the
     folder is then incomplete, without `.metadata`.
     """
     held = {tensor.name: tensor for tensor in tensors}
@@ -73,11 +73,11 @@ def write_dcp(
 
 class _Writer(FileSystemWriter):
     def storage_meta(self) -> None:
-        """Nothing: it would hold the name of the temporary folder."""
+        """Returns None, because this would contain the name of the temporary folder."""
 
 
 class _Planner(SavePlanner):
-    """Hands out the data of an item when it is asked for; it is never asked for a plan."""
+    """Provides the data of each item when it is written; it is never asked for a plan."""
 
     def __init__(
         self, tensors: Mapping[str, WholeTensor], objects: Mapping[str, Any], on_bytes: Callable[[int], None]
@@ -85,7 +85,7 @@ class _Planner(SavePlanner):
         self._tensors, self._objects, self._on_bytes = tensors, objects, on_bytes
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """A chunk in new memory, or the bytes of an object."""
+        """Returns a chunk in new memory, or the bytes of an object."""
         if write_item.tensor_data is None:
             data = io.BytesIO()
             torch.save(self._objects[write_item.index.fqn], data)
@@ -96,19 +96,19 @@ class _Planner(SavePlanner):
         return found
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Never asked."""
+        """Never called."""
         raise AssertionError
 
     def create_local_plan(self) -> SavePlan:
-        """Never asked."""
+        """Never called."""
         raise AssertionError
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Never asked."""
+        """Never called."""
         raise AssertionError
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Never asked."""
+        """Never called."""
         raise AssertionError
 
 

@@ -1,13 +1,14 @@
-"""The folder that holds a run's checkpoints: finding one, putting a new one in its place, deleting old ones.
+"""The folder of a run's checkpoints: finding a checkpoint, publishing a new one, deleting old ones.
 
-    ROOT/latest_checkpointed_iteration.txt    "100": the newest checkpoint
-    ROOT/iter_0000100/                        a whole checkpoint
-    ROOT/.iter_0000120.tmp-1a2b3c4d/          being written or deleted; left by a killed run, removed by the next save
-    ROOT/.iter_0000100.old-1a2b3c4d/          replaced by another of its number; whole until that one is in place
+  ROOT/latest_checkpointed_iteration.txt    "100": the newest checkpoint
+  ROOT/iter_0000100/                        a complete checkpoint
+  ROOT/.iter_0000120.tmp-1a2b3c4d/          being written or deleted; left by a killed run, removed by the next save
+  ROOT/.iter_0000100.old-1a2b3c4d/          replaced by another of the same iteration; complete until that is published
 
-A checkpoint gets its name by one rename when all its bytes are on disk, so whatever has the name was whole once.
-Megatron-LM's checkpoints have the same names (and ROOT/release/ is one that no run of its own wrote). They are found here,
-and never replaced, deleted or put beside ours.
+A checkpoint gets its name by one rename after all its bytes are on disk, so a folder with that name was complete once.
+Megatron-LM's checkpoints have the same names (and ROOT/release/ is a checkpoint without an iteration). They are found
+here, but never replaced or deleted, and new checkpoints are not written next to them.
+
 Nothing here communicates: one rank calls it.
 """
 
@@ -26,28 +27,28 @@ from megatron.core.dist_checkpointing.manifest import FOLDER_NAME, MANIFEST, has
 from megatron.core.dist_checkpointing.storage import sync_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"  # what the tracker of a checkpoint holds that was not saved by the run that trained it
-_DCP_METADATA = ".metadata"  # of torch.distributed.checkpoint
+RELEASE = "release"  # the tracker's content for a checkpoint that was not saved by its training run
+_DCP_METADATA = ".metadata"  # the metadata file of torch.distributed.checkpoint
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.tmp-[0-9a-f]{8}")
 log = get_logger(__name__)
 
 
 def folder_name(iteration: int) -> str:
-    """Name of an iteration's checkpoint, as Megatron-LM has it."""
+    """Returns the folder name of an iteration's checkpoint, as in Megatron-LM."""
     return f"iter_{iteration:07d}"
 
 
 def iterations(root: Path) -> list[int]:
-    """Iterations under `root` that have a metadata.json, ascending."""
+    """Returns the iterations under `root` that have a metadata.json, ascending."""
     return sorted(_checkpoints(root))
 
 
 def find(root: Path, iteration: int | None) -> Path | None:
-    """The checkpoint of `iteration`, or the newest by the tracker file; None when `root` holds none.
+    """Returns the checkpoint of `iteration`, or the newest by the tracker file; None if `root` has none.
 
-    Raises CheckpointError when the tracker is not a number or names a checkpoint that is not there, or when `iteration`
-    is not there.
+    Raises CheckpointError if the tracker does not hold a number or names a missing checkpoint, or if `iteration` is
+    missing.
     """
     found = _checkpoints(root)
     if iteration is None:
@@ -58,7 +59,7 @@ def find(root: Path, iteration: int | None) -> Path | None:
             return None
     elif iteration not in found and not is_foreign(root / folder_name(iteration)):
         raise CheckpointError(f"{root} holds no checkpoint of iteration {iteration}; it holds {_listed(sorted(found))}")
-    # A folder without our manifest is handed on when the tracker names it: reading it says what it is.
+    # A folder without our manifest is returned if the tracker names it: reading it reports its format.
     path = found.get(iteration, root / folder_name(iteration))
     if not path.is_dir():
         raise CheckpointError(
@@ -69,20 +70,20 @@ def find(root: Path, iteration: int | None) -> Path | None:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether the folder is a checkpoint that another program wrote. Raises OSError."""
+    """Returns whether another program wrote the folder's checkpoint. Raises OSError."""
     return (folder / _DCP_METADATA).is_file() or any(folder.glob("mp_rank_*")) or _names_a_backend(folder / MANIFEST)
 
 
 def foreign_in(root: Path) -> Path | None:
-    """A checkpoint of another program under `root`, or None. Raises OSError."""
+    """Returns a checkpoint of another program under `root`, or None. Raises OSError."""
     candidates = sorted(entry for entry in root.glob("iter_*")) if root.is_dir() else []
     return next((entry for entry in (*candidates, root / RELEASE) if is_foreign(entry)), None)
 
 
 def begin(root: Path, iteration: int) -> Path:
-    """Clean up after killed runs and make the folder to write in. One run at a time: see lock.py.
+    """Cleans up after killed runs and creates the folder to write in. Only one run may do so at a time: see lock.py.
 
-    Raises CheckpointError when `root` holds checkpoints of another program.
+    Raises CheckpointError if `root` holds checkpoints of another program.
     """
     if other := foreign_in(root):
         raise CheckpointError(
@@ -98,19 +99,20 @@ def begin(root: Path, iteration: int) -> Path:
                 continue
         if replaced or _UNFINISHED.fullmatch(entry.name):
             shutil.rmtree(entry)
-    temporary = _beside(root, iteration, "tmp")
+    temporary = _temporary_path(root, iteration, "tmp")
     temporary.mkdir()
     return temporary
 
 
 def publish(root: Path, iteration: int, temporary: Path) -> Path:
-    """Give the finished `temporary` its name and then name it in the tracker. Raises OSError, changing nothing."""
+    """Renames the finished `temporary` and then writes the tracker. Raises OSError without changing anything."""
     final, tracker = root / folder_name(iteration), root / f".{TRACKER}.tmp"
-    with open(tracker, "w", encoding="ascii") as file:  # first, as this can fail on a full disk and renaming cannot
+    # first, because this can fail on a full disk and renaming cannot
+    with open(tracker, "w", encoding="ascii") as file:
         file.write(f"{iteration}\n")
         file.flush()
         os.fsync(file.fileno())
-    replaced = _beside(root, iteration, "old") if final.exists() else None
+    replaced = _temporary_path(root, iteration, "old") if final.exists() else None
     if replaced:
         final.rename(replaced)
     try:
@@ -128,15 +130,16 @@ def publish(root: Path, iteration: int, temporary: Path) -> Path:
 
 
 def prune(root: Path, newest: int, keep: int) -> None:
-    """Delete all but `keep` checkpoints: `newest`, just saved, and those before it.
+    """Deletes all but `keep` checkpoints: `newest`, just saved, and those before it.
 
-    Later iterations are from a branch of the run that was given up by loading an earlier one; they go first. A folder
-    of another format stays, and one that cannot be deleted is reported and stays.
+    Later iterations belong to a branch of the run that was abandoned by loading an earlier one; they are deleted first.
+    A folder of another format stays, and one that cannot be deleted is reported and stays.
     """
     found = {iteration: path for iteration, path in _checkpoints(root).items() if has_our_format(path)}
     order = sorted(found, key=lambda i: (i > newest, -i))
     for iteration in order[keep:]:
-        doomed = _beside(root, iteration, "tmp")  # so that one half deleted never has a checkpoint's name
+        # renamed first, so that a half-deleted folder never has a checkpoint's name
+        doomed = _temporary_path(root, iteration, "tmp")
         try:
             found[iteration].rename(doomed)
         except OSError as error:
@@ -146,7 +149,7 @@ def prune(root: Path, newest: int, keep: int) -> None:
 
 
 def _checkpoints(root: Path) -> dict[int, Path]:
-    """Iteration -> folder. One that was moved aside counts while nothing else has its number."""
+    """Returns iteration -> folder. A replaced checkpoint counts if no other folder has its iteration."""
     found: dict[int, Path] = {}
     for pattern in (_REPLACED, FOLDER_NAME):
         for entry in root.iterdir() if root.is_dir() else ():
@@ -157,7 +160,7 @@ def _checkpoints(root: Path) -> dict[int, Path]:
 
 
 def _names_a_backend(path: Path) -> bool:
-    """Whether this metadata.json is one of Megatron-LM's, rather than ours or damaged."""
+    """Returns whether this metadata.json was written by Megatron-LM, rather than by this program or damaged."""
     if not path.is_file() or has_our_format(path.parent):
         return False
     try:
@@ -175,7 +178,7 @@ def _tracker_text(root: Path) -> str | None:
 
 
 def _read_tracker(root: Path, held: list[int]) -> int | None:
-    """The iteration that the tracker names; without a tracker the newest there is, or None."""
+    """Returns the iteration that the tracker names; without a tracker the newest one, or None."""
     tracker = root / TRACKER
     try:
         text = tracker.read_text(encoding="ascii", errors="replace").strip()
@@ -199,7 +202,7 @@ def _listed(held: list[int]) -> str:
     return f"iterations {', '.join(map(str, held))}" if held else "no checkpoint"
 
 
-def _beside(root: Path, iteration: int, kind: str) -> Path:
+def _temporary_path(root: Path, iteration: int, kind: str) -> Path:
     return root / f".{folder_name(iteration)}.{kind}-{secrets.token_hex(4)}"
 
 

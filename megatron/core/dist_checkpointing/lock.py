@@ -1,11 +1,12 @@
-"""One job at a time writes to a folder of checkpoints or exports.
+"""A lock that lets only one job at a time write to a folder of checkpoints or exports.
 
 [Note: the lock]
-A POSIX record lock on FOLDER/lock.json. It belongs to the process, and the kernel gives it up when that ends, however it
-ends: a restart finds the folder free at once, and there is no age to judge. Forked children do not have it, so a data
-loader that outlives its run holds nothing. Between hosts it is as good as the file system's locks: NFS and Lustre forward
-them unless mounted with `nolock` or `localflock`, and NFS keeps those of a lost host until its lease ends. The file says
-who holds it, and stays: whoever deleted it could take it from under the next holder.
+The lock is a POSIX record lock on FOLDER/lock.json. It belongs to the process, and the kernel releases it when the
+process ends for any reason: a restart finds the folder free immediately, and no lock ever becomes stale. Forked
+children do not inherit it, so a data loader that outlives its run holds nothing. Between hosts it is as reliable as the
+file system's locks: NFS and Lustre forward them unless mounted with `nolock` or `localflock`, and NFS keeps the locks
+of a lost host until its lease ends. The file names the holder and is never deleted, because deleting it could let two
+jobs lock different files.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ log = get_logger(__name__)
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Make `folder`, and let nobody else hold it within the body. At most once in a process.
+    """Creates `folder` and holds its lock during the body. Use it at most once in a process.
 
-    Raises CheckpointError naming the process that holds it; OSError when the folder cannot be written.
+    Raises CheckpointError naming the process that holds the lock; OSError if the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Opened once: closing any other descriptor of the file would give the lock up.
+    # Open the file only once: closing any other descriptor of it would release the lock.
     with open(folder / LOCK, "a+b", buffering=0) as file:
         if _is_taken(file, folder):
             raise CheckpointError(
@@ -64,4 +65,4 @@ def _holder(file: BinaryIO) -> str:
         holder = json.loads(file.read())
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError):
-        return f"{file.name} does not say which"  # it has just begun
+        return f"{file.name} does not say which"  # the holder has just begun

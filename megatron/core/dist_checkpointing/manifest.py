@@ -1,6 +1,7 @@
-"""metadata.json of a checkpoint: which tensors it holds, in which file each chunk is, sizes, checksums, and the state.
+"""metadata.json of a checkpoint: its tensors, the file of each chunk, sizes, checksums, and the state.
 
-One line a tensor, so that it can be read and searched by hand. The last line holds the checksum of all bytes before it.
+It has one line per tensor, so that it can be read and searched by hand. The last line holds the checksum of all bytes
+before it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MANIFEST = "metadata.json"
 FORMAT = "megatron-patched"
 VERSION = 1
 
-FOLDER_NAME = re.compile(r"iter_(\d{7,})")  # of a whole checkpoint
+FOLDER_NAME = re.compile(r"iter_(\d{7,})")  # name of a complete checkpoint
 _FILE_NAME = re.compile(r"__\d+_\d+\.safetensors")
 _FIRST_LINE = f'{{\n"format": "{FORMAT}",'.encode()
 _CHECKSUM_LINE = b',\n"crc32": '
@@ -31,7 +32,7 @@ _CHECKSUM_LINE = b',\n"crc32": '
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor: where it is in the tensor, in which file, and the crc32 of its blocks of bytes."""
+    """A rectangle of a tensor: its position in the tensor, its file, and the crc32 of its blocks of bytes."""
 
     box: Box
     file: str
@@ -49,9 +50,9 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a checkpoint says about itself. `files`: name -> bytes. `state`: what the caller saved with it.
+    """The content of a checkpoint's metadata.json. `files`: name -> bytes. `state`: the state that the caller saved.
 
-    `iteration`: None in checkpoints of a time when it was not written.
+    `iteration` is None in checkpoints written before it was recorded.
     """
 
     iteration: int | None
@@ -62,12 +63,12 @@ class Manifest:
 
 
 def chunk_key(name: str, offset: tuple[int, ...]) -> str:
-    """The chunk's key in its safetensors file."""
+    """Returns the chunk's key in its safetensors file."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write and sync `folder`/metadata.json. Raises OSError; TypeError or ValueError for a state that is not JSON."""
+    """Writes and syncs `folder`/metadata.json. Raises OSError; TypeError or ValueError for a state that is not JSON."""
     with open(folder / MANIFEST, "xb") as file:
         file.write(_to_bytes(manifest))
         file.flush()
@@ -75,8 +76,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `folder`/metadata.json. Raises CheckpointError when it is missing, damaged or of another format, and when
-    the folder has the name of another iteration."""
+    """Reads `folder`/metadata.json.
+
+    Raises CheckpointError if it is missing, damaged or of another format, or if the folder has the name of another
+    iteration.
+    """
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
@@ -104,19 +108,19 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def has_our_format(folder: Path) -> bool:
-    """Whether `folder`/metadata.json begins as one of this program's does. Raises OSError."""
+    """Returns whether `folder`/metadata.json begins like one of this program's. Raises OSError."""
     with open(folder / MANIFEST, "rb") as file:
         return file.read(len(_FIRST_LINE)) == _FIRST_LINE
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise DamagedError naming the first file that is missing or has another size than was written."""
+    """Raises DamagedError naming the first file that is missing or differs in size from the one that was written."""
     for name, nbytes in manifest.files.items():
         check_size(folder / name, nbytes)
 
 
 def _not_intact(path: Path, raw: bytes) -> CheckpointError:
-    """The error for a file without the right checksum: a foreign file says so, rather than that it is damaged."""
+    """Returns the error for a file with a wrong checksum; a file of another format is reported as such, not as damaged."""
     try:
         content = json.loads(raw)
     except ValueError as error:
@@ -163,7 +167,8 @@ def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
     try:
         if content["block_bytes"] != BLOCK_BYTES:
             raise ValueError(f"block_bytes is {content['block_bytes']}, not {BLOCK_BYTES}")
-        if odd := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:  # keeps reads in the folder
+        # keeps reads inside the folder
+        if odd := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:
             raise ValueError(f"file name {odd[0]!r}")
         tensors = {name: _record_from_json(entry) for name, entry in content["tensors"].items()}
         iteration = content.get("iteration")

@@ -1,10 +1,10 @@
-"""Pickles that other programs wrote, read as data: nothing that one of them names is imported, and nothing is called.
+"""Reads pickles of other programs as data: nothing that a pickle names is imported or called.
 
 [Note: pickles as data]
-A pickle is a program: it names functions and calls them. Here each name that it may use is looked up in a table. Classes
-that are not known (enums among the arguments of a run, states of its tokenizer) become stand-ins that take any arguments and
-any state and do nothing. Names of Python's own library are the tools of an attack (os.system, builtins.eval), and no plain
-checkpoint has them but for those in `_PLAIN`: a file with another one is refused.
+A pickle is a program: it names functions and calls them. Here each name that it may use is looked up in a table.
+Unknown classes (enums among the arguments of a run, states of its tokenizer) become stand-ins that take any arguments
+and any state and do nothing. Names of Python's own library are the tools of an attack (os.system, builtins.eval), and
+no normal checkpoint has any except those in `_PLAIN`: a file with another one is rejected.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 
 
 def load_objects(file: Path | BinaryIO, where: str, *, mapped: bool = False) -> Any:
-    """What `torch.save` wrote to a file, on the CPU, read by torch's restricted unpickler. See the note above.
+    """Returns the object that `torch.save` wrote to a file, on the CPU, read by torch's restricted unpickler. See the
+    note.
 
-    mapped: tensors stay on the disk until they are read; `file` is then a path. Raises CheckpointError naming `where` for a
-    file that is missing, damaged, or names what no checkpoint needs.
+    `mapped` leaves tensors on disk until they are read; `file` is then a path. Raises CheckpointError naming `where`
+    for a file that is missing, damaged, or uses names that no checkpoint needs.
     """
     try:
         with safe_globals([argparse.Namespace]):
@@ -44,18 +45,18 @@ def load_objects(file: Path | BinaryIO, where: str, *, mapped: bool = False) -> 
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a damaged file makes torch raise
+    except Exception as error:  # a damaged file can make torch raise anything
         raise unreadable(where, error) from error
 
 
 def unreadable(where: str, error: Exception) -> CheckpointError:
-    """The error for a file whose reader raised `error`, on one line."""
+    """Returns the error for a file whose reader raised `error`, on one line."""
     reason = " ".join(str(error).splitlines())[:200]
     return CheckpointError(f"{where} cannot be read: {type(error).__name__}: {reason}")
 
 
 class Record:
-    """What an object of a known class becomes: its class, the arguments it was made with, and its state."""
+    """An object of a known class, as data: its class, its constructor arguments, and its state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -67,15 +68,15 @@ class Record:
         self.state = state
 
     def __getitem__(self, name: str) -> Any:
-        """A field of an object whose state is its __dict__. Raises KeyError."""
+        """Returns a field of an object whose state is its __dict__. Raises KeyError."""
         return self.state[name]
 
 
 class RecordUnpickler(pickle.Unpickler):
-    """Reads a pickle of classes from the packages in `known`, each object as a `Record` of its own kind.
+    """Reads a pickle of classes from the packages in `known`; each object becomes a `Record` subclass.
 
-    A kind is made anew by every unpickler: what a pickle does to it ends with that. Shapes become tuples, dtypes themselves.
-    Raises pickle.UnpicklingError for any other name.
+    Each unpickler makes its own subclasses, so changes that a pickle makes to them do not persist. Shapes become
+    tuples, dtypes torch dtypes. Raises pickle.UnpicklingError for any other name.
     """
 
     def __init__(self, file: BinaryIO, known: tuple[str, ...]) -> None:
@@ -84,7 +85,7 @@ class RecordUnpickler(pickle.Unpickler):
         self._kinds: dict[str, type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """See the class."""
+        """Resolves a name of the pickle; see the class."""
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch" and name in _DTYPES:
@@ -101,7 +102,7 @@ def _runs_something(name: str) -> bool:
 
 
 def _stand_in(name: str) -> type:
-    """A class that takes any arguments and any state, and does nothing with them."""
+    """Returns a class that takes any arguments and any state, and ignores them."""
 
     class StandIn:
         def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:

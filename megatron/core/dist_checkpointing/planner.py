@@ -1,6 +1,6 @@
-"""Planners of torch.distributed.checkpoint for ShardedTensors: what each rank writes, and what it reads from where.
+"""Planners of torch.distributed.checkpoint for ShardedTensors: the writes and reads of each rank.
 
-A state dict here maps a global name to this rank's pieces of it. A piece is found again by its position in that list.
+A state dict here maps a global name to this rank's pieces of it. A piece is identified by its position in that list.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Declared = tuple[tuple[int, ...], torch.dtype]  # global shape and dtype of a te
 
 
 def by_name(tensors: Sequence[ShardedTensor]) -> Pieces:
-    """Group pieces by the tensor they belong to."""
+    """Groups pieces by the tensor they belong to."""
     pieces: Pieces = {}
     for piece in tensors:
         pieces.setdefault(piece.name, []).append(piece)
@@ -50,16 +50,16 @@ def by_name(tensors: Sequence[ShardedTensor]) -> Pieces:
 
 
 class ShardedSavePlanner(SavePlanner):
-    """Every rank writes the pieces it is the writer of; the first rank checks that they form the global tensors."""
+    """Every rank writes the pieces for which it is the writer; the first rank checks that they form the global tensors."""
 
     def set_up_planner(
         self, state_dict: Pieces, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take this rank's pieces."""
+        """Stores this rank's pieces."""
         self._pieces = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """Items for this rank's pieces; `planner_data` declares every name it holds, written here or not."""
+        """Returns items for this rank's pieces; `planner_data` declares every name it holds, written here or not."""
         declared = {name: _declaration(pieces) for name, pieces in self._pieces.items()}
         items = [
             _write_item(position, piece)
@@ -70,7 +70,7 @@ class ShardedSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=declared)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check all ranks' plans against each other. Raises CheckpointError naming the tensor."""
+        """Checks all ranks' plans against each other. Raises CheckpointError naming the tensor."""
         tensors = {
             name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
             for name, (shape, dtype) in agreed([plan.planner_data for plan in all_plans]).items()
@@ -84,11 +84,11 @@ class ShardedSavePlanner(SavePlanner):
         return all_plans, Metadata(dict(tensors))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The global plan changes nothing: the caller has chosen the writers."""
+        """Returns the plan unchanged, because the caller has chosen the writers."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The piece's data, not copied."""
+        """Returns the piece's data without a copy."""
         assert write_item.index.index is not None
         return self._pieces[write_item.index.fqn][write_item.index.index].data.detach()
 
@@ -99,13 +99,13 @@ class ShardedLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: Pieces, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the pieces to fill and what the checkpoint holds."""
+        """Stores the pieces to fill and the metadata of the checkpoint."""
         assert metadata is not None
         self._pieces = state_dict
         self._saved = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Reads for this rank's pieces. Raises CheckpointError naming a tensor that does not fit."""
+        """Returns the reads for this rank's pieces. Raises CheckpointError naming a tensor that does not fit."""
         items = []
         for name, pieces in self._pieces.items():
             saved = self._saved.get(name)
@@ -116,19 +116,19 @@ class ShardedLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Ranks read independently."""
+        """Returns the plans unchanged, because ranks read independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Returns the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Checkpoints hold tensors only."""
+        """Never called, because checkpoints hold tensors only."""
         raise AssertionError(f"{read_item.dest_index.fqn}: a bytes item in a plan that only has tensors")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of the piece that this item fills: a view."""
+        """Returns the part of the piece that this item fills, as a view."""
         assert read_item.dest_index.index is not None
         target = self._pieces[read_item.dest_index.fqn][read_item.dest_index.index].data.detach()
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
@@ -136,11 +136,13 @@ class ShardedLoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """`resolve_tensor` gave a view, so the piece is filled already."""
+        """Does nothing: `resolve_tensor` returned a view, so the piece is filled already."""
 
 
 def agreed(declarations: Sequence[dict[str, Declared]]) -> dict[str, Declared]:
-    """The union of what the ranks declare. Raises CheckpointError when two disagree on a tensor's shape or dtype."""
+    """Returns the union of the ranks' declarations. Raises CheckpointError if two disagree on a tensor's shape or
+    dtype.
+    """
     union: dict[str, tuple[Declared, int]] = {}
     for rank, declared in enumerate(declarations):
         for name, mine in declared.items():

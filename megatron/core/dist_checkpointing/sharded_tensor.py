@@ -16,8 +16,8 @@ from megatron.base.errors import CheckpointError
 class ShardedTensor:
     """`data` is the part of global tensor `name` that begins at `offset`. A rank may hold several pieces of one name.
 
-    `writer`: this rank saves the piece. Of ranks that hold the same elements exactly one is the writer. Loading fills
-    `data` in place, whoever the writer is.
+    `writer` means that this rank saves the piece; exactly one of the ranks that hold the same elements is the writer.
+    Loading fills `data` in place on all of them.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ShardedTensor:
 
     @property
     def box(self) -> Box:
-        """The rectangle of the global tensor that `data` is."""
+        """The rectangle of the global tensor that `data` covers."""
         return Box(self.offset, tuple(self.data.shape))
 
 
@@ -49,7 +49,7 @@ def flat_slice(
     offset: tuple[int, ...],
     writer: bool,
 ) -> list[ShardedTensor]:
-    """Pieces for `data` [n], which is elements start..start+n of the flattened local shard of a tensor.
+    """Returns pieces for `data` [n], which is elements start..start+n of the flattened local shard of a tensor.
 
     The local shard has `shape` and begins at `offset` of the global tensor. The pieces are views of `data`.
     """
@@ -63,7 +63,7 @@ def flat_slice(
 
 
 def check_tiling(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Raise CheckpointError with the range unless the rectangles hold every element of the tensor exactly once."""
+    """Raises CheckpointError with the range unless the rectangles cover every element of the tensor exactly once."""
     if common := first_overlap(boxes):
         raise CheckpointError(
             f"{name} {list(shape)}: elements {common} would be written twice; one writer each is needed"

@@ -1,4 +1,4 @@
-"""Storage of torch.distributed.checkpoint on safetensors files and a JSON manifest; nothing is ever pickled."""
+"""Storage of torch.distributed.checkpoint in safetensors files and a JSON manifest, without any pickle."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from megatron.core.dist_checkpointing.tensor_file import (
     write_tensor_file,
 )
 
-FILE_BYTES = 2**30  # a rank begins a new file when one has this much; a tensor is never split over files
-_WRITERS = 2  # files in flight a rank: one is synced while the next is filled
+FILE_BYTES = 2**30  # a rank begins a new file above this size; a tensor is never split over files
+_WRITERS = 2  # files in flight per rank: one is synced while the next is filled
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class SafetensorsWriter(StorageWriter):
     """Writes this rank's chunks to `folder`/__{rank}_{n}.safetensors; the first rank then writes metadata.json."""
 
     def __init__(self, folder: Path, iteration: int, rank: int, state: dict[str, Any]) -> None:
-        """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON."""
+        """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON value."""
         self._folder = folder
         self._iteration = iteration
         self._rank = rank
         self._state = state
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and sync this rank's files. Done when it returns."""
+        """Writes and syncs this rank's files before it returns."""
         files = _split(plan.items)
         with portable(), ThreadPoolExecutor(_WRITERS) as pool:
             written = pool.map(partial(self._write_file, planner), range(len(files)), files)
@@ -71,7 +71,7 @@ class SafetensorsWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank: write metadata.json after all ranks' files are on disk, and sync the folder."""
+        """Writes metadata.json on the first rank, after all ranks' files are on disk, and syncs the folder."""
         with portable():
             written = [result for rank in results for result in rank]
             manifest = _manifest(self._iteration, metadata, written, self._state)
@@ -100,22 +100,22 @@ class SafetensorsWriter(StorageWriter):
         ]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a writer serves one save."""
+        """Does nothing: a writer serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the constructor did it."""
+        """Does nothing: the constructor has set up the writer."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Unchanged."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Unchanged: file names follow from the rank."""
+        """Returns the plans unchanged: file names follow from the rank."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by path."""
+        """Returns False: this class is never chosen by path."""
         return False
 
 
@@ -127,11 +127,11 @@ class SafetensorsReader(StorageReader):
         self._manifest = manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest in torch's terms."""
+        """Converts the manifest to torch's Metadata."""
         return Metadata({name: _to_dcp(record) for name, record in self._manifest.tensors.items()})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every part the plan names into its piece, file by file. Raises DamagedError naming a file."""
+        """Copies every part in the plan to its piece, file by file. Raises DamagedError naming a file."""
         by_file: dict[str, list[tuple[ReadItem, Chunk]]] = {}
         for item in plan.items:
             assert item.storage_index.index is not None
@@ -153,27 +153,27 @@ class SafetensorsReader(StorageReader):
         return future
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a reader serves one load."""
+        """Does nothing: a reader serves one load."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the constructor did it."""
+        """Does nothing: the constructor has set up the reader."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Unchanged."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Unchanged: ranks read independently."""
+        """Returns the plans unchanged: ranks read independently."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by path."""
+        """Returns False: this class is never chosen by path."""
         return False
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's entries durable. Raises OSError."""
+    """Makes the folder's entries durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -182,7 +182,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _split(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Cut the items into files of about FILE_BYTES, in order."""
+    """Divides the items into files of about FILE_BYTES, in order."""
     files: list[list[WriteItem]] = []
     filled = 0
     for item in items:

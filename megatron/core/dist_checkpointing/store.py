@@ -1,9 +1,9 @@
-"""Save and load checkpoints of global tensors, under any layout.
+"""Saves and loads checkpoints of global tensors, under any layout.
 
 [Note: phases of a save]
 `save` is begin (first rank) -> plan and write (all ranks, one torch.distributed.checkpoint save) -> publish (first
-rank). Everything it needs is an argument: to save while training goes on, hand it copies of the tensors in host memory
-and a gloo group of its own, in a thread.
+rank). Everything it needs is an argument: to save while training continues, pass it copies of the tensors in host
+memory and a separate gloo group, in a thread.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def save(
     group: Group,
     keep: int | None,
 ) -> Path:
-    """Save `tensors` and the first rank's `state` (any JSON) as `root`/iter_0000100 and return that folder.
+    """Saves `tensors` and the first rank's `state` (any JSON) as `root`/iter_0000100 and returns that folder.
 
     `root` is on a file system that all ranks of `group` share. An existing checkpoint of this iteration is replaced.
-    `keep`: delete all but this many checkpoints afterwards; None keeps all. Collective over `group`: plans travel to its
-    first rank and back as objects, tensors do not travel: a rank writes its own pieces. Raises CheckpointError on all
-    ranks, with the rank and the cause, when any rank fails; older checkpoints and the tracker are then as before.
+    `keep`: delete all but this many checkpoints afterwards; None keeps all. Collective over `group`: plans are sent to
+    its first rank and back as objects, tensors are not communicated, because each rank writes its own pieces. Raises
+    CheckpointError on all ranks, with the rank and the cause, if any rank fails; older checkpoints and the tracker are
+    then unchanged.
     """
     assert iteration >= 0 and (keep is None or keep >= 1), f"iteration {iteration}, keep {keep}"
     temporary: Path | None = None
@@ -67,12 +68,12 @@ def save(
 
 
 def load(path: Path, tensors: Sequence[ShardedTensor], *, group: Group) -> dict[str, Any]:
-    """Fill the pieces' `data` in place from the checkpoint in folder `path` and return the state saved with it.
+    """Fills the pieces' `data` in place from the checkpoint in folder `path` and returns the state saved with it.
 
-    The layout may be any; saved tensors that no piece asks for are not read. A tensor's global shape and dtype must be
-    those saved. Collective over `group`: small objects only. Raises CheckpointError on all ranks, and may have filled
-    some pieces then: a tensor that does not fit is named with both shapes; for a damaged file the message also says
-    which earlier iteration is whole.
+    The layout may differ from that of the save; saved tensors that no piece asks for are not read. A tensor's global
+    shape and dtype must be those saved. Collective over `group`: small objects only. Raises CheckpointError on all
+    ranks, possibly after filling some pieces: a tensor that does not fit is named with both shapes; for a damaged file
+    the message also names an earlier iteration that is complete.
     """
     try:
         first = on_first(group, "checkpoint sizes", lambda: _check(path))
@@ -86,9 +87,10 @@ def load(path: Path, tensors: Sequence[ShardedTensor], *, group: Group) -> dict[
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state saved with the checkpoint in folder `path`. Local. Raises CheckpointError.
+    """Returns the state saved with the checkpoint in folder `path`. No communication. Raises CheckpointError.
 
-    For a damaged metadata.json the message names the newest earlier iteration that has all its files, unread.
+    For a damaged metadata.json the message names the newest earlier iteration that has all its files, without reading
+    them.
     """
     try:
         return read_manifest(path).state
@@ -100,14 +102,14 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Read the whole checkpoint in folder `path`. Local. Raises DamagedError naming the first damaged file."""
+    """Reads the whole checkpoint in folder `path`. No communication. Raises DamagedError naming the first damaged file."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     _verify_files(path, manifest, sorted(manifest.files))
 
 
 def newest_whole(root: Path, *, before: int | None, group: Group) -> int | None:
-    """The newest iteration (under `before`) whose files are all undamaged, or None.
+    """Returns the newest iteration (before `before`) whose files are all undamaged, or None.
 
     Collective over `group`: its ranks share the work of reading each candidate in full.
     """
@@ -126,7 +128,7 @@ def _write(tensors: Sequence[ShardedTensor], writer: SafetensorsWriter, group: G
         )
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one is no accident
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one rank is intended
         through_dcp(group, "checkpoint write", run)
 
 
@@ -196,12 +198,12 @@ def _newest_first(root: Path, before: int | None) -> list[int]:
 
 
 def _number(path: Path) -> int | None:
-    """The iteration in the name of a checkpoint's folder; None for a folder that was renamed."""
+    """Returns the iteration in the name of a checkpoint's folder; None for a folder that was renamed."""
     digits = path.name.rpartition("_")[2]
     return int(digits) if digits.isdecimal() else None
 
 
 def _advice(path: Path, group: Group) -> str:
-    """What to load instead of a damaged checkpoint."""
+    """Returns advice on which checkpoint to load instead of a damaged one."""
     whole = newest_whole(path.parent, before=_number(path), group=group)
     return f"--ckpt-step {whole} loads" if whole is not None else f"no earlier checkpoint in {path.parent} is whole"

@@ -1,12 +1,13 @@
 """One safetensors file: written in one pass with its checksums, read lazily and checked.
 
-The format: 8 bytes little-endian header length, a JSON header {key: {dtype, shape, data_offsets}}, then the raw
+The format is 8 bytes little-endian header length, a JSON header {key: {dtype, shape, data_offsets}}, then the raw
 row-major tensors (https://huggingface.co/docs/safetensors). Files are written here rather than by the safetensors
-library so that a rank holds only one block of a tensor in host memory at a time, checksums cost no second pass, and the
-file is synced through the descriptor that wrote it. They are read here, too: the library maps a whole file as long as it
-is open, and every page that was read stays resident; here only the tensor that is being read is mapped.
+library so that a rank holds only one block of a tensor in host memory at a time, checksums need no second pass, and the
+file is synced through the descriptor that wrote it. They are read here, too: the library maps a whole file as long as
+it is open, and every page that was read stays resident; here only the tensor that is being read is mapped.
 
-Checksums are crc32 of BLOCK_BYTES pieces of each tensor's bytes, so that reading a slice checks only what it touches.
+Checksums are crc32 of BLOCK_BYTES pieces of each tensor's bytes, so that reading a slice checks only the blocks it
+touches.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is missing, cut short or altered; an earlier checkpoint may be whole."""
+    """A file of a checkpoint is missing, truncated or altered; an earlier checkpoint may be complete."""
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to write. `fetch` is called once, when its turn comes, and may copy from a device or read a file.
+    """A tensor to write. `fetch` is called once, just before writing, and may copy from a device or read a file.
 
     It yields the tensor's elements in row-major order, in blocks of any sizes.
     """
@@ -74,8 +75,8 @@ class TensorSource:
 def write_tensor_file(
     path: Path, sources: Sequence[TensorSource], metadata: Mapping[str, str] | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Write and sync a safetensors file; returns key -> checksums (8 hex digits a block). Raises OSError."""
-    # Widest dtype first, as the library does: every tensor then starts at a multiple of its element size.
+    """Writes and syncs a safetensors file; returns key -> checksums (8 hex digits per block). Raises OSError."""
+    # The widest dtype comes first, as in the library: every tensor then starts at a multiple of its element size.
     ordered = sorted(sources, key=lambda s: -s.dtype.itemsize)
     with open(path, "xb") as file:
         file.write(_header(ordered, metadata))
@@ -86,7 +87,9 @@ def write_tensor_file(
 
 
 def _write_data(file: BinaryIO, source: TensorSource) -> tuple[str, ...]:
-    """Write one tensor; the checksums of its blocks, which need not be the blocks that come in."""
+    """Writes one tensor and returns the checksums of its blocks, which are independent of the blocks that `fetch`
+    yields.
+    """
     crcs: list[str] = []
     crc, filled, written = 0, 0, 0
     for tensor in source.fetch():
@@ -106,7 +109,7 @@ def _write_data(file: BinaryIO, source: TensorSource) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file: its dtype and shape, and where its first byte is in the file."""
+    """A tensor of a file: its dtype, its shape, and the position of its first byte in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -114,33 +117,34 @@ class Entry:
 
 
 class TensorFile:
-    """A safetensors file whose tensors are read as views of mapped memory: only what is touched comes from the disk.
+    """A safetensors file whose tensors are read as views of mapped memory: only touched pages are read from disk.
 
-    `entries`: key -> Entry. `metadata`: the header's own strings.
+    `entries`: key -> Entry. `metadata`: the strings of the header.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises DamagedError when the file is missing, is no safetensors file, or is not what its header says: tensors
-        back to back that fill it."""
+        """Raises DamagedError if the file is missing, not a safetensors file, or contradicts its header, which must
+        describe adjacent tensors that fill the file.
+        """
         self._path = path
         self.entries, self.metadata = _read_header(path)
         self._checked: set[tuple[str, int]] = set()
 
     def view(self, key: str) -> Tensor:
-        """The whole tensor in memory that is mapped until the last view is gone; not to be written to."""
+        """Returns the whole tensor in memory that is mapped until the last view is gone; do not write to it."""
         entry = self.entries[key]
         nbytes = math.prod(entry.shape) * entry.dtype.itemsize
         if nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        # Copy on write makes it writable for torch, which warns of memory that is not.
+        # Copy on write makes it writable for torch, which warns about read-only memory.
         mapped = np.memmap(self._path, dtype=np.uint8, mode="c", offset=entry.start, shape=(nbytes,))
         return torch.from_numpy(mapped).view(entry.dtype).view(entry.shape)
 
     def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: Sequence[str], part: Box) -> Tensor:
-        """Elements `part` of tensor `key`, as a view.
+        """Returns elements `part` of tensor `key`, as a view.
 
-        Raises DamagedError when the tensor is not there with `dtype` and `shape`, or when a block that `part` touches
-        does not have its checksum.
+        Raises DamagedError if the tensor with `dtype` and `shape` is missing, or if a block that `part` touches has a
+        wrong checksum.
         """
         entry = self.entries.get(key)
         if entry is None:
@@ -176,20 +180,20 @@ class TensorFile:
 
 
 def open_tensor_file(path: Path, nbytes: int) -> TensorFile:
-    """Open a file written with `nbytes`. Raises DamagedError when it is missing, of another size or unreadable."""
+    """Opens a file written with `nbytes`. Raises DamagedError if it is missing, of another size or unreadable."""
     check_size(path, nbytes)
     return TensorFile(path)
 
 
 def narrow(tensor: Tensor, part: Box) -> Tensor:
-    """The elements `part` of a tensor, as a view."""
+    """Returns the elements `part` of a tensor, as a view."""
     for dim, (start, length) in enumerate(zip(part.offset, part.shape, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
 def check_size(path: Path, nbytes: int) -> None:
-    """Raise DamagedError unless the file is there and has `nbytes`."""
+    """Raises DamagedError unless the file exists and has `nbytes`."""
     try:
         found = path.stat().st_size
     except FileNotFoundError as error:
@@ -243,7 +247,7 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def _span(key: str, value: Any) -> tuple[int, int]:
-    """The first byte of a tensor in the file's data and the one after its last. Raises ValueError."""
+    """Returns the first byte of a tensor in the file's data and the one after its last. Raises ValueError."""
     offsets, shape = value["data_offsets"], value["shape"]
     if not (_are_sizes(offsets) and len(offsets) == 2):
         raise ValueError(f"tensor {key} has offsets {offsets}")
@@ -260,12 +264,12 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The row-major bytes of a contiguous CPU tensor, not copied."""
+    """Returns the row-major bytes of a contiguous CPU tensor without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _crc(block: memoryview, before: int) -> int:
-    """The checksum of what has the checksum `before` and then `block`."""
+    """Returns the checksum of data that has the checksum `before`, followed by `block`."""
     return zlib.crc32(block, before)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints from one process: any rectangle of their global tensors, and new ones streamed block by block."""
+"""Checkpoints in one process: any rectangle of their global tensors, and new ones streamed block by block."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.tensor_file import (
     write_tensor_file,
 )
 
-FILE_BYTES = 2**30  # a file holds about this much
-BLOCK_BYTES = 2**25  # and is written in blocks of at most this much
+FILE_BYTES = 2**30  # approximate size of a file
+BLOCK_BYTES = 2**25  # maximum size of a written block
 WRITERS = 2  # files written at once: one is synced while another is filled
 
 
@@ -46,7 +46,7 @@ class WholeReader:
         self._files: dict[str, TensorFile] = {}
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """Elements `box` of global tensor `name`, in new memory. Raises DamagedError for a wrong checksum."""
+        """Returns elements `box` of global tensor `name`, in new memory. Raises DamagedError for a wrong checksum."""
         record = self.manifest.tensors[name]
         out = torch.empty(box.shape, dtype=dtype)
         for chunk in record.chunks:
@@ -65,7 +65,7 @@ class WholeReader:
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A tensor to write: `read(box)` gives a rectangle of it, when its turn comes and from any thread."""
+    """A tensor to write: `read(box)` returns a rectangle of it, just before it is written and from any thread."""
 
     name: str
     dtype: torch.dtype
@@ -74,11 +74,11 @@ class WholeTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of its data."""
+        """Size of the tensor's data in bytes."""
         return Box((0,) * len(self.shape), self.shape).numel * self.dtype.itemsize
 
     def source(self, key: str, on_bytes: Callable[[int], None]) -> TensorSource:
-        """The tensor for a file, block by block; `on_bytes` hears of each."""
+        """Returns the tensor as a source for a file, block by block; `on_bytes` is called with the size of each block."""
 
         def blocks() -> Iterator[Tensor]:
             for box in cut(self.shape, max(1, BLOCK_BYTES // self.dtype.itemsize)):
@@ -96,9 +96,9 @@ def write_whole(
     state: dict[str, Any],
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
-    """Write a checkpoint `root`/iter_... of `tensors` and `state` (any JSON). Raises OSError, leaving nothing behind.
+    """Writes a checkpoint `root`/iter_... of `tensors` and `state` (any JSON). Raises OSError, leaving nothing behind.
 
-    Memory: two blocks, whatever the sizes of tensors.
+    Memory: two blocks, for tensors of any size.
     """
     temporary = begin(root, iteration)
     try:
@@ -127,7 +127,7 @@ def write_whole(
 
 
 def fill_files(tensors: Sequence[WholeTensor], most: int) -> list[list[WholeTensor]]:
-    """Cut a list of tensors, in order, into files of at most `most` bytes; a larger tensor has a file of its own."""
+    """Divides a list of tensors, in order, into files of at most `most` bytes; a larger tensor has a file of its own."""
     files: list[list[WholeTensor]] = []
     filled = 0
     for tensor in tensors:
@@ -140,7 +140,7 @@ def fill_files(tensors: Sequence[WholeTensor], most: int) -> list[list[WholeTens
 
 
 def cut(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Rectangles of at most `most` elements that follow one another in the row-major order of a tensor of `shape`."""
+    """Yields rectangles of at most `most` elements that are consecutive in the row-major order of a tensor of `shape`."""
     if not shape:
         yield Box((), ())
         return

@@ -1,1 +1,1 @@
-"""The only optional imports of the tree."""
+"""The fused backends. No other package imports optional dependencies."""

@@ -1,6 +1,6 @@
-"""AdamW in one pass over host memory: the compiled module of cpu_adam.cpp, called with the addresses of tensors.
+"""AdamW in one pass over host memory: calls the compiled module of cpu_adam.cpp with the addresses of tensors.
 
-setup.py builds it where there is a compiler. It needs AVX2 with FMA, AVX-512 or NEON.
+setup.py builds the module if there is a compiler. It needs AVX2 with FMA, AVX-512 or NEON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ except ImportError:
 
 
 def missing() -> str | None:
-    """Why the kernel cannot run here, or None when it can."""
+    """Returns the reason why the kernel cannot run here, or None if it can."""
     if _cpu_adam is None:
         return "it was not built; install the package again with a C++ compiler (pip install -v shows its messages)"
     return None if _cpu_adam.runs_here() else "the CPU has neither AVX2 with FMA nor AVX-512"
@@ -29,10 +29,10 @@ def step(
     out: Tensor | None,
     coefficients: tuple[float, ...],
 ) -> None:
-    """One step on torch's number of threads, without Python's lock.
+    """Runs one step on torch's number of threads, without holding the GIL.
 
-    Shapes, formats and meaning: ops/adam.py, which also computes the eight coefficients. The writes do not count in the
-    tensors' version numbers.
+    Shapes, dtypes and meaning are those of ops/adam.py, which also computes the eight coefficients. The writes do not
+    increase the version numbers of the tensors.
     """
     tensors = [t for t in (param, grad, exp_avg, exp_avg_sq, out) if t is not None]
     assert all(t.is_contiguous() and t.device.type == "cpu" for t in tensors), [(t.stride(), t.device) for t in tensors]

@@ -1,8 +1,8 @@
-"""Bytes of CPU tensors, counted where torch allocates them: cpu_allocator.cpp, compiled when it is first asked for.
+"""Counts the bytes of CPU tensors where torch allocates them: cpu_allocator.cpp, compiled on first use.
 
-Seen: every tensor of every thread, and what torch's kernels take from the same allocator while they run. Not seen:
-tensors made before counting began, memory that is not torch's (numpy, gloo, oneDNN's scratch, Python itself), and how the
-C library rounds blocks and keeps free ones.
+Counted are all tensors of all threads, and temporary memory that torch's kernels take from the same allocator. Not
+counted are tensors made before counting began, memory outside torch (numpy, gloo, oneDNN's scratch, Python itself), and
+the rounding and free blocks of the C library.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SECONDS = 120
 
 
 class CpuMemory:
-    """Counts from the first object of a process on, for all of them and until it ends."""
+    """Counts from the first object of a process on. All objects share the counts, and counting never stops."""
 
     def __init__(self) -> None:
-        """Raises OSError with the reason where it cannot be compiled or loaded. Takes about two seconds once."""
+        """Compiles the library, which takes about two seconds once. Raises OSError with the reason if this fails."""
         self._library = _library()
 
     @property
@@ -34,11 +34,11 @@ class CpuMemory:
 
     @property
     def peak(self) -> int:
-        """The most in use since `reset_peak`, or since counting began."""
+        """The largest number of bytes in use since `reset_peak`, or since counting began."""
         return int(self._library.peak_bytes())
 
     def reset_peak(self) -> None:
-        """From now on."""
+        """Makes `peak` count from now on."""
         self._library.reset_peak()
 
 

@@ -1,4 +1,5 @@
-"""FlashAttention through torch's SDPA interface: FlashAttention-3 where its package is installed, else torch's own.
+"""FlashAttention through torch's SDPA interface: FlashAttention-3 if its package is installed, else torch's own
+version.
 
 Dao, arXiv 2307.08691; Shah et al., arXiv 2407.08608.
 """
@@ -14,11 +15,11 @@ import torch.nn.attention as torch_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-LARGEST_HEAD = 192  # above it the gradient runs on some GPUs only
+LARGEST_HEAD = 192  # wider heads have a gradient on some GPUs only
 
 
 def missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why FlashAttention cannot run here, or None when it can."""
+    """Returns the reason why FlashAttention cannot run here, or None if it can."""
     if device.type != "cuda":
         return f"the device is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -30,7 +31,7 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def version() -> str:
-    """Which FlashAttention runs. Activates FlashAttention-3 in torch's SDPA when its package and the hook exist."""
+    """Returns the name of the FlashAttention version, after activating version 3 in torch's SDPA if it is available."""
     activate = getattr(torch_attention, "activate_flash_attention_impl", None)  # torch >= 2.11
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     if activate and hopper and importlib.util.find_spec("flash_attn_interface"):
@@ -40,8 +41,11 @@ def version() -> str:
 
 
 def attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The flash kernel; `otherwise` takes what it cannot do: masks (segments), queries that continue a cache, and a
-    window together with dropout (FlashAttention-3 has none) or with heads of an unusual size."""
+    """Returns the flash kernel, which calls `otherwise` for the cases it does not support.
+
+    These are masks (segments), queries that continue a cache, and a window together with dropout (which
+    FlashAttention-3 lacks) or with an unusual head size.
+    """
     version()
 
     def flash(
@@ -62,9 +66,9 @@ def attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Causal attention of each query to the `window` keys that end with its own. q [s, b, n, d]; k, v [s, b, g, d].
 
-    SDPA has no argument for a window; the operator below it has one, and so has its gradient. FlashAttention-3, where
-    active, stands behind this operator too. It takes [b, s, heads, d] of any strides, and counts the keys on both sides
-    of the query's own: none on its right is what makes it causal.
+    SDPA has no argument for a window, but the underlying operator and its gradient have one. FlashAttention-3, if
+    active, implements this operator, too. It takes [b, s, heads, d] with any strides, and counts the keys on both sides
+    of the query's own: zero keys on the right side make it causal.
     """
     s, b, n, d = q.shape
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))

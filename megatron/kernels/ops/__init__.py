@@ -1,1 +1,1 @@
-"""One file an op: the torch reference and the choice of backend."""
+"""One file per operation: the torch reference and the choice of the backend."""

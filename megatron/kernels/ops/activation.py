@@ -1,7 +1,7 @@
-"""MLP activations. The gated one keeps only its input and computes silu again in backward.
+"""MLP activations. The gated activation saves only its input and recomputes silu in backward.
 
-An activation is called like a function. `compute` and `gradient` are its two halves without autograd, for a product that
-takes its result and computes it again in backward (core/tensor_parallel/gemm_last.py).
+An activation is called like a function. `compute` and `gradient` are its forward and backward without autograd, for a
+GEMM that consumes its output and recomputes it in backward (core/tensor_parallel/gemm_last.py).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class Activation(ABC):
-    """[..., w] -> [..., f]. The base of all: what makes one a Prologue of core/tensor_parallel/gemm_last.py."""
+    """[..., w] -> [..., f]. The base class of activations implements Prologue of core/tensor_parallel/gemm_last.py."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """Differentiable."""
+        """Returns the activation of x; differentiable."""
 
     @abstractmethod
     def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Not differentiable."""
+        """Returns the gradient of x, given the gradient `grad` of the output; not differentiable."""
 
     def operands(self, x: Tensor) -> tuple[Tensor, ...]:
         """See Prologue."""

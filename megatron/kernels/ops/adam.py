@@ -1,7 +1,8 @@
-"""AdamW on flat tensors in host memory (Loshchilov and Hutter, arXiv 1711.05101), at the memory's speed.
+"""AdamW on flat tensors in host memory (Loshchilov and Hutter, arXiv 1711.05101), at the bandwidth of the memory.
 
-In fp32 throughout torch's fused kernel already runs at that speed. With a gradient or a copy of the parameters in half
-precision it needs conversions before and after; backends/cpu_adam.cpp does all of it in one pass, with the same arithmetic.
+With fp32 tensors only, torch's fused kernel already reaches that bandwidth. With half-precision gradients or a
+half-precision copy of the parameters it needs conversions before and after; backends/cpu_adam.cpp does everything in
+one pass, with the same arithmetic.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def adamw_step(
     divisor: float = 1.0,
     out: Tensor | None = None,
 ) -> None:
-    """Update `param` and its moments in place; `out`, where given, receives the rounded parameters. No communication.
+    """Updates `param` and its moments in place; `out`, if given, receives the rounded parameters. No communication.
 
-    All are contiguous, flat, of one size, on the CPU. param, exp_avg, exp_avg_sq: fp32; grad: fp32 or bf16; out: bf16,
-    fp16 or fp32, and not `param`. Gradients are divided by `divisor` first. `step` counts from 1: the first update is 1.
-    Do not read `grad` afterwards: torch's kernel leaves the divided gradient there, ours does not write it.
+    All tensors are contiguous, flat, of equal size and on the CPU. param, exp_avg and exp_avg_sq are fp32; grad is fp32
+    or bf16; out is bf16, fp16 or fp32, and not `param`. Gradients are divided by `divisor` first. `step` counts from 1.
+    Do not read `grad` afterwards: torch's kernel overwrites it with the divided gradient, the one-pass kernel does not.
     """
     flat = (param, grad, exp_avg, exp_avg_sq) if out is None else (param, grad, exp_avg, exp_avg_sq, out)
     assert all(t.shape == param.shape for t in flat), [t.shape for t in flat]
@@ -52,7 +53,7 @@ def adamw_step(
             weight_decay=weight_decay, divisor=divisor, out=out,
         )  # fmt: skip
         return
-    # In double precision, as torch does; the kernel rounds each to fp32.
+    # Computed in double precision, as in torch; the kernel rounds each coefficient to fp32.
     coefficients = (
         divisor,
         1.0 - lr * weight_decay,
@@ -81,7 +82,9 @@ def separate(
     divisor: float = 1.0,
     out: Tensor | None = None,
 ) -> None:
-    """The reference, and what runs without a compiler: convert, torch's fused kernel, round. In fp32 the kernel alone."""
+    """The reference, and the fallback without a compiler: convert, run torch's fused kernel, round. fp32 needs no
+    copies.
+    """
     count = torch.tensor(float(step))
     scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
     converts = grad.dtype != torch.float32 or out is not None
@@ -99,7 +102,9 @@ def separate(
 
 @functools.cache
 def without_one_pass() -> str | None:
-    """Why half-precision gradients and copies take torch's kernel and conversions; None when one pass does. Logged once."""
+    """Returns why half-precision tensors need torch's kernel with conversions, or None if one pass suffices. Logged
+    once.
+    """
     why = cpu_adam.missing()
     if why:
         get_logger(__name__).warning("CPU Adam: torch's kernel with conversions, not one pass over memory: %s", why)

@@ -1,7 +1,7 @@
 """Softmax attention on [s, b, heads, d] tensors with grouped key/value heads.
 
-`unfused` is the reference: plain torch, softmax in fp32. `fused` is torch's SDPA, which picks flash, memory-efficient or
-math kernels by itself. `flash` demands FlashAttention (see backends/flash.py).
+`unfused` is the reference: plain torch, softmax in fp32. `fused` is torch's SDPA, which itself chooses the flash,
+memory-efficient or math kernel. `flash` requires FlashAttention (see backends/flash.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron.kernels.ops.gemm import slow_half
 
 
 class AttentionKernel(Protocol):
-    """q [s, b, n, d]; k, v [t, b, g, d], g dividing n. Query i sees keys up to i + t - s, and only of its own segment.
+    """q [s, b, n, d]; k, v [t, b, g, d], where g divides n. Query i sees keys up to i + t - s in its own segment.
 
-    segments: [b, t] ids, equal inside a document, or None. window: a query sees that many keys at most, the last of them
-    its own; None is no limit. Returns [s, b, n * d]. No communication.
+    `segments` [b, t] are ids that are equal inside a document, or None. `window` is the maximum number of keys that a
+    query sees, the last of them its own; None is no limit. Returns [s, b, n * d]. No communication.
     """
 
     def __call__(
@@ -30,7 +30,7 @@ class AttentionKernel(Protocol):
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
-    """The reference. Holds the full [b, n, s, t] probabilities."""
+    """The reference. It materializes the full [b, n, s, t] probabilities."""
     s, b, n, d = q.shape
     t, group = k.shape[0], n // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
@@ -42,16 +42,16 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
-    """torch's scaled_dot_product_attention. The permuted views cost no copy: SDPA takes any strides."""
+    """torch's scaled_dot_product_attention. The permuted views need no copy, because SDPA takes any strides."""
     s, b, n, d = q.shape
     if window is not None:
-        reach = window + s - 1  # no query sees keys of a long cache that are further back
+        reach = window + s - 1  # no query sees older keys of a long cache
         k, v = k[-reach:], v[-reach:]
         segments = None if segments is None else segments[:, -reach:]
     t = k.shape[0]
     plain = segments is None and (window is None or window >= t)
     causal = plain and s == t
-    # One query sees every key, so it needs no mask.
+    # A single query sees every key, so it needs no mask.
     mask = None if causal or (plain and s == 1) else causal_mask(s, t, segments, window, q.device)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
@@ -61,7 +61,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: i
 
 
 def causal_mask(s: int, t: int, segments: Tensor | None, window: int | None, device: torch.device) -> Tensor:
-    """True where query i of the last s positions may see key j of t: [s, t], or [b, 1, s, t] with segments."""
+    """Returns True where query i of the last s positions may see key j of t: [s, t], or [b, 1, s, t] with segments."""
     allowed = torch.ones(s, t, dtype=torch.bool, device=device).tril(diagonal=t - s)
     if window is not None:
         allowed = allowed.triu(diagonal=t - s - window + 1)
@@ -71,7 +71,7 @@ def causal_mask(s: int, t: int, segments: Tensor | None, window: int | None, dev
 
 
 def in_fp32(kernel: AttentionKernel) -> AttentionKernel:
-    """`kernel` on fp32 copies of half-precision tensors; the result is rounded once."""
+    """Wraps `kernel` to run on fp32 copies of half-precision tensors; the result is rounded once."""
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
@@ -83,7 +83,7 @@ def in_fp32(kernel: AttentionKernel) -> AttentionKernel:
 
 
 def choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[AttentionKernel, str]:
-    """The kernel for `--attention-backend asked`, and "kernel (why this one)" for the start-up table."""
+    """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table."""
     if asked == "unfused":
         return unfused, "unfused (plain torch, asked for)"
     if asked in ("auto", "flash"):

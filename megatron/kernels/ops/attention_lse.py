@@ -1,13 +1,15 @@
 """Attention of one block of queries to one block of keys, with its log-sum-exp, so that blocks can be merged.
 
 Blocks of the same queries are merged by their log-sum-exps; the gradient of each block then follows from the merged
-output and log-sum-exp alone (Dao, arXiv 2307.08691). `reference` is plain torch in fp32 and the contract of the others.
+output and log-sum-exp alone (Dao, arXiv 2307.08691). `reference` is plain torch in fp32 and defines the contract of the
+other kernels.
 
 [Note: dropout in blocks]
-Probabilities are dropped after they are normalised, so the log-sum-exp is that of all keys, and a block's dropped output is
-merged as any other. With factors F, O = sum (F P) V and dS = P (F dP - D), where D = sum P (F dP) = sum dO O as without
-dropout. F has to be the same in backward, where blocks may be cut otherwise: see `Drop`. The fused kernels draw their own,
-by the place in their call, so `with_dropout` gives blocks that drop to the reference, some rows at a time.
+Probabilities are dropped after normalisation, so the log-sum-exp is that of all keys, and a block's dropped output is
+merged like any other. With factors F, O = sum (F P) V and dS = P (F dP - D), where D = sum P (F dP) = sum dO O as
+without dropout. F must be the same in backward, where the block boundaries may differ: see `Drop`. The fused kernels
+draw their own factors, depending on the position in their call, so `with_dropout` passes blocks with dropout to the
+reference, some rows at a time.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from megatron.kernels.ops.gemm import slow_half
 
 
 class Forward(Protocol):
-    """q [s, b, n, d]; k, v [t, b, g, d], g dividing n -> output [s, b, n, d], log-sum-exp [b, n, s] in fp32.
+    """q [s, b, n, d]; k, v [t, b, g, d], where g divides n -> output [s, b, n, d], log-sum-exp [b, n, s] in fp32.
 
-    The output is in q's dtype or fp32. A query that sees none of the keys gets output 0 and log-sum-exp -inf. `rule.drop`
-    is None but for kernels that say they take it.
+    The output is in q's dtype or fp32. A query that sees none of the keys gets output 0 and log-sum-exp -inf.
+    `rule.drop` is None except for kernels that are documented to support it.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]: ...
 
 
 class Backward(Protocol):
-    """This block's part of the gradients of q, k and v, in q's dtype or fp32.
+    """Returns this block's contribution to the gradients of q, k and v, in q's dtype or fp32.
 
-    grad, out [s, b, n, d] and lse [b, n, s] are of the attention to all blocks, not of this one.
+    grad, out [s, b, n, d] and lse [b, n, s] belong to the attention to all blocks, not to this block alone.
     """
 
     def __call__(
@@ -46,7 +48,7 @@ class Backward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-# Elements of the probabilities that a kernel with dropout holds at a time.
+# A kernel with dropout materializes this many elements of the probabilities at a time.
 MATRIX = 1 << 24
 
 
@@ -58,7 +60,7 @@ class BlockKernel(NamedTuple):
 
 
 def choose(asked: str, device: torch.device, dtype: torch.dtype, dropout: float) -> tuple[BlockKernel, str]:
-    """The kernel for `--attention-backend asked`, and "kernel (why this one)" for the start-up table."""
+    """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table."""
     kernel, choice = _choose(asked, device, dtype)
     if dropout == 0.0:
         return kernel, choice
@@ -83,7 +85,7 @@ def _choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[Block
 
 
 def in_fp32(kernel: BlockKernel) -> BlockKernel:
-    """`kernel` on fp32 copies of half-precision tensors."""
+    """Wraps `kernel` to run on fp32 copies of half-precision tensors."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         return kernel.forward(q.float(), k.float(), v.float(), rule)
@@ -97,7 +99,7 @@ def in_fp32(kernel: BlockKernel) -> BlockKernel:
 
 
 def prefix_apart(kernel: BlockKernel) -> BlockKernel:
-    """For a `kernel` that needs a mask to attend queries to their own keys and others before: two calls without one."""
+    """Splits attention to a block's own keys and earlier ones into two calls, so that `kernel` needs no mask."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         before = rule.prefix(len(q), len(k))
@@ -123,7 +125,7 @@ def prefix_apart(kernel: BlockKernel) -> BlockKernel:
 
 
 def with_dropout(kernel: BlockKernel) -> BlockKernel:
-    """`kernel`, but for rules that drop, which the reference takes some queries at a time. See the note."""
+    """Wraps `kernel`; rules with dropout go to the reference, some queries at a time. See [Note: dropout in blocks]."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         if rule.drop is None:
@@ -152,7 +154,7 @@ def with_dropout(kernel: BlockKernel) -> BlockKernel:
 
 
 def _some_rows(q: Tensor, t: int, rule: Rule) -> Iterator[tuple[slice, int, Rule]]:
-    """(queries, how many of the t keys they may see, their rule), as many at a time as have MATRIX weights."""
+    """Yields (queries, number of the t keys they may see, their rule), with at most MATRIX probabilities at a time."""
     s, b, n, _ = q.shape
     step = max(1, MATRIX // (b * n * t))
     for start in range(0, s, step):
@@ -164,18 +166,22 @@ def _some_rows(q: Tensor, t: int, rule: Rule) -> Iterator[tuple[slice, int, Rule
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Take a block's result into `out` [s, b, n, d] and `lse` [b, n, s], in place, in their dtype (fp32 at least).
+    """Merges a block's result into `out` [s, b, n, d] and `lse` [b, n, s], in place, in their dtype (fp32 or wider).
 
-    A query may have no key so far, `out` 0 and `lse` -inf, or none in the block; one without a key in either is NaN.
+    A query may have no key so far (`out` 0, `lse` -inf) or none in the block; a query without a key in either becomes
+    NaN.
     """
     total = torch.logaddexp(lse, block_lse)
-    share = (block_lse - total).exp_().permute(2, 0, 1).unsqueeze(-1)  # of the block in the sum
+    share = (block_lse - total).exp_().permute(2, 0, 1).unsqueeze(-1)  # weight of the block in the sum
     out.lerp_(block_out.to(out.dtype), share)
     lse.copy_(total)
 
 
 def _probabilities(q: Tensor, k: Tensor, lse: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """([b, g, m, s, t] weights, log-sum-exp [b, g, m, s]) of q [s, b, g, m, d] and k [t, b, g, d]; lse None: the block's."""
+    """Returns ([b, g, m, s, t] weights, log-sum-exp [b, g, m, s]) of q [s, b, g, m, d] and k [t, b, g, d].
+
+    `lse` None computes the block's own log-sum-exp.
+    """
     s, t = q.shape[0], k.shape[0]
     scores = torch.einsum("sbgmd,tbgd->bgmst", q, k) / math.sqrt(q.shape[-1])
     mask = rule.mask(s, t, q.device)
@@ -184,13 +190,15 @@ def _probabilities(q: Tensor, k: Tensor, lse: Tensor | None, rule: Rule) -> tupl
         scores = scores.masked_fill(~mask, float("-inf"))
     if lse is None:
         lse = scores.logsumexp(dim=-1)
-    # -inf - -inf is not a number: a blind query's scores are compared with 0 instead.
+    # -inf - -inf is NaN, so the scores of a query without keys are compared with 0 instead.
     base = lse.masked_fill(lse.isneginf(), 0.0)
     return (scores - base.unsqueeze(-1)).exp(), lse
 
 
 def reference_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Plain torch in fp32, or fp64 for fp64. Holds the block's [b, n, s, t] weights. Takes `rule.drop`."""
+    """Plain torch in fp32, or in fp64 for fp64 inputs. Materializes the block's [b, n, s, t] weights. Supports
+    `rule.drop`.
+    """
     q, k, v = _wide(q, k.shape[2]), _wide(k), _wide(v)
     weights, lse = _probabilities(q, k, None, rule)
     if rule.drop is not None:
@@ -201,7 +209,7 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
 def reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax's gradient from the merged log-sum-exp: dS = P * (dP - sum(grad * out)). Takes `rule.drop`."""
+    """The gradient of the softmax from the merged log-sum-exp: dS = P * (dP - sum(grad * out)). Supports `rule.drop`."""
     groups = k.shape[2]
     grad, q, out, k, v = _wide(grad, groups), _wide(q, groups), _wide(out, groups), _wide(k), _wide(v)
     weights, _ = _probabilities(q, k, lse.unflatten(1, q.shape[2:4]), rule)
@@ -220,19 +228,19 @@ def reference_backward(
 
 
 def _factors(drop: Drop, q: Tensor) -> Tensor:
-    """[b, g, m, s, t], of q [s, b, g, m, d]."""
+    """Returns the dropout factors [b, g, m, s, t] for q [s, b, g, m, d]."""
     _, b, g, m, _ = q.shape
     return drop.factors(b, g * m).unflatten(1, (g, m))
 
 
 def _wide(x: Tensor, groups: int | None = None) -> Tensor:
-    """In fp32 at least; with `groups`, heads [.., n, d] as [.., g, n / g, d]."""
+    """Returns x in fp32 or wider; with `groups`, heads [.., n, d] become [.., g, n / g, d]."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if groups is None else x.unflatten(2, (groups, -1))
 
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """torch's memory-efficient attention on CUDA, or the reference where the width of a head does not suit it."""
+    """torch's memory-efficient attention on CUDA, or the reference if it does not support the head size."""
     if not attention_lse_cuda.efficient_takes(q):
         return reference_forward(q, k, v, rule)
     return attention_lse_cuda.efficient_forward(q, k, v, rule)
@@ -248,7 +256,7 @@ def efficient_backward(
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """FlashAttention on CUDA; what it cannot do (segments, heads of an unusual width) as `efficient_forward`."""
+    """FlashAttention on CUDA, or `efficient_forward` for the unsupported cases (segments, unusual head sizes)."""
     if not attention_lse_cuda.flash_takes(q, k, rule):
         return efficient_forward(q, k, v, rule)
     return attention_lse_cuda.flash_forward(q, k, v, rule)

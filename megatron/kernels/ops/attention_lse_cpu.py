@@ -12,7 +12,7 @@ from megatron.kernels.ops.attention_rule import Rule, forget_blind
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """torch's flash attention for CPUs. It takes grouped heads as they are, and masks as additive tensors of q's dtype."""
+    """torch's flash attention for CPUs. It takes grouped heads directly, and masks as additive tensors of q's dtype."""
     mask = None if rule.square(q.shape[0], k.shape[0]) else rule.mask(q.shape[0], k.shape[0], q.device)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *_heads_first(q, k, v), 0.0, rule.square(q.shape[0], k.shape[0]), attn_mask=_additive(mask, q.dtype)
@@ -23,7 +23,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same operator's gradient: it reads the log-sum-exp it is given, here the merged one."""
+    """The gradient of the same operator: it uses the given log-sum-exp, here the merged one."""
     square = rule.square(q.shape[0], k.shape[0])
     mask = None if square else _additive(rule.mask(q.shape[0], k.shape[0], q.device), q.dtype)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

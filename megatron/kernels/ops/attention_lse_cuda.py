@@ -12,31 +12,31 @@ from torch import Tensor
 from megatron.kernels.backends.flash import LARGEST_HEAD
 from megatron.kernels.ops.attention_rule import Rule, forget_blind
 
-_VECTOR_BYTES = 16  # the memory-efficient kernel reads heads and masks in pieces of this size
+_VECTOR_BYTES = 16  # the memory-efficient kernel reads heads and masks in vectors of this size
 _LSE_ROWS = 32  # and pads the log-sum-exp to a multiple of this
 
 
 def flash_takes(q: Tensor, k: Tensor, rule: Rule) -> bool:
-    """Whether FlashAttention can do this block."""
+    """Returns whether FlashAttention supports this block."""
     s, t, d = q.shape[0], k.shape[0], q.shape[-1]
     if rule.segments is not None or d % 8 or d > LARGEST_HEAD:
         return False
     if rule.offset is None:
         return True
     left, right = _reach(rule, s, t)
-    # It takes a reach of t keys or more for an unlimited one, which holds only when there are no more queries than keys.
+    # It treats a reach of t keys or more as unlimited, which is correct only if there are no more queries than keys.
     return s <= t and right >= 0 and (left is None or left >= 0)
 
 
 def _reach(rule: Rule, s: int, t: int) -> tuple[int | None, int]:
-    """Keys to the left and right of a query's own, which is the one as far from the last key as it from the last query."""
+    """Returns the keys visible to the left and right of a query's own, counting from the ends of queries and keys."""
     assert rule.offset is not None
     right = rule.offset - (t - s)
     return (None if rule.window is None else rule.window - 1 - right), right
 
 
 def _window(rule: Rule, s: int, t: int) -> tuple[bool, dict[str, int]]:
-    """(causal, window arguments) of FlashAttention."""
+    """Returns (causal, window arguments) for FlashAttention."""
     if rule.offset is None:
         return False, {}
     left, right = _reach(rule, s, t)
@@ -46,7 +46,7 @@ def _window(rule: Rule, s: int, t: int) -> tuple[bool, dict[str, int]]:
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2, or 3 where active. Takes grouped heads and any strides."""
+    """FlashAttention-2, or 3 if active. It takes grouped heads and any strides."""
     s, t = q.shape[0], k.shape[0]
     causal, window = _window(rule, s, t)
     no_packing, no_dropout, debug = (None, None), 0.0, False
@@ -59,11 +59,11 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, 
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradient, from the merged output and log-sum-exp."""
+    """The gradient of `flash_forward`, from the merged output and log-sum-exp."""
     s, t = q.shape[0], k.shape[0]
     causal, window = _window(rule, s, t)
     no_packing, no_dropout = (None, None), 0.0
-    # Read only where something is dropped.
+    # These are read only with dropout.
     seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))
     gradients = torch.ops.aten._flash_attention_backward(
         *_batch_first(grad, q, k, v, out),
@@ -86,12 +86,12 @@ def _batch_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def efficient_takes(q: Tensor) -> bool:
-    """Whether the memory-efficient kernel can do blocks of this head width."""
+    """Returns whether the memory-efficient kernel supports blocks of this head size."""
     return q.shape[-1] * q.element_size() % _VECTOR_BYTES == 0
 
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """torch's memory-efficient attention: fp32 as well as halves, and masks. It wants a key head for each query head."""
+    """torch's memory-efficient attention: fp32 and half precision, with masks. It needs a key head per query head."""
     s, n = q.shape[0], q.shape[2]
     mask = None if rule.square(s, k.shape[0]) else rule.mask(s, k.shape[0], q.device)
     with_lse, no_dropout = True, 0.0
@@ -108,15 +108,15 @@ def efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
 def efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradient, from the merged output and log-sum-exp; gradients of repeated heads are summed in fp32."""
+    """The gradient of `efficient_forward`, from the merged output and log-sum-exp; repeated heads are summed in fp32."""
     s, n = q.shape[0], q.shape[2]
     square = rule.square(s, k.shape[0])
     mask = None if square else rule.mask(s, k.shape[0], q.device)
-    seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))  # read only where something is dropped
+    seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))  # read only with dropout
     wanted, no_dropout = [True, True, True, False], 0.0
     heads = _heads_first(grad, q, _repeated(k, n), _repeated(v, n))
     padded = F.pad(lse, (0, -s % _LSE_ROWS), value=float("inf")).contiguous()
-    # The kernel takes any strides, but the output's tokens have to follow each other within a sample.
+    # The kernel takes any strides, but the tokens of the output must be contiguous within a sample.
     solid = out.transpose(0, 1).contiguous().transpose(1, 2)
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         *heads, _bias(mask, q), solid, padded, seed, offset, no_dropout, wanted, square
@@ -142,7 +142,7 @@ def _summed(grad: Tensor, groups: int) -> Tensor:
 
 
 def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """0 where visible and -inf elsewhere, [b, n, s, t] by strides, in memory whose rows begin at whole vectors."""
+    """Returns 0 where visible and -inf elsewhere, [b, n, s, t] by strides, with rows aligned to whole vectors."""
     if mask is None:
         return None
     _, b, n, _ = q.shape

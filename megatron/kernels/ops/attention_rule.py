@@ -1,4 +1,4 @@
-"""Which keys the queries of a block of attention may see, and which of those are dropped."""
+"""The rule of a block of attention: which keys its queries may see, and which of those are dropped."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.kernels.ops.hash32 import hash32_, wrapped
 
 
 class Drop(NamedTuple):
-    """Dropout of probabilities that depends on a seed, on sample and head, and on the places of query and key alone.
+    """Dropout of probabilities that depends only on a seed, the sample, the head, and the positions of query and key.
 
-    So whoever attends a query to a key again, in whatever block, drops the same. seed: int32 [1]. queries [s], keys [t]:
-    int32 places in the sequence.
+    So every rank that computes a query-key pair, in any block, drops the same. `seed` is int32 [1]. `queries` [s] and
+    `keys` [t] are int32 positions in the sequence.
     """
 
     rate: float
@@ -23,7 +23,9 @@ class Drop(NamedTuple):
     keys: Tensor
 
     def factors(self, b: int, n: int) -> Tensor:
-        """[b, n, s, t] in fp32, of b samples and n heads: 0 with probability `rate`, else 1 / (1 - rate)."""
+        """Returns factors [b, n, s, t] in fp32 for b samples and n heads: 0 with probability `rate`, else 1 / (1 -
+        rate).
+        """
         heads = hash32_(torch.arange(b * n, dtype=torch.int32, device=self.seed.device) ^ self.seed)
         queries, keys = (hash32_(places.clone()) for places in (self.queries, self.keys))
         rows = hash32_(heads[:, None] ^ queries)
@@ -32,10 +34,11 @@ class Drop(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Query i of s sees key j of t when 0 <= i + offset - j < window and both are of one segment.
+    """Query i of s sees key j of t if 0 <= i + offset - j < window and both are in one segment.
 
-    offset: position of the first query less that of the first key, 0 or more; None: every key is in reach. window: needs
-    an offset; None is no limit. segments: ids of the queries [b, s] and of the keys [b, t], or None. drop: of what is seen.
+    `offset` is the position of the first query minus that of the first key, at least 0; None makes every key visible.
+    `window` requires an offset; None is no limit. `segments` are the ids of the queries [b, s] and of the keys [b, t],
+    or None. `drop` applies to the visible keys.
     """
 
     offset: int | None = None
@@ -44,7 +47,7 @@ class Rule(NamedTuple):
     drop: Drop | None = None
 
     def cut(self, queries: slice, keys: slice) -> Rule:
-        """What it says of some of the tokens, wherever they are: `segments` and `drop`."""
+        """Returns the rule for a part of the tokens that ignores positions: only `segments` and `drop`."""
         segments, drop = self.segments, self.drop
         if segments is not None:
             segments = segments[0][:, queries], segments[1][:, keys]
@@ -53,16 +56,18 @@ class Rule(NamedTuple):
         return Rule(segments=segments, drop=drop)
 
     def square(self, s: int, t: int) -> bool:
-        """Whether this is plain causal attention of s queries to keys at the same positions."""
+        """Returns whether this is plain causal attention of s queries to keys at the same positions."""
         return self.offset == 0 and s == t and self.window is None and self.segments is None
 
     def prefix(self, s: int, t: int) -> int:
-        """How many keys come before all of the queries, when this is causal attention to those and to the queries' own."""
+        """Returns the number of keys before all queries, if this is causal attention to those and to the queries' own
+        keys.
+        """
         plain = self.offset == t - s and self.window is None and self.segments is None
         return max(0, t - s) if plain else 0
 
     def mask(self, s: int, t: int, device: torch.device) -> Tensor | None:
-        """True where visible, [s, t], or [b, 1, s, t] with segments; None when everything is."""
+        """Returns True where visible, [s, t], or [b, 1, s, t] with segments; None if everything is visible."""
         allowed = None
         if self.offset is not None:
             allowed = torch.ones(s, t, dtype=torch.bool, device=device).tril(self.offset)
@@ -76,10 +81,11 @@ class Rule(NamedTuple):
 
 
 def forget_blind(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Queries that see no key of a block have weight 0 in a merge: output 0, log-sum-exp -inf. Kernels differ there.
+    """Gives queries that see no key of a block output 0 and log-sum-exp -inf, the weight 0 in a merge. Kernels differ
+    here.
 
-    out [s, b, n, d], lse [b, n, s], mask as `Rule.mask` gives it. A band without segments leaves no query blind, or its
-    block would have been cut: so only masks of four dims are looked at.
+    out [s, b, n, d], lse [b, n, s], mask as `Rule.mask` returns it. Without segments every query of a block sees a key,
+    because a block without one would not exist: so only masks of four dims are checked.
     """
     if mask is None or mask.dim() == 2:
         return out, lse

@@ -1,6 +1,6 @@
 """Softmax cross entropy of one shard of the vocabulary: local statistics, and the gradient in place of the logits.
 
-Rows are taken in blocks, so that the fp32 copy of half-precision logits is a block and not a second [n, V] tensor.
+Rows are processed in blocks, so that the fp32 copy of half-precision logits is a block and not a second [n, V] tensor.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of fp32 work space: small enough for a CPU core's cache, large enough to fill a GPU.
+# Elements of fp32 workspace: small enough for a CPU core's cache, large enough to fill a GPU.
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """logits [n, v] of vocabulary ids first .. first + v - 1; targets [n]. Returns fp32 [3, n]:
+    """Returns fp32 [3, n] for logits [n, v] of vocabulary ids first .. first + v - 1 and targets [n].
 
-    the largest logit, the sum of exp(logit - largest), and the target's logit (0 where it is on another shard).
+    The rows are the largest logit, the sum of exp(logit - largest), and the target's logit (0 if it is on another
+    shard).
     """
     n, v = logits.shape
     result = torch.zeros(3, n, dtype=torch.float32, device=logits.device)
@@ -30,19 +31,19 @@ def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
         largest = block.amax(dim=1)
         target = block.gather(1, local[rows, None]).squeeze(1)
         result[0, rows] = largest
-        # `block` may be the logits themselves when they are fp32: never in place.
+        # `block` may be the logits themselves if they are fp32, so it must not be changed in place.
         result[1, rows] = (block - largest[:, None]).exp_().sum(dim=1)
         result[2, rows] = torch.where(inside[rows], target, 0.0)
     return result
 
 
 def gradient_(logits: Tensor, targets: Tensor, first: int, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
-    """Overwrite logits [n, v] with d loss / d logits = (softmax - one-hot) * grad [n]; returns them."""
+    """Overwrites logits [n, v] with d loss / d logits = (softmax - one-hot) * grad [n], and returns them."""
     if logits.shape[1] == 0:
         return logits
     local, inside = _local_targets(targets, first, logits.shape[1])
     for rows in _blocks(logits):
-        block = logits[rows].float()  # the logits' own memory when they are fp32
+        block = logits[rows].float()  # the logits' own memory if they are fp32
         block.sub_(log_sum_exp[rows, None]).exp_().mul_(grad[rows, None])
         block.scatter_add_(1, local[rows, None], torch.where(inside[rows], -grad[rows], 0.0)[:, None])
         if block.dtype != logits.dtype:

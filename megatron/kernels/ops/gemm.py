@@ -1,8 +1,8 @@
-"""Matrix products of linear layers in the activation dtype.
+"""GEMMs of linear layers in the activation dtype.
 
 CPUs without bf16 (or fp16) instructions multiply such matrices many times slower than fp32 ones: on an AVX2 machine a
-[1024, 1408] x [1408, 512] product took 1824 ms in bf16 and 58 ms in fp32, conversions included. There the product is
-taken in fp32 and rounded once, which is also what a native half-precision product with fp32 accumulation does.
+[1024, 1408] x [1408, 512] GEMM took 1824 ms in bf16 and 58 ms in fp32, including conversions. On such CPUs the GEMM
+runs in fp32 and is rounded once, like a native half-precision GEMM with fp32 accumulation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 class RowGemm:
-    """x [rows, in] -> x @ matrix + bias, for several blocks of rows: the matrix is converted once where it must be."""
+    """x [rows, in] -> x @ matrix + bias, for several blocks of rows; a necessary conversion of the matrix happens once."""
 
     def __init__(self, matrix: Tensor, bias: Tensor | None = None) -> None:
         """matrix [in, out] with any strides; bias [out]."""
@@ -36,7 +36,7 @@ class RowGemm:
         self._bias = bias.float() if self._wide and bias is not None else bias
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Write the product into `out` [rows, out]. Not differentiable."""
+        """Writes the result into `out` [rows, out]. Not differentiable."""
         if self._wide:
             x = x.float()
             wide = x @ self.matrix if self._bias is None else torch.addmm(self._bias, x, self.matrix)
@@ -48,12 +48,13 @@ class RowGemm:
 
 
 def slow_half(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are better taken in fp32: a CPU without instructions for it."""
+    """Returns whether GEMMs of this dtype should run in fp32, because the CPU has no instructions for the dtype."""
     return device.type == "cpu" and dtype in _SLOW_ON_CPU
 
 
 def _without_instructions() -> set[torch.dtype]:
-    if not torch.backends.mkldnn.is_available():  # torch without oneDNN, as on Apple's CPUs, has plain loops for halves
+    # torch without oneDNN, as on Apple's CPUs, has plain loops for half precision
+    if not torch.backends.mkldnn.is_available():
         return {torch.bfloat16, torch.float16}
     supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
@@ -62,4 +63,4 @@ def _without_instructions() -> set[torch.dtype]:
     return {dtype for dtype, fast in supported.items() if not fast}
 
 
-_SLOW_ON_CPU = _without_instructions()  # instructions do not come and go while a process runs
+_SLOW_ON_CPU = _without_instructions()  # instructions do not change while a process runs

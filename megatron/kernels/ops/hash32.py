@@ -1,4 +1,4 @@
-"""A hash of 32 bits, for random numbers that depend on an index alone."""
+"""A 32-bit hash, for random numbers that depend on an index alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from torch import Tensor
 
 
 def hash32_(x: Tensor) -> Tensor:
-    """Christopher Wellons' "lowbias32" of int32, in place. torch's products wrap; its >> is arithmetic, hence the masks."""
+    """Christopher Wellons' "lowbias32" of int32, in place. torch's multiplication wraps; its >> is arithmetic, so mask
+    it.
+    """
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
@@ -16,5 +18,5 @@ def hash32_(x: Tensor) -> Tensor:
 
 
 def wrapped(number: int) -> int:
-    """The int32 with the number's lower 32 bits."""
+    """Returns the int32 with the number's lower 32 bits."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)

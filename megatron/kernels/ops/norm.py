@@ -1,9 +1,9 @@
 """RMSNorm and LayerNorm over the last dim.
 
-The reference rounds where Hugging Face's modules do: statistics and normalisation in fp32, cast to the activation dtype,
-then multiplied by the weight. Backward is in fp32 and keeps only the input and one number a row.
+The reference rounds where Hugging Face's modules do: statistics and normalisation in fp32, cast to the activation
+dtype, then multiplied by the weight. Backward is in fp32 and saves only the input and one number per row.
 
-`compute_*` and `gradient_*` are the two halves without autograd, for what computes a norm again in its backward.
+`compute_*` and `gradient_*` are forward and backward without autograd, for callers that recompute a norm in backward.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 
 def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(normed x in the weight's dtype, 1 / root mean square [..., 1] in fp32)."""
+    """Returns (normalized x in the weight's dtype, 1 / root mean square [..., 1] in fp32)."""
     x32 = x.float()
-    # As Hugging Face sums: vector_norm would write no tensor of squares, but its last bit may differ.
+    # Sum as Hugging Face does: vector_norm would avoid the tensor of squares, but its last bit may differ.
     rstd = x32.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
     normalized = (x32 * rstd).to(weight.dtype)
     return normalized.mul_(weight), rstd
 
 
 def gradient_rms_norm(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight."""
+    """Returns the gradients of x and of the weight."""
     h = x.shape[-1]
-    # reshape, not view: without rotary embedding, attention hands back the gradient of q and k in its own strides.
+    # Use reshape, not view: without rotary embedding, attention returns the gradient of q and k with its own strides.
     grad = grad.reshape(-1, h).float()
     rstd = rstd.reshape(-1, 1)
     normalized = x.reshape(-1, h).float() * rstd
@@ -66,7 +66,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -
 def compute_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """(`layer_norm` of x in the weight's dtype, (mean, 1 / standard deviation)): the operator below torch's function."""
+    """Returns (`layer_norm` of x in the weight's dtype, (mean, 1 / standard deviation)) by the underlying operator."""
     out, mean, rstd = torch.ops.aten.native_layer_norm(x, x.shape[-1:], weight, bias, epsilon)
     return out, (mean, rstd)
 
@@ -74,7 +74,7 @@ def compute_layer_norm(
 def gradient_layer_norm(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, of the weight and of the bias, if there is one."""
+    """Returns the gradients of x, of the weight and of the bias, if there is one."""
     wanted = [True, True, bias is not None]
     grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
         grad, x, x.shape[-1:], *statistics, weight, bias, wanted

@@ -12,10 +12,10 @@ from megatron.spec.attention import Llama3Scaling, RotarySpec, YarnScaling
 
 
 def rotary_frequencies(spec: RotarySpec, device: torch.device) -> tuple[Tensor, float]:
-    """(inverse frequencies [channels / 2] fp32, factor on cos and sin) of a rotary embedding.
+    """Returns (inverse frequencies [channels / 2] fp32, factor on cos and sin) of a rotary embedding.
 
-    Su et al., arXiv 2104.09864; linear scaling: Chen et al., arXiv 2306.15595; YaRN: Peng et al., arXiv 2309.00071;
-    the Llama-3.1 rule as in the published model's config.json (rope_type "llama3").
+    Su et al., arXiv 2104.09864; linear scaling: Chen et al., arXiv 2306.15595; YaRN: Peng et al., arXiv 2309.00071; the
+    Llama-3.1 rule as in the published model's config.json (rope_type "llama3").
     """
     exponent = torch.arange(0, spec.channels, 2, dtype=torch.int64, device=device).float() / spec.channels
     frequencies = 1.0 / (spec.base**exponent)
@@ -43,13 +43,13 @@ def _yarn_scaling(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -
     low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
     high = min(math.ceil(dimension_of(scaling.beta_slow)), dim - 1)
     index = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
-    # Edges that lie beyond all frequencies may have changed places; the published rule has one for equal ones only.
+    # The edges may be swapped if both lie beyond all frequencies; the published rule only handles equal ones.
     stretch = ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)
     return frequencies * (1.0 - stretch) + frequencies / scaling.factor * stretch
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of shape [s, b or 1, 1, rotary_dim / 2] for positions [b or 1, s], in the activation dtype."""
+    """Returns cos and sin [s, b or 1, 1, rotary_dim / 2] for positions [b or 1, s], in the activation dtype."""
     angles = positions.t().float().unsqueeze(-1) * frequencies  # [s, b, rotary_dim / 2]
     angles = angles.unsqueeze(2)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -65,7 +65,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None  # a rotation's transpose turns the other way
+        # the transpose of a rotation is the inverse rotation
+        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -74,7 +75,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     seconds = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
     first, second = x[..., firsts], x[..., seconds]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # Each product rounds on its own, as in Hugging Face's x * cos + rotate_half(x) * sin.
+    # Each multiplication rounds separately, as in Hugging Face's x * cos + rotate_half(x) * sin.
     torch.mul(first, cos, out=out[..., firsts]).sub_(second * sin)
     torch.mul(second, cos, out=out[..., seconds]).add_(first * sin)
     if 2 * half < x.shape[-1]:
@@ -83,7 +84,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first 2 x (size of the tables) channels of x [s, b, heads, d]; channel i pairs with i + half, or
-    interleaved with its neighbour, 2 i with 2 i + 1."""
+    """Rotates the first 2 x (size of the tables) channels of x [s, b, heads, d].
+
+    Channel i is paired with i + half, or if `interleaved` 2 i with its neighbour 2 i + 1.
+    """
     result: Tensor = _Rotate.apply(x, cos, sin, interleaved)
     return result

@@ -1,8 +1,9 @@
 """Weight gradients of linear layers, accumulated into an fp32 buffer.
 
-Fused: the GEMM itself accumulates, so the gradient never exists in the activation dtype and is never read back. Torch has
-it for fp32 on every device and, with an fp32 output of bf16/fp16 operands, on CUDA. A CPU whose half-precision products
-are slow (see gemm.py) takes them in fp32 anyway, and so fused. Otherwise: a GEMM, then an addition.
+If fused, the GEMM itself accumulates, so the gradient never exists in the activation dtype and is never read back.
+Torch supports this for fp32 on every device and, with an fp32 output of bf16/fp16 operands, on CUDA. A CPU whose
+half-precision GEMMs are slow (see gemm.py) runs them in fp32 anyway, so fusing is possible there, too. Otherwise a GEMM
+is followed by an addition.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def separate(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> Non
 
 
 def fused(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    """fp32 operands: the GEMM writes or accumulates in place."""
+    """For fp32 operands: the GEMM writes or accumulates in place."""
     if overwrite:
         torch.mm(grad.t(), x, out=main_grad)
     else:
@@ -36,12 +37,12 @@ def fused(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
 
 
 def fused_upcast(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    """Half-precision operands, converted: the GEMM writes or accumulates in place."""
+    """For half-precision operands, converted to fp32: the GEMM writes or accumulates in place."""
     fused(main_grad, grad.float(), x.float(), overwrite)
 
 
 def fused_mixed(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    """bf16 or fp16 operands, fp32 accumulation and output, CUDA only."""
+    """For bf16 or fp16 operands with fp32 accumulation and output, on CUDA only."""
     if overwrite:
         torch.mm(grad.t(), x, out_dtype=torch.float32, out=main_grad)
     else:
@@ -49,7 +50,7 @@ def fused_mixed(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> 
 
 
 def choose(fusion: bool, device: torch.device, dtype: torch.dtype) -> tuple[WeightGrad, str | None]:
-    """The kernel, and why accumulation is not fused (None when it is)."""
+    """Returns the kernel, and the reason why accumulation is not fused (None if it is)."""
     if not fusion:
         return separate, "turned off by --no-gradient-accumulation-fusion"
     if dtype == torch.float32:
