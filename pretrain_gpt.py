@@ -6,7 +6,7 @@ from megatron.command_line.entry import run_of
 
 if __name__ == "__main__":
     run = run_of(sys.argv[1:], description="Pre-train a GPT-family model.")
-    # Only now, because torch takes seconds to import and a mistake on the command line is told at once.
+    # Imported here because torch takes seconds to import, and mistakes on the command line should show immediately.
     from megatron.training.main import main
 
     main(run)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
 
-# AdamW in one pass over host memory. Optional: without a compiler torch's kernels do it in several (docs/cpu_adam.md).
-# Contraction is off and errno unused so that the loop is vectorised and gives the same bits everywhere; no -march, since
-# the kernel itself holds a version for each instruction set.
+# AdamW in one pass over host memory. Optional: without a compiler torch's kernels need several passes
+# (docs/cpu_adam.md). Contraction is off and errno unused so that the loop is vectorised and gives the same bits
+# everywhere; no -march, because the kernel itself has a version for each instruction set.
 CPU_ADAM = Extension(
     "megatron.kernels.backends._cpu_adam",
     ["megatron/kernels/backends/cpu_adam.cpp"],
@@ -26,7 +26,7 @@ setup(
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
     ext_modules=[CPU_ADAM],
     package_data={
-        "megatron.kernels.backends": ["cpu_allocator.cpp"],  # compiled where it is asked for
+        "megatron.kernels.backends": ["cpu_allocator.cpp"],  # compiled on first use
         "megatron.config": ["flag_table.csv"],
     },
     install_requires=[

@@ -1,1 +1,1 @@
-"""What README's figures come from. Each program prints one table."""
+"""The programs that measure README's figures. Each prints one table."""

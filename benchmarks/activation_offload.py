@@ -1,12 +1,13 @@
-"""What activation offload saves and costs on this machine, and on pipelines by the simulator. Prints tables.
+"""Measures the memory and the time of activation offload on this machine, and on pipelines by simulation.
 
-    python -m benchmarks.activation_offload
-    python -m benchmarks.activation_offload --device cuda --dtype bfloat16 --layers 16 --hidden 2048 --ffn 5632 \\
-        --heads 16 --kv-heads 16 --vocab 32000 --seq 4096        # about 1B parameters
+  python -m benchmarks.activation_offload
+  python -m benchmarks.activation_offload --device cuda --dtype bfloat16 --layers 16 --hidden 2048 --ffn 5632 \\
+    --heads 16 --kv-heads 16 --vocab 32000 --seq 4096        # about 1B parameters
 
-On a CPU near and far memory are the same chips: the copies are real and the near copies are freed, but they take cores and
-bandwidth from compute, which a GPU's copy engines do not. Step times here say that nothing is lost; what is hidden on a
-GPU they do not say. The second table plays schedules with the copy as a multiple of a rank's forward.
+On a CPU device memory and host memory are the same: the copies are real and the originals are freed, but copying takes
+cores and bandwidth from compute, unlike a GPU's copy engines. Step times here show that the results are right; they do
+not show the overlap on a GPU. The second table simulates schedules with the copy time as a multiple of a rank's
+forward.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from megatron.training.step import tensors_of, weighted_loss
 
 
 class Trial:
-    """One way of offload on one model."""
+    """One offload policy on one model."""
 
     def __init__(self, args: argparse.Namespace, policy: Policy, device: torch.device) -> None:
         run = RunConfig(model=llama(args))
@@ -67,7 +68,7 @@ class Trial:
         self.seconds: list[float] = []
 
     def step(self) -> None:
-        """Forward and backward of one microbatch."""
+        """Runs forward and backward of one microbatch."""
         for parameter in self.model.parameters():
             parameter.grad = None
         self.offload.begin_step(frozenset(), tensors_of([self.batch], []))
@@ -79,13 +80,13 @@ class Trial:
         synchronize(self._device)
 
     def timed(self) -> None:
-        """A step whose time counts."""
+        """Runs a step and records its time."""
         begun = time.perf_counter()
         self.step()
         self.seconds.append(time.perf_counter() - begun)
 
     def peak(self) -> int:
-        """Bytes of a step above those before it."""
+        """Returns the peak bytes of a step above those before it."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -99,7 +100,7 @@ class Trial:
 
 
 def by_layer(args: argparse.Namespace) -> None:
-    """One stage, no pipeline: steps in turn, so that all ways meet the same machine."""
+    """Compares policies on one stage without a pipeline: steps alternate, so that all have the same conditions."""
     device, moved = choose_device(args.device, 0), args.layers - NEAR_LAYERS
     ways: dict[str, Policy] = {
         "none": ByRatio(0.0),
@@ -122,7 +123,9 @@ def by_layer(args: argparse.Namespace) -> None:
         f"{args.samples} x {args.seq} tokens, {args.dtype}, {device.type}, torch {torch.__version__}, {args.rounds} steps "
         f"each in turn; copies {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} in\n"
     )
-    print("| way | moved a step, MiB | far memory, MiB | peak of a step, MiB | median step, ms | of none | same bits |")
+    print(
+        "| policy | offloaded per step, MiB | host memory, MiB | step peak, MiB | median step, ms | of none | same bits |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, trial in trials.items():
         steps = len(trial.seconds) + 1
@@ -135,7 +138,7 @@ def by_layer(args: argparse.Namespace) -> None:
 
 
 def by_schedule(p: int, m: int) -> None:
-    """Played with F = 1, B = 2 a rank: what is near at most, and what the step costs more."""
+    """Simulates schedules with F = 1, B = 2 per rank: peak activations on the device, and the additional time."""
     print(
         f"\n{p} ranks, {m} microbatches; kept near in microbatches of all of a rank's layers (worst rank), and the step's"
     )
@@ -155,12 +158,12 @@ def by_schedule(p: int, m: int) -> None:
 
 
 def costs(stages: int, v: int, copy: float) -> Costs:
-    """Of chunks that are 1/v of a rank's layers."""
+    """Returns the costs of chunks that are 1/v of a rank's layers."""
     return Costs.uniform(stages, forward=1 / v, input_grad=1 / v, weight_grad=1 / v, offload=copy / v, reload=copy / v)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print both tables."""
+    """Prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way")
     parser.add_argument("--layers", type=int, default=8)

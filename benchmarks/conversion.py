@@ -1,7 +1,8 @@
-"""Conversion of a model between Hugging Face format and ours: speed against copying the same files, and memory.
+"""Conversion of a model between Hugging Face format and this program's: speed compared with copying, and memory.
 
-Writes a random bf16 model of a given size, then times, in turns: a copy of its files, Hugging Face -> checkpoint, checkpoint
--> Hugging Face. Every one writes to the same disk and syncs. Memory is the largest resident size of the converting process.
+Writes a random bf16 model of a given size, then times alternately: a copy of its files, Hugging Face -> checkpoint,
+checkpoint -> Hugging Face. All of them write to the same disk and sync. Memory is the largest resident size of the
+converting process.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CONFIG = {
 
 
 def main() -> int:
-    """Print one table."""
+    """Prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24, help="24 make a model of 3.2 billion parameters")
     parser.add_argument("--rounds", type=int, default=3)
@@ -82,7 +83,7 @@ def main() -> int:
 
 
 def write_model(folder: Path, layers: int) -> int:
-    """A model in Hugging Face format; its size in bytes."""
+    """Writes a model in Hugging Face format; returns its size in bytes."""
     folder.mkdir()
     config = {**CONFIG, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
@@ -103,14 +104,14 @@ def write_model(folder: Path, layers: int) -> int:
 
 
 def random_rows(shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Row blocks of random bits that are finite numbers."""
+    """Yields row blocks of random bits that are finite numbers."""
     rows = shape[0]
     for first in range(0, rows, 1024):
         yield torch.randint(0, 16000, (min(1024, rows - first), *shape[1:]), dtype=torch.int16).view(torch.bfloat16)
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds to copy the files of a folder and sync them."""
+    """Returns the seconds to copy the files of a folder and sync them."""
     started = time.perf_counter()
     target.mkdir()
     for file in source.iterdir():
@@ -121,7 +122,7 @@ def copy(source: Path, target: Path) -> float:
 
 
 def convert(words: list[str]) -> tuple[float, int]:
-    """(seconds, largest resident bytes) of the tool's process."""
+    """Returns (seconds, largest resident bytes) of the tool's process."""
     started = time.perf_counter()
     process = subprocess.Popen([sys.executable, str(TOOL), *words], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

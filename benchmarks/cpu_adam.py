@@ -1,10 +1,11 @@
-"""AdamW on the CPU: every way to take a step, in ms and GB/s, beside what the memory gives.
+"""AdamW on the CPU: every implementation of a step, in ms and GB/s, compared with the memory bandwidth.
 
-All ways work on the same flat tensors and take turns in one process; medians over the rounds, and the fastest and slowest.
-GB/s count each tensor once for a read and once for a write, as in one pass; ways with more passes therefore show fewer.
-*limit / ms* and *ms / ours* are medians of the ratios within a round. The limits (cpu_adam.cpp) move the streams of a
-step, read and written in place as a step does, with next to no arithmetic; the triad is there to know the machine by.
-DeepSpeed's kernel is in the table where the package `deepspeed` can be imported (and its extension built).
+All implementations work on the same flat tensors and alternate in one process; medians over the rounds, and the fastest
+and slowest. GB/s count each tensor once for a read and once for a write, as in one pass; implementations with more
+passes therefore show less. *limit / ms* and *ms / ours* are medians of the ratios within a round. The limits
+(cpu_adam.cpp) access the streams of a step, read and written in place like a step, with almost no arithmetic; the triad
+characterises the machine. DeepSpeed's kernel is in the table if the package `deepspeed` can be imported (and its
+extension built).
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from megatron.kernels.ops.adam import adamw_step, separate
 LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 SETTINGS = {"step": 10, "lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS, "weight_decay": DECAY}
 COMPARISON = "for comparison"
-SLOW = 4  # the rounds that foreach and the for-loop take part in: every so many
-PIECES = 200  # tensors that foreach and the for-loop work on, as a model has them: one flat tensor is slower for them
+SLOW = 4  # foreach and the for-loop take part in one of this many rounds
+PIECES = 200  # number of tensors for foreach and the for-loop, as in a model: one flat tensor is slower for them
 
 
 class Memory:
-    """The tensors of all ways. grad16 and out16 are bf16, the rest fp32; spare receives converted gradients."""
+    """The tensors of all implementations. grad16 and out16 are bf16, the rest fp32; spare receives converted gradients."""
 
     def __init__(self, size: int) -> None:
         self.param, self.grad, self.spare = torch.randn(size), torch.randn(size) * 1e-2, torch.zeros(size)
@@ -44,7 +45,7 @@ class Memory:
 
 
 class Way(NamedTuple):
-    """One way to take a step. width: bytes an element of one pass. every: it takes part in each such round."""
+    """One implementation of a step. `width` is bytes per element in one pass. `every`: it runs in each such round."""
 
     name: str
     width: int
@@ -53,7 +54,7 @@ class Way(NamedTuple):
 
 
 def main() -> None:
-    """Print one table a group of ways."""
+    """Prints one table per group of implementations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=100_000_000, help="elements (default 1e8: 2.4 GB)")
     parser.add_argument("--rounds", type=int, default=9)
@@ -74,7 +75,7 @@ def main() -> None:
         }
         for group in groups.values():
             for way in group:
-                way.step()  # a first time, for warm-up
+                way.step()  # warm-up
         times: dict[str, list[dict[str, float]]] = {title: [] for title in groups}
         for round_ in range(args.rounds):
             for title, group in groups.items():
@@ -86,7 +87,7 @@ def main() -> None:
 
 
 def measured(group: Sequence[Way], round_: int) -> dict[str, float]:
-    """Milliseconds of each way that takes part in this round. Another begins each time: who comes before matters."""
+    """Returns the milliseconds of each implementation in this round. The order rotates, because it affects the result."""
     taken, first = {}, round_ % len(group)
     for way in (*group[first:], *group[:first]):
         if round_ % way.every == 0:
@@ -97,7 +98,7 @@ def measured(group: Sequence[Way], round_: int) -> dict[str, float]:
 
 
 def print_group(title: str, group: Sequence[Way], rounds: Sequence[dict[str, float]], size: int) -> None:
-    """The first way of a group is its limit, the second ours."""
+    """Prints a group. Its first entry is the limit, the second is ours."""
     print(f"\n| {title} | ms | fastest - slowest | GB/s | limit / ms | ms / ours |\n|---|---|---|---|---|---|")
     for way in group:
         own = [taken for taken in rounds if way.name in taken]
@@ -110,7 +111,7 @@ def print_group(title: str, group: Sequence[Way], rounds: Sequence[dict[str, flo
 
 
 def fp32_ways(memory: Memory) -> list[Way]:
-    """Everything in fp32."""
+    """Returns the implementations with everything in fp32."""
     tensors = memory.param, memory.grad, memory.exp_avg, memory.exp_avg_sq
     ways = [
         Way("ours", 28, lambda: adamw_step(*tensors, **SETTINGS)),
@@ -124,7 +125,7 @@ def fp32_ways(memory: Memory) -> list[Way]:
 
 
 def mixed_ways(memory: Memory) -> list[Way]:
-    """fp32 parameters and moments, bf16 gradients in, bf16 parameters out."""
+    """Returns the implementations with fp32 parameters and moments, bf16 gradients in, bf16 parameters out."""
     tensors = memory.param, memory.grad16, memory.exp_avg, memory.exp_avg_sq
 
     def whole_copies() -> None:
@@ -141,7 +142,7 @@ def mixed_ways(memory: Memory) -> list[Way]:
 
 
 def torch_adamw(memory: Memory, pieces: int, **how: bool) -> Callable[[], object]:
-    """A step of torch's optimizer on views of the memory."""
+    """Returns a step of torch's optimizer on views of the memory."""
     piece = -(-memory.param.numel() // pieces)
     views = [t.split(piece) for t in (memory.param, memory.grad, memory.exp_avg, memory.exp_avg_sq)]
     optimizer = torch.optim.AdamW(views[0], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **how)
@@ -152,7 +153,7 @@ def torch_adamw(memory: Memory, pieces: int, **how: bool) -> Callable[[], object
 
 
 def deepspeed_adam(memory: Memory) -> Callable[[], object]:
-    """A step of DeepSpeed's CPU optimizer on the same memory."""
+    """Returns a step of DeepSpeed's CPU optimizer on the same memory."""
     optimizers = importlib.import_module("deepspeed.ops.adam")
     param = torch.nn.Parameter(memory.param)
     param.grad = memory.grad
@@ -162,7 +163,7 @@ def deepspeed_adam(memory: Memory) -> Callable[[], object]:
 
 
 class Streams:
-    """The functions of cpu_adam.cpp over the whole memory, on as many threads as torch has."""
+    """The functions of cpu_adam.cpp over the whole memory, on torch's number of threads."""
 
     def __init__(self, memory: Memory, folder: Path) -> None:
         library, source = folder / "streams.so", Path(__file__).with_suffix(".cpp")

@@ -1,7 +1,7 @@
-"""Planned beside measured peak memory of small runs on the CPU, a row a run and pipeline rank.
+"""Compares planned and measured peak memory of small runs on the CPU, one row per run and pipeline rank.
 
-Measured is every allocation of torch's CPU allocator, kernels' temporaries included (kernels/backends/cpu_allocator.py),
-in the third step of a run. Processes are started once for each number of ranks.
+Measured is every allocation of torch's CPU allocator, including temporaries of kernels
+(kernels/backends/cpu_allocator.py), in the third step of a run. Processes are started once per number of ranks.
 
 python -m benchmarks.memory_report [name ...]
 """
@@ -49,9 +49,9 @@ LLAMA = (
 )
 GPT = "--attention-dropout 0 --hidden-dropout 0.1"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-# As those of a large model are, beside it: how many are under way at once is the wire's.
+# Small relative to the model, as in a large model: the number of buckets in flight then depends on the network.
 SMALL_BUCKETS = "--ddp-bucket-size 100000 --num-layers 10"
-# Activations that move; enough layers that most of them do.
+# Offloaded activations; with enough layers that most of them are offloaded.
 RATIO = "--num-layers 8 --pipeline-offload-ratio"
 LAYERS = "--num-layers 8 --cpu-offloading --cpu-offloading-num-layers"
 PARTS = "--num-layers 8 --fine-grained-activation-offloading --offload-modules"
@@ -160,7 +160,7 @@ RUNS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank: its pipeline rank, what was planned for that, and the peak of its third step, bytes."""
+    """The result of one rank: its pipeline rank, its planned memory, and the measured peak of its third step in bytes."""
 
     pp_rank: int
     planned: RankMemory
@@ -168,14 +168,14 @@ class Measured:
 
 
 def configured(flags: str, world_size: int) -> RunConfig:
-    """A checked run."""
+    """Returns a checked run."""
     run = parse(f"{COMMON} {flags}".split(), description=__doc__ or "")
     check(run, world_size)
     return run
 
 
 def measure(rank: int, world_size: int, flags: str) -> Measured:
-    """Build the run, take some steps, and count. Collective over the world, which torch.distributed knows already."""
+    """Builds the run, takes some steps, and measures. Collective over the world, which torch.distributed has joined."""
     run = configured(flags, world_size)
     instances = data_parallel_settings(run.parallel).optimizer_instances
     mesh = mesh_of(run.parallel, world_size) if world_size > 1 else Mesh.create(1)
@@ -195,7 +195,7 @@ def measure(rank: int, world_size: int, flags: str) -> Measured:
 
 
 def main() -> None:
-    """Print a table."""
+    """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[[], *RUNS], metavar="name", help="runs, default all of them")
     names = parser.parse_args().names or list(RUNS)
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def run_all(world_size: int, runs: list[str]) -> list[list[Measured]]:
-    """For each run its pipeline ranks, each as the one of its neighbours with the largest peak."""
+    """Returns, for each run, the pipeline ranks, each represented by the neighbour with the largest peak."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -227,7 +227,7 @@ def run_all(world_size: int, runs: list[str]) -> list[list[Measured]]:
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=work, args=(rank, world_size, port, runs, there), daemon=True)
         process.start()
-        there.close()  # so that the end of the process is the end of the pipe
+        there.close()  # so that the end of the process closes the pipe
         pipes.append(here)
         processes.append(process)
     found = []
@@ -241,7 +241,7 @@ def run_all(world_size: int, runs: list[str]) -> list[list[Measured]]:
 
 
 def work(rank: int, world_size: int, port: int, runs: list[str], out: Connection) -> None:
-    """One rank of all runs."""
+    """Measures all runs on one rank."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     if world_size > 1:

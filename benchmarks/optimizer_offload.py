@@ -1,7 +1,8 @@
-"""A training step with optimizer state on the device and away from it: time, bytes near and far, interleaved in one process.
+"""A training step with optimizer state on the device and offloaded: time and bytes, alternating in one process.
 
-On the CPU "far" is host memory, too, so a copy costs what memory costs; the table then shows the work that offload adds,
-and what the thread hides. With --disk the far memory is files of a folder. On CUDA add sizes: --hidden 2048 --layers 16.
+On the CPU offloaded state is also in host memory, so a copy runs at memory bandwidth; the table then shows the
+additional work of offload, and how much of it the thread overlaps. With --disk the state is offloaded to files in a
+folder. On CUDA add sizes: --hidden 2048 --layers 16.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MIB = 1024**2
 
 
 class Side:
-    """One way of keeping the state: a model in training."""
+    """A model in training with one placement of the optimizer state."""
 
     def __init__(self, args: argparse.Namespace, offload: OffloadSettings, precise: bool, device: torch.device) -> None:
         groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
@@ -64,7 +65,9 @@ class Side:
         self._device = device
 
     def steps(self, count: int) -> tuple[float, float]:
-        """(seconds, seconds of work of all cores) a step; what is late falls into the next one, the last one's into this."""
+        """Returns (seconds, CPU seconds of all cores) per step; deferred work counts in the next step, or in the last
+        one.
+        """
         synchronize(self._device)
         started, worked = time.perf_counter(), time.process_time()
         for _ in range(count):
@@ -75,7 +78,7 @@ class Side:
 
 
 def main() -> None:
-    """Print one table."""
+    """Prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (
         ("layers", 4),
@@ -88,7 +91,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--chunk", type=int, default=1 << 20)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps a round")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="fp32")
     parser.add_argument("--disk", action="store_true")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -114,7 +117,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, sides: dict[str, Side]) -> None:
-    """Measure and print; the order of the sides changes from round to round."""
+    """Measures and prints; the order changes from round to round."""
     count = sum(parameter.numel() for parameter in next(iter(sides.values())).model.parameters())
     print(
         f"{count / 1e6:.1f} M parameters, {args.dtype}, {args.batch} x {args.seq} tokens in {args.microbatches} "

@@ -1,12 +1,12 @@
-"""Pipeline schedules with sleeps for compute: the engine's step beside the simulator's and torch.distributed.pipelining's.
+"""Pipeline schedules with sleeps for compute: the engine, the simulator and torch.distributed.pipelining.
 
-Ranks are processes with gloo on this machine. A stage sleeps a fixed time in its forward and in each half of its backward,
-and passes a small tensor on; so a pipeline of 8 ranks runs on 2 cores, and what is measured is who waits for whom and
-what the engine itself costs. Both sides run the same stages in turn, in the same processes. A step lasts from the moment
-at which all ranks are told to begin until the last one is done. Medians are shown.
+Ranks are processes with gloo on this machine. A stage sleeps a fixed time in its forward and in each half of its
+backward, and sends a small tensor; so a pipeline of 8 ranks runs on 2 cores, and the result shows the waits between
+ranks and the engine's own cost. Both libraries run the same stages alternately, in the same processes. A step lasts
+from the moment at which all ranks begin until the last one is done. Medians are shown.
 
-Other programs on the machine would be measured too: ranks wake up late. With --real-time they get a priority above them,
-and take next to nothing of the cores.
+Other programs on the machine disturb the result, because ranks wake up late. With --real-time they get a priority above
+them, while using almost no CPU time.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Case:
-    """One row. unit: seconds that a rank's layers take for F, I and W of a microbatch, each. group: of microbatches, in
-    the interleaved schedule. numbers: in a message."""
+    """One row of the table.
+
+    `unit` is the time in seconds of F, I and W of a rank's layers for a microbatch, each. `group` is the group of
+    microbatches in the interleaved schedule. `numbers` is the number of elements of a message.
+    """
 
     p: int
     m: int
@@ -79,13 +82,15 @@ class Case:
 
     @property
     def stage_seconds(self) -> float:
-        """Of each of F, I and W of a stage."""
+        """Seconds of each of F, I and W of a stage."""
         return self.unit / self.chunks
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step on one rank. start, stop: of a clock that all processes of the machine share. busy: asleep, in seconds."""
+    """A step on one rank. `start` and `stop` are of a clock shared by all processes; `busy` is the time asleep in
+    seconds.
+    """
 
     start: float
     stop: float
@@ -94,29 +99,29 @@ class Measured:
 
 
 class Work:
-    """What the stages of a rank do instead of computing, and what it came to."""
+    """The work of a rank's stages, which sleep instead of computing, and its statistics."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.busy, self.alive, self.kept = seconds, 0.0, 0, 0
 
     def forward(self) -> None:
-        """F."""
+        """Runs F."""
         self._sleep()
         self.alive += 1
         self.kept = max(self.kept, self.alive)
 
     def input_grad(self) -> None:
-        """I, or the first half of B."""
+        """Runs I, or the first half of B."""
         self._sleep()
         self.alive -= 1
 
     def weight_grad(self) -> None:
-        """W, or the second half of B."""
+        """Runs W, or the second half of B."""
         self._sleep()
 
     def _sleep(self) -> None:
         started = time.perf_counter()
-        # A process wakes up a tenth of a millisecond late; the end is met exactly.
+        # A process wakes up a tenth of a millisecond late, so busy waiting makes the end exact.
         time.sleep(max(0.0, self.seconds - SPIN))
         while time.perf_counter() < started + self.seconds:
             pass
@@ -124,18 +129,18 @@ class Work:
 
 
 class Sleep(torch.autograd.Function):
-    """Passes its input on. The weight is there so that the first stage has something to differentiate for."""
+    """Returns its input. The weight gives the first stage something to differentiate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, work: Work) -> Tensor:
-        """F."""
+        """Runs F."""
         ctx.work = work
         work.forward()
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """I."""
+        """Runs I."""
         ctx.work.input_grad()
         return grads[0], grads[0].sum(), None
 
@@ -159,25 +164,25 @@ class Ours:
         Engine(self._schedule, self._groups.pp.rank, self, self._mailbox, torch.float32, self).run()
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        """See Program."""
+        """Runs the forward of a stage; see Program."""
         out: Tensor = Sleep.apply(self._input if received is None else received, self._weight, self.work)
         return out.sum() if stage == self._last else out
 
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
-        """See Program."""
+        """Runs the backward of a stage; see Program."""
         run()
         self.work.weight_grad()
 
     def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
-        """See Program."""
+        """Runs the input gradient of a stage; see Program."""
         run()
 
     def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
-        """See Program."""
+        """Runs the weight gradient of a stage; see Program."""
         self.work.weight_grad()
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
-        """See Program."""
+        """Returns the shape of a message; see Program."""
         return self._shape
 
 
@@ -211,7 +216,7 @@ class Theirs:
         self._target = torch.zeros(case.m, *SHAPE) if has_loss else None
 
     def step(self) -> None:
-        """One training step."""
+        """Runs one training step."""
         self.work.kept = 0
         losses: list[Tensor] | None = None if self._target is None else []
         self._schedule.step(*self._arguments, target=self._target, losses=losses, return_outputs=False)
@@ -227,7 +232,7 @@ class _Stage(nn.Module):
 
 
 def measure(side: Ours | Theirs, groups: Groups) -> Measured:
-    """One step, begun together."""
+    """Measures one step that begins on all ranks together."""
     side.work.busy = 0.0
     barrier(groups.pp)
     start = time.perf_counter()
@@ -236,7 +241,7 @@ def measure(side: Ours | Theirs, groups: Groups) -> Measured:
 
 
 class Step:
-    """What the ranks of a step found together."""
+    """The combined result of all ranks for one step."""
 
     def __init__(self, ranks: list[Measured]) -> None:
         self.seconds = max(rank.stop for rank in ranks) - min(rank.start for rank in ranks)
@@ -245,7 +250,7 @@ class Step:
 
 
 def rounds_of(case: Case, groups: Groups, rounds: int) -> list[tuple[Step, Step]]:
-    """Ours and theirs in turn, after a round that does not count."""
+    """Measures both libraries alternately, after a warm-up round."""
     sides = Ours(case, groups), Theirs(case, groups)
     found = []
     for _ in range(rounds + 1):
@@ -285,9 +290,9 @@ def _listed(numbers: list[int]) -> str:
 
 
 def worker(rank: int, p: int, port: int, cases: list[Case], rounds: int, real_time: bool, pipe: Connection) -> None:
-    """A rank of all cases of one size. The first rank sends a line for each."""
+    """Runs a rank of all cases of one size. The first rank sends a row for each."""
     if real_time:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # before gloo makes its threads, which inherit it
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # before gloo creates its threads, which inherit it
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(p))
     dist.init_process_group("gloo", rank=rank, world_size=p)
@@ -300,7 +305,7 @@ def worker(rank: int, p: int, port: int, cases: list[Case], rounds: int, real_ti
 
 
 def run(p: int, cases: list[Case], rounds: int, real_time: bool) -> None:
-    """Print the lines of one size."""
+    """Prints the rows of one size."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.pipelining", "megatron.core.comm.pipeline"])
     with socket.socket() as probe:
@@ -323,7 +328,7 @@ def run(p: int, cases: list[Case], rounds: int, real_time: bool) -> None:
 
 
 def main() -> None:
-    """Print one table."""
+    """Prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sizes", nargs="+", default=["4x8", "4x16", "8x16"], metavar="PxM", help="ranks x microbatches"

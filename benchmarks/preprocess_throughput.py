@@ -1,9 +1,10 @@
-"""MB/s of tools/preprocess_data.py's pipeline beside those of the tokenizer library called alone on the same text.
+"""Throughput of tools/preprocess_data.py's pipeline compared with the tokenizer library alone, in MB/s.
 
-The corpus is the source code of Python's standard library, one document a file, repeated to the size asked for; the
+The corpus is the source code of Python's standard library, one document per file, repeated to the requested size; the
 tokenizer is a byte-level BPE trained on a part of it. The library's figure is pure encoding: texts in memory, processes
-started, results dropped. The pipeline's holds all it does: starting its processes, reading, parsing JSON, encoding,
-packing, moving tokens to the writer, writing and syncing. Rounds alternate between the two; medians are shown.
+started, results discarded. The pipeline's includes all its work: starting its processes, reading, parsing JSON,
+encoding, packing, sending tokens to the writer, writing and syncing. Rounds alternate between the two; medians are
+shown.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from megatron.core.datasets.preprocess import PreprocessOptions, preprocess
 from megatron.core.datasets.tokenizer_bpe import GPT2BPETokenizer
 
-BATCH_BYTES = 1 << 19  # text handed to the library in one call, as much as a block of the pipeline
+BATCH_BYTES = 1 << 19  # text per call of the library, equal to a block of the pipeline
 
 
 def main() -> None:
-    """Build the corpus and the tokenizer, time both, print one table."""
+    """Builds the corpus and the tokenizer, times both, prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=32, help="size of the JSON lines (default 32)")
     parser.add_argument("--vocab-size", type=int, default=8192)
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def read_corpus(size: int) -> Iterator[str]:
-    """Python's own sources, each a document, over and over until `size` bytes."""
+    """Yields Python's own sources, one document per file, repeatedly until `size` bytes."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     for path in itertools.cycle(path for path in paths if "site-packages" not in path.parts):
         text = path.read_bytes().decode("utf-8", errors="ignore")
@@ -67,7 +68,7 @@ def read_corpus(size: int) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, folder: Path) -> GPT2BPETokenizer:
-    """A byte-level BPE in GPT-2's two files."""
+    """Trains a byte-level BPE in GPT-2's two files."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -83,7 +84,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, folder: Path) -> GPT2
 
 
 def time_library(texts: Sequence[str], tokenizer: GPT2BPETokenizer, workers: int) -> float:
-    """Seconds from the signal to start until the last process has encoded its batches."""
+    """Returns the seconds from the start signal until the last process has encoded its batches."""
     batches = cut_batches(texts)
     pipes, processes = [], []
     for number in range(workers):
@@ -106,7 +107,7 @@ def time_library(texts: Sequence[str], tokenizer: GPT2BPETokenizer, workers: int
 
 
 def cut_batches(texts: Sequence[str]) -> list[list[str]]:
-    """Texts in runs of about BATCH_BYTES."""
+    """Divides texts into batches of about BATCH_BYTES."""
     batches: list[list[str]] = [[]]
     size = 0
     for text in texts:
@@ -119,7 +120,7 @@ def cut_batches(texts: Sequence[str]) -> list[list[str]]:
 
 
 def encode_batches(tokenizer: GPT2BPETokenizer, batches: Sequence[Sequence[str]], pipe: Connection) -> None:
-    """In a process of its own, one thread: encode and drop."""
+    """Encodes batches in a separate process with one thread and discards the results."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer.encode_batch(["ready"])
     pipe.send("ready")
@@ -130,7 +131,7 @@ def encode_batches(tokenizer: GPT2BPETokenizer, batches: Sequence[Sequence[str]]
 
 
 def time_pipeline(jsonl: Path, tokenizer: GPT2BPETokenizer, workers: int) -> float:
-    """Seconds of the whole of `preprocess`."""
+    """Returns the seconds of a complete call of `preprocess`."""
     start = time.perf_counter()
     preprocess(
         PreprocessOptions(

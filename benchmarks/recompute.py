@@ -1,16 +1,16 @@
-"""What recompute costs and saves: steps of a small Llama with every mode, in one process, and what `balanced` makes of it.
+"""The cost and the savings of recompute: steps of a small Llama with every mode, and the result of `balanced`.
 
-    python -m benchmarks.recompute
+  python -m benchmarks.recompute
 
-A step is forward, loss, backward, clipping and update. On the CPU rounds go through all modes, so all meet the same machine;
-the ratio is the median over rounds of a mode's time to that of the step without recompute in the same round, by the wall
-clock and by the process's own CPU time, which other work on the machine disturbs less. On CUDA one mode after the
-other has the device to itself, and a row has the peak of a step in allocated memory, all state included.
-Saved bytes are counted: distinct storages that autograd keeps for one microbatch, without parameters and without what
-moves to host memory. All modes train the same model on the same batch, and their losses have to be equal.
+A step is forward, loss, backward, clipping and update. On the CPU rounds alternate between all modes, so that all have
+the same conditions; the ratio is the median over rounds of a mode's time to that of the step without recompute in the
+same round, by wall-clock time and by the process's CPU time, which other load on the machine disturbs less. On CUDA
+each mode has the device to itself, and a row has the peak of a step in allocated memory, including all state. Saved
+bytes are counted: distinct storages that autograd keeps for one microbatch, without parameters and without offloaded
+tensors. All modes train the same model on the same batch, and their losses must be equal.
 
-The second table is of the balanced policy: what it predicted, what was measured, and what fixed choices would take for
-the same bytes: on the straight line between the two nearest of those modes that no other beats in both.
+The second table shows the balanced policy: its prediction, the measurement, and the time that fixed choices would take
+for the same bytes: on the straight line between the two nearest of the Pareto-optimal modes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.training.balanced_recompute import Balanced
 from megatron.training.batch import Batch, make_batch
 
 NONE, BUDGETS = "none", (0.9, 0.6, 0.35)
-Times = tuple[float, float]  # seconds by the clock, and of all cores of the process
+Times = tuple[float, float]  # wall-clock seconds, and CPU seconds of the process on all cores
 
 
 def _parts(*names: str) -> RecomputeConfig:
@@ -50,7 +50,7 @@ def _balanced(share: float) -> RecomputeConfig:
 
 
 def modes(layers: int) -> dict[str, RecomputeConfig]:
-    """Rows of the table, of a model with so many layers."""
+    """Returns the rows of the table for a model with so many layers."""
     return {
         NONE: RecomputeConfig(),
         "norm": _parts("norm"),
@@ -68,7 +68,7 @@ def modes(layers: int) -> dict[str, RecomputeConfig]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was measured of one mode. saved: bytes; loss: of the first step; peak: bytes, on CUDA."""
+    """The measurements of one mode. `saved` in bytes; `loss` of the first step; `peak` in bytes, on CUDA."""
 
     saved: int
     loss: float
@@ -78,7 +78,7 @@ class Row:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Prints both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
@@ -111,7 +111,7 @@ def main() -> None:
 def measure(
     args: argparse.Namespace, wanted: Mapping[str, RecomputeConfig], batch: Batch, device: torch.device
 ) -> dict[str, Row]:
-    """A row a mode. On CUDA one after the other, without those that do not fit on the device."""
+    """Returns one row per mode. On CUDA modes run one after the other, without those that do not fit on the device."""
     if device.type != "cuda":
         return measure_in_turn(args, wanted, batch, device)
     rows: dict[str, Row] = {}
@@ -120,7 +120,7 @@ def measure(
             rows |= measure_in_turn(args, {name: recompute}, batch, device)
         except torch.OutOfMemoryError:
             print(f"{name}: does not fit")
-        gc.collect()  # a model and its hooks hold each other
+        gc.collect()  # a model and its hooks refer to each other
         torch.cuda.empty_cache()
     return rows
 
@@ -128,7 +128,7 @@ def measure(
 def measure_in_turn(
     args: argparse.Namespace, wanted: Mapping[str, RecomputeConfig], batch: Batch, device: torch.device
 ) -> dict[str, Row]:
-    """A row a mode; all of them are in memory together."""
+    """Returns one row per mode; all of them are in memory together."""
     trials = {name: Trial(args, recompute, batch, device) for name, recompute in wanted.items()}
     losses = {name: trial.step() for name, trial in trials.items()}  # warm-up
     saved = {name: trial.saved() for name, trial in trials.items()}
@@ -147,7 +147,7 @@ def measure_in_turn(
 
 
 def report(rows: Mapping[str, Row]) -> None:
-    """Print the first table. Ratios are to the first row, which is `none` where that fits."""
+    """Prints the first table. Ratios are to the first row, which is `none` if that fits."""
     base = next(iter(rows.values()))
     peaks = base.peak is not None
     print("| recomputed | saved, MB | of none | step, ms | ratio |" + (" peak, MB |" if peaks else " CPU ratio |"))
@@ -164,12 +164,13 @@ def report(rows: Mapping[str, Row]) -> None:
 
 
 def report_balanced(rows: Mapping[str, Row]) -> None:
-    """Print the second table, if there is a step without recompute."""
+    """Prints the second table, if there is a step without recompute."""
     if NONE not in rows:
         return
     none = rows[NONE]
     fixed = {name: row for name, row in rows.items() if row.balanced is None}
-    clocks = ("by the clock", "CPU time")[: 1 if none.peak is not None else 2]  # a GPU works beside the process
+    # a GPU runs asynchronously to the process
+    clocks = ("by the clock", "CPU time")[: 1 if none.peak is not None else 2]
     measured = " | ".join(f"{clock} | fixed choices" for clock in clocks)
     print(f"\n| | layers | saved, MB: predicted | measured | added, ms: predicted | {measured} |")
     print("|---|---|---|---|---|" + "---|---|" * len(clocks))
@@ -188,12 +189,12 @@ def report_balanced(rows: Mapping[str, Row]) -> None:
 
 
 def added(row: Row, none: Row, which: int) -> float:
-    """Seconds of a step beyond those without recompute: the median over rounds."""
+    """Returns the additional seconds of a step compared with no recompute: the median over rounds."""
     return statistics.median(mine[which] - base[which] for mine, base in zip(row.times, none.times, strict=True))
 
 
 def on_the_line(points: Sequence[Option], nbytes: int) -> float | None:
-    """Seconds at `nbytes` on the line through the points that no other beats; None below the leanest of them."""
+    """Returns the seconds at `nbytes` on the line through the Pareto-optimal points; None below the smallest of them."""
     line = not_beaten(points)
     if nbytes >= line[0].nbytes:
         return line[0].seconds

@@ -1,4 +1,4 @@
-"""One mode of benchmarks/recompute.py: a model in training, built as a run builds it."""
+"""One mode of benchmarks/recompute.py: a model in training, built as in a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LR, WEIGHT_DECAY = 1e-4, 0.01
 
 
 class Trial:
-    """balanced: what the balanced policy chose, or None where another one was asked for."""
+    """A model in training. `balanced` is the plan of the balanced policy, or None for another policy."""
 
     def __init__(
         self, args: argparse.Namespace, recompute: RecomputeConfig, batch: Batch, device: torch.device
@@ -72,12 +72,12 @@ class Trial:
         self._batch, self._steps = batch, 0
 
     def step(self) -> float:
-        """The loss."""
+        """Runs one step and returns the loss."""
         self._steps += 1
         return self._step([self._batch], LR, WEIGHT_DECAY)[0]
 
     def saved(self) -> int:
-        """Bytes that a forward keeps on the device for its backward. Call it after a step."""
+        """Returns the bytes that a forward keeps on the device for its backward. Call it after a step."""
         forward = functools.partial(weighted_loss, self._model, self._batch, self._batch.loss_mask)
         moved = 0 if self._offload is None else self._offload.actions.bytes_out // self._steps
         return saved_bytes(forward, self._model.parameters()) - moved

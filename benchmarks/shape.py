@@ -1,4 +1,4 @@
-"""The shape of the Llama that a benchmark's flags ask for."""
+"""The shape of a benchmark's Llama model, from the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.config.presets import preset
 
 
 def llama(args: argparse.Namespace) -> ModelConfig:
-    """Of --layers, --hidden, --ffn, --heads, --kv-heads, --vocab and --dtype."""
+    """Returns the model of --layers, --hidden, --ffn, --heads, --kv-heads, --vocab and --dtype."""
     shape = {
         **preset("llama-tiny"),
         "num_layers": args.layers,

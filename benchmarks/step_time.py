@@ -1,8 +1,9 @@
-"""Time of one training step beside a transformers LlamaForCausalLM with torch's fused AdamW: same shape, same batch.
+"""Time of one training step compared with a transformers LlamaForCausalLM with torch's fused AdamW.
 
-One process. A step is forward, loss, backward, gradient clipping and update, on both sides. Rounds alternate between the
-two; medians of the times and of the per-round ratios are shown. In bf16 our side also keeps fp32 masters, moments and
-gradients, the other side updates bf16 parameters with bf16 moments (what `model.to(bfloat16)` gives).
+Both have the same shape and batch, in one process. A step is forward, loss, backward, gradient clipping and update.
+Rounds alternate between the two; medians of the times and of the per-round ratios are shown. In bf16 our side also
+keeps fp32 masters, moments and gradients, the other side updates bf16 parameters with bf16 moments (the result of
+`model.to(bfloat16)`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 
 
 def main() -> None:
-    """Print one table, a row a dtype."""
+    """Prints one table, one row per dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=512)
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def our_step(args: argparse.Namespace, dtype: str, ids: Tensor, device: torch.device) -> Callable[[], float]:
-    """A step of this project's model and optimizer, returning the loss."""
+    """Returns a step of this project's model and optimizer, which returns the loss."""
     shape = {
         **preset("llama-tiny"),
         "num_layers": args.layers,
@@ -102,7 +103,7 @@ def our_step(args: argparse.Namespace, dtype: str, ids: Tensor, device: torch.de
 
 
 def their_step(args: argparse.Namespace, dtype: str, ids: Tensor, device: torch.device) -> Callable[[], float]:
-    """A step of transformers' model with torch's fused AdamW, returning the loss."""
+    """Returns a step of transformers' model with torch's fused AdamW, which returns the loss."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=args.vocab,

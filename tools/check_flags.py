@@ -1,13 +1,13 @@
-"""What becomes of every flag of a Megatron-LM command line here, and the equivalent command. Nothing is started.
+"""Explains the effect of every flag of a Megatron-LM command line here, and prints the equivalent command.
 
-    python tools/check_flags.py -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
-    python tools/check_flags.py -- examples/llama/train_llama3_8b.sh
-    python tools/check_flags.py --lines lines.jsonl > verdicts.jsonl
+  python tools/check_flags.py -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
+  python tools/check_flags.py -- examples/llama/train_llama3_8b.sh
+  python tools/check_flags.py --lines lines.jsonl > verdicts.jsonl
 
-The first thing to run when moving from Megatron-LM or one of its forks; see docs/migrating.md. A script is read, not run.
-Each line of a file for --lines is a JSON object with `argv`, the flags of the training script, and `world`, its number of
-processes or null; a verdict has what else the line has but argv. Exit code 0: every command is taken as it is; 1: something
-is refused; 2: the input cannot be read.
+Nothing is started. Run this first when moving from Megatron-LM or one of its forks; see docs/migrating.md. A script is
+read, not run. Each line of a file for --lines is a JSON object with `argv`, the flags of the training script, and
+`world`, its number of processes or null; a verdict repeats the other fields of the line. Exit code 0: every command is
+accepted; 1: something is rejected; 2: the input cannot be read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAID = {READ: "read", ALIAS: "another name here", SAME: "already so", NOOP: "no
 
 
 def build_parser() -> FlagParser:
-    """The tool's flags."""
+    """Returns a parser of the tool's flags."""
     parser = FlagParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -45,20 +45,20 @@ def build_parser() -> FlagParser:
         "--world-size",
         type=within(int, SIZE),
         metavar="N",
-        help="number of processes, where the command does not say it",
+        help="number of processes, if the command does not contain it",
     )
     parser.add_argument("--lines", type=path_word, metavar="FILE.jsonl", help="check each line of this file instead")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code of the tool; see the head of this file."""
+    """Returns the exit code of the tool; see the head of this file."""
     before, _, command = _cut(argv)
     return exit_code(lambda: run(build_parser().parse_args(before), command))
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
-    """Check a command, a script or a file of command lines. Raises ConfigError for input that cannot be read."""
+    """Checks a command, a script or a file of command lines. Raises ConfigError for input that cannot be read."""
     if args.lines and command:
         raise ConfigError(f"--lines {args.lines} and a command are given together; give one of them")
     if args.lines:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def report(command: Command, verdict: Verdict) -> str:
-    """What becomes of each flag, what is refused, and the equivalent command."""
+    """Formats the effect of each flag, the rejected flags, and the equivalent command."""
     counts = Counter(outcome.kind for outcome in verdict.outcomes)
     summary = ", ".join(f"{counts[kind]} {said}" for kind, said in _SAID.items() if counts[kind])
     lines = [
@@ -108,7 +108,7 @@ def report(command: Command, verdict: Verdict) -> str:
 
 
 def _check_lines(path: Path, world_size: int | None) -> int:
-    """Print a JSON verdict for each line of a file, and the sum of them to stderr."""
+    """Prints a JSON verdict for each line of a file, and the total to stderr."""
     accepted = total = 0
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not text.strip():
@@ -131,7 +131,7 @@ def _check_lines(path: Path, world_size: int | None) -> int:
 
 
 def _command(world_size: int, program: str, words: Sequence[str]) -> list[str]:
-    """A command that a shell takes, broken between flags."""
+    """Formats a shell command, with line breaks between flags."""
     flags: list[str] = []
     for word in words:
         if word.startswith("--"):
@@ -148,7 +148,7 @@ def _command(world_size: int, program: str, words: Sequence[str]) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    """A word of a shell's command; variables that the script takes from elsewhere stay variables."""
+    """Quotes a word of a shell command; variables that the script gets from elsewhere stay variables."""
     return f'"{word}"' if "$" in word and '"' not in word else shlex.quote(word)
 
 
@@ -157,7 +157,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _cut(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """(the tool's words, "--", the words after it)."""
+    """Returns (the tool's words, "--", the words after it)."""
     if "--" not in argv:
         return list(argv), "", []
     place = list(argv).index("--")

@@ -33,24 +33,25 @@ from megatron.core.groups import disconnect
 from megatron.core.inference.score import TextScore, score_texts
 from megatron.tooling.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
 
-DEFAULT_CONTEXT = 4096  # over text, where the model takes more: a window's cost grows with its square
+# limit over text for models that allow more: a window's cost grows quadratically with its length
+DEFAULT_CONTEXT = 4096
 
 
 def build_parser() -> FlagParser:
-    """The tool's own flags."""
+    """Returns a parser of the tool's flags."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
-    add("--text", nargs="+", type=path_word, default=[], metavar="FILE", help="text files, each of them one document")
+    add("--text", nargs="+", type=path_word, default=[], metavar="FILE", help="text files, one document per file")
     add(
         "--jsonl",
         nargs="+",
         type=path_word,
         default=[],
         metavar="FILE",
-        help=".jsonl or .jsonl.gz files, a document a line",
+        help=".jsonl or .jsonl.gz files, one document per line",
     )
-    add("--json-key", default="text", metavar="NAME", help="where a line holds its text (default text)")
+    add("--json-key", default="text", metavar="NAME", help="key of the text in each line (default text)")
     add("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
     add("--include-path", type=path_word, metavar="DIR", help="folder with tasks of your own (YAML)")
     add(
@@ -59,7 +60,7 @@ def build_parser() -> FlagParser:
         metavar="N",
         help="examples before each question (default: the task's)",
     )
-    add("--limit", type=within(int, SIZE), metavar="N", help="questions of each task (default: all)")
+    add("--limit", type=within(int, SIZE), metavar="N", help="questions per task (default: all)")
     add(
         "--context-length",
         type=within(int, SIZE),
@@ -85,7 +86,7 @@ def build_parser() -> FlagParser:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Texts, then tasks. Collective over the world; the first rank prints."""
+    """Evaluates texts, then tasks. Collective over the world; the first rank prints."""
     if not (args.text or args.jsonl or args.tasks):
         raise ConfigError("there is nothing to evaluate on; give --text, --jsonl or --tasks")
     for flag, given in (
@@ -141,7 +142,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def import_harness() -> ModuleType:
-    """The module over lm_eval, an extra: imported only when it is asked for. Raises ConfigError."""
+    """Returns the module that uses lm_eval, an extra that is imported only on request. Raises ConfigError."""
     try:
         return importlib.import_module("megatron.core.inference.harness")
     except ModuleNotFoundError as error:
@@ -149,7 +150,7 @@ def import_harness() -> ModuleType:
 
 
 def read_text(path: str) -> Iterator[str]:
-    """The file as one document. Raises DataError."""
+    """Yields the file as one document. Raises DataError."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             yield file.read()
@@ -158,7 +159,7 @@ def read_text(path: str) -> Iterator[str]:
 
 
 def read_lines(path: str, key: str) -> Iterator[str]:
-    """A document a line, or several where the key holds a list. Raises DataError."""
+    """Yields one document per line, or several if the key holds a list. Raises DataError."""
     number = 0
     for block in read_blocks(path):
         for line in block.lines():
@@ -173,7 +174,7 @@ def read_lines(path: str, key: str) -> Iterator[str]:
 
 
 def print_scores(found: dict[str, TextScore], context: int, stride: int) -> None:
-    """A row a file, and one for all of them."""
+    """Prints one row per file, and one for all of them."""
     table = Table(title=f"context {context}, stride {stride}", box=SIMPLE)
     table.add_column("file")
     for name in ("documents", "tokens", "bytes", "nats/token", "perplexity", "bits/byte"):
@@ -198,7 +199,7 @@ def total(scores: Sequence[TextScore]) -> TextScore:
 
 
 def as_json(score: TextScore) -> dict[str, float]:
-    """Counts and rates."""
+    """Returns counts and rates."""
     return {
         "documents": score.documents,
         "tokens": score.tokens,
@@ -210,7 +211,7 @@ def as_json(score: TextScore) -> dict[str, float]:
 
 
 def write_json(path: str, results: dict[str, Any]) -> None:
-    """Raises ConfigError."""
+    """Writes results to a file. Raises ConfigError."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:

@@ -23,7 +23,7 @@ win over it: {presets}.
 
 
 def table() -> str:
-    """The whole page as Markdown, with a final newline."""
+    """Returns the whole page as Markdown, with a final newline."""
     lines = [HEADER.format(presets=", ".join(f"`{name}`" for name in PRESETS))]
     for part, cls in PARTS.items():
         lines += [f"## {GROUP_TITLES[part].capitalize()}", "", "| flag | type | default | help |", "|---|---|---|---|"]
@@ -42,7 +42,7 @@ def _row(spec: Field[Any], hint: Any) -> str:
 
 
 def _default(value: Any) -> str:
-    """As it would be typed."""
+    """Formats a default as it would be typed."""
     if value is None or isinstance(value, bool):
         return ""
     return f"`{' '.join(map(str, value))}`" if isinstance(value, tuple) else f"`{value}`"

@@ -41,22 +41,22 @@ from megatron.tooling.tool import (
 )
 
 DEFAULT_SEED, DEFAULT_NEW_TOKENS = 1234, 128
-Continue = Callable[..., list[Completion]]  # `complete` with the model, tokenizer, sampling and stops filled in
+Continue = Callable[..., list[Completion]]  # `complete` with bound model, tokenizer, sampling and stops
 log = get_logger(__name__)
 
 
 def build_parser() -> FlagParser:
-    """The tool's own flags; those of the tokenizer are named as in training."""
+    """Returns a parser of the tool's flags; those of the tokenizer have the same names as in training."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    add("--prompts-file", type=path_word, metavar="FILE", help="one prompt a line; blank lines are left out")
+    add("--prompts-file", type=path_word, metavar="FILE", help="one prompt per line; blank lines are skipped")
     add(
         "--max-new-tokens",
         type=within(int, SIZE),
         metavar="N",
-        help="longest continuation (default 128, or what the model has room for)",
+        help="longest continuation (default 128, or less if the model's context is full)",
     )
     add("--temperature", type=float, default=1.0, metavar="X", help="0 takes the likeliest token (default 1)")
     add(
@@ -66,7 +66,13 @@ def build_parser() -> FlagParser:
         metavar="N",
         help="draw from the N likeliest tokens only (default 0: from all)",
     )
-    add("--top-p", type=float, default=1.0, metavar="X", help="draw from the likeliest tokens that reach probability X")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="draw from the likeliest tokens with total probability X",
+    )
     add(
         "--seed",
         type=within(int, SEED),
@@ -89,7 +95,7 @@ def build_parser() -> FlagParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check everything that needs no other process, load, continue the prompts. Collective over the world."""
+    """Checks everything that needs no other process, loads, continues the prompts. Collective over the world."""
     prompts = read_prompts(args.prompt, args.prompts_file)
     check_values(args)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
@@ -101,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
     new = new_tokens(args.max_new_tokens, encoded, saved.model)
     ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
 
-    minutes = 10.0 if prompts else 24 * 60.0  # the other ranks wait while somebody types
+    minutes = 10.0 if prompts else 24 * 60.0  # the other ranks wait while the user types
     model, build = open_model(saved, args, minutes)
     groups = build.groups
     continue_prompts = functools.partial(
@@ -125,20 +131,20 @@ def run(args: argparse.Namespace) -> None:
                     ids = encode(prompt, tokenizer, args.add_bos)
                     new = new_tokens(args.max_new_tokens, [ids], saved.model)
                     write_stream(out, continue_prompts, prompt, ids, new, seed + number)
-                except UserError as error:  # the next prompt may be a better one
+                except UserError as error:  # the next prompt may be valid
                     log.info("error: %s", error)
     barrier(groups.world)
     disconnect(groups.heartbeat)
 
 
 def check_values(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a value that cannot work."""
+    """Raises ConfigError for an invalid value."""
     if "" in args.stop:
         raise ConfigError("--stop '' would end every continuation before it begins; give some text")
 
 
 def read_prompts(given: list[str], file: str | None) -> list[str]:
-    """Those of the command line, then those of the file; none means that they will be typed in a terminal."""
+    """Returns prompts of the command line, then those of the file; none means that they are typed in a terminal."""
     prompts = list(given)
     if file is not None:
         try:
@@ -155,7 +161,7 @@ def read_prompts(given: list[str], file: str | None) -> list[str]:
 
 
 def encode(prompt: str, tokenizer: Tokenizer, add_bos: bool) -> list[int]:
-    """Token ids of a prompt. Raises ConfigError for one that is no text, and for --add-bos without a bos."""
+    """Returns token ids of a prompt. Raises ConfigError for one that is not text, and for --add-bos without a bos."""
     check_text("--prompt", prompt)
     if not add_bos:
         return tokenizer.encode(prompt)
@@ -165,7 +171,7 @@ def encode(prompt: str, tokenizer: Tokenizer, add_bos: bool) -> list[int]:
 
 
 def new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], model: ModelConfig) -> int:
-    """The limit for these prompts: what was asked for, or the default as far as there is room. Raises ConfigError."""
+    """Returns the limit for these prompts: as requested, or the default if there is room. Raises ConfigError."""
     lengths = [len(ids) for ids in prompts]
     if asked is None:
         limit = model.max_position_embeddings
@@ -176,7 +182,7 @@ def new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], model: Model
 
 
 def write_stream(out: TextIO, continue_prompts: Continue, prompt: str, ids: list[int], new: int, seed: int) -> None:
-    """The prompt and, as it comes, its continuation."""
+    """Writes the prompt and, as it is generated, its continuation."""
 
     def write(text: str) -> None:
         out.write(text)
@@ -198,7 +204,7 @@ def write_lines(
     seed: int,
     batch_size: int,
 ) -> None:
-    """A line of JSON a prompt, in their order."""
+    """Writes one line of JSON per prompt, in order."""
     started, tokens = time.perf_counter(), 0
     for first in range(0, len(prompts), batch_size):
         numbers = range(first, min(first + batch_size, len(prompts)))
@@ -213,7 +219,7 @@ def write_lines(
 
 
 def typed_prompts(groups: Groups) -> Iterator[str]:
-    """Lines typed on the first rank, until its input ends. Communication: each line from it to all."""
+    """Yields lines typed on the first rank, until its input ends. Communication: each line from it to all."""
     while True:
         line = ""
         if groups.rank == 0:
@@ -228,7 +234,7 @@ def typed_prompts(groups: Groups) -> Iterator[str]:
 
 @contextlib.contextmanager
 def output(rank: int) -> Iterator[TextIO]:
-    """stdout on the first rank; the others, which compute the same text, write nowhere."""
+    """Yields stdout on the first rank; the others, which compute the same text, discard it."""
     if rank == 0:
         yield sys.stdout
     else:
@@ -237,12 +243,12 @@ def output(rank: int) -> Iterator[TextIO]:
 
 
 def report(tokens: int, seconds: float) -> None:
-    """The speed, prompts included, on the first rank's stderr."""
+    """Logs the speed, including prompts, on the first rank's stderr."""
     log.info("%d tokens in %.2f s: %.1f tokens/s", tokens, seconds, tokens / seconds)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code, see run_tool."""
+    """Returns the exit code, see run_tool."""
     return run_tool(build_parser(), run, argv)
 
 

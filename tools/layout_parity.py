@@ -1,8 +1,8 @@
-"""Check that a model trains the same under every layout: python tools/layout_parity.py -- <pretrain_gpt.py's flags>
+"""Check that a model trains equally under every layout: python tools/layout_parity.py -- <pretrain_gpt.py's flags>
 
 Runs the flags' model at reduced size for some steps on CPU processes under a grid of tensor-, sequence-, pipeline-,
-context- and data-parallel layouts, and compares losses and first gradients with one process. Exit code 1 when a layout
-differs by more than the limit, 2 when the flags cannot work.
+context- and data-parallel layouts, and compares losses and first gradients with one process. Exit code 1 if a layout
+differs by more than the limit, 2 if the flags are invalid.
 """
 
 import argparse
@@ -19,17 +19,17 @@ LIMIT = 1e-5
 
 
 def build_parser() -> FlagParser:
-    """The tool's own flags."""
+    """Returns a parser of the tool's flags."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     steps, limit = within(int, COUNT), within(float, NOT_NEGATIVE)
-    parser.add_argument("--steps", type=steps, default=20, help="training steps a layout (default 20)")
+    parser.add_argument("--steps", type=steps, default=20, help="training steps per layout (default 20)")
     parser.add_argument("--limit", type=limit, default=LIMIT, help=f"largest relative difference (default {LIMIT})")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: the flags of pretrain_gpt.py")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one row a layout; the exit code. Raises UserErrors."""
+    """Prints one row per layout; returns the exit code. Raises UserErrors."""
     flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
     model = reduced(parse(flags, description="the model to check"), args.steps)
     reference = run_layout(model, GRID[0])
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code, see `exit_code`."""
+    """Returns the exit code, see `exit_code`."""
     return exit_code(lambda: run(build_parser().parse_args(argv)))
 
 

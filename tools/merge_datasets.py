@@ -17,7 +17,7 @@ LOGGER = get_logger(__name__)
 
 
 def build_parser() -> FlagParser:
-    """The tool's flags."""
+    """Returns a parser of the tool's flags."""
     parser = FlagParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--input", type=path_word, required=True, metavar="DIR", help="folder of the datasets")
     parser.add_argument(
@@ -27,13 +27,13 @@ def build_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code, see `exit_code`."""
+    """Returns the exit code, see `exit_code`."""
     setup_logging(rank=0)
     return exit_code(lambda: run(build_parser().parse_args(argv)))
 
 
 def run(args: argparse.Namespace) -> None:
-    """Join; say what was joined. Raises UserErrors."""
+    """Merges the datasets and logs their names. Raises UserErrors."""
     prefixes = sorted({path.with_suffix("") for kind in ("idx", "bin") for path in Path(args.input).glob(f"*.{kind}")})
     if not prefixes:
         raise DataError(f"--input {args.input} holds no .bin/.idx pair; give the folder of the datasets")

@@ -1,7 +1,7 @@
-"""Answers about a layout before anything is started. Starts no process and needs no device.
+"""Plans a layout before a run. Starts no process and needs no device.
 
-schedule   draws a pipeline schedule and says how long it takes, how much is idle and what it keeps. See docs/pipeline.md.
-memory     says how much memory each pipeline rank of a run will need, for what, and when most. See docs/memory.md.
+schedule   draws a pipeline schedule and prints its time, idle fraction and peak activations. See docs/pipeline.md.
+memory     prints the memory that each pipeline rank of a run needs, by purpose, and at its peak. See docs/memory.md.
 
 python tools/plan.py schedule --pipeline-model-parallel-size 4 --num-microbatches 8 --schedule zb-v --png zb-v.png
 python tools/plan.py memory --world-size 16 <the flags of the run>
@@ -41,11 +41,11 @@ from megatron.schedule.validate import chunks_near
 
 MS = 1e-3
 TABLE_RANKS = 8  # columns of a table of memory
-PLAYED, MOST_ACTIONS = between(1, 100_000), 200_000  # a schedule is played action by action, some 20,000 a second
+PLAYED, MOST_ACTIONS = between(1, 100_000), 200_000  # a schedule is simulated action by action, about 20,000 per second
 
 
 def build_parser() -> FlagParser:
-    """One subcommand a question."""
+    """Returns a parser with one subcommand per question."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="command")
     add_schedule_command(commands.add_parser("schedule", help="draw and time a pipeline schedule", allow_abbrev=False))
@@ -61,7 +61,7 @@ def build_parser() -> FlagParser:
 
 
 def add_schedule_command(parser: argparse.ArgumentParser) -> None:
-    """Flags of `schedule`. Those that training has are named as there."""
+    """Adds the flags of `schedule`, with the names of training if it has them."""
     add = parser.add_argument
     add(
         "--pipeline-model-parallel-size",
@@ -75,7 +75,7 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
         type=within(int, PLAYED),
         required=True,
         metavar="M",
-        help="microbatches a step and data-parallel rank",
+        help="microbatches per step and data-parallel rank",
     )
     add("--schedule", choices=tuple(SCHEDULES), help="default: interleaved with virtual stages, else 1f1b")
     add(
@@ -104,19 +104,19 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
         type=within(float, POSITIVE),
         default=1.0,
         metavar="MS",
-        help="a microbatch through a rank's layers (default 1)",
+        help="time of a microbatch's forward through a rank's layers (default 1)",
     )
     add(
         "--input-grad-time",
         type=within(float, POSITIVE),
         metavar="MS",
-        help="its backward as far as the input (default: as forward)",
+        help="time of its backward for the input (default: as forward)",
     )
     add(
         "--weight-grad-time",
         type=within(float, POSITIVE),
         metavar="MS",
-        help="the rest of its backward (default: as forward)",
+        help="time of its backward for the weights (default: as forward)",
     )
     add(
         "--transfer-time",
@@ -144,13 +144,13 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
         type=within(float, NOT_NEGATIVE),
         default=0.0,
         metavar="MS",
-        help="all activations of a microbatch, one way (default 0)",
+        help="time to copy all activations of a microbatch in one direction (default 0)",
     )
     add("--no-overlap-p2p-communication", action="store_true", help="receives are posted where the data is needed")
     add(
         "--blocking-transfers",
         action="store_true",
-        help="both ends stand still while activations move; never overlapped",
+        help="both ranks wait during a transfer; never overlapped",
     )
     add("--png", type=path_word, metavar="FILE", help="picture to write")
     add("--trace", type=path_word, metavar="FILE", help="Chrome trace to write, for https://ui.perfetto.dev")
@@ -158,7 +158,7 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory_command(parser: argparse.ArgumentParser) -> None:
-    """Flags of `memory` beside the run's own."""
+    """Adds the flags of `memory` other than the run's own."""
     parser.add_argument(
         "--world-size", type=within(int, RANKS), metavar="N", help="processes of the run; default tp x cp x pp"
     )
@@ -171,7 +171,7 @@ def add_memory_command(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Print what each pipeline rank needs. Raises UserErrors, for flags that the run would refuse, too."""
+    """Prints the memory of each pipeline rank. Raises UserErrors, also for flags that the run would reject."""
     run = parse(flags, description="Memory of the run with these flags.")
     parallel = run.parallel
     smallest = (
@@ -205,7 +205,7 @@ def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
-    """Play the schedule; print, draw and write what comes of it. Raises UserErrors."""
+    """Simulates the schedule; prints, draws and writes the result. Raises UserErrors."""
     if others:
         raise ConfigError(f"unrecognized arguments: {' '.join(others)}; python tools/plan.py schedule --help lists all")
     check_numbers(args)
@@ -230,12 +230,12 @@ def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
     print_report(timeline, formula)
     if args.offload_ratio > 0:
         kept = ", ".join(f"{chunks:g}" for chunks in chunks_near(schedule, args.offload_ratio))
-        print(f"with {args.offload_ratio:.0%} offloaded, kept in near memory by rank, in chunks: {kept}")
+        print(f"with {args.offload_ratio:.0%} offloaded, kept on the device by rank, in chunks: {kept}")
     write_files(args, timeline)
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Fill in the times that were left out. Raises ConfigError for numbers that do not go together."""
+    """Fills in omitted times. Raises ConfigError for incompatible numbers."""
     for flag in ("input_grad_time", "weight_grad_time"):
         if vars(args)[flag] is None:
             setattr(args, flag, args.forward_time)
@@ -251,7 +251,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def virtual_stages(args: argparse.Namespace) -> int | None:
-    """Chunks a rank that were asked for. Raises ConfigError where the layers do not divide into them."""
+    """Returns the requested number of chunks per rank. Raises ConfigError if the layers do not divide into them."""
     layers, a_stage = args.num_layers, args.num_layers_per_virtual_pipeline_stage
     asked, p = args.num_virtual_stages_per_pipeline_rank, args.pipeline_model_parallel_size
     if a_stage is None:
@@ -273,7 +273,7 @@ def virtual_stages(args: argparse.Namespace) -> int | None:
 
 
 def costs_of(args: argparse.Namespace, v: int) -> Costs:
-    """In seconds; a chunk takes its share of the rank's layers."""
+    """Returns costs in seconds; a chunk takes its fraction of the rank's time."""
     return Costs.uniform(
         v * args.pipeline_model_parallel_size,
         forward=args.forward_time * MS / v,
@@ -288,7 +288,7 @@ def costs_of(args: argparse.Namespace, v: int) -> Costs:
 
 
 def print_report(timeline: Timeline, formula: Formula | None) -> None:
-    """A line for the step, and a row a rank."""
+    """Prints a line for the step, and one row per rank."""
     rows = report(timeline)
     table = Table(title=headline(timeline), title_justify="left", title_style="", box=SIMPLE)
     for heading in (
@@ -320,7 +320,7 @@ def print_report(timeline: Timeline, formula: Formula | None) -> None:
 
 
 def headline(timeline: Timeline) -> str:
-    """Name, sizes, time and bubble."""
+    """Formats name, sizes, time and bubble."""
     schedule = timeline.schedule
     ranks, stages = schedule.placement.num_ranks, schedule.placement.num_stages
     sizes = f"{ranks} rank{'s' if ranks > 1 else ''}"
@@ -332,7 +332,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def write_files(args: argparse.Namespace, timeline: Timeline) -> None:
-    """The files that were asked for."""
+    """Writes the requested files."""
     if args.png is not None:
         draw(Path(args.png), timeline, headline(timeline))
     if args.trace is not None:
@@ -342,12 +342,12 @@ def write_files(args: argparse.Namespace, timeline: Timeline) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code, see `exit_code`."""
+    """Returns the exit code, see `exit_code`."""
     return exit_code(lambda: run(argv))
 
 
 def run(argv: Sequence[str]) -> None:
-    """Answer one question. Raises UserErrors."""
+    """Answers one question. Raises UserErrors."""
     args, others = build_parser().parse_known_args(argv)
     args.work(args, others)
 

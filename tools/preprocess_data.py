@@ -21,7 +21,9 @@ LOGGER = get_logger(__name__)
 
 
 def build_parser() -> FlagParser:
-    """Megatron-LM's flags of the same tool; the tokenizer's are those of training."""
+    """Returns a parser with the flags of Megatron-LM's tool of the same name; the tokenizer's flags are those of
+    training.
+    """
     parser = FlagParser(description=__doc__, allow_abbrev=False)
     add_preprocess_flags(parser, writes="PREFIX_KEY_document.bin and .idx", records="documents")
     add = parser.add_argument
@@ -32,7 +34,7 @@ def build_parser() -> FlagParser:
         type=within(int, WORKERS),
         default=1,
         metavar="N",
-        help="deal documents round to N parts and write the parts one after another, as Megatron-LM orders them "
+        help="distribute documents over N parts in turn and write the parts one after another, as in Megatron-LM "
         "(default 1; it does not change the speed, --workers does)",
     )
     add("--keep-sequential-samples", action="store_true", help="keep the input's order whatever --partitions is")
@@ -46,13 +48,13 @@ def build_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code, see `exit_code`."""
+    """Returns the exit code, see `exit_code`."""
     setup_logging(rank=0)
     return exit_code(lambda: run(build_parser().parse_args(argv)))
 
 
 def run(namespace: argparse.Namespace) -> None:
-    """Tokenize and write; say what was done. Raises UserErrors."""
+    """Tokenizes and writes; logs the result. Raises UserErrors."""
     args = vars(namespace)
     tokenizer_flags = {spec.name: args.pop(spec.name) for spec in dataclasses.fields(TokenizerConfig)}
     if tokenizer_flags["chat_template"] is not None:

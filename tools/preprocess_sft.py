@@ -1,4 +1,4 @@
-"""Instruction data in JSON lines -> tokens and which of them to train on, for finetune.py. See docs/sft.md."""
+"""Tokenizes instruction data in JSON lines, with marks for the tokens to train on, for finetune.py. See docs/sft.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOGGER = get_logger(__name__)
 
 
 def build_parser() -> FlagParser:
-    """The tokenizer's flags are those of training."""
+    """Returns a parser of the tool's flags; the tokenizer's flags are those of training."""
     parser = FlagParser(description=__doc__, allow_abbrev=False)
     add_preprocess_flags(parser, writes="PREFIX.bin and .idx, PREFIX_mask.bin and .idx", records="conversations")
     add = parser.add_argument
@@ -28,20 +28,20 @@ def build_parser() -> FlagParser:
         "--seq-length",
         type=within(int, SIZE),
         metavar="N",
-        help="leave out conversations with more tokens (default: keep all)",
+        help="skip conversations with more tokens (default: keep all)",
     )
     add("--truncate", action="store_true", help="cut them to --seq-length tokens instead")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code, see `exit_code`."""
+    """Returns the exit code, see `exit_code`."""
     setup_logging(rank=0)
     return exit_code(lambda: run(build_parser().parse_args(argv)))
 
 
 def run(namespace: argparse.Namespace) -> None:
-    """Tokenize, write, say what was done. Raises UserErrors."""
+    """Tokenizes, writes, and logs the result. Raises UserErrors."""
     args = vars(namespace)
     tokenizer_flags = {spec.name: args.pop(spec.name) for spec in dataclasses.fields(TokenizerConfig)}
     tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags), None)

@@ -1,4 +1,4 @@
-"""A small language model from nothing, on this machine's CPU, in a few minutes. `make quickstart` runs it.
+"""Trains a small language model from scratch, on this machine's CPU, in a few minutes. `make quickstart` runs it.
 
 The corpus is the source code of Python's standard library. All parts from the dataset on are commands of this project,
 printed before they run. Everything is written to ./quickstart, which is emptied first.
@@ -32,7 +32,7 @@ from megatron.training.logging.line import parse_evaluation, parse_line
 from megatron.training.logging.loss_curve import Point, draw_loss_curve
 
 ROOT = Path(__file__).resolve().parents[1]
-# Relative to ROOT, where every command runs, so that what is printed can be copied.
+# Relative to ROOT, where every command runs, so that printed commands can be copied.
 OUT = Path("quickstart")
 CORPUS, TOKENIZER, DATASET = OUT / "corpus.jsonl", OUT / "tokenizer", OUT / "data" / "stdlib"
 CHECKPOINTS, LOGS, CURVE = OUT / "checkpoints", OUT / "logs", OUT / "loss.png"
@@ -55,17 +55,17 @@ DATA_PARALLEL = "--tensor-model-parallel-size 1 --micro-batch-size 2"
 
 
 class PartFailedError(Exception):
-    """A part of the quickstart did not work; the message is the one line to show."""
+    """A part of the quickstart failed; the message is the one line to show."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0, 1 when a part failed, 2 for a word on the command line: there is nothing to choose."""
+    """Returns the exit code: 0, 1 if a part failed, 2 for a word on the command line, which takes none."""
     parser = FlagParser(description=__doc__, allow_abbrev=False)
     return exit_code(lambda: run(parser.parse_args(argv)))
 
 
 def run(_: argparse.Namespace) -> int:
-    """Run the parts in order; 0, or 1 at the first that fails."""
+    """Runs the parts in order; returns 0, or 1 at the first failure."""
     os.chdir(ROOT)
     shutil.rmtree(OUT, ignore_errors=True)
     LOGS.mkdir(parents=True)
@@ -97,13 +97,13 @@ def run(_: argparse.Namespace) -> int:
 
 
 def fail(title: str, why: str) -> int:
-    """Say on one line, below the part's own output, what did not work."""
+    """Prints one line, below the part's own output, with the failed part."""
     print(f"\nquickstart stopped at '{title}': {why}", file=sys.stderr, flush=True)
     return 1
 
 
 def collect_corpus() -> None:
-    """The running interpreter's standard library -> one JSON line a file."""
+    """Writes the running interpreter's standard library as one JSON line per file."""
     texts = read_sources(Path(sysconfig.get_path("stdlib")))
     with open(CORPUS, "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
@@ -111,7 +111,7 @@ def collect_corpus() -> None:
 
 
 def read_sources(folder: Path) -> list[str]:
-    """The texts of all .py files below `folder` but installed packages, in an order that is shuffled and always the same.
+    """Returns the texts of all .py files below `folder` except installed packages, in a fixed shuffled order.
 
     --split takes the held-out documents from the end: in the order of their names they would be a few packages.
     """
@@ -122,7 +122,7 @@ def read_sources(folder: Path) -> list[str]:
 
 
 def train_tokenizer() -> None:
-    """A byte-level BPE, learnt from every fourth document, as a Hugging Face folder."""
+    """Trains a byte-level BPE on every fourth document and saves it as a Hugging Face folder."""
     with open(CORPUS, encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for number, line in enumerate(file) if number % 4 == 0]
     save_tokenizer(texts, VOCABULARY, TOKENIZER)
@@ -130,7 +130,7 @@ def train_tokenizer() -> None:
 
 
 def save_tokenizer(texts: Sequence[str], vocabulary: int, folder: Path) -> None:
-    """Train on `texts` and write what AutoTokenizer loads; END_OF_TEXT is its eos token."""
+    """Trains on `texts` and writes files for AutoTokenizer; END_OF_TEXT is its eos token."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -145,40 +145,40 @@ def save_tokenizer(texts: Sequence[str], vocabulary: int, folder: Path) -> None:
 
 
 def preprocess() -> None:
-    """JSON lines -> .bin/.idx."""
+    """Converts JSON lines to .bin/.idx."""
     flags = f"--input {CORPUS} --output-prefix {DATASET} --workers 2 --append-eod {TOKENIZER_FLAGS}"
     run_command("preprocess", [python(), "tools/preprocess_data.py", *flags.split()])
 
 
 def pretrain() -> None:
-    """The first leg: one replica, its layers cut in two. --exit-interval ends it before the run is over."""
+    """Runs the first part: one replica, its layers sharded over two ranks. --exit-interval ends it early."""
     flags = f"{TENSOR_PARALLEL} --exit-interval {FIRST_LEG}"
     run_command("pretrain_tp2", training(flags, ITERATIONS))
 
 
 def resume() -> None:
-    """The second leg: the same run from its checkpoint, now two whole replicas."""
+    """Runs the second part: the same run from its checkpoint, now with two replicas."""
     run_command("resume_dp2", training(f"{DATA_PARALLEL} --load {CHECKPOINTS}", ITERATIONS))
 
 
 def training(flags: str, iterations: int) -> list[str]:
-    """The command that trains on two processes to `iterations`, under the layout that `flags` give."""
+    """Returns the command that trains on two processes to `iterations`, under the layout of `flags`."""
     return [*torchrun(), "pretrain_gpt.py", *TRAIN_FLAGS.split(), "--train-iters", str(iterations), *flags.split()]
 
 
 def generate() -> None:
-    """A continuation of PROMPT by the last checkpoint."""
+    """Continues PROMPT with the last checkpoint."""
     run_command("generate", generation(PROMPT))
 
 
 def generation(prompt: str) -> list[str]:
-    """The command that continues `prompt`."""
+    """Returns the command that continues `prompt`."""
     flags = f"--load {CHECKPOINTS} --max-new-tokens 64 --temperature 0.8 --top-p 0.95"
     return [python(), "tools/generate.py", *flags.split(), "--prompt", prompt]
 
 
 def draw() -> None:
-    """Losses of both legs, from their log lines."""
+    """Draws the losses of both parts from their log lines."""
     train, validation = read_losses([LOGS / "pretrain_tp2.log", LOGS / "resume_dp2.log"])
     entropy = unigram_entropy(IndexedDataset(f"{DATASET}_text_document"))
     title = f"LLaMA on Python's sources: TP 2 to iteration {FIRST_LEG}, then DP 2"
@@ -189,7 +189,7 @@ def draw() -> None:
 
 
 def read_losses(logs: Sequence[Path]) -> tuple[list[Point], list[Point]]:
-    """(training, validation) losses by iteration, from the lines that runs print."""
+    """Returns (training, validation) losses by iteration, from the lines that runs print."""
     lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
     train = [fields for line in lines if "lm loss" in (fields := parse_line(line))]
     validation = [fields for line in lines if "iteration" in (fields := parse_evaluation(line))]
@@ -201,7 +201,7 @@ def read_losses(logs: Sequence[Path]) -> tuple[list[Point], list[Point]]:
 
 
 def unigram_entropy(dataset: IndexedDataset) -> float:
-    """Entropy of the tokens' frequencies, nats: the loss of a model that knows how often each token occurs, no more."""
+    """Returns the entropy of the tokens' frequencies in nats: the loss of a model that knows only these frequencies."""
     counts = np.zeros(0, np.int64)
     for sequence in range(len(dataset)):
         more = np.bincount(dataset.get(sequence), minlength=len(counts))
@@ -212,7 +212,7 @@ def unigram_entropy(dataset: IndexedDataset) -> float:
 
 
 def summary(seconds: Mapping[str, float]) -> str:
-    """What was made and where, how good it is, what took how long, and what to try next."""
+    """Returns a summary: the files, the losses, the times, and commands to try next."""
     train, validation = read_losses([LOGS / "pretrain_tp2.log", LOGS / "resume_dp2.log"])
     dataset = IndexedDataset(f"{DATASET}_text_document")
     tokens = int(np.sum(dataset.sequence_lengths, dtype=np.int64))
@@ -238,7 +238,7 @@ def summary(seconds: Mapping[str, float]) -> str:
 
 
 def try_next() -> list[str]:
-    """Commands that work on what was made, each below a line that says what it does."""
+    """Returns commands to try with the results, each below a line that explains it."""
     longer = training(f"{DATA_PARALLEL} --load {CHECKPOINTS} --override-opt-param-scheduler", 2 * ITERATIONS)
     commands = {
         "Another prompt": generation("class Queue:"),
@@ -249,21 +249,21 @@ def try_next() -> list[str]:
 
 
 def python() -> str:
-    """This interpreter, as a path from ROOT where it lies below it."""
+    """Returns this interpreter, as a path relative to ROOT if it lies below it."""
     path = Path(sys.executable)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def torchrun() -> list[str]:
-    """The launcher beside this interpreter, for two processes that share the cores."""
-    # torchrun alone would give each process one thread; the matrices are too small for more than four.
+    """Returns the launcher of this interpreter's environment, for two processes that share the cores."""
+    # torchrun by default gives each process one thread; the matrices are too small for more than four.
     threads = min(4, max(1, (os.cpu_count() or 2) // 2))
     launcher = str(Path(python()).with_name("torchrun"))
     return ["env", f"OMP_NUM_THREADS={threads}", launcher, "--standalone", "--nproc-per-node", "2"]
 
 
 def run_command(name: str, command: Sequence[str]) -> None:
-    """Print a command, run it, and keep its output in LOGS/name.log. Raises PartFailedError when it fails."""
+    """Prints a command, runs it, and keeps its output in LOGS/name.log. Raises PartFailedError if it fails."""
     log = LOGS / f"{name}.log"
     print(f"{format_command(command)}\n", flush=True)
     code = stream(command, log, terminal=sys.stdout.isatty())
@@ -272,7 +272,7 @@ def run_command(name: str, command: Sequence[str]) -> None:
 
 
 def format_command(command: Sequence[str], width: int = 110) -> str:
-    """The command as it is typed, broken before flags into lines of at most `width` columns where that is possible."""
+    """Formats the command as it is typed, broken before flags into lines of at most `width` columns if possible."""
     chunks: list[list[str]] = [[]]
     for word in command:
         if word.startswith("--"):
@@ -287,9 +287,9 @@ def format_command(command: Sequence[str], width: int = 110) -> str:
 
 
 def stream(command: Sequence[str], log: Path, *, terminal: bool) -> int:
-    """Run a command; its output goes to stdout as it comes, and to `log` in plain text. Returns the exit code.
+    """Runs a command; its output goes to stdout immediately, and to `log` in plain text. Returns the exit code.
 
-    terminal: let the command write to a terminal of its own, so that it draws its progress bar.
+    With `terminal` the command writes to a pseudo-terminal, so that it draws its progress bar.
     """
     source, sink = os.openpty() if terminal else os.pipe()
     environment = {**os.environ, "COLUMNS": str(shutil.get_terminal_size().columns)}
@@ -310,13 +310,13 @@ def stream(command: Sequence[str], log: Path, *, terminal: bool) -> int:
 
 
 def plain_text(text: str) -> str:
-    """A terminal's text without escape sequences, and of each line only what was drawn last."""
+    """Returns a terminal's text without escape sequences, with only the final state of each line."""
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def _read(source: int) -> bytes:
-    """Some bytes, or none at the end, which Linux reports as an error when `source` is a terminal."""
+    """Reads some bytes, or none at the end, which Linux reports as an error if `source` is a terminal."""
     try:
         return os.read(source, 1 << 16)
     except OSError:

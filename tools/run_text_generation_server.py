@@ -48,13 +48,13 @@ from megatron.tooling.tool import (
 from megatron.training.setup import together
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
-DEFAULT_CONTEXT = 8192  # where the model takes more: the cache is allocated for every row
-GRACE_SECONDS = 10  # for answers that are under way when the server is told to end
+DEFAULT_CONTEXT = 8192  # limit for models that allow more: the cache is allocated for every row
+GRACE_SECONDS = 10  # for running answers when the server is told to end
 log = get_logger(__name__)
 
 
 def build_parser() -> FlagParser:
-    """The tool's own flags."""
+    """Returns a parser of the tool's flags."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
@@ -69,9 +69,13 @@ def build_parser() -> FlagParser:
     add(
         "--api-key",
         metavar="TEXT",
-        help=f"clients must send it; better given in {KEY_VARIABLE}, which ps does not show",
+        help=f"clients must send it; {KEY_VARIABLE} is safer, because ps does not show it",
     )
-    add("--served-model-name", metavar="NAME", help="as clients call it (default: the name of the model's folder)")
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="model name for clients (default: the name of the model's folder)",
+    )
     add(
         "--max-batch-size",
         type=within(int, SIZE),
@@ -99,7 +103,7 @@ def build_parser() -> FlagParser:
         metavar="N",
         help=f"longest prompt and answer together (default: the model's limit, at most {DEFAULT_CONTEXT})",
     )
-    # Left out of the namespace when not given, as the tokenizer's other flags.
+    # Omitted from the namespace if not given, like the tokenizer's other flags.
     add(
         "--chat-template",
         default=argparse.SUPPRESS,
@@ -112,7 +116,9 @@ def build_parser() -> FlagParser:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Check everything that needs no other process, load, serve until SIGTERM or Ctrl-C. Collective over the world."""
+    """Checks everything that needs no other process, loads, and serves until SIGTERM or Ctrl-C. Collective over the
+    world.
+    """
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     if key == "":
         raise ConfigError("the API key is empty, which keeps nobody out; give one, or none at all")
@@ -153,7 +159,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket that nobody can connect to yet. Raises ConfigError, before the model is loaded."""
+    """Returns a socket that does not accept connections yet. Raises ConfigError, before the model is loaded."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -165,16 +171,19 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def most_connections(requests: int) -> int:
-    """Room for the requests that run or wait, and as much for idle connections that clients keep, but no more than half of
-    the files that this process may open."""
+    """Returns the limit of connections: the running and waiting requests, and as many idle connections that clients
+    keep.
+
+    It is at most half of the files that this process may open.
+    """
     wanted, files = 2 * requests + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return wanted if files == resource.RLIM_INFINITY else min(wanted, files // 2)
 
 
 def lead(engine: Engine, app: FastAPI, listener: socket.socket, name: str, max_connections: int) -> None:
-    """Serve until a signal, or until the engine fails; then raise what it failed with.
+    """Serves until a signal, or until the engine fails; then raises the engine's error.
 
-    The event loop has the main thread, where signals arrive, and the engine one of its own.
+    The event loop has the main thread, where signals arrive, and the engine has a separate one.
     """
     config = configure(app, max_connections, grace_seconds=GRACE_SECONDS)
     server = uvicorn.Server(config)
@@ -186,7 +195,7 @@ def lead(engine: Engine, app: FastAPI, listener: socket.socket, name: str, max_c
             server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn handles both while it runs, and afterwards sends them once more to whoever handled them before.
+        # uvicorn handles both while it runs, and afterwards sends them again to the previous handlers.
         signal.signal(number, lambda *_: None)
     thread = threading.Thread(target=compute, name="engine")
     thread.start()
@@ -203,7 +212,9 @@ def lead(engine: Engine, app: FastAPI, listener: socket.socket, name: str, max_c
 
 
 def follow(decoder: SlotDecoder) -> None:
-    """Compute with the first rank until it ends. Signals are sent to all ranks: that one decides when to stop."""
+    """Computes with the first rank until it ends. Signals are sent to all ranks, but the first rank decides when to
+    stop.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     decoder.follow()

@@ -1,1 +1,1 @@
-"""Hosts emulated on one machine, and what is measured on them. Needs root and iproute2."""
+"""Benchmarks on hosts that are emulated on one machine. They need root and iproute2."""

@@ -1,9 +1,9 @@
-"""Context parallelism between emulated hosts: how equal the attention is, how much of the communication is hidden, and
-torch's own ring on the same layer.
+"""Context parallelism between emulated hosts: balance of the attention and overlap of its communication.
 
-One decoder layer (hidden 128, 4 heads, fp32, 8192 tokens) whose sequence is cut over 2 and over 4 hosts, one process each.
-The links' rate is set so that a hop of the ring takes a share of the time that the attention beside it takes. The ways
-take turns in the same processes, each step once with and once without communication. Prints one table.
+torch's own ring attention runs on the same layer. One decoder layer (hidden 128, 4 heads, fp32, 8192 tokens) has its
+sequence sharded over 2 and over 4 hosts, one process each. The links' rate is set so that a hop of the ring takes a
+given fraction of the time of the attention that overlaps it. The methods alternate in the same processes, each step
+once with and once without communication. Prints one table.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from benchmarks.cluster.tensor_parallel import slowest
 
 WORKER = "benchmarks.cluster.context_worker"
 WAYS = ("p2p", "all_gather", "a2a", "torch-alltoall", "torch-allgather")
-SEQUENCE, HIDDEN, FP32 = 8192, 128, 4  # the worker's; a test compares them
-FREE_RATE = 10_000.0  # Mbit/s: while compute alone is measured
+SEQUENCE, HIDDEN, FP32 = 8192, 128, 4  # equal to the worker's; a test compares them
+FREE_RATE = 10_000.0  # Mbit/s, while compute alone is measured
 CALIBRATION_ROUNDS = 5
-SAME = 1e-4  # by which gradients of the ways may differ
+SAME = 1e-4  # maximum relative difference between the gradients of the methods
 
 LEGEND = (
     "step: median seconds of forward and backward, slowest rank. alone: without communication, in the same rounds.\n"
@@ -42,7 +42,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One way over one number of hosts."""
+    """One method over one number of hosts."""
 
     hosts: int
     rate: float  # Mbit/s
@@ -54,24 +54,24 @@ class Row:
     fastest_alone: float
     exposed: float
     sent: float
-    flops: Sequence[int]  # of each rank; empty where they are not counted
+    flops: Sequence[int]  # of each rank; empty if not counted
 
     @property
     def share(self) -> float:
-        """Of the step that communication adds."""
+        """Exposed communication as a fraction of the step."""
         return self.exposed / self.step
 
     @property
     def at_best(self) -> float:
-        """The same of the fastest steps: what a busy machine disturbs least."""
+        """The same fraction for the fastest steps, which a busy machine disturbs least."""
         return 1.0 - self.fastest_alone / self.fastest
 
 
 def main() -> int:
-    """Print the table, a row a (hosts, way)."""
+    """Prints the table, one row per (hosts, method)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--hop", type=float, default=0.7, help="a hop of the ring / the attention beside it")
+    parser.add_argument("--hop", type=float, default=0.7, help="time of a ring hop / time of the attention")
     parser.add_argument("--rounds", type=int, default=7, help="steps of every way")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/context_parallel"))
     args = parser.parse_args()
@@ -92,13 +92,13 @@ def main() -> int:
 
 
 def measure(hosts: int, hop: float, rounds: int, output: Path) -> list[Row]:
-    """All ways over `hosts`. Raises ClusterError and FleetError, also where ways do not compute the same."""
+    """Measures all methods over `hosts`. Raises ClusterError and FleetError, also if methods compute different results."""
     with Cluster(hosts, FREE_RATE) as cluster, Fleet(cluster, WAYS, sys.executable, output, WORKER) as fleet:
         flops = fleet.ask({"flops": True}, f"{hosts} hosts, counting")
-        beside = fleet.ask({"ring": CALIBRATION_ROUNDS}, f"{hosts} hosts, attention alone")
-        rate = rate_for(hop, statistics.median(slowest([rank["seconds"] for rank in beside])), hosts)
+        alone = fleet.ask({"ring": CALIBRATION_ROUNDS}, f"{hosts} hosts, attention alone")
+        rate = rate_for(hop, statistics.median(slowest([rank["seconds"] for rank in alone])), hosts)
         cluster.set_rate(rate)
-        # One step of each that does not count: connections find the new rate.
+        # Run one step each without measuring it, so that connections adapt to the new rate.
         fleet.ask({"rounds": 1}, f"{hosts} hosts, {rate:.0f} Mbit/s")
         ranks = fleet.ask({"rounds": rounds}, f"{hosts} hosts, {rate:.0f} Mbit/s")
         check_same(ranks)
@@ -106,13 +106,15 @@ def measure(hosts: int, hop: float, rounds: int, output: Path) -> list[Row]:
 
 
 def rate_for(hop: float, seconds: float, hosts: int) -> float:
-    """Mbit/s at which a rank's keys and values take `hop` of the `seconds` of a ring step's attention."""
+    """Returns the rate in Mbit/s at which a rank's keys and values take `hop` of the `seconds` of a ring step's
+    attention.
+    """
     nbytes = 2 * SEQUENCE // hosts * HIDDEN * FP32
     return nbytes * 8e-6 / (hop * seconds)
 
 
 def check_same(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise FleetError unless all ways found the same gradient of the layer's input."""
+    """Raises FleetError unless all methods computed the same gradient of the layer's input."""
     for number, rank in enumerate(ranks):
         expected = rank[WAYS[0]]["gradient"]
         for name in WAYS:
@@ -127,7 +129,7 @@ def make_rows(
     ranks: Sequence[Mapping[str, Any]],
     flops: Sequence[Mapping[str, int]],
 ) -> list[Row]:
-    """A row a way from every rank's figures, by way."""
+    """Returns one row per method from every rank's figures, by method."""
     rows = []
     for name, title in titles.items():
         steps, alone = (slowest([rank[name][field] for rank in ranks]) for field in ("seconds", "alone"))
@@ -150,7 +152,7 @@ def make_rows(
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Formats a row of the table."""
     text = (
         f"{row.hosts:2} {row.rate:6.0f}  {row.way:24} {row.step:7.3f} {f'{row.fastest:.3f}-{row.slowest:.3f}':>13} "
         f"{row.alone:7.3f} {row.exposed:9.3f} {row.share:6.1%} {row.at_best:7.1%} {row.sent / 1e6:7.1f}"

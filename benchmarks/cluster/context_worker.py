@@ -1,5 +1,6 @@
-"""The process of one host for context_parallel.py: a decoder layer on a sequence cut over all hosts, its attention done in
-several ways. Talks as worker.py does: JSON lines on stdin and stdout.
+"""The process of one host for context_parallel.py: a decoder layer on a sequence sharded over all hosts.
+
+It runs the attention with several methods, and communicates like worker.py: JSON lines on stdin and stdout.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ WAYS = {**{kind: f"--cp-comm-type {kind}" for kind in OURS}, **PEERS}
 
 
 class Counter:
-    """Attention FLOPs asked of a kernel: 4 d a visible pair and head forward, 10 d backward."""
+    """Counts the attention FLOPs of a kernel: 4 d per visible pair and head forward, 10 d backward."""
 
     def __init__(self) -> None:
         self.flops = 0
 
     def wrap(self, kernels: Kernels) -> Kernels:
-        """The same kernels, counted."""
+        """Wraps kernels with counting."""
         blocks, whole = kernels.block_attention, kernels.attention
 
         def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -91,7 +92,7 @@ class Counter:
 
 
 def make_layer(groups: Groups, name: str, kernels: Kernels) -> TransformerLayer:
-    """The decoder layer with one of WAYS; the same weights in all."""
+    """Returns the decoder layer with one of WAYS; the weights are the same in all."""
     config = ModelConfig(**SHAPE)
     kind = name if name in OURS else "p2p"
     build = Build(config, groups, False, kernels, RngTracker(1, groups, CPU), CPU, cp_comm_types=(kind,))
@@ -103,7 +104,7 @@ def make_layer(groups: Groups, name: str, kernels: Kernels) -> TransformerLayer:
 
 
 def step(layer: TransformerLayer, x: Tensor) -> float:
-    """Forward and backward; the loss of this rank's tokens."""
+    """Runs forward and backward; returns the loss of this rank's tokens."""
     x.grad = None
     layer.zero_grad()
     loss = layer(x, Positions(None, None)).square().mean()
@@ -113,7 +114,7 @@ def step(layer: TransformerLayer, x: Tensor) -> float:
 
 @contextlib.contextmanager
 def silent(size: int) -> Iterator[None]:
-    """The same computations of the same shapes on whatever is here: nothing is communicated."""
+    """Replaces communication by local tensors of the same shapes, so that only the computations remain."""
 
     def gathered(x: Tensor, group: Group) -> tuple[Tensor, Handle]:
         return x.repeat(size, *[1] * (x.dim() - 1)), Handle("all_gather", group, None, ())
@@ -136,7 +137,7 @@ def silent(size: int) -> Iterator[None]:
 def measure(
     layers: dict[str, TransformerLayer], rounds: int, x: Tensor, world: Group, tell: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Name -> seconds and bytes of every step, and of every step without communication, in turns. Collective."""
+    """Returns name -> seconds and bytes of every step, and seconds without communication, alternating. Collective."""
     fields = ("seconds", "alone", "sent")
     found: dict[str, dict[str, Any]] = {name: {field: [] for field in fields} for name in layers}
     for number, (name, layer) in itertools.product(range(rounds), layers.items()):
@@ -146,7 +147,7 @@ def measure(
         found[name]["loss"] = step(layer, x)
         found[name]["seconds"].append(time.perf_counter() - started)
         found[name]["gradient"] = float(x.grad.norm()) if x.grad is not None else 0.0
-        barrier(world)  # all that this rank has sent is out
+        barrier(world)  # wait until all data of this rank is sent
         found[name]["sent"].append(int(SENT.read_text()) - sent)
         with silent(world.size):
             started = time.perf_counter()
@@ -156,7 +157,7 @@ def measure(
 
 
 def ring_step_seconds(groups: Groups, kernels: Kernels, rounds: int) -> list[float]:
-    """Attention of one ring step, forward, without communication. Collective."""
+    """Returns the seconds of the attention of one ring step, forward, without communication. Collective."""
     attention = RingAttention(groups.cp, kernels.block_attention)
     q, k, v = torch.randn(3, SEQUENCE // groups.cp.size, MICRO_BATCH, HEADS, HIDDEN // HEADS).unbind()
     seconds = []
@@ -170,7 +171,7 @@ def ring_step_seconds(groups: Groups, kernels: Kernels, rounds: int) -> list[flo
 
 
 def counted(groups: Groups, kernels: Kernels, x: Tensor) -> dict[str, int]:
-    """Attention FLOPs of this rank's step, by way of ours. Collective."""
+    """Returns the attention FLOPs of this rank's step, by method of this program. Collective."""
     found = {}
     for name in OURS:
         counter = Counter()
@@ -180,7 +181,7 @@ def counted(groups: Groups, kernels: Kernels, x: Tensor) -> dict[str, int]:
 
 
 def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], names: Sequence[str]) -> None:
-    """Join the world, build, and answer every line: {"flops": true}, {"ring": rounds} or {"rounds": n}."""
+    """Joins the world, builds the layers, and answers every line: {"flops": true}, {"ring": rounds} or {"rounds": n}."""
     rank, world_size, _ = launch_environment()
     heartbeat = connect(rank, world_size, backend="gloo", timeout_seconds=TIMEOUT_SECONDS)
     groups = create_groups(Mesh.create(world_size, cp=world_size), rank, heartbeat, TIMEOUT_SECONDS)

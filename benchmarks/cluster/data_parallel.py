@@ -1,7 +1,7 @@
-"""Data parallelism on emulated hosts: seconds a step, bytes on the wire and memory of this project and its peers.
+"""Data parallelism on emulated hosts: seconds per step, bytes sent and memory of this project and other libraries.
 
-One model of about 17M parameters, fp32, micro batch 2 x 256 tokens, one process a host. All systems take turns in the
-same processes, so that what else the machine does meets all alike. Writes the table as PNG and every figure as JSON.
+One model of about 17M parameters, fp32, micro batch 2 x 256 tokens, one process per host. All systems alternate in the
+same processes, so that other load on the machine affects all equally. Writes the table as PNG and every figure as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.cluster.systems import NEEDS_DEEPSPEED, SYSTEMS, count_parameter
 
 
 def main() -> int:
-    """Print the table, a row a (hosts, rate, GA, system)."""
+    """Prints the table, one row per (hosts, rate, GA, system)."""
     args = parse()
     rows: list[Row] = []
     print(LEGEND + "\n\n" + HEADER, flush=True)
@@ -43,13 +43,13 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = [name for name in SYSTEMS if name not in NEEDS_DEEPSPEED]
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 400, 200, 100], help="Mbit/s of every link")
-    parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 8], help="microbatches a step")
-    parser.add_argument("--steps", type=int, default=7, help="timed steps a system and cell, in two rounds")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 8], help="microbatches per step")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps per system and cell, in two rounds")
     parser.add_argument("--systems", nargs="+", default=usual, choices=list(SYSTEMS), help="besides compute alone")
     parser.add_argument("--python", default=sys.executable, help="runs the hosts' processes (one that has DeepSpeed)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/data_parallel"))
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(fleet: Fleet, cell: Cell, steps: int) -> list[Row]:
-    """The rows of one cell, printed as they come."""
+    """Returns the rows of one cell, and prints them as they are measured."""
     fleet.cluster.set_rate(cell.rate)
     where = f"{cell.hosts} hosts, {cell.rate:g} Mbit/s, GA {cell.accumulation}"
     rounds = [part for part in (-(-steps // 2), steps // 2) if part]
@@ -76,7 +76,7 @@ def measure(fleet: Fleet, cell: Cell, steps: int) -> list[Row]:
 
 
 def write(folder: Path, rows: list[Row]) -> None:
-    """All figures so far, and their picture."""
+    """Writes all figures so far, and their picture."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data_parallel.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     draw(rows, folder / "data_parallel.png")

@@ -1,8 +1,8 @@
-"""What a training job does when a link of its cluster goes down, and when one is slow and loses packets.
+"""Tests a training job when a link of its cluster goes down, and when a link is slow and loses packets.
 
 link-down: in the middle of a run one host's link goes down. Every rank must end within the timeout and name the
-collective that failed and the ranks that are missing. bad-link: one host's link gets delay and loss. Losses must be those
-of a good link, digit by digit; the table says how much slower steps are. Each set of flags is one run of its own.
+collective that failed and the missing ranks. bad-link: one host's link gets delay and loss. Losses must equal those of
+a good link in every digit; the table shows how much slower steps are. Each set of flags is a separate run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from benchmarks.cluster.job import Job, JobError
 from megatron.training.logging.line import parse_line
 
 START_SECONDS = 120.0
-GRACE_SECONDS = 15.0  # after the timeout: to find out who is missing, to say so, to end
+GRACE_SECONDS = 15.0  # after the timeout: to find the missing ranks, to report them, to end
 NAMED = re.compile(r"error on rank \d+: .*\w+ number \d+ on group \w+ \(ranks [^)]*\) failed after .*\brank \d+\b")
 
 
 def main() -> int:
-    """0 when everything held, 1 when not, 2 when the machine cannot hold a cluster."""
+    """Returns 0 on success, 1 on failure, 2 if the machine cannot emulate a cluster."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("faults", nargs="*", default=["link-down", "bad-link"], help="link-down, bad-link or both")
     parser.add_argument("--hosts", type=int, default=2)
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--loss", type=float, default=0.01, help="fraction of packets, for bad-link")
     parser.add_argument("--iterations", type=int, default=12, help="for bad-link")
     parser.add_argument(
-        "--flags", action="append", help="flags of a run, quoted: --flags='--a --b'; once a run to compare"
+        "--flags", action="append", help="flags of a run, quoted: --flags='--a --b'; once per run to compare"
     )
     args = parser.parse_args()
     args.flags = args.flags or [""]
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def link_down(args: argparse.Namespace, flags: str) -> bool:
-    """Pull the last host's cable after some steps; print what each rank said and when. Whether all ended in time."""
+    """Disconnects the last host after some steps; prints the errors of each rank. Returns whether all ended in time."""
     print(
         f"\nlink down at host {args.hosts - 1} of {args.hosts}, timeout {args.timeout:g} s, flags: {flags or '(none)'}"
     )
@@ -84,7 +84,9 @@ def link_down(args: argparse.Namespace, flags: str) -> bool:
 
 
 def bad_link(args: argparse.Namespace) -> bool:
-    """A row a set of flags: seconds a step on good links and with one bad link. Whether all losses are the same."""
+    """Prints seconds per step on good links and with a bad link, per set of flags. Returns whether all losses are
+    equal.
+    """
     print(
         f"\n{args.hosts} hosts at {args.rate:g} Mbit/s; the last one's link gets {args.delay_ms:g} ms each way and loses "
         f"{args.loss:.1%} of packets; median of {args.iterations} steps\n"
@@ -101,7 +103,7 @@ def bad_link(args: argparse.Namespace) -> bool:
 
 
 def train(args: argparse.Namespace, flags: str, *, bad: bool) -> tuple[float, list[str]]:
-    """(median seconds a step, the printed loss of every step) of one run."""
+    """Returns (median seconds per step, the printed loss of every step) of one run."""
     with Cluster(args.hosts, args.rate) as cluster:
         if bad:
             cluster.impair(args.hosts - 1, delay_ms=args.delay_ms, loss=args.loss)
@@ -113,7 +115,7 @@ def train(args: argparse.Namespace, flags: str, *, bad: bool) -> tuple[float, li
 
 
 def read_log(lines: Sequence[str], iterations: int) -> tuple[float, list[str]]:
-    """(median seconds a step without the first, loss of every step as it was printed)."""
+    """Returns (median seconds per step without the first, loss of every step as printed)."""
     steps = [line for line in lines if "lm loss:" in line and "iteration" in line]
     if len(steps) != iterations:
         raise JobError(

@@ -1,4 +1,4 @@
-"""From measured seconds and bytes to the rows of the table: bounds, ratios, text. Pure."""
+"""Converts measured seconds and bytes to the rows of the table: bounds, ratios, text. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,42 +12,46 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Cell:
-    """What the systems are compared in."""
+    """The conditions under which the systems are compared."""
 
     hosts: int
-    rate: float  # Mbit/s, each link and direction
-    accumulation: int  # microbatches a step
+    rate: float  # Mbit/s, per link and direction
+    accumulation: int  # microbatches per step
 
 
 @dataclass(frozen=True)
 class Row:
-    """One system in one cell. Times are medians over steps of the slowest rank; bytes and memory are the largest rank's."""
+    """One system in one cell. Times are medians over steps of the slowest rank; bytes and memory are the largest
+    rank's.
+    """
 
     cell: Cell
     system: str
     step: float  # seconds
     fastest: float
     slowest: float
-    bound: float  # seconds a step takes at least, with perfect overlap
+    bound: float  # lower bound of the seconds per step, with perfect overlap
     compute: float  # seconds of a step without communication
-    sent: float  # bytes a rank and step
-    wire_bytes: float  # what the system's collectives must send
+    sent: float  # bytes per rank and step
+    wire_bytes: float  # the bytes that the system's collectives must send
     memory: int  # bytes of gradients, optimizer state and buffers
     loss: float
 
 
 def step_bound(cell: Cell, forward: float, backward: float, numel: int) -> float:
-    """Seconds: max(F, AG) + max(B, RS) + the other microbatches' compute.
+    """Returns the lower bound in seconds: max(F, AG) + max(B, RS) + the other microbatches' compute.
 
-    The all-gather can hide only behind the first forward, the reduce-scatter only behind the last backward. `numel`
-    fp32 elements, of which a rank sends (N-1)/N in each.
+    The all-gather can overlap only with the first forward, the reduce-scatter only with the last backward. `numel` fp32
+    elements, of which a rank sends (N-1)/N in each.
     """
     wire = FP32 * numel * (cell.hosts - 1) / cell.hosts / (cell.rate * 1e6 / 8)
     return max(forward, wire) + max(backward, wire) + (cell.accumulation - 1) * (forward + backward)
 
 
 def make_rows(cell: Cell, numel: int, titles: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row a system from every rank's figures (worker.Measured as dictionaries, by system); "compute" must be there."""
+    """Returns one row per system from every rank's figures (worker.Measured as dictionaries); "compute" must be
+    included.
+    """
     forward = max(rank["compute"]["forward"] for rank in ranks)
     backward = max(rank["compute"]["backward"] for rank in ranks)
     bound = step_bound(cell, forward, backward, numel)
@@ -75,7 +79,7 @@ def make_rows(cell: Cell, numel: int, titles: Mapping[str, str], ranks: Sequence
 
 
 def slowest_rank(times: Sequence[Sequence[float]]) -> list[float]:
-    """[rank][step] -> the largest of each step."""
+    """[rank][step] -> the maximum of each step."""
     return [max(step) for step in zip(*times, strict=True)]
 
 
@@ -91,7 +95,7 @@ LEGEND = (
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Formats a row of the table."""
     cell = row.cell
     wire = (
         f"{row.sent / 1e6:8.1f} {row.wire_bytes / 1e6:8.1f} {row.sent / row.wire_bytes:6.3f}" if row.wire_bytes else ""
@@ -103,6 +107,6 @@ def line(row: Row) -> str:
 
 
 def losses_agree(rows: Sequence[Row], limit: float = 1e-3) -> bool:
-    """Whether all systems that train came to the same loss: then all have done the same work."""
+    """Returns whether all training systems have the same loss, which shows that they have done the same work."""
     losses = [row.loss for row in rows if row.wire_bytes]
     return not losses or max(losses) - min(losses) <= limit * max(losses)

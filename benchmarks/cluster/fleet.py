@@ -1,4 +1,4 @@
-"""The worker processes of a cluster, one a host, and the conversation with them."""
+"""The worker processes of a cluster, one per host, and the communication with them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WORKER = "benchmarks.cluster.worker"
 
 
 class FleetError(Exception):
-    """A worker has ended or said something unexpected."""
+    """A worker has ended or sent an unexpected answer."""
 
 
 class Fleet:
-    """Workers that have built their systems and wait for requests. A context manager; the cluster kills what is left."""
+    """Workers that have built their systems and wait for requests. A context manager; the cluster kills remaining ones."""
 
     def __init__(self, cluster: Cluster, systems: Sequence[str], python: str, logs: Path, module: str = WORKER) -> None:
-        """`python` runs the workers, which are `module`; what they print goes to files in `logs`."""
+        """`python` runs the workers, which are `module`; their output goes to files in `logs`."""
         self.cluster = cluster
         self.titles: dict[str, str] = {}
         self._systems, self._python, self._logs, self._module = list(systems), python, logs, module
@@ -77,7 +77,7 @@ class Fleet:
                 worker.wait()
 
     def ask(self, request: dict[str, Any], where: str) -> list[dict[str, Any]]:
-        """Send a request to all workers; their answers in rank order. `where` is shown with the progress."""
+        """Sends a request to all workers; returns their answers in rank order. `where` is shown with the progress."""
         for worker in self._workers:
             assert worker.stdin
             worker.stdin.write(json.dumps(request) + "\n")
@@ -106,7 +106,7 @@ class Fleet:
 
 
 def host_environment(cluster: Cluster, rank: int, threads: int) -> dict[str, str]:
-    """What a process on host `rank` needs to meet the others, one process a host."""
+    """Returns the environment that a process on host `rank` needs to join the others, one process per host."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -122,6 +122,6 @@ def host_environment(cluster: Cluster, rank: int, threads: int) -> dict[str, str
 
 
 def show_progress(text: str) -> None:
-    """One line that is written over, on a terminal only."""
+    """Shows one line that is overwritten, on a terminal only."""
     if sys.stderr.isatty():
         print(f"\r{text[:110]:110}", end="\r" if not text else "", file=sys.stderr, flush=True)

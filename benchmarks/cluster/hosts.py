@@ -1,20 +1,24 @@
-"""Hosts on one machine: network namespaces on a bridge, links of a set rate in both directions. Root and iproute2 only.
+"""Emulates hosts on one machine: network namespaces on a bridge, with links of a set rate in both directions.
 
-[Note: what a link is]
+It needs root and iproute2.
+
+[Note: model of a link]
 A host is a network namespace with one interface, eth0. The other end of that veth pair is the host's port on a bridge:
 
-    [namespace: eth0] ---- [port, relay while impaired, bridge] ---- the other hosts
+  [namespace: eth0] ---- [port, relay while impaired, bridge] ---- the other hosts
 
-Two token buckets shape it: on eth0 (what the host sends) and on the port (what it receives). So both directions carry
-the full rate at once, and several senders to one host share that host's rate, as behind a switch without contention
-inside. The MTU is 9000, as clusters have it: headers cost 0.7 % of the rate. Inside the machine TCP hands over packets
-of up to 160 KB that are never cut ("super-packets"), which keeps the processor's part small; the buckets count them with
-the headers their pieces would have, the interface's byte counters do not (0.1 %).
+Two token buckets shape it: on eth0 (data that the host sends) and on the port (data that it receives). So both
+directions carry the full rate at once, and several senders to one host share that host's rate, as behind a switch
+without internal contention. The MTU is 9000, as in clusters: headers take 0.7 % of the rate. Inside the machine TCP
+passes packets of up to 160 KB that are never split ("super-packets"), which keeps the processor load small; the buckets
+count them with the headers of the split packets, the interface's byte counters do not (0.1 %).
 
-A bucket's queue is bounded in bytes, and the receive window of every connection as well: what one sender may have in
-flight is less than the queue, so that transfers between hosts lose nothing and wait some tens of milliseconds at most.
+A bucket's queue is bounded in bytes, and the receive window of every connection as well: the data that one sender may
+have in flight is less than the queue, so that transfers between hosts lose nothing and wait some tens of milliseconds
+at most.
 
-Delay and loss are made by a small process between port and bridge (relay.py): the kernel's netem is not everywhere.
+Delay and loss are made by a small process between port and bridge (relay.py), because the kernel's netem is not always
+available.
 """
 
 from __future__ import annotations
@@ -37,33 +41,34 @@ from benchmarks.cluster.super_packets import set_largest
 
 RELAY = Path(__file__).with_name("relay.py")
 SUPER_PACKETS = Path(__file__).with_name("super_packets.py")
-PREFIX = "mpc"  # of every name this file gives: mpc<pid of the owner>...
+PREFIX = "mpc"  # of every name that this file creates: mpc<pid of the owner>...
 MTU = 9000
-BURST_SECONDS = 0.004  # of the rate that a bucket may save up: a late timer then costs nothing
+BURST_SECONDS = 0.004  # a bucket may save up this much of the rate, so that a late timer costs nothing
 SUPER_PACKET = 160 * 1024  # bytes
-LEAST_BURST = 2 * SUPER_PACKET  # else the kernel cuts them
-QUEUE_SECONDS = 0.1  # what a bucket's queue may hold before it drops
-WINDOW_SECONDS = 0.03  # what one connection may have in flight at the link's rate
+LEAST_BURST = 2 * SUPER_PACKET  # the kernel splits super-packets with a smaller burst
+QUEUE_SECONDS = 0.1  # capacity of a bucket's queue before it drops packets
+WINDOW_SECONDS = 0.03  # limit of the data in flight per connection at the link's rate
 CONGESTION = "reno"
 
 
 class ClusterError(Exception):
-    """The machine cannot hold the cluster, or a command of iproute2 failed."""
+    """The machine cannot emulate the cluster, or a command of iproute2 failed."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes that have passed a host's eth0 so far, with link-layer headers."""
+    """The bytes that have passed a host's eth0 so far, with link-layer headers."""
 
     sent: int
     received: int
 
 
 class Cluster:
-    """`hosts` hosts whose links run at `rate` Mbit/s each way. A context manager: leaving it removes everything.
+    """`hosts` hosts whose links run at `rate` Mbit/s in each direction. A context manager: leaving it removes
+    everything.
 
-    Processes that still run on its hosts are killed on the way out, also after an exception, SIGINT or SIGTERM. What a
-    killed run has left behind is removed when the next cluster starts.
+    Processes that still run on its hosts are killed on exit, also after an exception, SIGINT or SIGTERM. Leftovers of a
+    killed run are removed when the next cluster starts.
     """
 
     def __init__(self, hosts: int, rate: float) -> None:
@@ -89,15 +94,17 @@ class Cluster:
         self._remove()
 
     def address(self, host: int) -> str:
-        """IPv4 address of a host. The same in every cluster: no cluster can be reached from outside itself."""
+        """Returns the IPv4 address of a host, which is the same in every cluster: no cluster can be reached from
+        outside.
+        """
         return f"10.77.0.{host + 1}"
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
-        """`argv` as it is to be run on a host."""
+        """Returns the command that runs `argv` on a host."""
         return ["ip", "netns", "exec", self._namespace(host), *argv]
 
     def set_rate(self, rate: float, hosts: Sequence[int] | None = None) -> None:
-        """Set the rate of both directions, in Mbit/s, of some links or all, at once and while they are in use."""
+        """Sets the rate of both directions, in Mbit/s, of some links or all, immediately and while they are in use."""
         for host in range(self.hosts) if hosts is None else hosts:
             shape = bucket(rate)
             run("tc", "-n", self._namespace(host), "qdisc", "replace", "dev", "eth0", "root", *shape)
@@ -105,13 +112,14 @@ class Cluster:
             self._limit_windows(host, rate)
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Take a host's link down or up again, as a cable that is pulled: neither end is told by a packet."""
+        """Sets a host's link down or up again, like a pulled cable: neither end is notified by a packet."""
         run("ip", "link", "set", self._port(host), "up" if up else "down")
 
     def impair(self, host: int, *, delay_ms: float = 0.0, loss: float = 0.0) -> None:
-        """Add one-way delay in both directions of a host's link and lose a fraction of its packets; 0 and 0 end it.
+        """Adds one-way delay in both directions of a host's link and loses a fraction of its packets; 0 and 0 end it.
 
-        While packets can be lost the host sends and receives single packets of the MTU, so that a loss is of one packet.
+        While packets can be lost the host sends and receives single packets of the MTU, so that each loss is one
+        packet.
         """
         self._end_relay(host)
         if not delay_ms and not loss:
@@ -127,13 +135,14 @@ class Cluster:
         self._relays[host] = subprocess.Popen(command, start_new_session=True)
 
     def counters(self, host: int) -> Counters:
-        """What has passed the host's interface since the cluster was made."""
-        # The port sees what eth0 sends as received, and the other way round; it needs no entry into the namespace.
+        """Returns the bytes that have passed the host's interface since the cluster was created."""
+        # The port receives the data that eth0 sends, and vice versa; reading it does not require entering the
+        # namespace.
         folder = Path("/sys/class/net") / self._port(host) / "statistics"
         return Counters(int((folder / "rx_bytes").read_text()), int((folder / "tx_bytes").read_text()))
 
     def drops(self) -> int:
-        """Packets that full queues have dropped so far, over all links."""
+        """Returns the number of packets dropped by full queues so far, over all links."""
         total = 0
         for host in range(self.hosts):
             total += _dropped("tc", "-n", self._namespace(host), "-s", "-j", "qdisc", "show", "dev", "eth0")
@@ -200,7 +209,7 @@ class Cluster:
 
 
 def bucket(rate: float) -> list[str]:
-    """Arguments of tc for a link of `rate` Mbit/s."""
+    """Returns the arguments of tc for a link of `rate` Mbit/s."""
     bytes_a_second = rate * 1e6 / 8
     burst = max(LEAST_BURST, int(bytes_a_second * BURST_SECONDS))
     limit = max(4 * LEAST_BURST, int(bytes_a_second * QUEUE_SECONDS))
@@ -208,7 +217,7 @@ def bucket(rate: float) -> list[str]:
 
 
 def require_root() -> None:
-    """Raise ClusterError where a cluster cannot be made."""
+    """Raises ClusterError if a cluster cannot be created."""
     if os.geteuid() != 0:
         raise ClusterError(
             "an emulated cluster needs root (network namespaces); start it with sudo or in a container as root"
@@ -219,7 +228,7 @@ def require_root() -> None:
 
 
 def remove_leftovers() -> None:
-    """Remove the hosts of owners that no longer run."""
+    """Removes the hosts of owners that no longer run."""
     found = re.findall(rf"\b{PREFIX}(\d+)[a-z]?", run("ip", "netns", "list") + run("ip", "-brief", "link"))
     for pid in sorted({int(pid) for pid in found}):
         if not Path(f"/proc/{pid}").exists():
@@ -227,7 +236,7 @@ def remove_leftovers() -> None:
 
 
 def remove(owner: int) -> None:
-    """Kill what runs on the hosts of the cluster that process `owner` made, and remove them. Safe to repeat."""
+    """Kills all processes on the hosts of the cluster that process `owner` created, and removes them. Safe to repeat."""
     name = f"{PREFIX}{owner}"
     for space in re.findall(rf"^{name}h\d+", run("ip", "netns", "list"), re.MULTILINE):
         while pids := run("ip", "netns", "pids", space).split():  # a process may be starting others
@@ -237,12 +246,12 @@ def remove(owner: int) -> None:
             time.sleep(0.05)
         run("ip", "netns", "delete", space)
     for link in re.findall(rf"^{name}\w*", run("ip", "-brief", "link"), re.MULTILINE):
-        # One end of a pair takes the other with it.
+        # Deleting one end of a pair deletes the other, too.
         subprocess.run(["ip", "link", "delete", link], capture_output=True, check=False)
 
 
 def run(*command: str) -> str:
-    """Output of a command of iproute2. Raises ClusterError with what it said."""
+    """Returns the output of a command of iproute2. Raises ClusterError with its error message."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ClusterError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
@@ -251,7 +260,7 @@ def run(*command: str) -> str:
 
 @contextlib.contextmanager
 def held(*signals: signal.Signals) -> Iterator[None]:
-    """Deliver `signals` only after the block: a second Ctrl-C must not stop the clean-up."""
+    """Delivers `signals` only after the block, so that a second Ctrl-C does not stop the clean-up."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

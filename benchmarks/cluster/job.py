@@ -1,4 +1,4 @@
-"""A real training job on emulated hosts: torchrun with one agent a host, one rank each, and what every rank says when."""
+"""A real training job on emulated hosts: torchrun with one agent and one rank per host; records every rank's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import TracebackType
 from benchmarks.cluster.fleet import PORT, ROOT, host_environment
 from benchmarks.cluster.hosts import Cluster
 
-# A few million parameters: large enough that a step's traffic shows, small enough that a slow link does not take minutes.
+# A few million parameters: large enough to measure a step's traffic, small enough for a slow link.
 SHAPE = (
     "--num-layers 4 --hidden-size 192 --num-attention-heads 4 --ffn-hidden-size 512 --swiglu --normalization RMSNorm "
     "--position-embedding-type rope --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
@@ -26,15 +26,15 @@ TRAINING = "--mock-data --micro-batch-size 2 --lr 1e-3 --lr-decay-style constant
 
 @dataclass
 class Rank:
-    """One host's agent and rank."""
+    """The agent and the rank of one host."""
 
     agent: subprocess.Popen[str]
-    lines: list[tuple[float, str]] = field(default_factory=list)  # (monotonic seconds, what was printed)
+    lines: list[tuple[float, str]] = field(default_factory=list)  # (monotonic seconds, printed line)
     started: bool = False  # the rank's process has been seen
-    ended: float | None = None  # monotonic seconds at which it was gone
+    ended: float | None = None  # monotonic seconds when it had ended
 
     def look(self) -> None:
-        """Note whether the rank's process runs: the agent's only child."""
+        """Records whether the rank's process runs: the agent's only child."""
         children = ""
         if self.agent.poll() is None:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -45,14 +45,14 @@ class Rank:
 
 
 class JobError(Exception):
-    """A job did not do what was waited for."""
+    """A job did not reach an expected state."""
 
 
 class Job:
-    """A job of as many ranks as the cluster has hosts. A context manager; what still runs is killed on the way out."""
+    """A job with one rank per host of the cluster. A context manager; running processes are killed on exit."""
 
     def __init__(self, cluster: Cluster, python: str, flags: Sequence[str], *, iterations: int, timeout: float) -> None:
-        """`timeout`: seconds a collective may take (--distributed-timeout-minutes)."""
+        """`timeout` is the limit for a collective in seconds (--distributed-timeout-minutes)."""
         self.cluster = cluster
         self.ranks: list[Rank] = []
         batch = str(2 * cluster.hosts)
@@ -71,7 +71,7 @@ class Job:
     def __enter__(self) -> Job:
         for host in range(self.cluster.hosts):
             environment = host_environment(self.cluster, host, threads=1)
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # torchrun's to give
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # torchrun sets these
                 del environment[name]
             command = [*self._command, "--node-rank", str(host), str(ROOT / "pretrain_gpt.py"), *self._flags]
             agent = subprocess.Popen(
@@ -96,7 +96,7 @@ class Job:
             rank.agent.wait()
 
     def wait_for(self, text: str, seconds: float) -> None:
-        """Until rank 0 has printed `text`."""
+        """Waits until rank 0 has printed `text`."""
         deadline = time.monotonic() + seconds
         while not any(text in said for _, said in self.ranks[0].lines):
             if self.ranks[0].agent.poll() is not None or time.monotonic() > deadline:
@@ -104,7 +104,7 @@ class Job:
             time.sleep(0.02)
 
     def wait(self, seconds: float) -> bool:
-        """Until every rank's process has ended (the agents may take longer); False when some still run."""
+        """Waits until every rank's process has ended (the agents may take longer); returns False if some still run."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for rank in self.ranks:
@@ -115,7 +115,7 @@ class Job:
         return False
 
     def tail(self, rank: int, count: int = 15) -> str:
-        """The last lines that a rank or its agent printed."""
+        """Returns the last lines that a rank or its agent printed."""
         return "\n".join(text for _, text in self.ranks[rank].lines[-count:])
 
 

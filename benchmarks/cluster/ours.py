@@ -1,4 +1,4 @@
-"""This project's own systems, and the computation alone."""
+"""The systems of this project, and compute without communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 600.0
 
 
 class ComputeOnly(System):
-    """Forward and backward, no communication, no update: what a step costs at least. Keeps the times of both."""
+    """Forward and backward without communication or update: the minimum time of a step. Records the times of both."""
 
     title = "compute only"
 
@@ -37,7 +37,7 @@ class ComputeOnly(System):
         self._seconds: tuple[list[float], list[float]] = ([], [])
 
     def step(self, batches: Sequence[Batch]) -> float:
-        """As training does it, gradients into buckets, but for the loss of rank and step alone."""
+        """Runs the microbatches as training does, but without the loss across ranks and without an update."""
         self._data_parallel.begin_step(len(batches))
         total = 0.0
         for batch in batches:
@@ -51,22 +51,22 @@ class ComputeOnly(System):
         return total / len(batches)
 
     def take_seconds(self) -> tuple[float, float]:
-        """(forward, backward) of one microbatch, medians since the last call."""
+        """Returns (forward, backward) seconds of one microbatch, medians since the last call."""
         forward, backward = (statistics.median(times) for times in self._seconds)
         self._seconds = ([], [])
         return forward, backward
 
     def memory(self) -> int:
-        """The gradients."""
+        """Bytes of the gradients."""
         return FP32 * sum(bucket.size for bucket in self._data_parallel.buckets)
 
     def wire_bytes(self, accumulation: int) -> float:
-        """Nothing."""
+        """Zero, because nothing is communicated."""
         return 0.0
 
 
 class Ours(System):
-    """The training loop's own step, under some settings of data parallelism."""
+    """The training loop's own step, with given settings of data parallelism."""
 
     settings: DataParallelSettings
 
@@ -81,25 +81,25 @@ class Ours(System):
         self._step = TrainStep(model, self._data_parallel, self._optimizer, own, timers, per_token=False)
 
     def step(self, batches: Sequence[Batch]) -> float:
-        """One step; with overlap parameters may still be on their way."""
+        """Runs one step; with overlap, parameters may still be in flight afterwards."""
         return self._step(batches, LR, WEIGHT_DECAY)[0]
 
     def finish(self) -> None:
-        """Wait for parameters."""
+        """Waits for parameters."""
         self._data_parallel.settle()
 
     def memory(self) -> int:
-        """Gradients, blocks of gradients on the wire, moments."""
+        """Bytes of gradients, communication buffers and moments."""
         return self._data_parallel.gradient_bytes() + self._optimizer.device_bytes
 
     def wire_bytes(self, accumulation: int) -> float:
-        """A reduce-scatter (once a step, or a microbatch) and an all-gather of the padded buckets."""
+        """A reduce-scatter (once per step, or per microbatch) and an all-gather of the padded buckets."""
         reductions = 1 if self._data_parallel.keeps_grads else accumulation
         return (reductions + 1) * share(self.groups) * FP32 * sum(b.size for b in self._data_parallel.buckets)
 
 
 class PlainAllReduce(Ours):
-    """One all-reduce a bucket after the backward, every rank updates everything."""
+    """One all-reduce per bucket after the backward; every rank updates everything."""
 
     title = "ours plain all-reduce"
     settings = DataParallelSettings(bucket_size=BUCKET)
@@ -140,7 +140,7 @@ class OverlappedEvery(Ours):
 
 
 def optimizer_config() -> OptimizerConfig:
-    """The settings that every system has."""
+    """Returns the settings of every system."""
     return OptimizerConfig(
         adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP
     )

@@ -25,7 +25,7 @@ from benchmarks.cluster.systems import (
 from megatron.core.groups import Groups
 from megatron.training.batch import Batch
 
-BUCKET = 2_000_000  # elements; the default of 500 million starts nothing before the backward has ended
+BUCKET = 2_000_000  # elements; the default of 500 million starts no communication before the end of the backward
 
 
 class Zero1(System):
@@ -62,7 +62,7 @@ class Zero1(System):
         }
 
     def step(self, batches: Sequence[Batch]) -> float:
-        """The engine's own accumulation, clipping and update."""
+        """Runs the engine's own accumulation, clipping and update."""
         engine, total = self._engine, 0.0
         if engine.gradient_accumulation_steps() != len(batches):
             engine.set_train_batch_size(MICRO_BATCH * len(batches) * self.groups.dp_cp.size)
@@ -74,7 +74,7 @@ class Zero1(System):
         return total / len(batches)
 
     def memory(self) -> int:
-        """What its optimizer holds between steps, and stage 1's whole gradients."""
+        """Bytes that its optimizer holds between steps, and stage 1's unsharded gradients."""
         own = {p.untyped_storage().data_ptr() for p in self._model.parameters()}
         held = [t for t in tensors_in(vars(self._engine.optimizer), set()) if t.untyped_storage().data_ptr() not in own]
         return storage_bytes(held) + (FP32 * self._numel if self.stage == 1 else 0)

@@ -1,8 +1,8 @@
 """torch's own context parallelism (torch.distributed.tensor.experimental) as an attention kernel.
 
-Its public entrance `context_parallel` handles the CUDA kernels only and refuses CPU tensors. What it calls for those is a
-ring that takes the kernel as an argument; here it is given torch's flash attention for CPUs, the kernel that our blocks
-use. Same balanced layout, [b, n, s, d].
+Its public function `context_parallel` supports the CUDA kernels only and rejects CPU tensors. Internally it uses a ring
+that takes the kernel as an argument; here that ring gets torch's flash attention for CPUs, the kernel that our blocks
+use. It has the same balanced layout, [b, n, s, d].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _METHODS = {"alltoall": peer._RotateMethod.ALL_TO_ALL, "allgather": peer._Rotate
 
 
 class TorchRing:
-    """An AttentionKernel. method: "alltoall" (keys travel round the ring) or "allgather"."""
+    """An AttentionKernel. `method` is "alltoall" (keys are passed around the ring) or "allgather"."""
 
     def __init__(self, group: Group, method: str) -> None:
         self.group, self.method = group.process_group, _METHODS[method]
@@ -67,7 +67,7 @@ class _Ring(torch.autograd.Function):
 
 @contextlib.contextmanager
 def silent_ring(size: int) -> Iterator[None]:
-    """Nothing is communicated: what is here stands for what would come."""
+    """Replaces communication by local tensors of the same shapes."""
 
     def permuted(x: Tensor, *_: Any) -> Tensor:
         return x

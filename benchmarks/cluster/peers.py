@@ -1,4 +1,4 @@
-"""Torch's own data parallelism around the same model, each in its fastest setting that was found."""
+"""Torch's own data parallelism with the same model, each system in the fastest setting found."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DDP(System):
         return torch.optim.AdamW(groups, **ADAM)
 
     def step(self, batches: Sequence[Batch]) -> float:
-        """Gradients are reduced in the last microbatch's backward."""
+        """Reduces gradients in the last microbatch's backward."""
         total = 0.0
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
@@ -66,7 +66,7 @@ class DDP(System):
         return total / len(batches)
 
     def memory(self) -> int:
-        """Buckets and optimizer state."""
+        """Bytes of buckets and optimizer state."""
         grads = storage_bytes(p.grad for p in self._model.parameters() if p.grad is not None)
         return grads + state_bytes(self._optimizer)
 
@@ -83,7 +83,7 @@ class DDPSmallBuckets(DDP):
 
 
 class DDPZero(DDP):
-    """DDP, and every rank holds the optimizer state of, and updates, some of the parameters, then broadcasts them."""
+    """DDP with the optimizer state sharded by parameter: every rank updates its parameters, then broadcasts them."""
 
     title = "DDP + ZeroRedundancyOptimizer"
 
@@ -94,7 +94,7 @@ class DDPZero(DDP):
         )
 
     def memory(self) -> int:
-        """Buckets and this rank's part of the state."""
+        """Bytes of buckets and this rank's part of the state."""
         assert isinstance(self._optimizer, ZeroRedundancyOptimizer)
         grads = storage_bytes(p.grad for p in self._model.parameters() if p.grad is not None)
         return grads + state_bytes(self._optimizer.optim)
@@ -105,9 +105,9 @@ class DDPZero(DDP):
 
 
 class FSDP(System):
-    """FSDP2, a group a layer, parameters kept from the forward to the end of the backward.
+    """FSDP2 with one group per layer; parameters are kept from the forward to the end of the backward.
 
-    Gradients are reduced in the last microbatch's backward only, as with DDP; until then they are held whole.
+    Gradients are reduced in the last microbatch's backward only, as with DDP; until then they are unsharded.
     """
 
     title = "FSDP2"
@@ -115,7 +115,7 @@ class FSDP(System):
 
     def __init__(self, groups: Groups) -> None:
         super().__init__(groups)
-        # FSDP2 replaces the model's parameters by its own; the layers ask each for the slot of a gradient buffer.
+        # FSDP2 replaces the model's parameters by its own; the layers read the slot of a gradient buffer from each.
         nn.Parameter.slot = None  # type: ignore[attr-defined]
         self._model = plain_model(groups)
         self._numel = sum(p.numel() for p in self._model.parameters())
@@ -135,10 +135,12 @@ class FSDP(System):
         self._accumulates = False
 
     def step(self, batches: Sequence[Batch]) -> float:
-        """With `reshard` every microbatch's gradients are reduced, so that nothing is ever held whole."""
+        """Runs one step. With `reshard` every microbatch's gradients are reduced, so that they are never held
+        unsharded.
+        """
         total = 0.0
         self._accumulates = len(batches) > 1 and not self.reshard
-        root: Any = self._model  # fully_shard has given it another class
+        root: Any = self._model  # fully_shard has changed its class
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
             root.set_requires_gradient_sync(last or self.reshard)
@@ -152,7 +154,9 @@ class FSDP(System):
         return total / len(batches)
 
     def memory(self) -> int:
-        """Sharded gradients (as large as the shards) and state, and the whole gradient where it is accumulated."""
+        """Bytes of sharded gradients (as large as the shards) and state, and the accumulated unsharded gradient, if
+        any.
+        """
         return (
             _storage_of(self._model.parameters())
             + state_bytes(self._optimizer)
@@ -160,7 +164,7 @@ class FSDP(System):
         )
 
     def wire_bytes(self, accumulation: int) -> float:
-        """An all-gather and a reduce-scatter a step; with `reshard` two and one a microbatch."""
+        """An all-gather and a reduce-scatter per step; with `reshard` two and one per microbatch."""
         passes = 3 * accumulation if self.reshard else 2
         return passes * share(self.groups) * FP32 * self._numel
 
@@ -173,7 +177,7 @@ class FSDPReshard(FSDP):
 
 
 def plain_model(groups: Groups) -> GPTModel:
-    """The model with every weight a matrix, so that what shards the first dim finds one that divides evenly."""
+    """Returns the model with every weight as a matrix, so that the first dim divides evenly for sharding."""
     model = make_model(groups)
     for parameter in model.parameters():
         if parameter.ndim > 2:
@@ -182,7 +186,7 @@ def plain_model(groups: Groups) -> GPTModel:
 
 
 def decay_groups(model: GPTModel) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices decay, norms do not."""
+    """Returns optimizer groups: matrices decay, norms do not."""
     parameters = list(local_parameters(model).values())
     return [
         {"params": [p for p in parameters if p.info.spec.decay], "weight_decay": WEIGHT_DECAY},
@@ -191,10 +195,10 @@ def decay_groups(model: GPTModel) -> list[dict[str, Any]]:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state on this rank."""
+    """Returns the bytes of the optimizer's state on this rank."""
     return _storage_of(t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
 
 
 def _storage_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes that this rank holds of plain or sharded tensors."""
+    """Returns the bytes of plain or sharded tensors on this rank."""
     return storage_bytes(t.to_local() if isinstance(t, DTensor) else t for t in tensors)

@@ -1,8 +1,8 @@
-"""Pipeline messages between emulated hosts: how much of them is hidden.
+"""Pipeline messages between emulated hosts: how much of their time is overlapped.
 
-One pipeline rank a host. Stages sleep for compute, so that nothing but the messages can take time; messages are real and
-of such a size that, on the link, they keep a rank busy for a share of its compute. Each schedule's step is compared with
-its own step on a link that is never slow, in the same processes. Prints one table.
+One pipeline rank per host. Stages sleep instead of computing, so that only messages can add time; messages are real and
+large enough that, on the link, they keep a rank busy for a given fraction of its compute. Each schedule's step is
+compared with its own step on a fast link, in the same processes. Prints one table.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron.schedule.simulate import Costs, simulate
 
 WORKER = "benchmarks.cluster.pipeline_worker"
 FREE_RATE = 10_000.0  # Mbit/s
-NUMBERS, FP32 = 1 << 18, 4  # of a message: a megabyte
-FEW = 1  # a message that costs nothing
-# Title -> schedule, chunks a rank, group of microbatches.
+NUMBERS, FP32 = 1 << 18, 4  # elements per message, one megabyte
+FEW = 1  # a message of negligible cost
+# Title -> schedule, chunks per rank, group of microbatches.
 WAYS: dict[str, tuple[str, int, int | None]] = {
     "1f1b": ("1f1b", 1, None),
     "zb-h1": ("zb-h1", 1, None),
@@ -48,7 +48,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule on one link. Exposed, measured and simulated: in times of one message on the wire."""
+    """One schedule on one link. Measured and simulated exposure are in units of one message's time on the link."""
 
     p: int
     m: int
@@ -57,13 +57,13 @@ class Row:
     share: float
     step: float
     free: float
-    message: float  # seconds on the wire
+    message: float  # seconds on the link
     exposed: float
     simulated: float
 
 
 def main() -> int:
-    """Print the table, a row a (number of microbatches, schedule)."""
+    """Prints the table, one row per (number of microbatches, schedule)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--share", type=float, default=0.2, help="communication / compute")
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def measure(cluster: Cluster, fleet: Fleet, way: str, p: int, m: int, unit: float, share: float, rounds: int) -> Row:
-    """One row: the link's rate follows from the schedule's number of messages."""
+    """Measures one row: the link's rate follows from the schedule's number of messages."""
     name, v, groups = WAYS[way]
     group = None if groups is None else groups * p
     schedule = with_transfers(SCHEDULES[name].build(p, m, v=v, group=group), overlap=True)
@@ -103,7 +103,7 @@ def measure(cluster: Cluster, fleet: Fleet, way: str, p: int, m: int, unit: floa
     ways = {"real": {**case, "numbers": NUMBERS}, "free": {**case, "numbers": FEW}}
     named = {f"{way} {m} {kind}": fields for kind, fields in ways.items()}
     cluster.set_rate(rate)
-    fleet.ask({"rounds": 1, "ways": named}, f"{rate:.0f} Mbit/s")  # connections find the rate
+    fleet.ask({"rounds": 1, "ways": named}, f"{rate:.0f} Mbit/s")  # connections adapt to the rate
     ranks = fleet.ask({"rounds": rounds, "ways": named}, f"{rate:.0f} Mbit/s")
     real, free = (slowest([rank[name] for rank in ranks]) for name in named)
     return Row(
@@ -121,7 +121,7 @@ def measure(cluster: Cluster, fleet: Fleet, way: str, p: int, m: int, unit: floa
 
 
 def busiest(schedule: Schedule) -> int:
-    """Messages of the direction between two ranks that carries the most."""
+    """Returns the number of messages in the busiest direction between two ranks."""
     counts: dict[tuple[int, int], int] = {}
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
@@ -132,7 +132,7 @@ def busiest(schedule: Schedule) -> int:
 
 
 def simulated_exposure(schedule: Schedule, unit: float, message: float) -> float:
-    """Times of one message that the simulator's step is longer for messages that take `message` seconds."""
+    """Returns the simulated exposure of messages that take `message` seconds, in units of one message."""
     stages = schedule.placement.num_stages
 
     def makespan(transfer: float) -> float:
@@ -143,7 +143,7 @@ def simulated_exposure(schedule: Schedule, unit: float, message: float) -> float
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Formats a row of the table."""
     return (
         f"{row.p:2} {row.m:3} {row.rate:7.0f} {row.share:6.0%}  {row.way:26} {row.step:7.3f} {row.free:7.3f} "
         f"{row.exposed:8.2f} {row.simulated:9.2f} {row.exposed * row.message / row.step:8.1%}"

@@ -1,5 +1,6 @@
-"""The process of one host for pipeline.py: a pipeline rank whose stages sleep, and whose messages are real. Talks as
-worker.py does: JSON lines on stdin and stdout.
+"""The process of one host for pipeline.py: a pipeline rank whose stages sleep, and whose messages are real.
+
+It communicates like worker.py: JSON lines on stdin and stdout.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ TIMEOUT_SECONDS = 600.0
 
 
 def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], names: Sequence[str]) -> None:
-    """Join the world and measure for every line: {"rounds": n, "ways": {name: fields of a Case}}.
+    """Joins the world and measures for every line: {"rounds": n, "ways": {name: fields of a Case}}.
 
-    The answer is name -> seconds of each step of this rank, the ways in turns.
+    The answer is name -> seconds of each step of this rank, with the schedules alternating.
     """
     rank, world_size, _ = launch_environment()
     heartbeat = connect(rank, world_size, backend="gloo", timeout_seconds=TIMEOUT_SECONDS)

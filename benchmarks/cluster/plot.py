@@ -1,4 +1,4 @@
-"""The picture of the table: how far each system is from the bound, by the links' rate."""
+"""Plots the table: the distance of each system from the bound, by the links' rate."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TICKS = (0.5, 0.7, 1.0, 1.15, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Step time as a multiple of the bound, one panel a (hosts, microbatches), written to `path` as PNG.
+    """Plots step time as a multiple of the bound, one panel per (hosts, microbatches), and writes it to `path` as PNG.
 
-    Seconds differ tenfold between the rates; the multiple shows every cell at one scale. The bound's seconds stand below.
+    Seconds differ tenfold between the rates; the multiple shows every cell at one scale. The bound's seconds are below.
     """
     hosts = list(dict.fromkeys(row.cell.hosts for row in rows))
     depths = list(dict.fromkeys(row.cell.accumulation for row in rows))

@@ -1,7 +1,8 @@
-"""A link with delay and loss: forwards Ethernet frames between two interfaces, each direction on its own. Linux, root.
+"""A link with delay and loss: forwards Ethernet frames between two interfaces, each direction separately.
 
-Frames are read and written with the kernel's own description of them (PACKET_VNET_HDR: checksum still to be filled in,
-super-packet still to be cut), so that they pass as if the two interfaces were one wire.
+It needs Linux and root. Frames are read and written with the kernel's own description of them (PACKET_VNET_HDR:
+checksum still to be computed, super-packet still to be split), so that they pass as if the two interfaces were one
+wire.
 """
 
 from __future__ import annotations
@@ -16,38 +17,38 @@ import sys
 import time
 from collections import deque
 
-# From <linux/if_packet.h>; Python does not name them.
+# From <linux/if_packet.h>; Python does not define them.
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
 ETH_P_ALL = 3
 LARGEST = 70_000  # bytes: a super-packet with its headers
-LONGEST_WAIT = 1.0  # seconds between two looks whether there is still somebody to work for
-QUEUE = 4096  # frames that may be under way in one direction
+LONGEST_WAIT = 1.0  # seconds between two checks whether the owner still runs
+QUEUE = 4096  # maximum number of frames in flight in one direction
 
 
 class Direction:
-    """Frames from one socket to another, `delay` seconds later, without those that are lost."""
+    """Forwards frames from one socket to another after `delay` seconds, without those that are lost."""
 
     def __init__(self, source: socket.socket, target: socket.socket, delay: float, loss: float) -> None:
         self._source, self._target, self._delay, self._loss = source, target, delay, loss
         self._frames: deque[tuple[float, bytes]] = deque()
 
     def receive(self) -> None:
-        """Take in everything that has arrived."""
+        """Reads all frames that have arrived."""
         now = time.monotonic()
         while True:
             try:
                 frame = self._source.recv(LARGEST)
-            except OSError:  # nothing more has arrived, or the link is down and may come up again
+            except OSError:  # no more frames have arrived, or the link is down and may come up again
                 return
             if len(self._frames) < QUEUE and random.random() >= self._loss:
                 self._frames.append((now + self._delay, frame))
 
     def send(self, now: float) -> float:
-        """Pass on what is due; return the seconds until the next frame is."""
+        """Sends the frames that are due; returns the seconds until the next one is."""
         while self._frames and self._frames[0][0] <= now:
             try:
                 self._target.send(self._frames[0][1])
-            except BlockingIOError:  # the link's queue: the rate decides
+            except BlockingIOError:  # the link's queue is full: the rate decides
                 return 0.001
             except OSError:  # ENOBUFS, or the link is down: lost
                 pass
@@ -56,7 +57,7 @@ class Direction:
 
 
 def main() -> None:
-    """Forward until terminated, or until the process that started this one is gone."""
+    """Forwards until terminated, or until the process that started this one has ended."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("left")
     parser.add_argument("right")
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def open_interface(name: str) -> socket.socket:
-    """A socket that reads every frame that arrives at an interface, and none that leaves it."""
+    """Returns a socket that reads every frame that arrives at an interface, and none that leaves it."""
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     opened.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     opened.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)

@@ -1,4 +1,4 @@
-"""How the process of a host is started and talked to: JSON lines in by stdin, JSON lines out by stdout."""
+"""Starts the process of a host and communicates with it: JSON lines on stdin, JSON lines on stdout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Serve = Callable[[Iterable[str], Callable[[Any], None], list[str]], None]
 
 
 def run_worker(description: str | None, serve: Serve) -> None:
-    """Call `serve(requests, answer, systems)`, which ends with stdin. What libraries print goes to stderr."""
+    """Calls `serve(requests, answer, systems)`, which ends with stdin. Output of libraries goes to stderr."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--systems", nargs="+", required=True)

@@ -1,7 +1,7 @@
-"""Lets an interface carry IPv4 packets beyond 64 KB, as network cards that cut packets themselves do (BIG TCP).
+"""Lets an interface carry IPv4 packets beyond 64 KB, like network cards that split packets themselves (BIG TCP).
 
-Fewer and larger packets mean fewer timers, interrupts and wake-ups: what a cluster's network cards do without the processor
-is done by the emulating machine's own. iproute2 knows the two attributes since 6.3 only, so they are set here. Run as a
+Fewer and larger packets need fewer timers, interrupts and wake-ups: on an emulated cluster the machine's own processor
+does the work of the network cards. iproute2 supports the two attributes only since 6.3, so they are set here. Run as a
 script inside a namespace.
 """
 
@@ -13,13 +13,13 @@ import socket
 import struct
 import sys
 
-# From <linux/netlink.h>, <linux/rtnetlink.h> and <linux/if_link.h>; Python does not name them.
+# From <linux/netlink.h>, <linux/rtnetlink.h> and <linux/if_link.h>; Python does not define them.
 NETLINK_ROUTE, RTM_NEWLINK, NLM_F_REQUEST, NLM_F_ACK = 0, 16, 1, 4
 IFLA_GSO_IPV4_MAX_SIZE, IFLA_GRO_IPV4_MAX_SIZE = 63, 64
 
 
 def set_largest(interface: str, size: int) -> None:
-    """Set the largest IPv4 packet that the interface sends and that it puts together. Raises OSError."""
+    """Sets the largest IPv4 packet that the interface sends and that it assembles. Raises OSError."""
     index = socket.if_nametoindex(interface)
     attributes = b"".join(
         struct.pack("=HHI", 8, kind, size) for kind in (IFLA_GSO_IPV4_MAX_SIZE, IFLA_GRO_IPV4_MAX_SIZE)

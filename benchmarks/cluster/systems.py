@@ -1,4 +1,4 @@
-"""What every measured system is given, and the table of systems: the same model, batches, optimizer settings, interface.
+"""The common parts of all measured systems (model, batches, optimizer settings, interface), and the table of systems.
 
 A system is one way of training the same model on several hosts. It is built on every rank, then asked for steps.
 """
@@ -45,7 +45,7 @@ SHAPE: dict[str, Any] = {  # about 17M parameters
 }
 FP32 = 4  # bytes
 
-# Name -> module:class. A system's packages are imported only where it is asked for.
+# Name -> module:class. A system's packages are imported only if it is measured.
 SYSTEMS = {
     "compute": "benchmarks.cluster.ours:ComputeOnly",
     "plain": "benchmarks.cluster.ours:PlainAllReduce",
@@ -74,28 +74,31 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def step(self, batches: Sequence[Batch]) -> float:
-        """Train on these microbatches of this rank; return their mean loss (of this rank or of all).
+        """Trains on these microbatches of this rank; returns their mean loss (of this rank or of all).
 
-        May return while parameters are still on their way, as long as the next `step` waits for them.
+        It may return while parameters are still in flight, as long as the next `step` waits for them.
         """
 
     @abc.abstractmethod
     def memory(self) -> int:
-        """Bytes of gradients, optimizer state and buffers beside the parameters that are held through a step."""
+        """Returns the bytes of gradients, optimizer state and buffers, without parameters, that are held through a
+        step.
+        """
 
     @abc.abstractmethod
     def wire_bytes(self, accumulation: int) -> float:
-        """What a rank must send in a step of `accumulation` microbatches, by the formula of this system's collectives.
+        """Returns the bytes that a rank must send in a step of `accumulation` microbatches, by the formula of the
+        collectives.
 
         Reduce-scatter and all-gather of n elements are (N-1)/N n each; an all-reduce is one of each.
         """
 
     def finish(self) -> None:  # noqa: B027  (most systems leave nothing in flight)
-        """Wait for what the last step left in flight."""
+        """Waits for everything that the last step left in flight."""
 
 
 def build_system(name: str, groups: Groups) -> System:
-    """The system of that name."""
+    """Returns the system of that name."""
     module, _, cls = SYSTEMS[name].partition(":")
     made = getattr(importlib.import_module(module), cls)(groups)
     assert isinstance(made, System)
@@ -103,7 +106,7 @@ def build_system(name: str, groups: Groups) -> System:
 
 
 def make_model(groups: Groups) -> GPTModel:
-    """The measured model, the same weights on every rank. No buffer owns its gradients."""
+    """Returns the measured model with the same weights on every rank. No buffer owns its gradients."""
     run = RunConfig(model=ModelConfig(**SHAPE))
     device = torch.device("cpu")
     rng = RngTracker(SEED, groups, device)
@@ -113,33 +116,33 @@ def make_model(groups: Groups) -> GPTModel:
 
 
 def count_parameters() -> int:
-    """Elements of the measured model."""
+    """Returns the number of elements of the measured model."""
     h, f, layers = SHAPE["hidden_size"], SHAPE["ffn_hidden_size"], SHAPE["num_layers"]
     return layers * (4 * h * h + 3 * h * f + 2 * h) + h + 2 * VOCAB * h
 
 
 def make_batches(rank: int, count: int) -> list[Batch]:
-    """`count` microbatches that only this rank sees."""
+    """Returns `count` microbatches that only this rank sees."""
     samples = MockDataset((rank + 1) * count * MICRO_BATCH, SEQUENCE, VOCAB, SEED)
     data = dataclasses.replace(DataConfig(), seq_length=SEQUENCE)
     first = rank * count * MICRO_BATCH
     ids = torch.stack([torch.from_numpy(samples[first + n]) for n in range(count * MICRO_BATCH)])
-    # No token ends a document: every label counts, so that means of means are means.
+    # No token ends a document, so every label counts and means of means are means.
     return [make_batch(piece, VOCAB, data) for piece in ids.view(count, MICRO_BATCH, SEQUENCE + 1)]
 
 
 def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Mean over the microbatch's tokens."""
+    """Returns the mean loss over the microbatch's tokens."""
     per_token: Tensor = model(batch.tokens, batch.positions, labels=batch.labels, segments=batch.segments)
     return per_token.mean()
 
 
 def share(groups: Groups) -> float:
-    """(N-1)/N: the fraction of a buffer that a rank sends in a reduce-scatter or an all-gather."""
+    """Returns (N-1)/N: the fraction of a buffer that a rank sends in a reduce-scatter or an all-gather."""
     return (groups.dp_cp.size - 1) / groups.dp_cp.size
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind the tensors, each counted once."""
+    """Returns the bytes of the tensors' storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

@@ -1,8 +1,9 @@
-"""Tensor parallelism between emulated hosts: how much of its communication is hidden.
+"""Tensor parallelism between emulated hosts: how much of its communication is overlapped.
 
-Two decoder layers (hidden 1024, fp32, 2 x 512 tokens) under sequence parallelism, cut over the hosts, one process and one
-core each. The links' rate is set so that what a step communicates takes a share of its compute on the wire. The ways take
-turns in the same processes, so that what else the machine does meets all alike. Prints one table.
+Two decoder layers (hidden 1024, fp32, 2 x 512 tokens) under sequence parallelism, sharded over the hosts, one process
+and one core each. The links' rate is set so that the communication of a step takes a given fraction of its compute
+time. The methods alternate in the same processes, so that other load on the machine affects all equally. Prints one
+table.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from benchmarks.cluster.hosts import Cluster, ClusterError
 
 WORKER = "benchmarks.cluster.tensor_worker"
 WAYS = ("compute", "serial", "bulk", "pieces")
-LAYERS, SEQUENCE, MICRO_BATCH, HIDDEN, FP32 = 2, 512, 2, 1024, 4  # the worker's; a test compares them
-FREE_RATE = 10_000.0  # Mbit/s: while compute alone is measured
+LAYERS, SEQUENCE, MICRO_BATCH, HIDDEN, FP32 = 2, 512, 2, 1024, 4  # equal to the worker's; a test compares them
+FREE_RATE = 10_000.0  # Mbit/s, while compute alone is measured
 CALIBRATION_ROUNDS = 5
 
 LEGEND = (
@@ -39,9 +40,9 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One way at one rate."""
+    """One method at one rate."""
 
-    share: float  # of compute that communication should take on the wire
+    share: float  # time of communication on the link as a fraction of compute
     rate: float  # Mbit/s
     way: str
     step: float
@@ -56,7 +57,7 @@ class Row:
 
 
 def main() -> int:
-    """Print the table, a row a (share, way)."""
+    """Prints the table, one row per (share, method)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 1.0], help="communication / compute")
@@ -76,7 +77,7 @@ def main() -> int:
                 compute = statistics.median(slowest([rank["compute"]["seconds"] for rank in alone]))
                 rate = rate_for(share, compute, step_bytes(args.hosts))
                 cluster.set_rate(rate)
-                # One step of each that does not count: connections find the new rate.
+                # Run one step each without measuring it, so that connections adapt to the new rate.
                 fleet.ask({"rounds": 1, "ways": list(WAYS)}, f"{rate:.0f} Mbit/s")
                 ranks = fleet.ask({"rounds": args.rounds, "ways": list(WAYS)}, f"{rate:.0f} Mbit/s")
                 rows += make_rows(share, rate, args.hosts, fleet.titles, ranks)
@@ -92,22 +93,24 @@ def main() -> int:
 
 
 def step_bytes(hosts: int) -> float:
-    """What a rank sends in forward and backward: five collectives for each of the two pairs of linears of a layer."""
+    """Returns the bytes that a rank sends in forward and backward: five collectives per pair of linears, two pairs per
+    layer.
+    """
     hidden = FP32 * SEQUENCE * MICRO_BATCH * HIDDEN
     return LAYERS * 2 * 5 * hidden * (hosts - 1) / hosts
 
 
 def rate_for(share: float, compute: float, nbytes: float) -> float:
-    """Mbit/s at which `nbytes` take `share` of `compute` seconds."""
+    """Returns the rate in Mbit/s at which `nbytes` take `share` of `compute` seconds."""
     return nbytes * 8e-6 / (share * compute)
 
 
 def make_rows(
     share: float, rate: float, hosts: int, titles: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]
 ) -> list[Row]:
-    """A row a way from every rank's figures, by way; "compute" and "serial" must be there.
+    """Returns one row per method from every rank's figures, by method; "compute" and "serial" must be included.
 
-    What is exposed is the median over rounds of a way's step less compute alone in the same round.
+    The exposed time is the median over rounds of a method's step minus compute alone in the same round.
     """
     steps = {name: slowest([rank[name]["seconds"] for rank in ranks]) for name in ranks[0]}
     exposed = {
@@ -135,12 +138,12 @@ def make_rows(
 
 
 def slowest(times: Sequence[Sequence[float]]) -> list[float]:
-    """[rank][step] -> the largest of each step."""
+    """[rank][step] -> the maximum of each step."""
     return [max(step) for step in zip(*times, strict=True)]
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Formats a row of the table."""
     text = f"{row.wire / row.compute:5.0%} {row.rate:7.0f}  {row.way:20} {row.step:7.3f} {row.fastest:7.3f} {row.wire:7.3f}"
     if not row.least:
         return text

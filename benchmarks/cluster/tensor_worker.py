@@ -1,5 +1,6 @@
-"""The process of one host for tensor_parallel.py: decoder layers cut over all hosts, their communication done in several
-ways. Talks as worker.py does: JSON lines on stdin and stdout.
+"""The process of one host for tensor_parallel.py: decoder layers sharded over all hosts.
+
+It runs their communication with several methods, and communicates like worker.py: JSON lines on stdin and stdout.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ WAYS: dict[str, tuple[str, dict[str, bool] | None]] = {
 
 
 class Silent(Plain):
-    """The same products of the same shapes, on whatever is here: nothing is communicated."""
+    """The same GEMMs of the same shapes on local tensors, without communication."""
 
     def gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
         """See Plain."""
@@ -85,7 +86,7 @@ class Silent(Plain):
 
 
 class Layers(nn.Module):
-    """Decoder layers under sequence parallelism, one after the other."""
+    """Decoder layers under sequence parallelism, in sequence."""
 
     def __init__(self, groups: Groups, flags: dict[str, bool] | None) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class Layers(nn.Module):
         self.data_parallel = DataParallel(self, groups, DataParallelSettings(), CPU)
 
     def step(self, x: Tensor) -> float:
-        """Forward and backward; the loss of this rank's rows."""
+        """Runs forward and backward; returns the loss of this rank's rows."""
         self.data_parallel.begin_step(1)
         self.data_parallel.begin_backward(last=True)
         for layer in self.layers:
@@ -117,7 +118,7 @@ def _repeated(x: Tensor, tp: Group) -> Tensor:
 def measure(
     ways: dict[str, Layers], rounds: int, x: Tensor, world: Group, tell: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Name -> seconds and bytes of every step, taken in turns. Collective over `world`."""
+    """Returns name -> seconds and bytes of every step, alternating between methods. Collective over `world`."""
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "sent": [], "loss": 0.0} for name in ways}
     for number, (name, layers) in itertools.product(range(rounds), ways.items()):
         tell(f"round {number + 1}/{rounds} {name}")
@@ -125,13 +126,13 @@ def measure(
         sent, started = int(SENT.read_text()), time.perf_counter()
         found[name]["loss"] = layers.step(x)
         found[name]["seconds"].append(time.perf_counter() - started)
-        barrier(world)  # all that this rank has sent is out
+        barrier(world)  # wait until all data of this rank is sent
         found[name]["sent"].append(int(SENT.read_text()) - sent)
     return found
 
 
 def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], names: Sequence[str]) -> None:
-    """Join the world, build, and measure for every line: {"rounds": n, "ways": [names]}."""
+    """Joins the world, builds, and measures for every line: {"rounds": n, "ways": [names]}."""
     rank, world_size, _ = launch_environment()
     heartbeat = connect(rank, world_size, backend="gloo", timeout_seconds=TIMEOUT_SECONDS)
     groups = create_groups(Mesh.create(world_size, tp=world_size), rank, heartbeat, TIMEOUT_SECONDS)

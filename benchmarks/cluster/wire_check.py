@@ -1,4 +1,4 @@
-"""Check the emulation: what a plain TCP transfer reaches between emulated hosts, as a fraction of the set rate.
+"""Checks the emulation: the rate of plain TCP transfers between emulated hosts, as a fraction of the set rate.
 
 Every host sends to every other host at the same time; the slowest host's figure is printed. Prints one table.
 """
@@ -22,11 +22,11 @@ PORT = 5201
 
 
 def main() -> int:
-    """Print a row a (hosts, rate)."""
+    """Prints one row per (hosts, rate)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 400, 200, 100])
-    parser.add_argument("--megabytes", type=float, default=100.0, help="what each host sends")
+    parser.add_argument("--megabytes", type=float, default=100.0, help="amount that each host sends")
     args = parser.parse_args()
     print(f"{'hosts':>5} {'Mbit/s':>7} {'seconds':>8} {'reached':>8} {'of rate':>8} {'drops':>6} {'cores busy':>10}")
     try:
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def row(hosts: int, rate: float, megabytes: float) -> str:
-    """All hosts to all others at once."""
+    """Measures transfers of all hosts to all others at the same time."""
     with Cluster(hosts, rate) as cluster:
         peers = [cluster.address(host) for host in range(hosts)]
         each = str(int(megabytes * 1e6 / (hosts - 1)))
@@ -62,13 +62,15 @@ def row(hosts: int, rate: float, megabytes: float) -> str:
 
 
 def busy_seconds() -> float:
-    """Processor time that the machine has spent so far."""
+    """Returns the processor time that the machine has spent so far."""
     user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
     return (user + nice + system + irq + soft) / 100
 
 
 def peer(me: int, each: int, addresses: list[str]) -> float:
-    """Send `each` bytes to every other address and receive as many from each; seconds until all has arrived here."""
+    """Sends `each` bytes to every other address and receives as many from each; returns seconds until all has arrived
+    here.
+    """
     others = [other for other in range(len(addresses)) if other != me]
     listener = socket.create_server((addresses[me], PORT), backlog=16)
     out = [connect(addresses[other]) for other in others]
@@ -84,7 +86,7 @@ def peer(me: int, each: int, addresses: list[str]) -> float:
 
 
 def connect(address: str) -> socket.socket:
-    """A connection to a peer that may not listen yet."""
+    """Connects to a peer that may not listen yet."""
     while True:
         try:
             return socket.create_connection((address, PORT), timeout=30)
@@ -93,14 +95,14 @@ def connect(address: str) -> socket.socket:
 
 
 def send(to: socket.socket, count: int) -> None:
-    """Send `count` bytes."""
+    """Sends `count` bytes."""
     block = memoryview(bytes(1 << 20))
     while count > 0:
         count -= to.send(block[: min(count, len(block))])
 
 
 def receive(source: socket.socket, count: int) -> None:
-    """Take `count` bytes and drop them."""
+    """Receives `count` bytes and discards them."""
     block = bytearray(1 << 20)
     while count > 0:
         got = source.recv_into(block)

@@ -1,6 +1,6 @@
-"""The process of one host: builds the systems once, then measures what it is asked for, line by line.
+"""The process of one host: builds the systems once, then measures on request, line by line.
 
-Requests come as JSON lines on stdin and answers go as JSON lines to stdout; anything that libraries print goes to stderr.
+Requests come as JSON lines on stdin and answers go as JSON lines to stdout; output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron.training.batch import Batch
 
 TIMEOUT_SECONDS = 600.0
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-FIRST_STEPS = 2  # of every system, not measured: DDP and FSDP2 arrange their buckets then
+FIRST_STEPS = 2  # for every system, not measured: DDP and FSDP2 arrange their buckets then
 
 
 @dataclass(frozen=True)
 class Request:
-    """Measure every system with this many microbatches a step: in each round a warm step and some timed ones."""
+    """Measures every system with this many microbatches per step: each round has a warm-up step and some timed ones."""
 
     accumulation: int
     rounds: list[int]  # timed steps of each round
@@ -41,28 +41,28 @@ class Measured:
     """One system on one rank."""
 
     seconds: list[float] = field(default_factory=list)  # of each timed step, from its start to the next one's
-    sent: list[int] = field(default_factory=list)  # bytes a step, one figure a round
-    loss: float = 0.0  # of the last step
+    sent: list[int] = field(default_factory=list)  # bytes per step, one figure per round
+    loss: float = 0.0  # loss of the last step
     memory: int = 0  # bytes
-    wire_bytes: float = 0.0  # what the system's formula says is sent
+    wire_bytes: float = 0.0  # bytes sent by the system's formula
     forward: float = 0.0  # compute only: seconds of one microbatch
     backward: float = 0.0
 
 
 class Runner:
-    """A system and where it is in the batches."""
+    """A system and its position in the batches."""
 
     def __init__(self, system: System, batches: Sequence[Batch]) -> None:
         self.system, self._batches, self._next = system, batches, 0
 
     def step(self, accumulation: int) -> float:
-        """Train on the next microbatches."""
+        """Trains on the next microbatches."""
         chosen = [self._batches[(self._next + n) % len(self._batches)] for n in range(accumulation)]
         self._next += accumulation
         return self.system.step(chosen)
 
     def round(self, accumulation: int, timed: int, world: Group, into: Measured) -> None:
-        """A warm step and `timed` timed ones, back to back. Collective over `world`.
+        """Runs a warm-up step and `timed` timed ones without a pause. Collective over `world`.
 
         A step may leave communication to the next one, so it lasts until the next one starts; `finish` ends the last.
         """
@@ -75,7 +75,7 @@ class Runner:
             if number == timed - 1:
                 self.system.finish()
             stamps.append(time.perf_counter())
-        barrier(world)  # all that this rank has sent is out
+        barrier(world)  # wait until all data of this rank is sent
         into.sent.append((int(SENT.read_text()) - sent) // (timed + 1))
         into.seconds += [end - start for start, end in itertools.pairwise(stamps)]
 
@@ -83,7 +83,7 @@ class Runner:
 def measure(
     runners: dict[str, Runner], request: Request, world: Group, tell: Callable[[str], None]
 ) -> dict[str, object]:
-    """Name -> figures of every system, taken in turns. Collective over `world`."""
+    """Returns name -> figures of every system, alternating. Collective over `world`."""
     measured = {name: Measured() for name in runners}
     for number, timed in enumerate(request.rounds, 1):
         for name, runner in runners.items():
@@ -99,7 +99,7 @@ def measure(
 
 
 def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], names: Sequence[str]) -> None:
-    """Join the world, build, and measure for every line."""
+    """Joins the world, builds, and measures for every line."""
     rank, world_size, _ = launch_environment()
     torch.manual_seed(0)
     heartbeat = connect(rank, world_size, backend="gloo", timeout_seconds=TIMEOUT_SECONDS)

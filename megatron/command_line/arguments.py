@@ -1,7 +1,7 @@
-"""Flags generated from the configuration's dataclasses: their help, their values, the start-up listing, parsers of tools.
+"""Flags generated from the configuration's dataclasses: their help, values, start-up listing, and parsers for tools.
 
-Naming follows Megatron-LM: field `a_b` is `--a-b`. A boolean that is off by default is switched on by its bare flag, and
-one that is on by default is switched off by `--no-a-b`. Tuples take several values.
+Naming follows Megatron-LM: field `a_b` is `--a-b`. A boolean that is off by default is switched on by its bare flag,
+and one that is on by default is switched off by `--no-a-b`. Tuples take several values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def build_parser(description: str) -> FlagParser:
-    """A parser whose namespace holds explicitly given fields only: no defaults are filled in."""
+    """Returns a parser whose namespace holds only explicitly given fields, without defaults."""
     parser = FlagParser(
         description=description,
         usage="%(prog)s [--preset NAME] [flags]",
@@ -68,7 +68,7 @@ def build_parser(description: str) -> FlagParser:
 
 
 def add_config(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
-    """Add the flags of one configuration class, with its defaults, to the parser of a tool."""
+    """Adds the flags of one configuration class, with its defaults, to the parser of a tool."""
     hints = typing.get_type_hints(cls)
     for spec in dataclasses.fields(cls):
         words = _argument(spec, hints[spec.name])
@@ -78,7 +78,7 @@ def add_config(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
 
 
 def print_arguments(run: RunConfig) -> str:
-    """Megatron-LM's start-up listing of every argument, sorted without regard to case."""
+    """Returns Megatron-LM's start-up listing of every argument, sorted case-insensitively."""
     lines = [f"  {name} {'.' * (48 - len(name))} {run.value(name)}" for name in sorted(flag_fields(), key=str.lower)]
     start = "------------------------ arguments ------------------------"
     end = "-------------------- end of arguments ---------------------"
@@ -86,7 +86,7 @@ def print_arguments(run: RunConfig) -> str:
 
 
 def spellings_of(spec: Field[Any]) -> tuple[str, ...]:
-    """Every way to type the flag of a field, its own first."""
+    """Returns every spelling of the flag of a field, its own first."""
     found = flag_of(spec)
     return (spelling(spec), *(found.aliases if found else ()))
 
@@ -94,8 +94,8 @@ def spellings_of(spec: Field[Any]) -> tuple[str, ...]:
 class FlagParser(argparse.ArgumentParser):
     """A parser that raises ConfigError where argparse would print its usage and exit.
 
-    A flag of a tool with `type=int` takes 64 bits; one with an Interval says `type=within(int, interval)`, and one that
-    names a file or folder `type=path_word`.
+    A tool's flag with `type=int` takes 64 bits; one with an Interval is declared with `type=within(int, interval)`, and
+    one that names a file or folder with `type=path_word`.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
@@ -104,7 +104,7 @@ class FlagParser(argparse.ArgumentParser):
         self.register("type", float, within(float, _FINITE))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, for words that can be printed and stored. Raises ConfigError."""
+        """Parses like argparse after checking that the words can be printed and stored. Raises ConfigError."""
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
             if any("\ud800" <= letter <= "\udfff" for letter in word):
@@ -112,18 +112,18 @@ class FlagParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """One line instead of argparse's usage and message."""
+        """Raises ConfigError with one line, instead of printing argparse's usage and message."""
         message = message.removeprefix("argument ")
         raise ConfigError(re.sub(r"expected (.+) argument(s?)$", r"needs \1 value\2 after it", message))
 
     @property
     def spellings(self) -> list[str]:
-        """Every flag that this parser knows."""
+        """Returns every flag that this parser knows."""
         return list(self._option_string_actions)
 
 
 def _argument(spec: Field[Any], hint: Any) -> dict[str, Any]:
-    """Keywords of `add_argument` for a field of type `hint`."""
+    """Returns the keywords of `add_argument` for a field of type `hint`."""
     found = flag_of(spec)
     assert found is not None
     words: dict[str, Any] = {"dest": spec.name, "help": _help(spec, found.help)}
@@ -140,14 +140,14 @@ def _argument(spec: Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def plain_type(hint: Any) -> Any:
-    """T for `T | None`, else the type itself."""
+    """Returns T for `T | None`, and any other type unchanged."""
     if isinstance(hint, types.UnionType):
         return next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
     return hint
 
 
 def within(kind: type, interval: Interval) -> Callable[[str], Any]:
-    """The `type` of a tool's flag that takes these numbers."""
+    """Returns the `type` of a tool's flag that takes numbers in `interval`."""
     convert = _converter(kind, None)
 
     def check(word: str) -> Any:
@@ -160,12 +160,14 @@ def within(kind: type, interval: Interval) -> Callable[[str], Any]:
 
 
 def path_word(word: str) -> str:
-    """The `type` of a tool's flag that names a file or a folder: an empty word would mean the folder it is started in."""
+    """The `type` of a tool's flag that names a file or folder. An empty word, which would mean the current one, is an
+    error.
+    """
     return str(_converter(str, None)(word))
 
 
 def value_of(spec: Field[Any], kind: Any, flag: str, words: Sequence[str]) -> Any:
-    """The value of a field of type `kind` (see plain_type) from the words after its flag. Raises ConfigError."""
+    """Returns the value of a field of type `kind` (see plain_type) from the words after its flag. Raises ConfigError."""
     found = flag_of(spec)
     assert found is not None
     several = typing.get_origin(kind) is tuple
@@ -186,7 +188,9 @@ def value_of(spec: Field[Any], kind: Any, flag: str, words: Sequence[str]) -> An
 
 
 def _converter(kind: type, choices: Collection[Any] | None) -> Callable[[str], Any]:
-    """From a word of the command line to a value. Its error shows the word, which argparse prefixes with the flag."""
+    """Returns a converter from a word of the command line to a value. Its error quotes the word; argparse adds the
+    flag.
+    """
     wanted = {int: "a whole number", float: "a number", str: "text"}[kind]
 
     def convert(word: str) -> Any:
@@ -208,7 +212,7 @@ def _converter(kind: type, choices: Collection[Any] | None) -> Callable[[str], A
 
 
 def _whole(word: str) -> int:
-    """A whole number, also as 2e8. Raises ValueError."""
+    """Returns a whole number, which may be written as 2e8. Raises ValueError."""
     try:
         return int(word)
     except ValueError:
@@ -219,7 +223,7 @@ def _whole(word: str) -> int:
 
 
 def _help(spec: Field[Any], text: str) -> str:
-    """The field's help and its default; fields that default to None say in words what that means."""
+    """Returns the field's help and its default; fields that default to None describe the default in their help text."""
     default = " ".join(map(str, spec.default)) if isinstance(spec.default, tuple) else spec.default
     shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
     return (text + shown).replace("%", "%%")

@@ -1,4 +1,4 @@
-"""How a training process ends when something is wrong: said once for all ranks, to stderr and to torchrun. No torch."""
+"""Ends a training process after an error: one rank prints it, to stderr and to torchrun. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import sys
 import time
 from typing import NoReturn
 
-# A rank that others speak for waits this long for the launcher to end it: rank 0 may be slower to start.
+# A rank that does not print the error waits this long for the launcher to end it: rank 0 may start more slowly.
 SILENT_SECONDS = 30.0
 
 
 def end(message: str, code: int) -> NoReturn:
-    """Say why, on stderr and to torchrun, and end at once: tearing down process groups would wait for ranks that may never
-    answer."""
+    """Prints the error to stderr, reports it to torchrun, and exits immediately.
+
+    Tearing down process groups would wait for ranks that may never answer.
+    """
     print(message, file=sys.stderr)
     _tell_torchrun(message)
     sys.stdout.flush()
@@ -24,9 +26,10 @@ def end(message: str, code: int) -> NoReturn:
 
 
 def let_rank_0_speak(local_rank: int, code: int, seconds: float = SILENT_SECONDS) -> None:
-    """Wait to be ended by the launcher, which ends all ranks when the first one ends: that must be the one that speaks.
+    """Waits until the launcher ends this process, so that rank 0, which prints the error, ends first.
 
-    Returns if that does not happen (rank 0 may be on a host without the error), on one rank of each host.
+    The launcher ends all ranks when the first one ends. Returns on one rank of each host if that does not happen,
+    because rank 0 may be on a host without the error.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -36,12 +39,12 @@ def let_rank_0_speak(local_rank: int, code: int, seconds: float = SILENT_SECONDS
 
 
 def as_lines(error: BaseException) -> str:
-    """The message of a user's mistakes, one line for each."""
+    """Returns the messages of a user's mistakes, one line per mistake."""
     return "\n".join(f"error: {line}" for line in str(error).splitlines())
 
 
 def _tell_torchrun(message: str) -> None:
-    """Hand the message to torchrun, whose own report of the failure then quotes it.
+    """Passes the message to torchrun, whose own report of the failure then quotes it.
 
     The file's format is that of torch.distributed.elastic.multiprocessing.errors.
     """

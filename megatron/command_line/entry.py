@@ -1,4 +1,4 @@
-"""The command line of a training program, read and checked before torch is imported, so that mistakes are told at once."""
+"""Reads and checks the command line of a training program before torch is imported, so that mistakes show immediately."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron.config.run import RunConfig
 
 
 def run_of(argv: Sequence[str], description: str) -> RunConfig:
-    """The run that a command line asks for. Ends the process with exit code 2 and a line for each mistake.
+    """Returns the run that a command line asks for. Ends the process with exit code 2 and one line per mistake.
 
-    What depends on files (the shape of --load-hf's model, an adapter) is checked by `training/main.py`.
+    Checks that depend on files (the shape of --load-hf's model, an adapter) follow in `training/main.py`.
     """
     rank = local_rank = 0
     try:
@@ -32,11 +32,11 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
 
 
 def mistakes(line: CommandLine, world_size: int) -> list[str]:
-    """What is wrong with a command line on so many processes, one line each: its words, and what rules can judge."""
+    """Returns the mistakes of a command line on `world_size` processes, one line each: of its words, and by the rules."""
     judged = line.is_whole and not takes_shape_from_files(line.run)
     return [*line.problems, *(problems(line.run, world_size) if judged else ())]
 
 
 def takes_shape_from_files(run: RunConfig) -> bool:
-    """Whether the model is only known once the files that --load-hf or --load-adapter names are read."""
+    """Returns whether the model is only known once the files of --load-hf or --load-adapter are read."""
     return run.checkpoint.load_hf is not None or run.checkpoint.load_adapter is not None

@@ -1,4 +1,4 @@
-"""How every program ends when something is wrong: what the user can mend, in one line, and the exit code."""
+"""Ends every program after an error: errors that the user can fix are one line, with an exit code."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, UserError
 
-# Not by torch's own class, which is a RuntimeError, too: planning needs no torch.
+# Matched by message and not by torch's exception class, which is also a RuntimeError, because planning needs no torch.
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|bad_alloc|Storage size calculation overflowed", re.I)
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def as_user_error(error: BaseException) -> UserError | None:
-    """`error` as what the user can mend, or None: a UserError, a file that the system refused, memory that is not there.
+    """Returns `error` as an error that the user can fix, or None.
 
-    The one place that says so for files: code that opens one catches OSError only where it can say more than which file
-    and why.
+    Such errors are a UserError, a file that the system rejects, and missing memory. This is the only place that
+    converts errors of files: code that opens one catches OSError only if it can say more than the file and the reason.
     """
     if isinstance(error, UserError):
         return error
@@ -41,10 +41,10 @@ def as_user_error(error: BaseException) -> UserError | None:
 
 
 def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
-    """Run a tool's `work` on `rank`: its own code, or 0.
+    """Runs a tool's `work` on `rank`; returns its exit code, or 0 if it returns None.
 
-    2 after one line on stderr for what the user can mend; 1 after one for a lost rank; 130 for Ctrl-C. Any other
-    exception is raised.
+    The code is 2 after one line on stderr for an error that the user can fix, 1 after one line for a lost rank, and 130
+    for Ctrl-C. Any other exception is raised.
     """
     try:
         return work() or 0
@@ -63,9 +63,9 @@ def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
 
 
 def check_output(flag: str, path: str | None) -> None:
-    """Raise ConfigError unless a file can be written at `path`, in folders that are made for it where they are missing.
+    """Raises ConfigError unless a file can be written at `path`, whose missing folders are created.
 
-    To be called before the work whose result belongs there.
+    Call it before the work whose result is written there.
     """
     if path is None:
         return
@@ -86,7 +86,7 @@ def _is_about_memory(error: BaseException) -> bool:
 
 
 def _amount(text: str) -> str:
-    """What was asked for, where the message says it."""
+    """Returns the requested amount of memory, if the message contains it."""
     match = re.search(r"allocate ([\d.]+ \w+)|sizes=(\[[^]]*\])", text)
     if match is None:
         return ""

@@ -1,4 +1,4 @@
-"""What becomes of a Megatron command line here, flag by flag, without starting it. No torch."""
+"""Explains the effect of a Megatron command line on this program, flag by flag, without starting it. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 
 @dataclass(frozen=True)
 class Verdict:
-    """`outcomes`: of each flag; those without an effect in this run count as noop. `problems`: why the command is refused,
-    one line each, with the flags that the line names. `words`: the equivalent command line here."""
+    """The result of checking a command line.
+
+    `outcomes` has one entry per flag; flags without an effect in this run count as noop. `problems` holds the reasons
+    why the command is rejected, one line each, with the flags that the line names. `words` is the equivalent command
+    line of this program.
+    """
 
     world_size: int
     outcomes: tuple[Outcome, ...]
@@ -27,12 +31,12 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        """Whether a run would start: files are not looked at."""
+        """Whether a run would start; files are not checked."""
         return not self.problems
 
 
 def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
-    """The verdict on a command line on `world_size` processes; None: on as few as its layout needs."""
+    """Returns the verdict on a command line on `world_size` processes; None uses the fewest that its layout allows."""
     line = read(argv)
     typed = {outcome.typed.flag for outcome in line.outcomes}
     world = world_size or smallest_world(line.run)
@@ -52,6 +56,6 @@ def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
 
 
 def smallest_world(run: RunConfig) -> int:
-    """The fewest processes that the layout of a run fits on."""
+    """Returns the fewest processes for the layout of a run."""
     p = run.parallel
     return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size

@@ -1,4 +1,4 @@
-"""What a run says about its flags at the start."""
+"""Logs the flags of a run at start-up."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _WIDTH = 120
 
 
 def announce_flags(run: RunConfig) -> None:
-    """The flags that were given and ask for what every run does; with --print-flags the value of every flag, too.
+    """Logs the given flags that ask for the default behaviour; with --print-flags also the value of every flag.
 
-    Flags that are accepted without an effect are rows of the table that set-up prints.
+    Accepted flags without an effect are rows of the table that set-up prints.
     """
     if run.logging.print_flags:
         log.info("%s", print_arguments(run))

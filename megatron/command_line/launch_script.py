@@ -1,9 +1,10 @@
-"""The training commands in a Megatron launch script or command line, without running anything. No torch.
+"""Finds the training commands in a Megatron launch script or command line, without running anything. No torch.
 
 A script is read, not run: comments, quotes, variables, arrays, defaults such as `${1:-x}`, whole-number arithmetic,
-loops, functions, `eval`, `bash -c` and scripts that it starts are followed; what only a run could tell (the output of
-most commands, files, variables that the script does not set) stays as the script has it, such as $DATA_PATH, and is
-listed. A condition that cannot be known is taken to hold, and listed, too; an unset variable is empty in it, as in bash.
+loops, functions, `eval`, `bash -c` and scripts that it starts are followed. Values that only a run could determine (the
+output of most commands, files, variables that the script does not set) keep the script's text, such as $DATA_PATH, and
+are listed. A condition with an unknown result is assumed to hold, and listed, too; an unset variable in it is empty, as
+in bash.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from megatron.command_line.shell.interpret import SHELLS, Invocation, invocation
 from megatron.command_line.shell.unknown import CLOSE, OPEN, plain, unknowns
 
 _PROGRAM = re.compile(r"(?:pretrain|posttrain|finetune|train)\w*\.py")
-_OTHER_PROGRAM = re.compile(r"#!(?!.*sh\b)")  # the first line of a file that is no shell script
+_OTHER_PROGRAM = re.compile(r"#!(?!.*sh\b)")  # the first line of a file that is not a shell script
 _RUNNER = re.compile(r"(?:python[\d.]*|torchrun|deepspeed|accelerate|msrun)")
-# What a Megatron command is known by when its program's name is not: one of these flags is in it.
+# A Megatron command with an unknown program name is recognised by one of these flags.
 _TELLTALES = ("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--seq-length")
 _PRINTERS = ("echo", "printf")
 LAUNCHERS_OF_SCRIPTS = (*SHELLS, "sbatch", "source")
@@ -32,9 +33,10 @@ LAUNCHERS_OF_SCRIPTS = (*SHELLS, "sbatch", "source")
 class Command:
     """A training command.
 
-    argv: the words after the program. world: its processes, None when that cannot be known. program: as the command has
-    it, None for flags alone. unresolved: what is in argv and could not be known, such as $DATA_PATH. assumed: conditions
-    of the script that could not be known, and how they were taken.
+    `argv` holds the words after the program. `world` is the number of its processes, or None if it is unknown.
+    `program` is the program's path as written in the command, None for flags alone. `unresolved` lists the unknown
+    parts of argv, such as $DATA_PATH. `assumed` lists conditions of the script whose result is unknown, with the
+    assumption made.
     """
 
     argv: tuple[str, ...]
@@ -45,8 +47,11 @@ class Command:
 
 
 def read_launch(words: Sequence[str]) -> list[Command]:
-    """From what a user gives: a script's path and its arguments, with or without `bash` before it; a whole command; its
-    flags alone; or any of these as one text. Raises ConfigError for a script that cannot be read."""
+    """Returns the commands in a user's words.
+
+    These may be a script's path and its arguments, with or without `bash` before it; a whole command; its flags alone;
+    or any of these as one text. Raises ConfigError for a script that cannot be read.
+    """
     text = words[0] if len(words) == 1 else shlex.join(words)
     if text.lstrip().startswith("-"):
         return [_flags_of(each) for each in invocations(text, (), {}, lambda name: None)]
@@ -57,7 +62,7 @@ def read_launch(words: Sequence[str]) -> list[Command]:
 
 
 def read_path(path: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> list[Command]:
-    """The training commands of a script in a file; others that it starts are looked for in its folder."""
+    """Returns the training commands of a script in a file; scripts that it starts are looked for in its folder."""
     return read_script(_text_of(path), arguments, environment, lambda name: _find(path.parent, name))
 
 
@@ -67,11 +72,11 @@ def read_script(
     environment: Mapping[str, str] | None = None,
     open_file: Callable[[str], str | None] = lambda name: None,
 ) -> list[Command]:
-    """The training commands of a script, each once, in the order in which they are reached.
+    """Returns the training commands of a script, each once, in the order in which they are reached.
 
-    arguments: of the script. environment: variables that are set before it starts; SLURM's follow from its #SBATCH lines.
-    open_file: the text of another script by the name it is called by, or None. Raises ConfigError with the line that is
-    no bash.
+    `arguments` are those of the script. `environment` holds variables that are set before it starts; SLURM's follow
+    from its #SBATCH lines. `open_file` returns the text of another script by the name used to call it, or None. Raises
+    ConfigError with the line that is not valid bash.
     """
     variables = {**slurm_variables(text), **(environment or {})}
     found = [_command(each) for each in invocations(text, tuple(arguments), variables, open_file)]
@@ -79,7 +84,7 @@ def read_script(
 
 
 def _command(found: Invocation) -> Command | None:
-    """The invocation as a training command; None if it is another command."""
+    """Returns the invocation as a training command; None if it is another command."""
     words = found.words
     at = _program(words)
     if at is None or words[0] in _PRINTERS:
@@ -90,17 +95,17 @@ def _command(found: Invocation) -> Command | None:
 
 
 def _flags_of(found: Invocation) -> Command:
-    """All its words as flags."""
+    """Returns the invocation with all its words as flags."""
     unresolved = dict.fromkeys(source for word in found.words for source in unknowns(word))
     return Command(tuple(map(plain, found.words)), None, None, tuple(unresolved), found.assumed)
 
 
 def _program(words: Sequence[str]) -> int | None:
-    """Where the program stands: behind python or a launcher, under a name that training programs have."""
+    """Returns the position of the program: after python or a launcher, under a name that training programs have."""
     for at, word in enumerate(words):
         if _PROGRAM.fullmatch(os.path.basename(plain(word))) and (at == 0 or any(map(_runs, words[:at]))):
             return at
-    # A program that is not known: an unknown word before the flags of a command that can only be Megatron's.
+    # The program's name is unknown: take an unknown word before the flags of a command that can only be Megatron's.
     flags = next((at for at, word in enumerate(words) if word in _TELLTALES), 0)
     unknown = (
         at
@@ -116,7 +121,7 @@ def _runs(word: str) -> bool:
 
 
 def _find(folder: Path, name: str) -> str | None:
-    """A script by the name it is called by: one that begins with an unknown folder is looked for in this one."""
+    """Returns the text of a script by the name used to call it; one in an unknown folder is looked for in `folder`."""
     path = folder / (name[name.rindex(CLOSE) + 1 :].lstrip("/") if CLOSE in name else name)
     text = _text_of(path) if _is_file(str(path)) else ""
     return text if text and "\0" not in text and _OTHER_PROGRAM.match(text) is None and path.suffix != ".py" else None

@@ -1,4 +1,4 @@
-"""How many processes a launch command starts: torchrun, deepspeed, mpirun, srun and the #SBATCH lines. No torch."""
+"""Counts the processes that a launch command starts: torchrun, deepspeed, mpirun, srun and #SBATCH lines. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron.command_line.shell.scope import Array
 from megatron.command_line.shell.unknown import is_known
 
-# A launcher's options that count: (per node, nodes, all together).
+# The options of a launcher that set the number of processes: (per node, nodes, total).
 _OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "torchrun": (("--nproc_per_node", "--nproc-per-node"), ("--nnodes",), ()),
     "deepspeed": (("--num_gpus",), ("--num_nodes",), ()),
@@ -24,11 +24,11 @@ _DIRECTIVE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 
 
 def world_size(launcher: Sequence[str], variables: Mapping[str, str | Array]) -> int | None:
-    """Processes of a command. `launcher`: the words before the program; `variables` at that place of the script.
+    """Returns the number of processes of a command, with the words before the program and the variables at that point.
 
-    The innermost launcher counts: of `srun torchrun`, where srun starts one process per node, torchrun. A command without
-    one has WORLD_SIZE processes where the script sets that, and otherwise one. None when the numbers cannot be known, or
-    there is nothing but the program's name.
+    The innermost launcher counts: in `srun torchrun`, where srun starts one process per node, that is torchrun. A
+    command without a launcher has WORLD_SIZE processes if the script sets that, and otherwise one. Returns None if the
+    numbers are unknown, or if there is nothing but the program's name.
     """
     for at in reversed(range(len(launcher))):
         word = os.path.basename(launcher[at])
@@ -38,12 +38,12 @@ def world_size(launcher: Sequence[str], variables: Mapping[str, str | Array]) ->
     given = variables.get("WORLD_SIZE")
     if given is not None:
         return _number(given) if isinstance(given, str) else None
-    # A word that is not known may be a launcher.
+    # An unknown word may be a launcher.
     return 1 if launcher and all(map(is_known, launcher)) else None
 
 
 def slurm_variables(text: str) -> dict[str, str]:
-    """The variables that SLURM sets for a script, as far as its #SBATCH lines tell them."""
+    """Returns the variables that SLURM sets for a script, as determined by its #SBATCH lines."""
     words = [word for line in _DIRECTIVE.findall(text) for word in line.split(" #")[0].split()]
     nodes = _option(words, ("--nodes", "-N"))
     tasks = _option(words, ("--ntasks-per-node",))
@@ -88,7 +88,7 @@ def _product(texts: Iterable[str | None]) -> int | None:
 
 
 def _option(words: Sequence[str], names: tuple[str, ...]) -> str | None:
-    """The last value of an option, as `--name value`, `--name=value` or, of one letter, `-nvalue`."""
+    """Returns the last value of an option, as `--name value`, `--name=value` or, for one letter, `-nvalue`."""
     found = None
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -101,7 +101,7 @@ def _option(words: Sequence[str], names: tuple[str, ...]) -> str | None:
 
 
 def _number(text: str | None) -> int | None:
-    """A positive number; "2:2", torchrun's least and most nodes, is 2, and a range is not known."""
+    """Returns a positive number; "2:2", torchrun's least and most nodes, is 2, and a range is unknown."""
     found = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", text or "")
     if found is None or found[2] not in (None, found[1]) or int(found[1]) == 0:
         return None

@@ -1,8 +1,8 @@
-"""From the words of a command line to a configuration, and what became of every flag on the way. No torch.
+"""Converts the words of a command line to a configuration, and records the outcome of every flag. No torch.
 
-A command line that was written for Megatron-LM or one of its forks is taken as it is: `config/flag_table.csv` says what
-becomes of each flag that is not this program's. Spellings are taken as people write them: underscores for dashes, `--a=b`,
-`--disable-x` for `--no-x`, `true` and `false` after a switch, whole numbers as 2e8. All mistakes are reported at once.
+Command lines for Megatron-LM or its forks are accepted unchanged: `config/flag_table.csv` determines the outcome of
+each flag that is not this program's. Common spellings are accepted: underscores for dashes, `--a=b`, `--disable-x` for
+`--no-x`, `true` and `false` after a switch, whole numbers as 2e8. All mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron.config.run import PARTS, RunConfig, flag_fields
 UNKNOWN = "unknown"
 _NUMBER = re.compile(r"-[.\d]")
 _SWITCHED = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-_CLOSE = 0.8  # how much alike a flag has to be to be what was meant
+_CLOSE = 0.8  # the similarity at which an unknown flag is taken for a misspelling
 PRESET = "--preset"
 
 
 @dataclass(frozen=True)
 class Typed:
-    """A flag as it is on the command line, and the words after it."""
+    """A flag as written on the command line, and the words after it."""
 
     flag: str
     words: tuple[str, ...]
@@ -43,8 +43,11 @@ class Typed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a flag. `kind`: read, same, noop, refuse, alias or unknown; `meant`: the words of this program that a
-    read flag or an alias stands for; `here`: what is in effect instead of a noop; `why`: the reason, or what is wrong."""
+    """The outcome of a flag.
+
+    `kind` is read, same, noop, refuse, alias or unknown. `meant` holds the words of this program for a read flag or an
+    alias. `here` is the behaviour in effect instead of a noop. `why` is the reason, or the mistake.
+    """
 
     typed: Typed
     kind: str
@@ -55,23 +58,23 @@ class Outcome:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line as it was understood. `run` holds what could be; it is whole only where there are no problems."""
+    """A parsed command line. `run` holds the valid values; it is complete only if there are no problems."""
 
     run: RunConfig
     outcomes: tuple[Outcome, ...]
-    problems: tuple[str, ...]  # one line each
+    problems: tuple[str, ...]  # one line per problem
 
     @property
     def is_whole(self) -> bool:
-        """Whether all values could be read, so that the rules can judge the run: at most some flags are not here."""
+        """Whether all values could be read, so that the rules can check the run: at most some flags are unavailable."""
         not_here = {outcome.why for outcome in self.outcomes if outcome.kind in (REFUSE, UNKNOWN)}
         return set(self.problems) <= not_here | {note.refusal for note in self.run.notes}
 
 
 def parse(argv: Sequence[str], *, description: str) -> RunConfig:
-    """The configuration that `argv` (without the program's name) asks for, not yet checked by `config.rules`.
+    """Returns the configuration for `argv` (without the program's name), not yet checked by `config.rules`.
 
-    Raises ConfigError, a line for each mistake. `--help` prints and exits.
+    Raises ConfigError with one line per mistake. `--help` prints and exits.
     """
     help_if_asked(argv, description)
     line = read(argv)
@@ -81,13 +84,13 @@ def parse(argv: Sequence[str], *, description: str) -> RunConfig:
 
 
 def help_if_asked(argv: Sequence[str], description: str) -> None:
-    """`--help` prints every flag and exits."""
+    """Prints every flag and exits if the words contain `--help`."""
     if {"-h", "--help"} & set(argv):
         build_parser(description).parse_args(["--help"])
 
 
 def read(argv: Sequence[str]) -> CommandLine:
-    """Every flag of `argv` and what becomes of it. Raises nothing: what is wrong is in `problems`."""
+    """Returns every flag of `argv` with its outcome. Raises nothing: mistakes are listed in `problems`."""
     if garbled := [word for word in argv if any("\ud800" <= letter <= "\udfff" for letter in word)]:
         return CommandLine(
             RunConfig(), (), tuple(f"'{word}' is not UTF-8; give it in that encoding" for word in garbled)
@@ -99,7 +102,7 @@ def read(argv: Sequence[str]) -> CommandLine:
     problems += [outcome.why for outcome in outcomes if outcome.kind in (REFUSE, UNKNOWN)]
     meant = _Meant()
     notes += _notes(outcomes)
-    # What another name stands for gives way to the flag itself.
+    # A flag overrides the words that an alias of it stands for.
     for kind in (ALIAS, READ):
         for outcome in outcomes:
             if outcome.kind == kind:
@@ -116,7 +119,7 @@ def read(argv: Sequence[str]) -> CommandLine:
 
 
 def canonical(flag: str) -> str:
-    """The spelling that this program or the table knows a flag by."""
+    """Returns the spelling of a flag that this program or the table uses."""
     for name in (flag, dashed := "--" + flag[2:].replace("_", "-"), dashed.replace("--disable-", "--no-", 1)):
         if name in _fields() or name == PRESET or is_listed(name):
             return name
@@ -124,7 +127,7 @@ def canonical(flag: str) -> str:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[Typed], list[str]]:
-    """Flags with the words after them, and what is wrong with words that have no flag."""
+    """Returns the flags with the words after them, and the problems of words without a flag."""
     typed: list[Typed] = []
     problems = []
     for word in argv:
@@ -141,7 +144,7 @@ def _split(argv: Sequence[str]) -> tuple[list[Typed], list[str]]:
 
 
 def _joined(typed: Iterable[Typed]) -> tuple[list[Typed], list[Note]]:
-    """Several words after a flag that takes one text are that text, as from a shell's variable without quotes."""
+    """Joins several words after a flag that takes one text, as they come from a shell variable without quotes."""
     found, notes = [], []
     for item in typed:
         spec, kind = _fields().get(item.flag, (None, None))
@@ -180,7 +183,7 @@ def _judge(item: Typed, flags: dict[str, tuple[str, ...]]) -> Outcome:
 
 
 def _written_out(text: str, item: Typed, flags: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    """The words of an alias: `{}` is the value, `{-1}` the value less one, `{--x}` the value of another flag."""
+    """Yields the words of an alias: `{}` is the value, `{-1}` the value minus one, `{--x}` the value of another flag."""
     values = {"{}": item.words} | {f"{{{flag}}}": words for flag, words in flags.items()}
     for part in text.split():
         if "{-1}" in part and len(item.words) == 1 and item.words[0].isdecimal():
@@ -190,7 +193,7 @@ def _written_out(text: str, item: Typed, flags: dict[str, tuple[str, ...]]) -> I
 
 
 class _Meant:
-    """The values that flags give, by field; a later flag goes before an earlier one."""
+    """Collects the values of flags by field; a later flag overrides an earlier one."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -198,7 +201,7 @@ class _Meant:
         self._origins: dict[str, Typed] = {}
 
     def add(self, outcome: Outcome, problems: list[str]) -> None:
-        """Take what `outcome` gives, with a note where it takes the place of another value."""
+        """Adds the values of `outcome`, with a note if one replaces another value."""
         for item in _split(outcome.meant)[0]:
             try:
                 name, value = _value(item)
@@ -216,7 +219,7 @@ class _Meant:
 
 
 def _value(item: Typed) -> tuple[str, Any]:
-    """(field, value) of a flag of this program; the value of a switch that is switched off is None. Raises ConfigError."""
+    """Returns (field, value) of a flag of this program; a switch that is switched off is None. Raises ConfigError."""
     if item.flag == PRESET:
         if len(item.words) != 1:
             raise ConfigError(f"{PRESET}: needs one value after it")
@@ -243,12 +246,12 @@ def _asked(item: Typed) -> str:
 
 
 def _switched(words: Sequence[str]) -> bool | None:
-    """What a word after a switch says; None where it says nothing."""
+    """Returns the meaning of a word after a switch; None if it has none."""
     return _SWITCHED.get(words[0].lower()) if len(words) == 1 else None
 
 
 def _configure(values: dict[str, Any], notes: Sequence[Note], already: Sequence[str]) -> RunConfig:
-    """Raises ConfigError for a preset beside another source of the model's shape."""
+    """Builds the configuration. Raises ConfigError for a preset together with another source of the model's shape."""
     given = dict(values)
     shape = preset(given.pop("preset")) if "preset" in given else {}
     for other, origin in (("use_checkpoint_args", "the checkpoint"), ("load_hf", "its config.json")):
@@ -256,7 +259,7 @@ def _configure(values: dict[str, Any], notes: Sequence[Note], already: Sequence[
             flag = other.replace("_", "-")
             raise ConfigError(f"--preset has no effect: --{flag} takes the shape from {origin}; remove one")
     if given.get("tokenizer_type", "NullTokenizer") != "NullTokenizer":
-        # The tokenizer has its own vocabulary; a preset's is that of the published model's tokenizer.
+        # A run uses its own tokenizer's vocabulary; that of the preset belongs to the published model's tokenizer.
         shape.pop("vocab_size", None)
     parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
     for name, value in {**shape, **given}.items():
@@ -268,7 +271,7 @@ def _configure(values: dict[str, Any], notes: Sequence[Note], already: Sequence[
 
 @functools.cache
 def _fields() -> dict[str, tuple[Field[Any], Any]]:
-    """Every spelling of this program's flags -> (field, type)."""
+    """Returns every spelling of this program's flags -> (field, type)."""
     hints = {part: typing.get_type_hints(cls) for part, cls in PARTS.items()}
     return {
         flag: (spec, plain_type(hints[part][spec.name]))

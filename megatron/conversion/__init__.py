@@ -1,1 +1,1 @@
-"""Models from one format to another, and the comparison of both."""
+"""Converts models between formats, and compares a converted model with the original."""

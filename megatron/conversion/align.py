@@ -1,8 +1,8 @@
-"""Compare a Hugging Face model with ours number by number: every site of every layer, logits, first choices, gradients.
+"""Compares a Hugging Face model with this program's: every site of every layer, logits, first choices, gradients.
 
-Errors are counted in units in the last place (ulps) of the precision that is compared, so that 1 is one rounding. An
-ablation then runs our model with one operation at a time computed as transformers computes it: what makes the error fall
-is where it comes from.
+Errors are counted in units in the last place (ulps) of the compared precision, so that 1 is one rounding. An ablation
+then runs our model with one operation at a time computed as transformers computes it: an operation that reduces the
+error is its cause.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Record = dict[tuple[int, str], Tensor]  # (layer, site) -> [b, s, channels]; lay
 
 @dataclass(frozen=True)
 class Difference:
-    """Two tensors: the largest and the mean distance in ulps, and the share of elements that are not the same bits."""
+    """Two tensors: the largest and the mean distance in ulps, and the fraction of elements that are not bit-identical."""
 
     layer: int
     site: str
@@ -64,9 +64,9 @@ class Difference:
 
 
 def compare(layer: int, site: str, ours: Tensor, theirs: Tensor) -> Difference:
-    """Distances in ulps of the compared dtype at the size of the larger element, and never below its tensor's mean size.
+    """Returns distances in ulps of the compared dtype at the larger element's size, at least its tensor's mean size.
 
-    Without that floor an element that cancels to nearly zero would count as millions of ulps off.
+    Without that lower limit an element that cancels to nearly zero would count as millions of ulps off.
     """
     a, b = ours.double(), theirs.double()
     ulps = _ulps(a, b, theirs.dtype, floor=float(b.abs().mean()))
@@ -75,10 +75,10 @@ def compare(layer: int, site: str, ours: Tensor, theirs: Tensor) -> Difference:
 
 @dataclass(frozen=True)
 class Choices:
-    """Positions at which the likeliest tokens of two models were compared, and what was found.
+    """A comparison of the likeliest tokens of two models at a number of positions.
 
-    ties: of the positions at which they differ, those whose two tokens are at most TIE ulps apart in the other model's
-    logits: one rounding of either swaps them. A model that knows little has many such positions, a trained one few.
+    `ties` counts the differing positions whose two tokens are at most TIE ulps apart in the other model's logits: one
+    rounding of either swaps them. An untrained model has many such positions, a trained one few.
     """
 
     positions: int
@@ -90,7 +90,7 @@ class Choices:
 
 
 def first_choices(ours: Tensor, theirs: Tensor) -> Choices:
-    """Compare logits [..., vocabulary]."""
+    """Compares logits [..., vocabulary]."""
     chosen, expected = (x.argmax(-1, keepdim=True) for x in (ours, theirs))
     apart = _ulps(theirs.gather(-1, chosen).double(), theirs.gather(-1, expected).double(), theirs.dtype)
     other = chosen != expected
@@ -98,21 +98,21 @@ def first_choices(ours: Tensor, theirs: Tensor) -> Choices:
 
 
 def _ulps(a: Tensor, b: Tensor, dtype: torch.dtype, *, floor: float = 0.0) -> Tensor:
-    """Distances of fp64 numbers in ulps of `dtype`, at the size of the larger one or of `floor`."""
+    """Returns distances of fp64 numbers in ulps of `dtype`, at the size of the larger one or of `floor`."""
     size = torch.maximum(a.abs(), b.abs()).clamp(min=floor + torch.finfo(torch.float64).tiny)
     return (a - b).abs() / (torch.finfo(dtype).eps * torch.exp2(size.log2().floor()))
 
 
 class Pair:
-    """One model twice: transformers' and ours, from the same folder, in the same dtype, on the CPU or one GPU."""
+    """The same model in transformers and here, from the same folder, in the same dtype, on the CPU or one GPU."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, groups: Groups, device: torch.device, *, ours: Source | None
     ) -> None:
-        """`ours`: where our weights come from; the same folder when None. Raises CheckpointError for a folder that
-        cannot be read.
+        """`ours` is the source of our weights; the same folder if None. Raises CheckpointError for a folder that cannot
+        be read.
         """
-        same = HFSource(folder)  # before transformers looks at it: that may take a bad path for a name to download
+        same = HFSource(folder)  # before transformers reads it, which may take a bad path for a name to download
         theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self.theirs = theirs.to(device)
         source = ours or same
@@ -135,23 +135,23 @@ class Pair:
 
     @torch.no_grad()
     def record(self, tokens: Tensor) -> tuple[Record, Record]:
-        """All sites of both models for tokens [b, s]."""
+        """Records all sites of both models for tokens [b, s]."""
         theirs = _record_theirs(self.theirs, tokens)
         ours = self._recorder.record(self.ours, self.config, tokens)
         return ours, theirs
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Ours, [b, s, vocabulary]."""
+        """Returns our logits, [b, s, vocabulary]."""
         return _logits(self.ours, self.config, tokens)
 
     @torch.no_grad()
     def choices(self, tokens: Tensor) -> Choices:
-        """First choices of both models for tokens [b, s]."""
+        """Returns the first choices of both models for tokens [b, s]."""
         return first_choices(self.logits(tokens), self.theirs(tokens).logits)
 
     def gradients(self, tokens: Tensor) -> Iterator[tuple[str, float]]:
-        """(our parameter, largest difference of the gradients over the largest gradient of it), for the mean loss."""
+        """Yields (our parameter, largest gradient difference divided by its largest gradient), for the mean loss."""
         labels = tokens[:, 1:]
         F.cross_entropy(self.theirs(tokens[:, :-1]).logits.float().flatten(0, 1), labels.flatten()).backward()
         positions = torch.arange(labels.shape[1], device=self.device).unsqueeze(0)
@@ -168,13 +168,13 @@ class Pair:
 
 
 def differences(ours: Record, theirs: Record) -> list[Difference]:
-    """Every site, in the order of computation."""
+    """Returns the differences at every site, in the order of computation."""
     assert ours.keys() == theirs.keys()
     return [compare(layer, site, ours[layer, site], theirs[layer, site]) for layer, site in theirs]
 
 
 def ablation(pair: Pair, tokens: Tensor, theirs: Tensor) -> list[tuple[str, Difference]]:
-    """Logits' difference as we compute, with each operation as transformers computes it, and with all of them."""
+    """Returns the logits' differences: unchanged, with each operation of transformers, and with all of them."""
     rows = [("as it is", compare(-1, "logits", pair.logits(tokens), theirs))]
     operations = _as_theirs(pair.ours, pair.config)
     for name, patches in {**operations, "all": [patch for held in operations.values() for patch in held]}.items():
@@ -186,14 +186,14 @@ def ablation(pair: Pair, tokens: Tensor, theirs: Tensor) -> list[tuple[str, Diff
 
 
 class _Recorder:
-    """Keeps what passes the sites of our model. Theirs are [b, s, channels]; ours [s, b, channels] are turned."""
+    """Records the tensors at the sites of our model as [b, s, channels], transposed from [s, b, channels]."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel, self._layer = kernel, 0
         self._record: Record = {}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """The kernel, with rotated queries and keys noted."""
+        """Calls the kernel and records rotated queries and keys."""
         self._note("q rotated", q.flatten(2))
         self._note("k rotated", k.flatten(2))
         found: Tensor = self._kernel(q, k, v, **options)
@@ -201,7 +201,7 @@ class _Recorder:
         return found
 
     def record(self, model: GPTModel, config: ModelConfig, tokens: Tensor) -> Record:
-        """One forward."""
+        """Runs one forward and returns its record."""
         self._record = {}
         hooks = []
         for number, layer in enumerate(_layers(model)):
@@ -299,7 +299,7 @@ Patch = tuple[Any, str, Any]  # object, attribute, replacement
 
 
 def _as_theirs(model: GPTModel, config: ModelConfig) -> dict[str, list[Patch]]:
-    """Operation -> what to replace so that it rounds and sums as transformers' eager modules do."""
+    """Returns operation -> replacements, so that it rounds and sums as transformers' eager modules do."""
     layers = _layers(model)
     return {
         "RMSNorm": [
@@ -315,7 +315,7 @@ def _as_theirs(model: GPTModel, config: ModelConfig) -> dict[str, list[Patch]]:
 
 
 def _layers(model: GPTModel) -> list[Any]:
-    """Layers of ours: torch's types do not say what is inside a ModuleDict."""
+    """Returns our layers, because torch's types do not cover the content of a ModuleDict."""
     return list(model.decoder.layers.values())
 
 
@@ -351,7 +351,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options: Any) -> Tensor:
-    """[s, b, n, d] -> [s, b, n d]; products in [b, n, s, d], the mask added as a number."""
+    """[s, b, n, d] -> [s, b, n d]; GEMMs in [b, n, s, d], the mask added as a number."""
     s, repeats = q.shape[0], q.shape[2] // k.shape[2]
     q, k, v = (t.permute(1, 2, 0, 3).contiguous() for t in (q, k, v))
     k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
@@ -365,7 +365,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options
 
 
 def _separate_products(layer: Any, config: ModelConfig) -> list[Patch]:
-    """One product each for queries, keys, values, gate and up, where ours is one for all of them."""
+    """Uses separate GEMMs for queries, keys, values, gate and up, where our model has one GEMM for all of them."""
     qkv, fc1, d = layer.self_attention.linear_qkv, layer.mlp.linear_fc1, config.head_dim
 
     def project(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Models from one format to another: our checkpoints and Hugging Face folders, streamed and exact.
+"""Converts models between this program's checkpoints and Hugging Face folders, streamed and exact.
 
-Nothing is held but blocks of tensors; what is written is there whole or not at all, so a conversion that was killed is
-simply run again.
+Only blocks of tensors are held in memory; the output is complete or absent, so a conversion that was killed is simply
+run again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def to_checkpoint(
     tokenizer: TokenizerConfig,
     on_bytes: OnBytes = lambda nbytes: None,
 ) -> Path:
-    """Write `root`/iter_0000000, weights only, and return it.
+    """Writes `root`/iter_0000000, weights only, and returns it.
 
-    A tokenizer in a Hugging Face folder is copied to `root`/tokenizer. Raises CheckpointError for a root that holds
-    checkpoints already, and OSError, leaving nothing.
+    A tokenizer in a Hugging Face folder is copied to `root`/tokenizer. Raises CheckpointError for a root that already
+    holds checkpoints, and OSError, leaving nothing.
     """
     if any(root.glob("iter_*")):
         raise CheckpointError(f"{root} holds checkpoints already; give another folder")
@@ -73,10 +73,10 @@ def to_hf(
     base: str | None = None,
     on_bytes: OnBytes = lambda nbytes: None,
 ) -> None:
-    """Write `folder` in Hugging Face format, with the tokenizer's files where there are any.
+    """Writes `folder` in Hugging Face format, with the tokenizer's files if there are any.
 
-    base: the folder of the Hugging Face model that training began with, see side_folder. Raises ConfigError when no
-    supported family can hold the model, CheckpointError, and OSError, leaving nothing.
+    `base` is the folder of the Hugging Face model that training began with, see side_folder. Raises ConfigError if no
+    supported family can represent the model, CheckpointError, and OSError, leaving nothing.
     """
     tokenizer = portable(tokenizer)
     beside = side_folder(tokenizer, base)
@@ -87,7 +87,7 @@ def to_hf(
 def to_peft(
     source: CheckpointSource, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes = lambda nbytes: None
 ) -> None:
-    """Write the adapters of a checkpoint as PEFT's. Raises ConfigError when it has none, else as `to_hf`."""
+    """Writes the adapters of a checkpoint in PEFT's format. Raises ConfigError if it has none, otherwise as `to_hf`."""
     _write_all(adapter_export(source, folder, dtype), [], {}, on_bytes)
 
 
@@ -105,7 +105,7 @@ def _copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfig
     beside = side_folder(tokenizer, None)
     files = side_files(beside)
     if beside is not None and (config := beside / CONFIG_FILE).is_file():
-        files.append(config)  # some tokenizers need it, and it knows more than we do when the model goes back
+        files.append(config)  # some tokenizers need it, and it has information that is needed to convert the model back
     if not files:
         return tokenizer
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Where a run of ours is, as Megatron-LM has to be told to go on with it."""
+"""Converts the training state of a run to the form from which Megatron-LM continues it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.base.errors import ConfigError
 from megatron.core.models.mcore.training_state import Adam, TrainingState
 from megatron.training.export import CheckpointSource
 
-# Arguments of the run that are in our configuration under the same names; Megatron-LM and we read them to go on.
+# Arguments of the run that have the same names here and in Megatron-LM; both read them to continue.
 _KEPT = {
     "train": ("global_batch_size", "micro_batch_size", "train_iters", "train_samples", "seed"),
     "schedule": ("lr", "min_lr", "lr_decay_style", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
@@ -21,10 +21,10 @@ _KEPT = {
 
 
 def training_state_of(source: CheckpointSource, dtype: torch.dtype) -> TrainingState:
-    """Of a checkpoint that a run saved with its optimizer; of another one, that there is none.
+    """Returns the training state of a checkpoint that a run saved with its optimizer; of another one, an empty state.
 
-    Raises ConfigError when Megatron-LM could not go on: for another precision than the run's, for SGD, and for a learning
-    rate of its own for the embeddings.
+    Raises ConfigError if Megatron-LM could not continue: for a precision other than the run's, for SGD, and for a
+    separate learning rate of the embeddings.
     """
     state = source.state
     if state["train"] is None or state["optimizer"] is None or state["schedule"] is None:
@@ -87,8 +87,11 @@ def _loss_scale(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scheduler(state: dict[str, Any], batch: int) -> dict[str, Any]:
-    """Lengths in samples, as Megatron-LM has them in every run. It compares all of them with its flags, also those that have
-    no effect on a constant rate, which are not among our settings."""
+    """Returns the scheduler's state, with lengths in samples, as Megatron-LM always stores them.
+
+    It compares all of them with its flags, including those without effect on a constant rate, which are not among our
+    settings.
+    """
     settings, flags, train = state["schedule"], state["config"]["schedule"], state["config"]["train"]
     in_samples = settings["unit"] == "samples"
     unit = 1 if in_samples else batch

@@ -1,1 +1,1 @@
-"""What the programs in tools/ share: opening a saved model, measuring layouts."""
+"""Shared code of the programs in tools/: opening a saved model, measuring layouts."""

@@ -1,7 +1,7 @@
-"""Does a model train the same under every layout? Losses and first gradients of small runs, compared with one process.
+"""Checks that a model trains equally under every layout: losses and first gradients of small runs against one process.
 
-A wrong gradient that appears only under some layout trains to a slightly worse model and is never noticed. This runs the
-user's own flags at reduced size, on CPU processes with gloo, in fp32.
+A wrong gradient that appears only under some layout trains to a slightly worse model and is never noticed. This runs
+the user's own flags at reduced size, on CPU processes with gloo, in fp32.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ START_TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of one run of the grid."""
+    """The layout of one run of the grid."""
 
     tp: int
     dp: int
     sequence_parallel: bool = False
     pp: int = 1
     schedule: str | None = None
-    chunks: int | None = None  # virtual stages a pipeline rank
+    chunks: int | None = None  # virtual stages per pipeline rank
     cp: int = 1
     comm_type: str = "p2p"
 
     @property
     def world_size(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.tp * self.cp * self.dp * self.pp
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Layout:
         return f"TP {self.tp} x DP {self.dp}{pipeline}{context}" + (" + SP" if self.sequence_parallel else "")
 
 
-# The first one is what all others are compared with.
+# The first one is the reference for all others.
 GRID = (
     Layout(1, 1),
     Layout(2, 1),
@@ -81,7 +81,7 @@ GRID = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run: the loss of every step, and the global gradient of every parameter at the first."""
+    """One run: the loss of every step, and the global gradient of every parameter at the first step."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -89,24 +89,24 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from the reference."""
+    """The distance of a run from the reference."""
 
     loss: float  # largest |a - b| / |b| over the steps
     gradient: float  # largest over parameters of max |a - b| / max |b|, see `compare`
-    parameter: str  # where that is
+    parameter: str  # the parameter with that difference
 
 
 def reduced(run: RunConfig, steps: int) -> RunConfig:
-    """The run's model with its features kept and its sizes cut, on mock data, in fp32, without dropout.
+    """Returns the run's model with its features at reduced size, on mock data, in fp32, without dropout.
 
-    Raises ConfigError for a shape that is not one. The rest is checked for each layout.
+    Raises ConfigError for an invalid shape. The rest is checked for each layout.
     """
     for rule in (
         numbers_are_in_range,
         shape_is_given,
         heads_divide_hidden,
         groups_divide_heads,
-    ):  # what is divided here
+    ):  # sizes that are divided here
         problem = rule(run, 1)
         if problem is not None:
             raise ConfigError(problem)
@@ -124,10 +124,10 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         "kv_channels": HEAD_DIM,
         "num_query_groups": math.gcd(model.num_kv_heads, LARGEST_TP) if model.group_query_attention else None,
         "ffn_hidden_size": max(1, round(hidden * ratio / 8)) * 8,
-        "vocab_size": VOCAB_SIZE,  # not a multiple of anything: the padding takes part
+        "vocab_size": VOCAB_SIZE,  # not a multiple of any size, so that padding is tested
         "make_vocab_size_divisible_by": 8,
         "max_position_embeddings": SEQ_LENGTH,
-        # One layer with the window and one without, where the model has both; shorter than the samples.
+        # One layer with the window and one without, if the model has both; shorter than the samples.
         "window_size": None if model.window is None else f"{min(model.window, SEQ_LENGTH // 2) - 1},0",
         "window_attn_skip_freq": "[1,0]" if any(windows) and not all(windows) else None,
         "attention_dropout": 0.0,
@@ -162,7 +162,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
 
 
 def under(run: RunConfig, layout: Layout) -> RunConfig:
-    """The run cut as `layout` says."""
+    """Returns the run with the layout."""
     parallel = dataclasses.replace(
         run.parallel,
         tensor_model_parallel_size=layout.tp,
@@ -178,7 +178,9 @@ def under(run: RunConfig, layout: Layout) -> RunConfig:
 
 
 def measure(run: RunConfig, groups: Groups, device: torch.device) -> tuple[list[float], list[tuple[str, Any, Tensor]]]:
-    """(losses, this rank's gradient pieces as (name, (offset, global shape), piece)). Collective over the world."""
+    """Returns (losses, this rank's gradient pieces as (name, (offset, global shape), piece)). Collective over the
+    world.
+    """
     probe = build(run, groups, device)
     pieces = first_gradients(probe)
     trainer = build(run, groups, device)
@@ -187,7 +189,7 @@ def measure(run: RunConfig, groups: Groups, device: torch.device) -> tuple[list[
 
 
 def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
-    """Reduced gradients of the first global batch: what of them each rank owns."""
+    """Returns this rank's share of the reduced gradients of the first global batch."""
     reader = trainer.readers.train
     assert reader is not None
     trainer.step.forward_backward(reader.read(trainer.batches.num_microbatches(0)))
@@ -198,13 +200,16 @@ def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
 
 
 def assemble(ranks: Sequence[tuple[list[float], list[tuple[str, Any, Tensor]]]]) -> Measurement:
-    """Global gradients from every rank's pieces. Raises AssertionError where two ranks disagree on shared elements."""
+    """Returns global gradients from every rank's pieces. Raises AssertionError if two ranks disagree on shared
+    elements.
+    """
     gradients: dict[str, Tensor] = {}
     for losses, pieces in ranks:
         assert losses == ranks[0][0], "ranks report different losses"
         for name, (offset, shape), piece in pieces:
             whole = gradients.setdefault(name, torch.full(shape, float("nan")))
-            piece = torch.as_tensor(piece)  # sent between processes as an array: a tensor would travel in shared memory
+            # sent between processes as an array, because a tensor would need shared memory
+            piece = torch.as_tensor(piece)
             here = tuple(slice(start, start + n) for start, n in zip(offset, piece.shape, strict=True))
             known = whole[here]
             if not known.isnan().all():
@@ -214,10 +219,10 @@ def assemble(ranks: Sequence[tuple[list[float], list[tuple[str, Any, Tensor]]]])
 
 
 def compare(reference: Measurement, other: Measurement) -> Difference:
-    """See Difference. A NaN on either side is a difference of NaN.
+    """Returns the Difference of two runs. A NaN on either side is a difference of NaN.
 
-    Some true gradients are zero and hold only rounding: softmax does not see a bias of all keys, so without rotary
-    embedding it has none. So max |b| counts as a hundredth of the largest gradient of the model at least.
+    Some true gradients are zero and hold only rounding: softmax is invariant to a bias of all keys, so without rotary
+    embedding its gradient is zero. So max |b| counts as at least a hundredth of the largest gradient of the model.
     """
     a, b = (torch.tensor(m.losses, dtype=torch.float64) for m in (other, reference))
     largest = {name: gradient.abs().max() for name, gradient in reference.gradients.items()}
@@ -228,12 +233,12 @@ def compare(reference: Measurement, other: Measurement) -> Difference:
             for name, gradient in reference.gradients.items()
         ]
     )
-    # torch's max and argmax take a NaN for the largest; Python's max may pass over it.
+    # torch's max and argmax treat a NaN as the largest; Python's max may skip it.
     return Difference(float(((a - b) / b).abs().max()), float(worst.max()), list(largest)[int(worst.argmax())])
 
 
 def run_layout(run: RunConfig, layout: Layout) -> Measurement:
-    """Train under `layout` in fresh CPU processes."""
+    """Trains under `layout` in new CPU processes."""
     run = under(run, layout)
     check(run, layout.world_size)
     context = multiprocessing.get_context("spawn")

@@ -1,6 +1,6 @@
-"""A model from a checkpoint or a Hugging Face folder alone, for tools that run it and do not train it.
+"""Restores a model from a checkpoint or a Hugging Face folder alone, for tools that run it without training.
 
-Its shape and its tokenizer are those saved. Which of the two it came from ends here: what is built is the same.
+Its shape and its tokenizer are those saved. The result does not depend on which of the two it came from.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """What is known of a saved model before anything is built.
+    """The description of a saved model, before anything is built.
 
-    path: a checkpoint of ours, or a folder in Hugging Face format; `hf` is then its weights. adapter: PEFT's, put on it.
-    model: in the precision that it is stored in. dtype: the one to run it in; None for the stored one.
+    `path` is a checkpoint of this program, or a folder in Hugging Face format; `hf` then has its weights. `adapter` is
+    PEFT's, applied to it. `model` has the precision in which it is stored. `dtype` is the one in which to run it; None
+    for the stored one.
     """
 
     path: Path
@@ -64,12 +65,14 @@ class Saved:
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype of the weights; of most of them, where a Hugging Face folder mixes several."""
+        """The dtype of the weights, or of most of them if a Hugging Face folder mixes several."""
         return getattr(torch, self.model.dtype_name) if self.hf is None else self.hf.dtype
 
 
 def read_saved(directory: str, step: int | None) -> Saved:
-    """The newest checkpoint in `directory`, or that of iteration `step`. Local. Raises CheckpointError."""
+    """Reads the newest checkpoint in `directory`, or that of iteration `step`. No communication. Raises
+    CheckpointError.
+    """
     path = find(Path(directory), step)
     if path is None:
         is_hf = (Path(directory) / CONFIG_FILE).is_file()
@@ -79,23 +82,26 @@ def read_saved(directory: str, step: int | None) -> Saved:
 
 
 def read_hf(directory: str, adapter: str | None = None) -> Saved:
-    """A folder in Hugging Face format: config.json, the tokenizer if there is one, and the headers of its weights.
+    """Reads a folder in Hugging Face format: config.json, the tokenizer if there is one, and the headers of its
+    weights.
 
-    adapter: the folder of an adapter that will be put on it with `with_adapter`. Local. Raises CheckpointError for what
-    is missing, damaged or not supported.
+    `adapter` is the folder of an adapter that will be applied with `with_adapter`. No communication. Raises
+    CheckpointError for files that are missing, damaged or unsupported.
     """
     source = HFSource(Path(directory), adapter)
     return Saved(source.path, _in_dtype(source.model, source.dtype), tokenizer_of(source.path), hf=source)
 
 
 def with_adapter(saved: Saved, folder: str) -> Saved:
-    """The saved model with the LoRA adapter of a folder in PEFT's format. Local. Raises CheckpointError."""
+    """Returns the saved model with the LoRA adapter of a folder in PEFT's format. No communication. Raises
+    CheckpointError.
+    """
     adapter = AdapterSource(Path(folder), saved.model)
     return dataclasses.replace(saved, model=adapter.model, adapter=adapter)
 
 
 def parse_dtype(bf16: bool, fp16: bool, fp32: bool, stored: torch.dtype) -> torch.dtype:
-    """The dtype that flags ask for; without one the dtype that the weights are stored in. Raises ConfigError."""
+    """Returns the dtype that flags ask for; without one the dtype in which the weights are stored. Raises ConfigError."""
     asked = {"--bf16": bf16, "--fp16": fp16, "--fp32": fp32}
     given = [name for name, is_given in asked.items() if is_given]
     if len(given) > 1:
@@ -108,7 +114,7 @@ def parse_dtype(bf16: bool, fp16: bool, fp32: bool, stored: torch.dtype) -> torc
 
 
 def check_tp(saved: Saved, tp: int) -> None:
-    """Raise ConfigError unless `tp` processes can share each layer of the saved model."""
+    """Raises ConfigError unless `tp` processes can share each layer of the saved model."""
     model = saved.model
     assert model.num_attention_heads
     heads, groups, width, vocabulary = (
@@ -127,7 +133,7 @@ def check_tp(saved: Saved, tp: int) -> None:
 
 
 def check_pp(saved: Saved, pp: int) -> None:
-    """Raise ConfigError unless `pp` processes can have equally many layers of the saved model each."""
+    """Raises ConfigError unless the layers of the saved model can be distributed equally over `pp` processes."""
     layers = saved.model.num_layers
     assert layers
     if layers % pp:
@@ -138,9 +144,10 @@ def check_pp(saved: Saved, pp: int) -> None:
 
 
 def restore_tokenizer(saved: Saved, **changes: Any) -> Tokenizer:
-    """The saved tokenizer with fields of its configuration changed. Local. Raises ConfigError and DataError.
+    """Returns the saved tokenizer with changed fields of its configuration. Raises ConfigError and DataError.
 
-    A checkpoint cannot ask for a tokenizer's own code to be run: trust_remote_code is False unless it is in `changes`.
+    No communication. A checkpoint cannot request that a tokenizer's own code is run: trust_remote_code is False unless
+    it is in `changes`.
     """
     config = dataclasses.replace(saved.tokenizer, **{"trust_remote_code": False, **changes})
     tokenizer = build_tokenizer(config, saved.model.vocab_size)
@@ -154,9 +161,11 @@ def restore_tokenizer(saved: Saved, **changes: Any) -> Tokenizer:
 
 
 def stop_ids(tokenizer: TokenizerConfig) -> list[int]:
-    """Tokens that end an answer beside the tokenizer's eod: eos_token_id of the generation_config.json in its folder.
+    """Returns tokens that end an answer in addition to the tokenizer's eod, from eos_token_id of
+    generation_config.json.
 
-    Models that were trained to chat often have several. Local. Raises DataError for a file that cannot be read.
+    Models that were trained to chat often have several. No communication. Raises DataError for a file that cannot be
+    read.
     """
     path = Path(tokenizer.tokenizer_model or "") / GENERATION_FILE
     if tokenizer.tokenizer_model is None or not path.is_file():
@@ -169,9 +178,10 @@ def stop_ids(tokenizer: TokenizerConfig) -> list[int]:
 
 
 def restore_model(saved: Saved, groups: Groups, device: torch.device) -> tuple[GPTModel, Build]:
-    """The saved weights under the layout of `groups`, for evaluation: no dropout, no gradients, no sequence parallelism.
+    """Returns the saved weights under the layout of `groups`, for evaluation: no dropout, gradients or sequence
+    parallelism.
 
-    Weights are rounded once to the precision that `saved` asks for; attention takes the fastest kernel of this machine.
+    Weights are rounded once to the precision that `saved` asks for; attention uses the fastest kernel of this machine.
     Each rank reads its own slices of its pipeline stage's layers. Collective over the world: small objects only. Raises
     CheckpointError, and ConfigError for layers that the pipeline ranks cannot share equally.
     """
@@ -198,7 +208,7 @@ def restore_model(saved: Saved, groups: Groups, device: torch.device) -> tuple[G
 
 
 def _read_checkpoint(path: Path, parameters: dict[str, Parameter], groups: Groups, stored: torch.dtype) -> None:
-    """A checkpoint is read in the dtype that it was saved in; for another one it goes through host memory."""
+    """Reads a checkpoint in the dtype in which it was saved; another dtype requires conversion in host memory."""
     pieces = model_tensors(parameters, groups)
     if all(piece.data.dtype == stored for piece in pieces):
         load(path, pieces, group=groups.world)
@@ -210,5 +220,5 @@ def _read_checkpoint(path: Path, parameters: dict[str, Parameter], groups: Group
 
 
 def _in_dtype(model: ModelConfig, dtype: torch.dtype) -> ModelConfig:
-    """The model in bf16 or fp16, and in fp32 for any other dtype."""
+    """Returns the model in bf16 or fp16, and in fp32 for any other dtype."""
     return dataclasses.replace(model, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)

@@ -1,4 +1,4 @@
-"""What command-line tools that run a saved model share: flags, the way from a checkpoint to a model, and how they end."""
+"""Shared code of the tools that run a saved model: flags, opening the model, and exit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megatron.training.setup import start_process
 
 
 def add_model_flags(parser: FlagParser) -> None:
-    """Which model, which tokenizer, where and in what precision to run."""
+    """Adds the flags for the model, the tokenizer, the device and the precision."""
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--load", type=path_word, metavar="DIR", help="folder that a run saved its checkpoints in")
     either.add_argument(
@@ -68,7 +68,7 @@ def add_model_flags(parser: FlagParser) -> None:
         help="parts of the layers (default 1)",
     )
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
-    # Left out of the namespace when not given: then the model's own hold.
+    # Flags that are not given are omitted from the namespace: the model's own values apply.
     for name, help in (
         ("--tokenizer-type", "kind of tokenizer (default: the model's own, as for the next three)"),
         ("--tokenizer-model", "the tokenizer's folder or file"),
@@ -80,9 +80,9 @@ def add_model_flags(parser: FlagParser) -> None:
 
 
 def read_model(args: argparse.Namespace) -> tuple[Saved, Tokenizer]:
-    """The saved model's description, with the flags' tokenizer and precision, and the tokenizer built.
+    """Returns the saved model's description, with the flags' tokenizer and precision, and the built tokenizer.
 
-    Local: done before any process meets another. Raises UserErrors.
+    It runs before the processes communicate. Raises UserErrors.
     """
     tp, pp = _layout(args)
     saved = _find_model(args)
@@ -104,7 +104,7 @@ def _find_model(args: argparse.Namespace) -> Saved:
 
 
 def _layout(args: argparse.Namespace) -> tuple[int, int]:
-    """(tp, pp), which are all processes: there are no replicas. Raises ConfigError."""
+    """Returns (tp, pp), which use all processes: there are no replicas. Raises ConfigError."""
     world_size, tp, pp = launch_environment()[1], args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if tp is None and world_size % pp:
         raise ConfigError(
@@ -119,9 +119,9 @@ def _layout(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def open_model(saved: Saved, args: argparse.Namespace, timeout_minutes: float) -> tuple[GPTModel, Build]:
-    """This process's part of the model: all of them share it. Collective over the world. Raises CheckpointError.
+    """Builds this process's part of the model. Collective over the world. Raises CheckpointError.
 
-    timeout_minutes: for how long a process waits for one that is frozen.
+    `timeout_minutes` is the time that a process waits for one that is frozen.
     """
     rank, world_size, local_rank = launch_environment()
     tp, pp = _layout(args)
@@ -137,23 +137,23 @@ def open_model(saved: Saved, args: argparse.Namespace, timeout_minutes: float) -
 
 
 def check_text(flag: str, text: str | None) -> None:
-    """Raise ConfigError for text that is not UTF-8: Python keeps such bytes of the command line as half characters."""
+    """Raises ConfigError for text that is not UTF-8: Python keeps such bytes of the command line as lone surrogates."""
     if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
         shown = text.encode(errors="backslashreplace").decode()
         raise ConfigError(f"{flag} '{shown}' is not text in UTF-8; check the terminal's encoding, or what wrote it")
 
 
 def check_stop_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for an id that never comes."""
+    """Raises ConfigError for an id that is never generated."""
     for token in ids:
         if not 0 <= token < tokenizer.vocab_size:
             raise ConfigError(f"--stop-id {token} must be from 0 to {tokenizer.vocab_size - 1}: the tokenizer's ids")
 
 
 def context_length(saved: Saved, asked: int | None, flag: str, default_limit: int | None = None) -> int:
-    """Longest sequence: what was asked for, or the model's own limit, but no more than `default_limit`.
+    """Returns the longest sequence: the requested one, or the model's own limit, but at most `default_limit`.
 
-    Raises ConfigError for one that the model does not reach.
+    Raises ConfigError for one above the model's limit.
     """
     limit = saved.model.max_position_embeddings
     if asked is not None and limit is not None and asked > limit:
@@ -169,7 +169,7 @@ def context_length(saved: Saved, asked: int | None, flag: str, default_limit: in
 
 
 def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], None], argv: Sequence[str]) -> int:
-    """The exit code, see `exit_code`. Log lines go to stderr; stdout is for the tool's results."""
+    """Runs a tool and returns its exit code, see `exit_code`. Log lines go to stderr; stdout is for the tool's results."""
     if code := exit_code(_check_launch):
         return code
     rank = launch_environment()[0]
@@ -183,9 +183,10 @@ def _check_launch() -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Leave at once after an error: tearing down process groups would wait for ranks that may never answer."""
+    """Exits immediately after an error: tearing down process groups would wait for ranks that may never answer."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(5)  # the launcher kills all ranks when the first one ends: that should be the one that says why
+        # the launcher ends all ranks when the first one ends, which should be the rank that prints the error
+        time.sleep(5)
     os._exit(code)

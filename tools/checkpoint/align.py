@@ -1,10 +1,10 @@
-"""Compare a Hugging Face model with ours: sites, logits, first choices, gradients, and where a difference comes from.
+"""Compares a Hugging Face model with ours: sites, logits, first choices, gradients, and the causes of differences.
 
 python tools/checkpoint/align.py --hf models/Llama-3.2-1B
 python tools/checkpoint/align.py --hf models/Llama-3.2-1B --load checkpoints/llama --dtype bfloat16 \\
-    --data-path data/corpus_text_document --batches 20 --length 256
+  --data-path data/corpus_text_document --batches 20 --length 256
 
-Exit code 0 when logits differ by at most --threshold ulps on average and gradients by --gradient-threshold, else 1.
+Exit code 0 if logits differ by at most --threshold ulps on average and gradients by --gradient-threshold, else 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADER = f"{'layer':>6s}  {'site':11s} {'max ulps':>10s} {'mean ulps':>11s} {'di
 
 
 def build_parser() -> FlagParser:
-    """The tool's flags."""
+    """Returns a parser of the tool's flags."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--hf", type=path_word, required=True, metavar="DIR", help="the model in Hugging Face format")
@@ -56,17 +56,17 @@ def build_parser() -> FlagParser:
         type=within(int, SIZE),
         default=1,
         metavar="N",
-        help="first choices are counted over N batches, all else over one",
+        help="first choices are counted over N batches, everything else over one",
     )
-    add("--length", type=within(int, between(2, 2**27)), default=128, metavar="N", help="tokens of each")
+    add("--length", type=within(int, between(2, 2**27)), default=128, metavar="N", help="tokens per sequence")
     add(
         "--data-path",
         type=path_word,
         metavar="PREFIX",
         help="take the last tokens of this .bin/.idx dataset (default: random tokens)",
     )
-    add("--seed", type=within(int, SEED), default=0, metavar="N", help="of random tokens")
-    add("--all-layers", action="store_true", help="a row for every layer; without it the worst layer of each site")
+    add("--seed", type=within(int, SEED), default=0, metavar="N", help="seed of the random tokens")
+    add("--all-layers", action="store_true", help="print a row for every layer, not only the worst layer of each site")
     add(
         "--threshold",
         type=within(float, NOT_NEGATIVE),
@@ -85,13 +85,13 @@ def build_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """See the module."""
+    """Runs the tool; see the module."""
     setup_logging(0)
     return exit_code(lambda: run(build_parser().parse_args(argv)))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare and print; the exit code."""
+    """Compares and prints; returns the exit code."""
     check_output("--output", args.output)
     ours = CheckpointSource(read_saved(args.load, None).path) if args.load else None
     parallel = ParallelConfig(device=args.device)
@@ -134,7 +134,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_tokens(args: argparse.Namespace, vocab_size: int | None) -> torch.Tensor:
-    """[batches, batch, length]: at random, or the last of a dataset, where splits hold out. Raises ConfigError."""
+    """Returns tokens [batches, batch, length]: random, or the last of a dataset, which splits hold out. Raises
+    ConfigError.
+    """
     assert vocab_size
     shape = (args.batches, args.batch, args.length)
     count = math.prod(shape)
@@ -161,26 +163,26 @@ def read_tokens(args: argparse.Namespace, vocab_size: int | None) -> torch.Tenso
 
 
 def describe(found: Choices) -> str:
-    """One line."""
+    """Formats one line."""
     other, share = found.positions - found.same, found.same / found.positions
     ties = f"; other: {other}, ties within {TIE} ulps among them: {found.ties}" if other else ""
     return f"first choices: the same at {found.same} of {found.positions} positions ({share:.2%}){ties}"
 
 
 def worst(found: Sequence[Difference]) -> list[Difference]:
-    """The layer with the largest mean of each site, in the order of computation."""
+    """Returns the layer with the largest mean of each site, in the order of computation."""
     sites = dict.fromkeys(row.site for row in found)
     return [max((row for row in found if row.site == site), key=lambda row: row.mean_ulps) for site in sites]
 
 
 def line(row: Difference) -> str:
-    """A row of the table."""
+    """Formats a row of the table."""
     layer = "" if row.layer < 0 else str(row.layer)
     return f"{layer:>6s}  {row.site:11s} {row.max_ulps:10.1f} {row.mean_ulps:11.4f} {row.differing:10.2%}"
 
 
 def draw(found: Sequence[Difference], path: Path) -> None:
-    """Mean ulps of each site over the layers."""
+    """Draws the mean ulps of each site over the layers."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     colors = matplotlib.colormaps["tab20"]

@@ -1,4 +1,4 @@
-"""Convert a model between Hugging Face folders, our checkpoints and Megatron-LM's. See docs/conversion.md.
+"""Convert a model between Hugging Face folders, this program's checkpoints and Megatron-LM's. See docs/conversion.md.
 
 python tools/checkpoint/convert.py --loader hf --saver megatron --load-dir Llama-3.2-1B --save-dir checkpoints/llama
 python tools/checkpoint/convert.py --loader megatron --saver hf --load-dir checkpoints/run --save-dir out/hf
@@ -47,7 +47,7 @@ log = get_logger(__name__)
 
 
 def build_parser() -> FlagParser:
-    """Megatron-LM's names where it has them."""
+    """Returns a parser of the tool's flags, with Megatron-LM's names if it has them."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--model-type", default="GPT", choices=("GPT",), help="all models here are GPT decoders")
@@ -93,30 +93,30 @@ def build_parser() -> FlagParser:
     add(
         "--format",
         choices=("torch", "torch_dist"),
-        help="of --saver mcore, as Megatron-LM's --ckpt-format names them (default torch)",
+        help="format of --saver mcore, with the names of Megatron-LM's --ckpt-format (default torch)",
     )
     add(
         "--no-load-optim",
         action="store_true",
         default=None,
-        help="with --loader megatron --saver mcore: take the weights alone, not the state of the training",
+        help="with --loader megatron --saver mcore: take only the weights, without the training state",
     )
     add(
         "--saver-transformer-impl",
         choices=("transformer_engine", "local"),
-        help="whose modules --saver mcore writes for (default transformer_engine)",
+        help="the implementation of modules for which --saver mcore writes (default transformer_engine)",
     )
     add(
         "--true-vocab-size",
         type=within(int, SIZE),
         metavar="N",
-        help="of --loader mcore, when the checkpoint only has the padded one",
+        help="vocabulary size for --loader mcore, if the checkpoint only has the padded one",
     )
     add(
         "--ignore-arguments",
         nargs="+",
         metavar="NAME",
-        help="of --loader mcore: arguments in the checkpoint that are not known here and that the model does not depend on",
+        help="for --loader mcore: unknown arguments in the checkpoint on which the model does not depend",
     )
     add("--tokenizer-type", metavar="TYPE", help="as in training (default: the tokenizer found with the model)")
     add("--tokenizer-model", type=path_word, metavar="PATH", help="the tokenizer's folder or file")
@@ -124,13 +124,13 @@ def build_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code, see `exit_code`; nothing half-written is left."""
+    """Returns the exit code, see `exit_code`; no partial output remains after an error."""
     setup_logging(0)
     return exit_code(lambda: run(build_parser().parse_args(argv)))
 
 
 def run(args: argparse.Namespace) -> None:
-    """Open, check, convert, say what was done."""
+    """Opens, checks, converts, and logs the result."""
     check_flags(args)
     source, tokenizer, base = open_source(args)
     tokenizer = with_flags(tokenizer, args)
@@ -169,7 +169,7 @@ def to_mcore(
     training: TrainingState,
     on_bytes: OnBytes,
 ) -> Path:
-    """Write for Megatron-LM in the format that the flags name; the new checkpoint."""
+    """Writes for Megatron-LM in the requested format; returns the new checkpoint."""
     tp, local = args.target_tensor_parallel_size or 1, args.saver_transformer_impl == "local"
     if args.format == "torch_dist":
         return write_torch_dist(source, target, tp=tp, local=local, dtype=dtype, training=training, on_bytes=on_bytes)
@@ -180,7 +180,7 @@ def to_mcore(
 
 
 def mcore_flags(args: argparse.Namespace, source: Source, training: TrainingState) -> list[str]:
-    """What Megatron-LM has to be given beside --use-checkpoint-args."""
+    """Returns the flags that Megatron-LM needs in addition to --use-checkpoint-args."""
     flags = ["--ckpt-format", args.format or "torch", *flags_beside(source.model)]
     flags += ["--transformer-impl", "local"] if args.saver_transformer_impl == "local" else []
     if training.adam is None:
@@ -189,7 +189,7 @@ def mcore_flags(args: argparse.Namespace, source: Source, training: TrainingStat
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a flag that the chosen formats do not read, and for formats that do not go together."""
+    """Raises ConfigError for a flag that the chosen formats do not read, and for incompatible formats."""
     if args.saver == "peft" and args.loader != "megatron":
         raise ConfigError(f"--saver peft writes the adapters of our checkpoints, not of --loader {args.loader}")
     if args.saver == "peft" and args.load_adapter is not None:
@@ -220,7 +220,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig, str | None]:
-    """The weights, the tokenizer that belongs to them, and the Hugging Face model that a run began with, if it did."""
+    """Returns the weights, their tokenizer, and the Hugging Face model with which a run began, if any."""
     folder, base = Path(args.load_dir), None
     if not folder.is_dir():
         raise CheckpointError(f"--load-dir {folder} is no folder")
@@ -243,7 +243,7 @@ def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig, str 
 
 
 def with_flags(tokenizer: TokenizerConfig, args: argparse.Namespace) -> TokenizerConfig:
-    """The tokenizer that the flags name instead; a folder without --tokenizer-type is one of Hugging Face's."""
+    """Returns the tokenizer that the flags name instead; a folder without --tokenizer-type is a Hugging Face folder."""
     if args.tokenizer_type is None and args.tokenizer_model is None:
         return tokenizer
     if args.tokenizer_model is not None and not Path(args.tokenizer_model).exists():
@@ -254,7 +254,7 @@ def with_flags(tokenizer: TokenizerConfig, args: argparse.Namespace) -> Tokenize
 
 @contextmanager
 def removed_on_failure(folder: Path) -> Iterator[None]:
-    """A folder that was not there before is not there after a failure either, whatever was put into it first."""
+    """Deletes a folder after a failure if it did not exist before."""
     own = not folder.exists()
     try:
         yield
@@ -266,7 +266,7 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def progress(nbytes: int) -> Iterator[OnBytes]:
-    """A bar in GB on a terminal's stderr; elsewhere nothing."""
+    """Shows a bar in GB on a terminal's stderr; otherwise nothing."""
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:

@@ -1,1 +1,3 @@
-"""Reads bash scripts without running them: their text, the values of their variables, and the commands they would start."""
+"""Reads bash scripts without running them: their text, the values of their variables, and the commands they would
+start.
+"""

@@ -32,7 +32,7 @@ _UNARY: dict[str, Callable[[int], int]] = {
     "!": lambda a: int(not a),
     "~": operator.invert,
 }
-_MOST = 2**63  # bash's numbers have 64 bits; what does not fit is no size of a model
+_MOST = 2**63  # bash's numbers have 64 bits; no size of a model is larger
 
 
 class _NotKnown(Exception):
@@ -40,7 +40,7 @@ class _NotKnown(Exception):
 
 
 def evaluate(text: str, number_of: Callable[[str], int | None]) -> int | None:
-    """The value of an expression; None when it cannot be known. `number_of` gives a variable's, or None."""
+    """Returns the value of an expression, or None if it is unknown. `number_of` returns a variable's value, or None."""
     tokens: list[str] = []
     at = 0
     text = text.strip()
@@ -59,14 +59,14 @@ def evaluate(text: str, number_of: Callable[[str], int | None]) -> int | None:
 
 
 class _Reader:
-    """Takes tokens from the front."""
+    """Takes tokens from the front of a list."""
 
     def __init__(self, tokens: list[str], number_of: Callable[[str], int | None]) -> None:
         self.tokens = tokens
         self._number_of = number_of
 
     def choice(self) -> int:
-        """`a ? b : c`, or what binds tighter."""
+        """Evaluates `a ? b : c`, or an expression with higher precedence."""
         value = self._binary(0)
         if not self._take("?"):
             return value

@@ -1,6 +1,6 @@
-"""Tests of `[ ]` and `[[ ]]`: true, false, or None when that cannot be known without running the script.
+"""Evaluates `[ ]` and `[[ ]]`: True, False, or None if the result is unknown without running the script.
 
-A variable that nobody set is empty, as it would be in bash; the outcome of a command or of a look at a file is not known.
+An unset variable is empty, as it would be in bash; the result of a command or of a file test is unknown.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _TEXTS = ("=", "==", "!=", "=~", "<", ">")
 
 
 def test(words: list[str], is_set: Callable[[str], bool]) -> bool | None:
-    """The outcome of the words between the brackets. `is_set`: whether a variable is, for -v."""
+    """Evaluates the words between the brackets. `is_set` returns whether a variable is set, for -v."""
     return _Reader(list(words), is_set).either()
 
 
 def matches(text: str, pattern: str) -> bool | None:
-    """Whether a text is one of `case` or `==`; None when it cannot be known."""
+    """Returns whether a text matches a pattern of `case` or `==`; None if that is unknown."""
     known, wanted = as_if_unset(text), as_if_unset(pattern)
     return None if known is None or wanted is None else fnmatch.fnmatchcase(known, wanted)
 
 
 class _Reader:
-    """Takes words from the front."""
+    """Takes words from the front of a list."""
 
     def __init__(self, words: list[str], is_set: Callable[[str], bool]) -> None:
         self._words = words
         self._is_set = is_set
 
     def either(self) -> bool | None:
-        """`a || b`, or what binds tighter."""
+        """Evaluates `a || b`, or an expression with higher precedence."""
         value = self._both()
         while self._words and self._words[0] in ("||", "-o"):
             self._words.pop(0)
@@ -80,7 +80,7 @@ class _Reader:
         if operator == "-v":
             return self._is_set(word) if is_known(word) else None
         if operator not in ("-z", "-n"):
-            return None  # a look at a file
+            return None  # a file test
         text = as_if_unset(word)
         return None if text is None else bool(text) == (operator == "-n")
 

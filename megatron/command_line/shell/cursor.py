@@ -1,4 +1,4 @@
-"""A place in the text of a script: blanks, comments, here-documents, quotes and words from there on."""
+"""A position in the text of a script; reads blanks, comments, here-documents, quotes and words from there on."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ METACHARACTERS = " \t\n;&|()<>"
 
 
 class Cursor:
-    """`text` from `at` on. Everything that reads moves `at` behind what it has read. Raises ConfigError."""
+    """The text from position `at` on. Every reading method moves `at` past the text it has read. Raises ConfigError."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
-        self._heredocs: list[tuple[str, bool]] = []  # delimiters that the next line's end calls for; whether tabs go
+        # pending here-documents: delimiter, and whether leading tabs are stripped
+        self._heredocs: list[tuple[str, bool]] = []
 
     def error(self, what: str, at: int | None = None) -> ConfigError:
-        """The error to raise, with the number of the line."""
+        """Returns the error to raise, with the line number."""
         line = self.text.count("\n", 0, self.at if at is None else at) + 1
         return ConfigError(f"line {line} of the script: {what}; give the command itself if this is valid bash")
 
     def starts(self, *texts: str) -> bool:
-        """Whether one of `texts` is next."""
+        """Returns whether one of `texts` is next."""
         return self.text.startswith(texts, self.at)
 
     def take(self, text: str) -> bool:
-        """Step over `text` if it is next, and say whether it was."""
+        """Skips `text` if it is next, and returns whether it was."""
         found = self.starts(text)
         self.at += len(text) * found
         return found
 
     def blanks(self) -> None:
-        """Step over blanks, continued lines and a comment."""
+        """Skips blanks, continued lines and a comment."""
         while self.at < len(self.text):
             if self.text[self.at] in " \t\r":
                 self.at += 1
@@ -53,7 +54,7 @@ class Cursor:
                 return
 
     def lines(self) -> None:
-        """Step over blanks and ends of lines, and the here-documents that begin behind these."""
+        """Skips blanks and line ends, and the here-documents that begin after these."""
         self.blanks()
         while self.take("\n"):
             for delimiter, tabs in self._heredocs:
@@ -62,7 +63,7 @@ class Cursor:
             self.blanks()
 
     def redirection(self) -> bool:
-        """Step over one, with its target, if there is one."""
+        """Skips a redirection with its target; returns whether there was one."""
         found = _REDIRECTION.match(self.text, self.at)
         if found is None:
             return False
@@ -74,7 +75,7 @@ class Cursor:
         return True
 
     def word(self, stops: str = METACHARACTERS) -> Word | None:
-        """The word that begins here; None if there is none. It ends before an unquoted character of `stops`."""
+        """Returns the word that begins here, or None. It ends before an unquoted character of `stops`."""
         parts: list[Part] = []
         plain: list[str] = []
 
@@ -99,7 +100,7 @@ class Cursor:
         return Word(tuple(parts)) if parts else None
 
     def need_word(self) -> Word:
-        """The word that begins here or behind blanks."""
+        """Returns the word that begins here or after blanks. Raises ConfigError if there is none."""
         self.blanks()
         word = self.word()
         if word is None:
@@ -107,7 +108,7 @@ class Cursor:
         return word
 
     def starts_word(self, text: str) -> bool:
-        """Whether `text` is next, as a whole word."""
+        """Returns whether `text` is next, as a whole word."""
         end = self.at + len(text)
         return self.starts(text) and self.text[end : end + 1] in ("", *METACHARACTERS)
 
@@ -154,7 +155,7 @@ class Cursor:
         return parts or [Part("text", "", True)]
 
     def _expansion(self, quoted: bool) -> Part:
-        """From a `$` or a backquote on."""
+        """Returns the expansion that begins with a `$` or a backquote."""
         if self.take("`"):
             start = self.at
             while not self.starts("`"):
@@ -177,7 +178,7 @@ class Cursor:
         return Part("parameter", name[0], quoted)
 
     def arithmetic(self) -> str:
-        """Up to the `))` that closes."""
+        """Returns the text up to the closing `))`."""
         start, depth = self.at, 0
         while not (depth == 0 and self.starts("))")):
             if self.at >= len(self.text):
@@ -188,7 +189,7 @@ class Cursor:
         return self.text[start : self.at - 2]
 
     def _until_parenthesis(self) -> str:
-        """Up to the `)` that closes, over quotes and nested parentheses."""
+        """Returns the text up to the closing `)`, skipping quotes and nested parentheses."""
         return self._until("(", ")", comments=True)
 
     def _until_brace(self) -> str:

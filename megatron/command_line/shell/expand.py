@@ -1,4 +1,4 @@
-"""What words become: values of variables, arithmetic, and splitting at blanks."""
+"""Expands words: values of variables, arithmetic, and splitting at blanks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megatron.command_line.shell.unknown import is_known, mark, split
 
 _PARAMETER = re.compile(r"(?P<count>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?")
 _DEFAULT = re.compile(r":?[-=+?]")
-_CUT = {"#": (False, True), "##": (True, True), "%": (False, False), "%%": (True, False)}  # longest, from the front
+# longest match, from the front
+_CUT = {"#": (False, True), "##": (True, True), "%": (False, False), "%%": (True, False)}
 _CASES: dict[str, Callable[[str], str]] = {
     "^^": str.upper,
     ",,": str.lower,
@@ -25,17 +26,17 @@ _CASES: dict[str, Callable[[str], str]] = {
 
 
 def fields(words: tuple[Word, ...], scope: Scope) -> list[str]:
-    """The arguments that words become: none, one or more each."""
+    """Returns the arguments that words expand to: none, one or more per word."""
     return [field for word in words for field in _fields(word, scope)]
 
 
 def text_of(word: Word, scope: Scope) -> str:
-    """The word without splitting, as in an assignment."""
+    """Expands the word without splitting, as in an assignment."""
     return "".join(" ".join(_values(part, scope)) for part in _parts(word, scope))
 
 
 def calculate(text: str, scope: Scope) -> int | None:
-    """The value of an arithmetic expression; None when it cannot be known."""
+    """Returns the value of an arithmetic expression, or None if it is unknown."""
     expanded = text_of(parse_word(text, quoted=False), scope)
     return evaluate(expanded, scope.number) if is_known(expanded) else None
 
@@ -69,7 +70,7 @@ def _fields(word: Word, scope: Scope) -> list[str]:
 
 
 def _parts(word: Word, scope: Scope) -> list[Part]:
-    """The word's pieces, with the text of a default, such as `${name:-text}`, in the place of names that are not set."""
+    """Returns the word's parts, replacing unset names by their defaults, as in `${name:-text}`."""
     parts: list[Part] = []
     for part in word.parts:
         found = _PARAMETER.match(part.text) if part.kind == "parameter" else None
@@ -82,7 +83,7 @@ def _parts(word: Word, scope: Scope) -> list[Part]:
 
 
 def _values(part: Part, scope: Scope) -> list[str]:
-    """One text, or several of `${name[@]}`."""
+    """Returns one text, or several for `${name[@]}`."""
     if part.kind == "text":
         return [part.text]
     if part.kind == "arithmetic":
@@ -94,7 +95,7 @@ def _values(part: Part, scope: Scope) -> list[str]:
 
 
 def _output(text: str, scope: Scope) -> str:
-    """What a command prints: of `expr` and of `echo` alone it is known."""
+    """Returns the output of a command, which is known only for `expr` and `echo`."""
     unknown = mark(f"$({text})")
     try:
         body = parse(text).body
@@ -110,7 +111,7 @@ def _output(text: str, scope: Scope) -> str:
 
 
 def _parameter(part: Part, scope: Scope) -> list[str]:
-    """`${...}` in all its forms; a form that is not understood is unknown."""
+    """Expands `${...}` in all its forms; an unsupported form is unknown."""
     unknown = [mark(f"${{{part.text}}}")]
     found = _PARAMETER.match(part.text)
     if found is None:
@@ -145,7 +146,7 @@ def _element(name: str, index: str | None, scope: Scope) -> str:
 
 
 def _default(part: Part, name: str, index: str | None, rest: str, scope: Scope) -> tuple[Part, ...]:
-    """`:-`, `:=`, `:+`, `:?` and the same without a colon, which only asks whether the name is set."""
+    """Handles `:-`, `:=`, `:+`, `:?` and the forms without a colon, which only test whether the name is set."""
     colon = rest.startswith(":")
     operator, word = rest[colon], parse_word(rest[colon + 1 :], part.quoted)
     value = " ".join(scope.array(name)) if "@" in (index, name) else _element(name, index, scope)
@@ -161,7 +162,7 @@ def _default(part: Part, name: str, index: str | None, rest: str, scope: Scope) 
 
 
 def _change(value: str, rest: str, scope: Scope) -> str | None:
-    """Cuts, replacements and cases of a known value; None when the result is not known."""
+    """Applies removals, replacements and case changes to a known value; returns None if the result is unknown."""
     if not is_known(value):
         return None
     if rest in _CASES:
@@ -201,7 +202,7 @@ def _glob(pattern: str) -> str:
 
 
 def array_of(elements: tuple[tuple[Word | None, Word], ...], scope: Scope) -> Array:
-    """The value of `( ... )`."""
+    """Returns the value of `( ... )`."""
     array: Array = {}
     for key, word in elements:
         if key is not None:

@@ -1,4 +1,4 @@
-"""The commands that a script would start, found by walking over it. Nothing is run and no file is written."""
+"""Finds the commands that a script would start, by walking over it. Nothing is run and no file is written."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from megatron.command_line.shell.syntax import (
 )
 from megatron.command_line.shell.unknown import as_if_unset, mark, mark_placeholders
 
-LOCAL = ("local", "declare", "typeset")  # in a function they make variables that end with it
+LOCAL = ("local", "declare", "typeset")  # in a function these make variables that end with it
 SHELLS = ("bash", "sh", "zsh", "ksh", "dash")
-MOST_TURNS = 64  # of a loop: enough for a loop over arguments, and an end for `while true`
-MOST_NESTED = 16  # scripts and functions that start one another
-MOST_STEPS = 100_000  # statements in all, loops unrolled
+MOST_TURNS = 64  # limit for a loop: enough for a loop over arguments, and an end for `while true`
+MOST_NESTED = 16  # limit for scripts and functions that start one another
+MOST_STEPS = 100_000  # limit for all statements, with loops unrolled
 _TOO_LONG = "the script has too many steps or levels to be read without running it; give the training command itself"
 Body = tuple[Statement, ...]
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """A command with its arguments, and the variables at that place.
+    """A command with its arguments, and the variables at that point.
 
-    launchers: the words in front of each shell that it is started through, the outermost first, as in
-    `srun --nodes 2 bash -c "torchrun ..."`. assumed: conditions that could not be known, and how they were taken.
+    `launchers` holds the words before each shell through which it is started, the outermost first, as in `srun --nodes
+    2 bash -c "torchrun ..."`. `assumed` lists conditions with an unknown result, with the assumption made.
     """
 
     words: tuple[str, ...]
@@ -57,7 +57,7 @@ class Invocation:
 
 
 class _Leave(Exception):
-    """`break`, `continue` or `return`."""
+    """Control flow of `break`, `continue` or `return`."""
 
     def __init__(self, kind: Literal["break", "continue", "return"]) -> None:
         self.kind = kind
@@ -69,9 +69,9 @@ def invocations(
     environment: Mapping[str, str],
     open_file: Callable[[str], str | None],
 ) -> list[Invocation]:
-    """All commands of a script in the order they are reached.
+    """Returns all commands of a script in the order in which they are reached.
 
-    open_file: the text of another script by the name it is called by, or None. Raises ConfigError.
+    `open_file` returns the text of another script by the name used to call it, or None. Raises ConfigError.
     """
     walker = _Walker(open_file)
     try:
@@ -88,10 +88,11 @@ class _Walker:
         self._launchers: tuple[tuple[str, ...], ...] = ()
         self._assumed: dict[str, None] = {}
         self._depth = self._steps = 0
-        self._locals: list[dict[str, str | Array | None]] = []  # of each function that runs, what its names were before
+        # for each running function, the former values of its local names
+        self._locals: list[dict[str, str | Array | None]] = []
 
     def run(self, text: str, scope: Scope) -> None:
-        """A script, or text that eval reads, in `scope`."""
+        """Walks over a script, or text that eval reads, in `scope`."""
         if self._depth == MOST_NESTED:
             return
         script: Script = parse(mark_placeholders(text))
@@ -114,7 +115,7 @@ class _Walker:
         return status
 
     def _run(self, statement: Statement, scope: Scope) -> bool | None:
-        """Whether it succeeds; None when that is not known."""
+        """Returns whether the statement succeeds; None if that is unknown."""
         self._steps += 1
         if self._steps > MOST_STEPS:
             raise ConfigError(_TOO_LONG)
@@ -148,7 +149,7 @@ class _Walker:
                 return True
 
     def _if(self, statement: If, scope: Scope) -> bool | None:
-        """Of arms that cannot be told apart the first; not one that ends the script."""
+        """Runs the chosen arm of an if; of arms with unknown conditions the first that does not end the script."""
         for arm in statement.arms:
             outcome = self._run_all(arm.condition, scope)
             if outcome is None and ends_script(arm.body):
@@ -166,7 +167,7 @@ class _Walker:
         return True
 
     def _is_open(self, statement: If, scope: Scope) -> bool:
-        """Whether the first condition asks for a variable that nobody set."""
+        """Returns whether the first condition asks for an unset variable."""
         names = [word for test_ in statement.arms[0].condition for word in words_of(test_)]
         return any(as_if_unset(text) != text for text in (text_of(word, scope) for word in names))
 
@@ -203,7 +204,7 @@ class _Walker:
         return True
 
     def _turn(self, body: Body, scope: Scope) -> bool:
-        """One turn of a loop; whether another may follow."""
+        """Runs one iteration of a loop; returns whether another may follow."""
         try:
             self._run_all(body, scope)
         except _Leave as leave:
@@ -270,7 +271,7 @@ class _Walker:
                 scope.variables[name] = value
 
     def _started_script(self, words: list[str], scope: Scope) -> bool:
-        """Walk over `bash -c TEXT`, or over a script in a file, wherever in the command it stands."""
+        """Walks over `bash -c TEXT`, or over a script in a file, at any position in the command."""
         for at, word in enumerate(words):
             if os.path.basename(word) in SHELLS:
                 first = next((i for i in range(at + 1, len(words)) if not words[i].startswith("-")), at)

@@ -1,4 +1,4 @@
-"""The grammar of bash: from a script's text to its statements."""
+"""The grammar of bash: converts a script's text to its statements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TEST_OPERATORS = ("&&", "||", "<", ">", "(", ")")
 
 
 def parse(text: str) -> Script:
-    """The statements of a script. Raises ConfigError with the line that cannot be read."""
+    """Returns the statements of a script. Raises ConfigError with the line that cannot be read."""
     parser = _Parser(Cursor(text.replace("\r\n", "\n")))
     body = parser.statements()
     if parser.cursor.at < len(parser.cursor.text):
@@ -44,21 +44,21 @@ def parse(text: str) -> Script:
 
 
 def parse_word(text: str, quoted: bool) -> Word:
-    """All of `text` as one word, blanks included, as in `${name:-text}`. `quoted`: whether quotes surround it."""
+    """Returns all of `text` as one word, including blanks, as in `${name:-text}`. `quoted`: whether quotes surround it."""
     word = Cursor(text).word(stops="")
     parts = word.parts if word else ()
     return Word(tuple(Part(part.kind, part.text, part.quoted or quoted) for part in parts))
 
 
 class _Parser:
-    """Each method reads what it is named after, from the cursor on."""
+    """Each method reads the construct that it is named after, from the cursor on."""
 
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
         self.names: set[str] = set()
 
     def statements(self, *ends: str) -> tuple[Statement, ...]:
-        """Up to one of the keywords or operators `ends`, which is stepped over, or to what no statement begins with."""
+        """Reads statements up to one of the keywords or operators `ends`, which is skipped, or to the end of the block."""
         found: list[Statement] = []
         while True:
             self._separators()

@@ -1,4 +1,4 @@
-"""What is known of a script's variables at one place of it."""
+"""The known variables of a script at one point of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from megatron.command_line.shell.syntax import Statement
 from megatron.command_line.shell.unknown import is_known, mark
 
-Array = dict[str, str]  # by index, which of a plain array are numbers as text
+Array = dict[str, str]  # by index; the indices of an indexed array are numbers as text
 
 
 @dataclass
 class Scope:
-    """Variables, arguments and functions. `own`: names that the script sets somewhere, if perhaps not on this path."""
+    """Variables, arguments and functions. `own` holds names that the script sets somewhere, possibly on another path."""
 
     variables: dict[str, str | Array] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
@@ -21,23 +21,24 @@ class Scope:
     functions: dict[str, Statement] = field(default_factory=dict)
 
     def with_arguments(self, arguments: tuple[str, ...]) -> Scope:
-        """The same variables and functions under other arguments, as in the body of a function."""
+        """Returns the same variables and functions with other arguments, as in the body of a function."""
         return replace(self, arguments=arguments)
 
     def child(self, arguments: tuple[str, ...]) -> Scope:
-        """Copies for a script that is started: what it sets stays there."""
+        """Returns copies for a started script, whose changes do not affect this scope."""
         return replace(self, variables=dict(self.variables), functions={}, arguments=arguments)
 
     def is_set(self, name: str) -> bool:
-        """Whether the name has a value, be it unknown."""
+        """Returns whether the name has a value, which may be unknown."""
         if name.isdigit() and name != "0":
             return int(name) <= len(self.arguments)
         return name in self.variables or name in ("@", "*", "#", "?", "0")
 
     def text(self, name: str) -> str:
-        """The value of a name: of an array its first element, of a name that nobody set the name itself, as unknown.
+        """Returns the value of a name: of an array its first element, of an unset name the name itself, marked as
+        unknown.
 
-        A name that the script sets on another path is empty. So are missing arguments when some are given.
+        A name that the script sets on another path is empty. So are missing arguments if some are given.
         """
         if name == "#":
             return str(len(self.arguments))
@@ -55,7 +56,7 @@ class Scope:
         return "" if name in self.own else mark(f"${{{name}}}" if len(name) > 1 and name.isdigit() else f"${name}")
 
     def array(self, name: str) -> list[str]:
-        """All elements: of plain text one, of a name that nobody set itself as unknown."""
+        """Returns all elements: plain text is one element, an unset name is one unknown element."""
         if name in ("@", "*"):
             return list(self.arguments)
         value = self.variables.get(name)
@@ -66,7 +67,7 @@ class Scope:
         return [value]
 
     def assign(self, name: str, value: str | Array, index: str | None, append: bool) -> None:
-        """`name=value`, with an index of one element, with `append` behind what is there."""
+        """Assigns `name=value`; `index` sets one element, `append` adds to the existing value."""
         before = self.variables.get(name)
         if index is not None:
             array = before if isinstance(before, dict) else {}
@@ -85,7 +86,7 @@ class Scope:
             self.variables[name] = self.text(name) + value
 
     def number(self, name: str) -> int | None:
-        """A variable's value in arithmetic: that of an empty one is 0."""
+        """Returns a variable's value in arithmetic; an empty one is 0."""
         text = self.text(name).strip()
         if not is_known(text):
             return None
@@ -94,10 +95,10 @@ class Scope:
 
 
 def enumerate_text(texts: list[str]) -> list[tuple[str, str]]:
-    """(index, text) of an array's elements."""
+    """Returns (index, text) of an array's elements."""
     return [(str(index), text) for index, text in enumerate(texts)]
 
 
 def scope_of(environment: Mapping[str, str], arguments: tuple[str, ...]) -> Scope:
-    """At the start of a script."""
+    """Returns the scope at the start of a script."""
     return Scope(dict(environment), arguments)

@@ -1,4 +1,4 @@
-"""What a bash script is made of, as data. The parser makes these, the interpreter walks over them."""
+"""The parts of a bash script as data. The parser makes these, the interpreter walks over them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Simple:
-    """A command: assignments, then words. Redirections are left out: they change no argument."""
+    """A command: assignments, then words. Redirections are omitted because they change no argument."""
 
     assignments: tuple[Assignment, ...]
     words: tuple[Word, ...]
@@ -84,7 +84,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Arm:
-    """`condition` of an if or elif, its source text, and what follows then."""
+    """`condition` of an if or elif, its source text, and the body that follows."""
 
     text: str
     condition: tuple[Statement, ...]
@@ -93,7 +93,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class If:
-    """The arms of an if in their order; `otherwise` is None without else."""
+    """The arms of an if in order; `otherwise` is None without else."""
 
     arms: tuple[Arm, ...]
     otherwise: tuple[Statement, ...] | None
@@ -101,7 +101,7 @@ class If:
 
 @dataclass(frozen=True)
 class Case:
-    """`case word in`: (patterns, body) in their order. `text` is the source up to `in`."""
+    """`case word in`: (patterns, body) in order. `text` is the source up to `in`."""
 
     text: str
     word: Word
@@ -139,34 +139,34 @@ Statement = Simple | Test | Arithmetic | Group | Not | Chain | If | Case | For |
 
 @dataclass(frozen=True)
 class Script:
-    """A parsed script. `names`: variables that it sets by itself, other than from their own former value."""
+    """A parsed script. `names` are the variables that it assigns, except from their own former value."""
 
     body: tuple[Statement, ...]
     names: frozenset[str]
 
 
 def literal(word: Word) -> str:
-    """The plain text of a word, without what is only known later."""
+    """Returns the plain text of a word, without the parts that need expansion."""
     return "".join(part.text for part in word.parts if part.kind == "text")
 
 
 def name_of(statement: Statement) -> str | None:
-    """Of a simple command its first word; of another statement None."""
+    """Returns the first word of a simple command; None for another statement."""
     return literal(statement.words[0]) if isinstance(statement, Simple) and statement.words else None
 
 
 def ends_script(body: tuple[Statement, ...]) -> bool:
-    """Whether a body is the way out of a script or function."""
+    """Returns whether a body ends the script or function."""
     return any(name_of(each) in ("exit", "return") for each in body)
 
 
 def sets_something(body: tuple[Statement, ...]) -> bool:
-    """Whether a body can change what follows it: it holds an assignment, or more than simple commands."""
+    """Returns whether a body can change later results: it has an assignment, or more than simple commands."""
     return any(not isinstance(each, Simple) or bool(each.assignments) or name_of(each) == "eval" for each in body)
 
 
 def words_of(statement: Statement) -> tuple[Word, ...]:
-    """Of a test or simple command, also of those under `!`, `&&` or `||`."""
+    """Returns the words of a test or simple command, also of those under `!`, `&&` or `||`."""
     match statement:
         case Simple() | Test():
             return statement.words

@@ -1,7 +1,7 @@
-"""Text of which a part could not be known: that part stays as the script has it, between two marks.
+"""Text with unknown parts: such a part keeps the script's text, between two marks.
 
-The marks are characters of Unicode's private use, which no script has. Text with marks can be joined, split at blanks and
-read again like any other; `plain` takes them out at the end.
+The marks are characters of Unicode's private use area, which no script contains. Text with marks can be joined, split
+at blanks and parsed again like any other; `plain` removes them at the end.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ _VARIABLE = re.compile(r"\$[A-Za-z_]\w*")
 
 
 def mark(source: str) -> str:
-    """`source`, such as $DATA_PATH, as text that is not known."""
+    """Returns `source`, such as $DATA_PATH, as unknown text."""
     return OPEN + plain(source) + CLOSE
 
 
 def mark_placeholders(script: str) -> str:
-    """A script in which <PATH TO THE DATASET> and the like, which bash would take for redirections, are unknown text."""
+    """Marks placeholders such as <PATH TO THE DATASET>, which bash would read as redirections, as unknown text."""
     return _PLACEHOLDER.sub(lambda found: mark(found[0]), script)
 
 
 def plain(text: str) -> str:
-    """Without marks."""
+    """Returns the text without marks."""
     return text.replace(OPEN, "").replace(CLOSE, "")
 
 
 def unknowns(text: str) -> list[str]:
-    """What in it is not known, as the script has it."""
+    """Returns the unknown parts of a text, as written in the script."""
     return _MARKED.findall(text)
 
 
 def is_known(text: str) -> bool:
-    """Whether all of it is."""
+    """Returns whether the whole text is known."""
     return OPEN not in text
 
 
 def split(text: str) -> list[str]:
-    """At blanks that are not inside marks."""
+    """Splits a text at blanks outside marks."""
     return _FIELD.findall(text)
 
 
 def as_if_unset(text: str) -> str | None:
-    """With variables that nobody set read as empty, as bash does; None when something else is not known."""
+    """Replaces unset variables by empty text, as bash does; returns None if another part is unknown."""
     if any(_VARIABLE.fullmatch(source) is None for source in unknowns(text)):
         return None
     return _MARKED.sub("", text)

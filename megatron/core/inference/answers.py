@@ -1,4 +1,4 @@
-"""The OpenAI API's answers: JSON objects made of an engine's pieces, whole or in chunks."""
+"""The OpenAI API's answers: JSON objects built from an engine's pieces, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API and vLLM write thi
 
 @dataclass(frozen=True)
 class Echo:
-    """A choice's prompt, where it is echoed: its text, and what is read before it and is no part of it (the bos)."""
+    """The prompt of a choice that is echoed: its text, and the tokens read before it that are not part of it (the bos)."""
 
     text: str = ""
     before: tuple[int, ...] = ()
@@ -26,7 +26,7 @@ class Echo:
 
 @dataclass
 class Answer:
-    """One choice: the pieces of a request, joined."""
+    """One choice: the joined pieces of a request."""
 
     text: str = ""
     prompt: list[ScoredToken] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Answer:
     reason: str | None = None
 
     def add(self, piece: Piece) -> None:
-        """The next piece."""
+        """Appends the next piece."""
         self.text += piece.text
         self.prompt += piece.prompt
         self.tokens += piece.tokens
@@ -43,35 +43,36 @@ class Answer:
 
 
 class AnswerFormat(Protocol):
-    """What a route answers with."""
+    """The format of a route's answers."""
 
     def whole(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
-        """The answer when it is not streamed."""
+        """Returns the complete answer, for a request without streaming."""
         ...
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The chunk before the first token of choice `index`, if there is one."""
+        """Returns the chunk before the first token of choice `index`, or None."""
         ...
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """The next chunk of choice `index`."""
+        """Returns the next chunk of choice `index`."""
         ...
 
     def usage_chunk(self, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-        """The last chunk, where it is asked for."""
+        """Returns the last chunk, with token counts, for clients that request it."""
         ...
 
 
 class CompletionFormat:
-    """/v1/completions."""
+    """The answers of /v1/completions."""
 
     def __init__(self, model: str, tokenizer: Tokenizer, echoes: Sequence[Echo], logprobs: bool) -> None:
-        """`echoes`: for each choice. With `logprobs` the tokens of what is echoed are reported, too."""
+        """`echoes` has one entry per choice. With `logprobs` the tokens of the echoed prompts are reported, too."""
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = model
         self._text = functools.cache(lambda token: tokenizer.decode([token]))
         self._echoes, self._logprobs = echoes, logprobs
-        self._offsets = [len(echo.text) for echo in echoes]  # where each choice's next token begins in its text
+        # position in the text of each choice at which its next token begins
+        self._offsets = [len(echo.text) for echo in echoes]
 
     def whole(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
         """See AnswerFormat."""
@@ -82,7 +83,7 @@ class CompletionFormat:
         return {**self._head, "choices": choices, "usage": usage(prompt_tokens, sum(a.count for a in answers))}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The echo, unless it comes with log-probabilities, which are not known yet."""
+        """Returns the echo, unless it has log-probabilities, which are not known yet."""
         echo = "" if self._logprobs else self._echoes[index].text
         return {**self._head, "choices": [self._choice(index, echo, (), (), None)]} if echo else None
 
@@ -102,7 +103,7 @@ class CompletionFormat:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _report(self, index: int, prompt: Sequence[ScoredToken], tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-        """New tokens lie behind the echo, whatever the texts of its tokens add up to."""
+        """Reports positions of new tokens after the echo, whose length may differ from the sum of its tokens' texts."""
         echo, both = self._echoes[index], [*prompt, *tokens]
         echoed, _ = self._places(prompt, -sum(len(self._text(token)) for token in echo.before))
         new, self._offsets[index] = self._places(tokens, self._offsets[index])
@@ -114,12 +115,16 @@ class CompletionFormat:
         }
 
     def _places(self, tokens: Sequence[ScoredToken], start: int) -> tuple[list[int], int]:
-        """Where each begins when they stand one after another from `start` on, and where they end."""
+        """Returns the start of each token if their texts follow each other from `start` on, and the end of the last
+        one.
+        """
         ends = list(itertools.accumulate((len(self._text(token.id)) for token in tokens), initial=start))
         return [max(0, place) for place in ends[:-1]], ends[-1]
 
     def _top(self, token: ScoredToken, logprob: float) -> dict[str, float]:
-        """By text; of tokens with the same text the likeliest. The token itself is always there, as in OpenAI's API."""
+        """Returns log-probabilities by text; of tokens with equal text the likeliest. As in OpenAI's API, `token` is
+        included.
+        """
         found: dict[str, float] = {}
         for i, value in (*token.top, (token.id, logprob)):
             found.setdefault(self._text(i), _in_json(value))
@@ -127,7 +132,7 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """/v1/chat/completions."""
+    """The answers of /v1/chat/completions."""
 
     def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool) -> None:
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -148,7 +153,7 @@ class ChatFormat:
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": counts}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Who speaks."""
+        """Returns the chunk that names the role of the speaker."""
         return self._chunk(index, {"role": "assistant", "content": ""}, (), None)
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -178,7 +183,7 @@ class ChatFormat:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        # A part of a character decodes to the mark for "no character", whose bytes would mislead.
+        # A part of a character decodes to the replacement character, whose bytes would be misleading.
         return {"token": text, "logprob": _in_json(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
@@ -187,7 +192,9 @@ def _in_json(logprob: float) -> float:
 
 
 def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    """Token counts. A prompt counts once, however many choices it has; what ended a choice counts too."""
+    """Returns token counts. A prompt counts once for any number of choices, and the token that ended a choice counts,
+    too.
+    """
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,

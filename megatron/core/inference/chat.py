@@ -1,4 +1,4 @@
-"""Chat: messages -> the text of a prompt, by the chat template of a Hugging Face tokenizer."""
+"""Renders chat messages to the text of a prompt, by the chat template of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 
 
 class ChatTemplate:
-    """Renders as `transformers` does, in Jinja's sandbox: a template that came with a model can reach nothing."""
+    """Renders as `transformers` does, in Jinja's sandbox: a model's template cannot access anything else."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._library = tokenizer.library
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text that ends where the assistant's next answer begins. Raises DataError."""
+        """Returns the text that ends where the assistant's next answer begins. Raises DataError."""
         try:
             text = self._library.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever the template raises on these messages
+        except Exception as error:  # the template may raise anything on these messages
             reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
             raise DataError(f"the chat template does not take these messages: {reason}") from error
         return str(text)
 
 
 def open_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The tokenizer's template, None where it has none. Raises DataError."""
+    """Returns the tokenizer's template, or None if it has none. Raises DataError."""
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.library.chat_template:
         return None
     template = ChatTemplate(tokenizer)
     if tokenizer.given_template is not None:
-        template.render([{"role": "user", "content": "Hello"}])  # one that cannot be parsed is found at once
+        template.render([{"role": "user", "content": "Hello"}])  # reports a template that cannot be parsed at start-up
     return template

@@ -1,7 +1,7 @@
 """Continuous batching: requests wait in a queue, join the running batch when a row is free, and leave when they end.
 
-One thread owns the engine and the model and is in `run`; any thread may `submit` and `cancel`. Answers are handed to a
-callback of the request, on the engine's thread, as they come.
+One thread owns the engine and the model and executes `run`; any thread may call `submit` and `cancel`. Answers are
+passed to a callback of the request, on the engine's thread, as they are generated.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from megatron.core.inference.sampling import Draws, Sampling, choose
 from megatron.core.inference.slots import SlotDecoder
 from megatron.core.inference.text import TextStream
 
-IDLE_SECONDS = 0.5  # between two signs of life to the other ranks while no request is there
-PROMPT_TOKENS = 4096  # of new prompts that are read between two steps of those that run, and one prompt at least
+IDLE_SECONDS = 0.5  # between two signals to the other ranks while there is no request
+# limit for new prompts that are read between two steps of the running ones, but at least one prompt is read
+PROMPT_TOKENS = 4096
 _NOT_FINITE = "the model's logits are not finite: its weights are damaged, or they overflow"
 log = get_logger(__name__)
 
 
 class QueueFull(MegatronError):
-    """More requests wait than may."""
+    """The queue of waiting requests is full."""
 
 
 class EngineStopped(MegatronError):
-    """The engine takes no more requests: it was stopped, or has failed."""
+    """The engine accepts no more requests: it was stopped, or has failed."""
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token, its log-probability (natural, before temperature and cuts) and those of the likeliest, in that order.
+    """A token, its log-probability and those of the likeliest tokens, in that order.
 
-    Probabilities are over all ids that the model knows; `top` lists those that the tokenizer knows, which alone are ever
-    chosen. The first token of a prompt has no logprob and no top.
+    Log-probabilities are natural, before temperature and truncation. Probabilities are over all ids that the model
+    knows; `top` lists only ids that the tokenizer knows, because only these are ever chosen. The first token of a
+    prompt has no logprob and no top.
     """
 
     id: int
@@ -51,10 +53,10 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a request has grown by. The last one has a reason: "stop", "length" or "error"; `error` then says more.
+    """The progress of a request. The last piece has a reason: "stop", "length" or "error"; `error` then has details.
 
-    count: new tokens so far, with the one that ended it. tokens: the new ones since the last piece, where asked for.
-    prompt: all tokens of the prompt, once, before any new one, where asked for.
+    `count` is the number of new tokens so far, including the one that ended it. `tokens`, if requested, are the new
+    ones since the last piece. `prompt`, if requested, holds all tokens of the prompt, once, before any new one.
     """
 
     text: str
@@ -67,10 +69,10 @@ class Piece:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A prompt to continue, and where its pieces go.
+    """A prompt to continue, and the callback that receives its pieces.
 
-    max_new_tokens: 0 only reads the prompt. top_logprobs: None, or how many of the likeliest to report; of the prompt's
-    tokens, too, where `score_prompt` is set.
+    With `max_new_tokens` 0 the prompt is only read. `top_logprobs` is the number of likeliest tokens to report, or None
+    for no log-probabilities; `score_prompt` also reports those of the prompt's tokens.
     """
 
     prompt: Sequence[int]
@@ -84,12 +86,14 @@ class Request:
     cancelled: bool = field(default=False, init=False)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: its row is free from the next step on. Any thread; harmless after its end."""
+        """Cancels the request: its row is free from the next step on. Any thread may call this, also after the
+        request's end.
+        """
         self.cancelled = True
 
 
 class _Row:
-    """A request that runs."""
+    """A running request."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, stop_ids: Collection[int]) -> None:
         self.request = request
@@ -102,13 +106,13 @@ class _Row:
         return self._stream.ids[-1]
 
     def begin(self, prompt: tuple[ScoredToken, ...]) -> None:
-        """The prompt has been read."""
+        """Reports that the prompt has been read."""
         self.ended = self.request.max_new_tokens == 0
         if prompt or self.ended:
             self.request.on_piece(Piece("", 0, (), "length" if self.ended else None, prompt=prompt))
 
     def push(self, token: int, chosen: tuple[ScoredToken, ...]) -> None:
-        """Add the next token and hand out what has become final."""
+        """Adds the next token and reports the text that has become final."""
         stream = self._stream
         self.ended = stream.push(token) or len(stream.ids) == self.request.max_new_tokens
         if self.ended:
@@ -124,23 +128,23 @@ class _Row:
 
 
 class Engine:
-    """Requests in, pieces out. Greedy answers, and drawn ones of a seed, are those of `generate` for the same prompt."""
+    """Runs requests and reports pieces. Greedy and seeded answers equal those of `generate` for the same prompt."""
 
     def __init__(
         self, decoder: SlotDecoder, tokenizer: Tokenizer, *, max_waiting: int, stop_ids: Collection[int] = ()
     ) -> None:
-        """`stop_ids`: tokens that end a sequence beside the tokenizer's eod."""
-        self.failure: Exception | None = None  # what ended `run`, if an error did
+        """`stop_ids` are tokens that end a sequence in addition to the tokenizer's eod."""
+        self.failure: Exception | None = None  # the error that ended `run`, if any
         self.max_waiting, self.max_tokens = max_waiting, decoder.capacity
         self._decoder, self._tokenizer = decoder, tokenizer
         self._stop_ids = frozenset({tokenizer.eod, *stop_ids})
-        self._rows: list[_Row] = []  # as in the decoder
+        self._rows: list[_Row] = []  # in the order of the decoder's rows
         self._waiting: deque[Request] = deque()
-        self._changed = threading.Condition()  # held to touch _waiting and _stopping
+        self._changed = threading.Condition()  # held to access _waiting and _stopping
         self._stopping = False
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue all of them, or none. Raises QueueFull and EngineStopped. Any thread."""
+        """Queues all requests, or none. Raises QueueFull and EngineStopped. Any thread may call this."""
         for request in requests:
             total = len(request.prompt) + request.max_new_tokens
             assert request.prompt and request.max_new_tokens >= 0 and total <= self.max_tokens, f"{total} tokens"
@@ -153,23 +157,23 @@ class Engine:
             self._changed.notify()
 
     def load(self) -> tuple[int, int]:
-        """(requests that run, requests that wait). Any thread."""
+        """Returns (running requests, waiting requests). Any thread may call this."""
         return len(self._rows), len(self._waiting)
 
     def stop(self) -> None:
-        """Make `run` return after its current step; what has not ended then fails. Any thread."""
+        """Makes `run` return after its current step; unfinished requests then fail. Any thread may call this."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
 
     def run(self) -> None:
-        """Serve until `stop`, or until an error, which `failure` then holds. Every request gets its last piece."""
+        """Serves until `stop`, or until an error, which is then stored in `failure`. Every request gets its last piece."""
         try:
             while self._wait():
                 if not self.step():
                     self._decoder.idle()
             self._decoder.close()
-        except Exception as error:  # a lost rank, a full device: whatever it is, no request may wait for ever
+        except Exception as error:  # a lost rank, a full device or any other error: no request may wait forever
             self.failure = error
         why = f"the engine failed: {self.failure}" if self.failure else "the server is shutting down"
         with self._changed:
@@ -182,7 +186,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Let requests leave and join, then one token for each that runs. False when there is nothing to do."""
+        """Removes ended requests, adds waiting ones, then generates one token per running request. Returns False if
+        idle.
+        """
         for row in self._rows:
             row.ended = row.ended or row.request.cancelled
         self._remove_ended()
@@ -193,7 +199,7 @@ class Engine:
         return joined or running
 
     def _wait(self) -> bool:
-        """Return when there is something to do or the others want a sign of life; False to end."""
+        """Returns when there is work or the other ranks need a signal; False to end."""
         with self._changed:
             if not (self._stopping or self._rows or self._waiting):
                 self._changed.wait(IDLE_SECONDS)
@@ -219,7 +225,7 @@ class Engine:
         return read > 0
 
     def _read(self, request: Request) -> tuple[Tensor, tuple[ScoredToken, ...]]:
-        """Logits behind the prompt, and its tokens' scores where they are asked for."""
+        """Returns the logits after the prompt, and the scores of its tokens if they are requested."""
         if not request.score_prompt or request.top_logprobs is None:
             return self._decoder.read(request.prompt), ()
         logits, found = self._decoder.read_scored(request.prompt, request.top_logprobs, self._tokenizer.vocab_size)
@@ -234,7 +240,7 @@ class Engine:
             return self._waiting.popleft() if self._waiting else None
 
     def _push(self, rows: Sequence[_Row], logits: Tensor) -> None:
-        """Choose the next token of each row from logits [rows, padded vocab]."""
+        """Chooses the next token of each row from logits [rows, padded vocab]."""
         logits = logits[:, : self._decoder.vocab_size]
         finite = logits.isfinite().all(dim=-1).tolist()
         if not all(finite):
@@ -257,7 +263,7 @@ class Engine:
 
 
 def _choose(rows: Sequence[_Row], logits: Tensor) -> list[int]:
-    """The next token of each row. Rows that are sampled alike are chosen together."""
+    """Returns the next token of each row. Rows with equal sampling settings are chosen together."""
     alike: dict[Sampling, list[int]] = {}
     for number, row in enumerate(rows):
         alike.setdefault(row.request.sampling, []).append(number)

@@ -1,9 +1,9 @@
-"""Batched generation with a KV cache: token ids in, token ids out, one step at a time. Text is added by text.py.
+"""Batched generation with a KV cache: token ids in, token ids out, one step at a time. text.py adds the text.
 
 [Note: prompts of different lengths]
-Prompts are padded on the left, so that every sequence's newest token is in the last column. A sequence's positions count
-from its first real token, and padding is a segment of its own in the attention mask: a sequence sees the numbers that it
-would see alone. Without padding there is no mask, and the fast attention kernels run.
+Prompts are padded on the left, so that every sequence's newest token is in the last column. A sequence's positions
+count from its first real token, and padding is a separate segment in the attention mask: a sequence gets the same
+results as it would alone. Without padding there is no mask, and the fast attention kernels run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class CachedDecoder:
     """A batch of sequences that a model reads from left to right, each position once."""
 
     def __init__(self, model: GPTModel, build: Build, lengths: Sequence[int], capacity: int) -> None:
-        """`lengths`: real tokens of each prompt, the last ones of its row. `capacity`: columns of the whole batch."""
+        """`lengths`: the number of real tokens of each prompt, at the end of its row. `capacity`: columns of the whole
+        batch.
+        """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         padding = max(lengths) - torch.tensor(lengths, device=build.device).unsqueeze(1)  # [b, 1]
         columns = torch.arange(capacity, device=build.device)
@@ -37,7 +39,7 @@ class CachedDecoder:
         self._caches = allocate_caches(build, self._model.num_layers, len(lengths), capacity)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """The batch's next columns [b, s] -> logits of the last one [b, padded vocab], the same on all ranks.
+        """Reads the batch's next columns [b, s]; returns logits of the last one [b, padded vocab], equal on all ranks.
 
         Communication: StagedModel's, and one all-gather over tp of [vocab / tp, b].
         """
@@ -60,16 +62,16 @@ def generate(
     seeds: Sequence[int],
     stop: Callable[[int, int], bool],
 ) -> Iterator[list[int | None]]:
-    """Continue a batch of prompts: a step yields the next id of each, None for those that have ended.
+    """Continues a batch of prompts: each step yields the next id of each sequence, or None for those that have ended.
 
-    model: in evaluation mode, built without sequence parallelism; this pipeline rank's stage of it. vocab_size: only ids
-    below it are chosen. seeds: one a prompt; with the same seed a prompt continues alike alone, in any batch, and under
-    any tp and pp. stop(i, id): asked about each new id of sequence i, on all ranks, where it must answer alike; True ends
-    the sequence with this id.
+    `model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage. Only ids
+    below `vocab_size` are chosen. `seeds` has one seed per prompt; with the same seed a prompt continues equally alone,
+    in any batch, and under any tp and pp. `stop(i, id)` is called for each new id of sequence i, on all ranks, where it
+    must return the same; True ends the sequence with this id.
 
-    Communication a step: StagedModel's, one all-gather of [vocab / tp, b] over tp and one broadcast of [b] over tp x pp.
-    Raises ConfigError, before the first step, for prompts that are empty or too long; CheckpointError for logits that are
-    not finite.
+    Communication per step: StagedModel's, one all-gather of [vocab / tp, b] over tp and one broadcast of [b] over tp x
+    pp. Raises ConfigError, before the first step, for prompts that are empty or too long; CheckpointError for logits
+    that are not finite.
     """
     assert len(seeds) == len(prompts), f"{len(seeds)} seeds for {len(prompts)} prompts"
     check_lengths([len(prompt) for prompt in prompts], max_new_tokens, build.config)
@@ -77,7 +79,7 @@ def generate(
 
 
 def check_lengths(lengths: Sequence[int], max_new_tokens: int, config: ModelConfig) -> None:
-    """Raise ConfigError unless every prompt has a token, and room for `max_new_tokens` more."""
+    """Raises ConfigError unless every prompt has a token, and room for `max_new_tokens` more."""
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     limit = config.max_position_embeddings
@@ -122,11 +124,11 @@ def _steps(
         yield ids
         if not any(running):
             return
-        tokens = chosen.unsqueeze(1)  # sequences that have ended go on unseen: their rows touch no other
+        tokens = chosen.unsqueeze(1)  # Sequences that have ended continue unseen: their rows affect no other.
 
 
 def _choose_on_first(logits: Tensor, sampling: Sampling, draws: Draws | None, build: Build) -> Tensor:
-    """ids [b], chosen by the first rank alone: sums on CUDA may differ in the last bit between ranks, and so a draw."""
+    """Returns ids [b] chosen by the first rank: on CUDA ranks may differ in the last bit of a sum, and so in a draw."""
     ranks, device = build.groups.model, build.device
     if ranks.rank == 0:
         numbers = None if draws is None else draws.next().to(device)
@@ -137,6 +139,6 @@ def _choose_on_first(logits: Tensor, sampling: Sampling, draws: Draws | None, bu
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[b, longest]; padding is id 0, which nothing sees."""
+    """Returns [b, longest]; padding is id 0, which no token attends to."""
     longest = max(len(prompt) for prompt in prompts)
     return torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)

@@ -1,4 +1,4 @@
-"""A model for lm-evaluation-harness (`lm_eval`): its tasks run on our checkpoints without conversion."""
+"""A model for lm-evaluation-harness (`lm_eval`): its tasks run on this program's checkpoints without conversion."""
 
 from __future__ import annotations
 
@@ -20,36 +20,38 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
 DEFAULT_NEW_TOKENS = 256  # as in the harness's own `hf` model
-_NEUTRAL = {"num_beams": 1, "min_p": 0.0}  # values that ask for nothing
+_NEUTRAL = {"num_beams": 1, "min_p": 0.0}  # values that have no effect
 Pair = tuple[tuple[str, str], list[int], list[int]]  # texts, ids of the context, ids of the continuation
 
 
 class CheckpointLM(TemplateLM):
-    """Log-likelihoods and continuations as the harness asks for them, encoded and cut as its `hf` class does.
+    """Computes log-likelihoods and continuations for the harness, with the encoding and truncation of its `hf` class.
 
-    All ranks that share the model run the same tasks and get the same answers. Seeds are the numbers of requests.
+    All ranks that share the model run the same tasks and get the same answers. Requests use their numbers as seeds.
     """
 
     def __init__(
         self, model: GPTModel, build: Build, tokenizer: Tokenizer, *, context: int, batch_tokens: int, add_bos: bool
     ) -> None:
-        """context: longest input; what is longer loses its beginning. batch_tokens: positions that are read together."""
+        """`context`: longest input; longer inputs lose their beginning. `batch_tokens`: positions that are read
+        together.
+        """
         super().__init__()
         self._model, self._build, self._tokenizer = model, build, tokenizer
         self._context, self._batch_tokens, self._add_bos = context, batch_tokens, add_bos
 
     @property
     def eot_token_id(self) -> int:
-        """Ends a document."""
+        """The token that ends a document."""
         return self._tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands before a text that has no context."""
+        """The token before a text that has no context."""
         return self._tokenizer.eod if self._tokenizer.bos is None else self._tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, after the bos where that was asked for."""
+        """Returns the ids of a text, after the bos if that was requested."""
         ids = self._tokenizer.encode(string)
         wanted = self._add_bos if add_special_tokens is None else add_special_tokens and self._add_bos
         return [self.prefix_token_id, *ids] if wanted else ids
@@ -63,7 +65,7 @@ class CheckpointLM(TemplateLM):
         return [(one.logprob, one.greedy) for one in found]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, in the harness's own windows, which do not overlap."""
+        """Returns the log-likelihood of whole texts, in the harness's own windows, which do not overlap."""
         windows: list[Window] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -83,7 +85,9 @@ class CheckpointLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to the first of the request's `until` texts, those of like requests in batches."""
+        """Returns continuations up to the first of the request's `until` texts; requests with equal options share
+        batches.
+        """
         texts = [""] * len(requests)
         alike: dict[tuple[Any, ...], list[tuple[list[int], int]]] = {}
         for number, request in enumerate(requests):
@@ -114,7 +118,7 @@ class CheckpointLM(TemplateLM):
 
 
 def _read_options(options: dict[str, Any]) -> tuple[tuple[str, ...], int, Sampling]:
-    """(stop strings, longest continuation, how to choose) from a task's generation_kwargs. Raises ConfigError."""
+    """Returns (stop strings, longest continuation, sampling) from a task's generation_kwargs. Raises ConfigError."""
     left = {name: value for name, value in options.items() if name not in _NEUTRAL or value != _NEUTRAL[name]}
     until = left.pop("until", None) or []
     new = left.pop("max_gen_toks", DEFAULT_NEW_TOKENS)
@@ -133,10 +137,11 @@ def _read_options(options: dict[str, Any]) -> tuple[tuple[str, ...], int, Sampli
 def run_tasks(
     lm: CheckpointLM, tasks: Sequence[str], include_path: str | None, num_fewshot: int | None, limit: int | None
 ) -> dict[str, Any]:
-    """What `lm_eval.simple_evaluate` returns. Raises ConfigError for a task that is not known."""
+    """Returns the result of `lm_eval.simple_evaluate`. Raises ConfigError for an unknown task."""
     manager = TaskManager(include_path=include_path, include_defaults=include_path is None)
     if any(name not in manager.all_tasks for name in tasks):
-        manager = TaskManager(include_path=include_path)  # reads the harness's own thousands, too: it takes seconds
+        # also reads the harness's own thousands of tasks, which takes seconds
+        manager = TaskManager(include_path=include_path)
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         raise ConfigError(f"--tasks {', '.join(unknown)}: not known; give --include-path, or a name that lm_eval knows")
@@ -147,5 +152,5 @@ def run_tasks(
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """The harness's own table of scores."""
+    """Returns the harness's own table of scores."""
     return str(make_table(results))

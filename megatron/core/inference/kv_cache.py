@@ -9,18 +9,18 @@ from megatron.core.transformer.context import Build
 
 
 class LayerCache:
-    """One layer's keys and values, each [capacity, b, groups/tp, d], allocated once: a `KeyValueCache`."""
+    """The keys and values of one layer, each [capacity, b, groups/tp, d], allocated once: a `KeyValueCache`."""
 
     def __init__(
         self, capacity: int, batch_size: int, heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`heads`: key/value heads on this rank."""
+        """`heads`: the number of key/value heads on this rank."""
         self._keys = torch.empty((capacity, batch_size, heads, head_dim), dtype=dtype, device=device)
         self._values = torch.empty_like(self._keys)
         self._length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy in k, v [s, b, groups/tp, d]; return views of all t so far, [t, b, groups/tp, d]."""
+        """Copies k, v [s, b, groups/tp, d] to the cache; returns views of all t positions so far, [t, b, groups/tp, d]."""
         end = self._length + k.shape[0]
         assert end <= len(self._keys), f"{end} positions do not fit a cache of {len(self._keys)}"
         self._keys[self._length : end] = k
@@ -30,7 +30,7 @@ class LayerCache:
 
 
 def allocate_caches(build: Build, layers: int, batch_size: int, capacity: int) -> list[LayerCache]:
-    """An empty cache for each of `layers` layers: 2 x layers x capacity x b x groups/tp x d elements in all."""
+    """Returns one empty cache per layer: 2 x layers x capacity x b x groups/tp x d elements in total."""
     config = build.config
     heads = config.local_kv_heads(build.groups.tp.size)
     return [

@@ -1,12 +1,12 @@
-"""Log-probabilities of given tokens, and of the likeliest ones, from hidden states: the head in blocks of rows.
+"""Log-probabilities of given tokens, and of the likeliest ones, from hidden states, computed in blocks of rows.
 
-[Note: no row of the whole vocabulary]
-Positions x vocabulary is the largest tensor of a model by far. The head is computed for some positions at a time, and of
-each block only a few numbers a position are kept. Under tensor parallelism each rank keeps those of its own part of the
-vocabulary, and these are gathered, so every rank gets the same bits.
+[Note: logits in blocks]
+Positions x vocabulary is by a wide margin the largest tensor of a model. The head is computed for some positions at a
+time, and only a few numbers per position of each block are kept. Under tensor parallelism each rank keeps those of its
+own shard of the vocabulary, and these are gathered, so every rank gets the same bits.
 
-Probabilities are over the model's own vocabulary: over the rows that padding adds to a weight's matrix they are not, over
-ids that the tokenizer does not use they are. This is what transformers and vLLM report.
+Probabilities are normalised over the model's own vocabulary: this excludes the rows that padding adds to a weight
+matrix and includes ids that the tokenizer does not use. transformers and vLLM report the same.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from megatron.core.inference.staged import StagedModel
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops.cross_entropy import local_statistics
 
-BLOCK = 1 << 25  # logits that are held at a time, on each rank: 128 MB in fp32
+BLOCK = 1 << 25  # number of logits that each rank computes at a time: 128 MB in fp32
 
 
 class Logprobs(NamedTuple):
-    """Of n tokens, fp32: natural log-probability [n]; the likeliest tokens' ids [k, n] and log-probabilities [k, n].
+    """Results for n tokens, fp32: natural log-probability [n]; the likeliest tokens' ids [k, n] and log-probabilities
+    [k, n].
 
-    ids are whole numbers in fp32, which is exact below 2^24.
+    The ids are whole numbers in fp32, which is exact below 2^24.
     """
 
     chosen: Tensor
@@ -35,12 +36,12 @@ class Logprobs(NamedTuple):
     values: Tensor
 
     def packed(self) -> Tensor:
-        """[1 + 2 k, n], to be sent."""
+        """Returns one tensor [1 + 2 k, n] for communication."""
         return torch.cat([self.chosen.unsqueeze(0), self.ids, self.values])
 
     @staticmethod
     def unpack(packed: Tensor) -> Logprobs:
-        """From `packed`."""
+        """Inverse of `packed`."""
         k = len(packed) // 2
         return Logprobs(packed[0], packed[1 : 1 + k], packed[1 + k :])
 
@@ -48,10 +49,10 @@ class Logprobs(NamedTuple):
 def token_logprobs(
     model: StagedModel, build: Build, hidden: Tensor, tokens: Tensor, *, top: int, candidates: int
 ) -> Logprobs:
-    """Of `tokens` [n], each after its row of hidden [n, h], and of the `top` likeliest ids below `candidates`.
+    """Returns log-probabilities of `tokens` [n], each after its row of hidden [n, h], and of the `top` likeliest ids.
 
-    Of ids that are equally likely the lowest is the likeliest one, where `top` is 1. Called on all tp ranks of the last
-    stage. Communication: one all-gather over tp of [3 + 2 top, n].
+    Only ids below `candidates` are among the likeliest. With `top` 1, the lowest of equally likely ids is returned.
+    Call it on all tp ranks of the last stage. Communication: one all-gather over tp of [3 + 2 top, n].
     """
     top, tp, vocab = min(top, candidates), build.groups.tp, build.config.softmax_size
     assert candidates <= vocab < 1 << 24
@@ -61,7 +62,7 @@ def token_logprobs(
         _summary(model.head(some.unsqueeze(1)).squeeze(1), wanted, first, vocab, top, candidates)
         for some, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True)
     ]
-    # A token's row on the second dim: all-gather joins the first one.
+    # The tokens are on the second dim, because all-gather concatenates the first one.
     gathered = all_gather(torch.cat(parts, dim=1), tp).view(tp.size, 3 + 2 * top, len(tokens))
     largest, exp_sum, chosen = gathered[:, :3].unbind(dim=1)  # each [tp, n]
     most = largest.amax(dim=0)
@@ -73,7 +74,9 @@ def token_logprobs(
 
 
 def _summary(logits: Tensor, tokens: Tensor, first: int, vocab: int, top: int, candidates: int) -> Tensor:
-    """Logits [n, v] of ids first .. first + v - 1 -> fp32 [3 + 2 top, n]: `local_statistics`, the largest and their ids."""
+    """Logits [n, v] of ids first .. first + v - 1 -> fp32 [3 + 2 top, n]: `local_statistics`, the largest and their
+    ids.
+    """
     allowed = logits[:, : max(0, candidates - first)]
     found = logits.new_zeros((2 * top, len(logits)), dtype=torch.float32)
     found[:top] = float("-inf")
@@ -84,6 +87,6 @@ def _summary(logits: Tensor, tokens: Tensor, first: int, vocab: int, top: int, c
 
 
 def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row [n, k] and their columns; of equal ones the first column, for k = 1."""
+    """Returns the k largest values of each row [n, k] and their columns; for k = 1 the first column of equal ones."""
     found = values.max(dim=1, keepdim=True) if k == 1 else values.topk(k, dim=1)
     return found.values, found.indices

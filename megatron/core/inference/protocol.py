@@ -1,4 +1,4 @@
-"""The OpenAI API's requests, and what they ask of the engine. A field is honoured, or refused by name."""
+"""The OpenAI API's requests and their conversion to requests of the engine. Each field has its effect, or is rejected."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron.base.errors import MegatronError
 from megatron.core.inference.engine import Piece, Request
 from megatron.core.inference.sampling import Sampling
 
-DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API; a chat answer may take all the room there is
-# Limits that keep one request's cost in proportion to its answer. All text that a model writes is compared with every
-# stop string; OpenAI's API takes four of them.
+DEFAULT_TOKENS = 16  # for /v1/completions, as in OpenAI's API; a chat answer may use all the remaining context
+# These limits keep a request's cost in proportion to its answer. All generated text is compared with every stop string;
+# OpenAI's API takes four of them.
 MAX_STOPS, MAX_STOP_LENGTH, MAX_FIELDS = 32, 256, 64
-# The longest tokens of vocabularies such as GPT-2's have 128 characters: a prompt with more than this for each token of the
-# context does not fit, and is not tokenised to find that out.
+# The longest tokens of vocabularies such as GPT-2's have 128 characters: a prompt with more characters than this per
+# token of the context cannot fit, and is rejected without tokenising it.
 CHARACTERS_PER_TOKEN = 256
-# Values with which a field asks for nothing; clients send them. Any other value of these fields is refused.
+# Values with which a field has no effect; clients send them. Any other value of these fields is rejected.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -40,25 +40,27 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
-_LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # for the provider's books; no answer changes
+# for the provider's records; they change no answer
+_LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 
 class ApiError(MegatronError):
-    """A request that gets an error as its answer: HTTP status, and OpenAI's `type`, `param` and `code`."""
+    """A request that is answered with an error: HTTP status, and OpenAI's `type`, `param` and `code`."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's API words it."""
+        """Returns the error in the format of OpenAI's API."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        message = str(self).encode(errors="replace").decode()  # it may quote half of a surrogate pair, which is no text
+        # it may quote an unpaired surrogate, which is not valid text
+        message = str(self).encode(errors="replace").decode()
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class _Body(BaseModel):
-    """null is the same as leaving a field out. `extra="forbid"` refuses what is not written here."""
+    """The base of all request types. null is the same as omitting a field; `extra="forbid"` rejects other fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -77,14 +79,14 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """Of a streamed answer."""
+    """The options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class _Generation(_Body):
-    """What both routes take. top_k is not OpenAI's: draw from the k likeliest tokens only; 0 cuts nothing."""
+    """The fields of both routes. `top_k`, which OpenAI lacks, draws from the k likeliest tokens only; 0 is no limit."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
@@ -97,13 +99,13 @@ class _Generation(_Body):
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
     def sampling(self) -> Sampling:
-        """Temperature 0 takes the likeliest token, which no top_p or top_k cuts."""
+        """Returns the sampling settings. Temperature 0 takes the likeliest token, so top_p and top_k have no effect."""
         if self.temperature == 0.0:
             return Sampling(temperature=0.0)
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def stops(self) -> list[str]:
-        """The stop strings. Raises ApiError for an empty one, too many, or one that is too long."""
+        """Returns the stop strings. Raises ApiError for an empty one, too many, or one that is too long."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if len(stops) > MAX_STOPS:
             raise ApiError(400, f"{len(stops)} stop strings are more than {MAX_STOPS}", "stop")
@@ -118,7 +120,7 @@ _Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class CompletionRequest(_Generation):
-    """POST /v1/completions. max_tokens 0 asks for nothing new: for the prompt's log-probabilities, with echo."""
+    """A request of POST /v1/completions. `max_tokens` 0 with `echo` only returns the prompt's log-probabilities."""
 
     prompt: str | _Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[_Ids], Field(fail_fast=True)]
     max_tokens: int = Field(DEFAULT_TOKENS, ge=0, lt=2**31)
@@ -126,7 +128,7 @@ class CompletionRequest(_Generation):
     logprobs: int | None = Field(None, ge=0, le=20)
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, each a text or a list of ids. Raises ApiError when there is none."""
+        """Returns the prompts, each a text or a list of ids. Raises ApiError if there is none."""
         given: Any = self.prompt
         if not given:
             raise ApiError(400, "the prompt is empty", "prompt")
@@ -134,21 +136,21 @@ class CompletionRequest(_Generation):
 
 
 class TextPart(_Body):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(_Body):
-    """One turn."""
+    """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates expect it."""
+        """Returns the message in the form that chat templates expect."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         named = {} if self.name is None else {"name": self.name}
@@ -156,7 +158,7 @@ class Message(_Body):
 
 
 class ChatRequest(_Generation):
-    """POST /v1/chat/completions."""
+    """A request of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -165,14 +167,14 @@ class ChatRequest(_Generation):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     def limit(self) -> int | None:
-        """Longest answer, by either of its names. Raises ApiError when they disagree."""
+        """Returns the maximum length of the answer, from either of its two fields. Raises ApiError if they disagree."""
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens are two names of one limit", "max_tokens")
         return next(iter(limits), None)
 
     def reported(self) -> int | None:
-        """How many of the likeliest tokens to report; None: no log-probabilities at all. Raises ApiError."""
+        """Returns the number of likeliest tokens to report, or None for no log-probabilities. Raises ApiError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs has no effect without logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -182,24 +184,24 @@ _Parsed = TypeVar("_Parsed", bound=_Generation)
 
 
 def parse(kind: type[_Parsed], body: bytes) -> _Parsed:
-    """The request in a body of JSON. Raises ApiError, naming the field that is wrong."""
+    """Returns the request in a JSON body. Raises ApiError naming the wrong field."""
     try:
         return kind.model_validate(json.loads(body))
-    except ValidationError as error:  # a ValueError, too
+    except ValidationError as error:  # ValidationError is a ValueError, too
         raise _describe(error.errors(include_url=False, include_input=False)) from error
     except json.JSONDecodeError as error:
         message = f"the body is not JSON: {error.msg} at character {error.pos}"
         raise ApiError(400, message, None, "invalid_json") from error
-    except ValueError as error:  # not UTF-8, or a number of thousands of digits
+    except ValueError as error:  # not UTF-8, or a number with thousands of digits
         raise ApiError(400, f"the body is not JSON: {error}", None, "invalid_json") from error
     except RecursionError as error:
         raise ApiError(400, "the body's JSON is nested too deeply", None, "invalid_json") from error
 
 
 def _describe(errors: Sequence[Any]) -> ApiError:
-    """Of several errors, as for a union, the one that lies deepest."""
+    """Converts the most deeply nested of several errors, which a union reports."""
     error = max(errors, key=lambda error: len(error["loc"]))
-    # The members of a union are named in the path, too; the client has sent no such field.
+    # The path also contains the members of a union, which are not fields of the request.
     path = [str(part) for part in error["loc"] if part != "str" and "[" not in str(part)]
     name = shorten(".".join(path))
     if error["type"] == "extra_forbidden":
@@ -208,12 +210,12 @@ def _describe(errors: Sequence[Any]) -> ApiError:
 
 
 def shorten(text: str) -> str:
-    """What a client has sent, as an error quotes it."""
+    """Shortens text from a client for quoting in an error."""
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def check_size(prompts: Sequence[str | Sequence[int]], context: int) -> None:
-    """Raise ApiError for a prompt that cannot fit, before it is tokenised: that takes time in proportion to its length."""
+    """Raises ApiError for a prompt that cannot fit, before tokenising it, which takes time in proportion to its length."""
     for prompt in prompts:
         if not isinstance(prompt, str):
             _check_length(len(prompt), 0, context)
@@ -235,9 +237,10 @@ def make_requests(
     context: int,
     on_piece: Callable[[int, Piece], None],
 ) -> list[Request]:
-    """n requests a prompt, one prompt after another; request i draws with seed + i, and its pieces come with i.
+    """Returns n requests per prompt, in order; request i uses seed + i, and `on_piece` gets i with its pieces.
 
-    context: longest prompt and answer together. max_tokens None: all the room there is. Raises ApiError.
+    `context` is the maximum length of prompt and answer together. `max_tokens` None allows all remaining context.
+    Raises ApiError.
     """
     seed = secrets.randbits(62) if body.seed is None else body.seed
     sampling, stops = body.sampling(), body.stops()

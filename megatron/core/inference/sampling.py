@@ -1,4 +1,4 @@
-"""From logits to the next token: temperature, top-k, top-p, and the draw.
+"""From logits to the next token: temperature, top-k, top-p, and the random draw.
 
 Top-p (nucleus) sampling: Holtzman et al., arXiv 1904.09751.
 """
@@ -16,14 +16,14 @@ from megatron.base.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 takes the likeliest token; top_k 0 and top_p 1 cut nothing."""
+    """The settings for choosing the next token. Temperature 0 is greedy; top_k 0 and top_p 1 are no limits."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value out of range, or one without effect."""
+        """Raises ConfigError for a value that is out of range or has no effect."""
         if not 0.0 <= self.temperature < math.inf:
             raise ConfigError(f"--temperature {self.temperature:g} must be 0 (greedy) or a positive number")
         if self.top_k < 0:
@@ -35,18 +35,19 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """The likeliest token is taken and nothing is drawn."""
+        """Whether the likeliest token is taken without a random draw."""
         return self.temperature == 0.0
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """logits [b, v] -> the distribution that is drawn from, float64 [b, v]; zero for tokens that are cut.
+    """Returns the distribution to draw from for logits [b, v], float64 [b, v]; zero for excluded tokens.
 
-    First the temperature, then the top_k likeliest, then the smallest set of these whose total reaches top_p; the rest
-    is renormalised. Tokens as likely as the last one that top_k keeps are kept too.
+    The temperature is applied first, then the top_k likeliest are kept, then the smallest set of these whose sum
+    reaches top_p; the rest is renormalised. Tokens as likely as the last one that top_k keeps are kept, too.
     """
     assert not sampling.greedy
-    # Subtracted first, so that a tiny temperature gives zeros and not infinities. Float64: a vocabulary is summed up.
+    # The maximum is subtracted first, so that a tiny temperature gives zeros and not infinities. float64 makes the sum
+    # over a vocabulary accurate.
     scaled = (logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         least = scaled.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -61,24 +62,24 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Tensor | None) -> Tensor:
-    """logits [b, v] -> ids [b]. draws: float64 [b], uniform in [0, 1); None where greedy.
+    """Returns ids [b] for logits [b, v]. `draws` is float64 [b], uniform in [0, 1), or None if greedy.
 
-    The draw is where the summed probabilities first pass it: logits that differ in their last bits (another tp, another
-    batch) give another token only when the draw falls as close to a border.
+    The chosen token is the first whose cumulative probability exceeds the draw: logits that differ in their last bits
+    (another tp or batch) give another token only if the draw is that close to a boundary.
     """
     if draws is None:
         return logits.argmax(dim=-1)
     summed = probabilities(logits, sampling).cumsum(dim=-1)
-    # Dividing makes the last sum exactly 1, which no draw reaches: a token of probability 0 is never taken.
+    # The division makes the last sum exactly 1, above every draw: a token of probability 0 is never taken.
     return torch.searchsorted(summed / summed[:, -1:], draws[:, None], right=True).squeeze(-1)
 
 
 class Draws:
-    """Uniform numbers, a stream for each sequence: what one draws depends on its seed alone, not on its batch."""
+    """Uniform random numbers, one stream per sequence: they depend on the sequence's seed alone, not on its batch."""
 
     def __init__(self, seeds: list[int]) -> None:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def next(self) -> Tensor:
-        """One number a sequence, float64 [b] on the CPU, so that a seed means the same on every device."""
+        """Returns one number per sequence, float64 [b] on the CPU, so that a seed gives the same on every device."""
         return torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in self._generators])

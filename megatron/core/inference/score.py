@@ -1,10 +1,10 @@
-"""Log-likelihoods of given tokens, and with them the perplexity of texts.
+"""Log-likelihoods of given tokens, and the perplexity of texts.
 
 [Note: sliding windows]
 A document longer than the context is read in windows of `context` tokens that begin `stride` tokens apart. The first
-window scores all its tokens, each later one its last `stride`, so every token is scored once and, but for the first
-window's, after at least context - stride others. The document's first token is scored after the tokenizer's bos, or its
-eod where it has no bos. Totals are sums over tokens, not means over windows or documents.
+window scores all its tokens, each later one its last `stride`, so every token is scored once and, except in the first
+window, after at least context - stride others. The document's first token is scored after the tokenizer's bos, or its
+eod if it has no bos. Totals are sums over tokens, not means over windows or documents.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
-_AHEAD = 4  # batches a pipeline rank between two meetings of the ranks, which then wait for a fifth of the time at most
+_AHEAD = 4  # batches per pipeline rank between two synchronizations, whose wait is then at most a fifth of the time
 
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of which the last `scored` are predicted from all before them; the very last one is never read."""
+    """Tokens of which the last `scored` are predicted from all before them; the very last one is not an input."""
 
     ids: Sequence[int]
     scored: int
@@ -36,7 +36,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Score:
-    """Summed natural log-probability of a window's scored tokens, and whether each was the likeliest."""
+    """The summed natural log-probability of a window's scored tokens, and whether each was the likeliest."""
 
     logprob: float
     greedy: bool
@@ -44,7 +44,9 @@ class Score:
 
 @dataclass(frozen=True)
 class TextScore:
-    """Totals over texts. `nats`: minus the summed log-probability of all tokens; `bytes`: of the texts in UTF-8."""
+    """Totals over texts. `nats`: negative sum of the log-probabilities of all tokens; `bytes`: size of the texts in
+    UTF-8.
+    """
 
     documents: int
     tokens: int
@@ -53,17 +55,17 @@ class TextScore:
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """Loss in nats per token."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """Of a token; infinite where it is too large for a float."""
+        """Perplexity per token; infinite if it overflows a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float:
-        """Does not depend on the tokenizer, so models with different ones can be compared."""
+        """Bits per byte of text. It does not depend on the tokenizer, so models with different ones can be compared."""
         return self.nats / math.log(2) / self.bytes
 
 
@@ -77,9 +79,9 @@ def score_texts(
     stride: int,
     batch_tokens: int,
 ) -> TextScore:
-    """Score documents (see the note above), which may come from a stream. Empty ones are left out.
+    """Scores documents (see [Note: sliding windows]), which may come from a stream. Empty ones are skipped.
 
-    Collective over tp x pp, where every rank gives the same texts. Raises DataError when there is no text, CheckpointError
+    Collective over tp x pp, where every rank passes the same texts. Raises DataError if there is no text, CheckpointError
     for logits that are not finite.
     """
     assert 0 < stride <= context, f"stride {stride} for a context of {context}"
@@ -98,7 +100,7 @@ def score_texts(
         documents, tokens, size = documents + 1, tokens + len(ids), size + len(text.encode())
         for window in sliding_windows([first, *ids], context, stride):
             held.append(window)
-            if len(held) * context >= 16 * batch_tokens:  # enough to sort by length, and not a whole file
+            if len(held) * context >= 16 * batch_tokens:  # enough to sort by length, and less than a whole file
                 nats += flush()
                 held.clear()
     if held:
@@ -109,7 +111,7 @@ def score_texts(
 
 
 def sliding_windows(ids: Sequence[int], context: int, stride: int) -> Iterator[Window]:
-    """Windows that score each of ids[1:] once (see the note above)."""
+    """Yields windows that score each of ids[1:] once (see [Note: sliding windows])."""
     done = 1
     while done < len(ids):
         end = min(len(ids), done + (context if done == 1 else stride))
@@ -119,11 +121,12 @@ def sliding_windows(ids: Sequence[int], context: int, stride: int) -> Iterator[W
 
 @torch.inference_mode()
 def score(model: GPTModel, build: Build, windows: Sequence[Window], batch_tokens: int) -> list[Score]:
-    """A score for each window, in order; windows of like length are read together, `batch_tokens` positions at a time.
+    """Returns one score per window, in order; windows of similar length are read together, `batch_tokens` positions at
+    a time.
 
-    Shorter windows are padded on the right, behind everything that is scored: nothing sees padding, and no mask is
-    needed. Communication: StagedModel's, an all-gather over tp of five numbers per scored position and, for some batches at
-    a time, a broadcast over pp of two.
+    Shorter windows are padded on the right, after everything that is scored: no token attends to padding, and no mask
+    is needed. Communication: StagedModel's, an all-gather over tp of five numbers per scored position and, once per
+    several batches, a broadcast over pp of two numbers per scored position.
     """
     staged, batches = StagedModel(model, build), _batches(windows, batch_tokens)
     scores: dict[int, Score] = {}
@@ -149,7 +152,7 @@ def score(model: GPTModel, build: Build, windows: Sequence[Window], batch_tokens
 
 
 def _batches(windows: Sequence[Window], batch_tokens: int) -> list[list[int]]:
-    """Numbers of the windows that are read together, the longest first."""
+    """Returns the numbers of the windows that are read together, the longest first."""
     order, batches = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids)), []
     while order:
         size = max(1, batch_tokens // (len(windows[order[0]].ids) - 1))
@@ -159,7 +162,9 @@ def _batches(windows: Sequence[Window], batch_tokens: int) -> list[list[int]]:
 
 
 def _read(staged: StagedModel, build: Build, windows: Sequence[Window]) -> Tensor | None:
-    """[2, n]: of the n scored positions the log-probability, and 1 for the likeliest token. None but on the last stage."""
+    """Returns [2, n]: log-probability of the n scored positions, and 1 for the likeliest token; None before the last
+    stage.
+    """
     device, longest = build.device, max(len(window.ids) for window in windows) - 1
     padded = [[*window.ids[:-1], *[0] * (longest + 1 - len(window.ids))] for window in windows]
     positions = torch.arange(longest, device=device).unsqueeze(0)

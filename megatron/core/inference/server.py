@@ -1,4 +1,4 @@
-"""OpenAI's HTTP routes over an engine. The event loop only waits and words answers; the engine's thread computes."""
+"""OpenAI's HTTP routes over an engine. The event loop only waits and formats answers; the engine's thread computes."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from megatron.core.inference.protocol import (
 )
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
-Numbered = tuple[int, engines.Piece]  # a piece and the choice that it belongs to
+Numbered = tuple[int, engines.Piece]  # a piece and the number of its choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """add_bos: begin the prompts of /v1/completions with the tokenizer's bos; chat templates write their own."""
+    """The server's settings. `add_bos` prepends bos to prompts of /v1/completions; chat templates write their own."""
 
     model: str
     api_key: str | None = None
     add_bos: bool = False
     chat_template: ChatTemplate | None = None
-    max_body: int = 4 << 20  # bytes of a request
+    max_body: int = 4 << 20  # maximum bytes of a request
 
 
 def build_app(engine: engines.Engine, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
-    """The application; `engine.run` must be running on another thread."""
+    """Returns the application; `engine.run` must be running on another thread."""
     routes = _Routes(engine, tokenizer, settings)
     app = FastAPI(title="Megatron-Patched", docs_url=None, redoc_url=None, openapi_url=None)
     app.post("/v1/completions", response_model=None)(routes.completions)
@@ -66,13 +66,13 @@ def build_app(engine: engines.Engine, tokenizer: Tokenizer, settings: Settings) 
 
 
 class _Routes:
-    """One method a route."""
+    """The routes of the application, one method per route."""
 
     def __init__(self, engine: engines.Engine, tokenizer: Tokenizer, settings: Settings) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._created = int(time.time())
         bos = tokenizer.bos if settings.add_bos else None
-        self._bos = () if bos is None else (bos,)  # what prompts of text begin with
+        self._bos = () if bos is None else (bos,)  # the first tokens of text prompts
 
     async def completions(self, http: Request) -> Response:
         body = await self._read(CompletionRequest, http)
@@ -153,13 +153,15 @@ class _Routes:
         return await _whole_answer(answer, pieces, requests, prompt_tokens, http)
 
     async def _read(self, kind: type[_Body], http: Request) -> _Body:
-        """The request's body. Raises ApiError. The event loop only receives it: the rest takes time with its size."""
+        """Returns the request's body. Raises ApiError. Parsing runs on a thread, because its time grows with the body's
+        size.
+        """
         body = await asyncio.to_thread(parse, kind, await _receive(http, self._settings.max_body))
         self._check_model(body.model)
         return body
 
     def _encode(self, prompts: Sequence[str | list[int]], add_bos: bool) -> list[list[int]]:
-        """Ids of each prompt. Raises ApiError."""
+        """Returns the ids of each prompt. Raises ApiError."""
         return [
             self._ids(prompt) if isinstance(prompt, list) else self._tokenize(prompt, add_bos) for prompt in prompts
         ]
@@ -181,7 +183,7 @@ class _Routes:
         return [*self._bos, *ids] if add_bos else ids
 
     def _echoes(self, prompts: Sequence[str | list[int]], n: int) -> list[Echo]:
-        """Of each choice."""
+        """Returns the echo of each choice."""
         echoes = [
             Echo(prompt, self._bos) if isinstance(prompt, str) else Echo(self._tokenizer.decode(prompt))
             for prompt in prompts
@@ -193,7 +195,7 @@ class _Routes:
             raise ApiError(400, f"{answers} answers at once are more than this server's queue takes", "n")
 
     def _check_model(self, name: str | None) -> None:
-        """A request need not name the only model there is."""
+        """Raises ApiError if the request names another model; naming one is optional."""
         if name not in (None, self._settings.model):
             message = f"the model {shorten(str(name))} does not exist here; this server has {self._settings.model}"
             raise ApiError(404, message, "model", "model_not_found")
@@ -209,10 +211,10 @@ class _Routes:
 
 
 async def _receive(http: Request, limit: int) -> bytes:
-    """The body of a request. Raises ApiError, for one that is too long before it is read, or while it is."""
+    """Returns the body of a request. Raises ApiError for one that is too long, before or while it is read."""
     kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
-        # Which also keeps web pages out: a browser sends other types without asking the server first.
+        # This check also rejects web pages: a browser sends other types without asking the server first.
         raise ApiError(415, f"the body's type is {shorten(kind) or 'missing'}; send Content-Type: application/json")
     too_long = ApiError(413, f"the body has more than {limit} bytes; send less, or several requests")
     if int(http.headers.get("content-length", 0)) > limit:
@@ -224,20 +226,20 @@ async def _receive(http: Request, limit: int) -> bytes:
             if len(body) > limit:
                 raise too_long
     except ClientDisconnect as error:
-        raise ApiError(400, "the body ended early") from error  # which nobody reads
+        raise ApiError(400, "the body ended early") from error  # the client is gone and does not read the answer
     return bytes(body)
 
 
 def _hand_over(
     loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Numbered], number: int, piece: engines.Piece
 ) -> None:
-    """From the engine's thread to the event loop's."""
-    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+    """Passes a piece from the engine's thread to the event loop's."""
+    with contextlib.suppress(RuntimeError):  # the loop was closed, so there is no receiver
         loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))
 
 
 async def _until_ended(pieces: asyncio.Queue[Numbered], choices: int) -> AsyncIterator[Numbered]:
-    """Every piece, up to the last one of the last choice. Raises ApiError when one ends with an error."""
+    """Yields every piece, up to the last one of the last choice. Raises ApiError if one ends with an error."""
     running = choices
     while running:
         number, piece = await pieces.get()
@@ -258,13 +260,14 @@ async def _whole_answer(
         answers = [Answer() for _ in requests]
         async for number, piece in _until_ended(pieces, len(requests)):
             answers[number].add(piece)
-        # Log-probabilities of long answers are many texts to decode, and much JSON.
+        # Log-probabilities of long answers mean many texts to decode and much JSON, so use a thread.
         return await asyncio.to_thread(lambda: JSONResponse(answer.whole(answers, prompt_tokens)))
 
     work, gone = asyncio.create_task(collect()), asyncio.create_task(_disconnected(http))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await work if work.done() else Response(status_code=499)  # which nobody reads
+        # the client is gone and does not read the answer
+        return await work if work.done() else Response(status_code=499)
     finally:
         work.cancel()
         gone.cancel()
@@ -273,7 +276,7 @@ async def _whole_answer(
 
 
 async def _disconnected(http: Request) -> None:
-    """Return when the client has gone. The body has been read: nothing else is received."""
+    """Returns when the client has disconnected. The body has been read, so nothing else is received."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -281,7 +284,7 @@ async def _disconnected(http: Request) -> None:
 async def _events(
     answer: AnswerFormat, pieces: asyncio.Queue[Numbered], choices: int, usage_of: int | None
 ) -> AsyncIterator[str]:
-    """Server-sent events. usage_of: the prompt's tokens, where usage was asked for."""
+    """Yields server-sent events. `usage_of` is the number of prompt tokens if usage was requested."""
     counts = [0] * choices
     for number in range(choices):
         if (opening := answer.opening(number)) is not None:
@@ -292,8 +295,8 @@ async def _events(
             words = functools.partial(_chunk_event, answer, number, piece)
             yield (
                 await asyncio.to_thread(words) if piece.prompt else words()
-            )  # a prompt has thousands of tokens to decode
-    except ApiError as error:  # the status has been sent: it can only be said in the stream
+            )  # a prompt may have thousands of tokens to decode
+    except ApiError as error:  # the status has been sent, so the error can only be reported in the stream
         yield _event(error.body())
         return
     if usage_of is not None:
@@ -310,7 +313,7 @@ def _event(data: dict[str, Any]) -> str:
 
 
 class _EventStream(StreamingResponse):
-    """A stream that gives its rows up when it ends, however it ends."""
+    """A stream that cancels its requests when it ends for any reason."""
 
     def __init__(self, events: AsyncIterator[str], requests: Sequence[engines.Request]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -325,7 +328,7 @@ class _EventStream(StreamingResponse):
 
 
 class _RequireKey:
-    """401 for every route under /v1 without the key; /health stays open to those who watch the server."""
+    """Answers 401 for every route under /v1 without the key; /health stays open for monitoring."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._expected = app, f"Bearer {key}".encode(errors="surrogateescape")

@@ -1,10 +1,10 @@
 """A batch that sequences join and leave between steps: the cache, and the model's steps over it.
 
 [Note: rows and columns]
-A sequence has a row while it runs; rows are kept without gaps. All rows end in the same column, so a step writes one
-column, and the distance between two columns of a row is that of their positions, which sliding windows count on. What
-lies before a row's first column is a segment of its own in the attention mask. When a prompt is longer than the columns
-in use, or the last column of the cache is reached, all rows are moved: rarely, and by whole columns.
+A running sequence has one row; rows have no gaps. All rows end in the same column, so a step writes one column, and the
+distance between two columns of a row equals that of their positions, on which sliding windows rely. The columns before
+a row's first one are a separate segment in the attention mask. When a prompt is longer than the columns in use, or the
+last column of the cache is reached, all rows are moved: rarely, and by whole columns.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
-_READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _CLOSE = range(6)  # what the first rank tells the others
+_READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _CLOSE = range(6)  # the commands that the first rank sends to the others
 
 
 @dataclass
 class _Place:
-    """What the next forward writes and sees; one object shared by the caches of all layers."""
+    """The columns that the next forward writes and reads; one object shared by the caches of all layers."""
 
     rows: slice
     new: slice  # columns that are written
-    seen: slice  # columns that are attended to, the new ones among them
+    seen: slice  # columns that are attended to, including the new ones
 
 
 class SlotCache:
-    """One layer's keys and values, each [capacity, rows, groups/tp, d]: a `KeyValueCache`."""
+    """The keys and values of one layer, each [capacity, rows, groups/tp, d]: a `KeyValueCache`."""
 
     def __init__(self, capacity: int, rows: int, build: Build, place: _Place) -> None:
         heads = build.config.local_kv_heads(build.groups.tp.size)
-        # Zeros, not empty: a masked column still meets a weight of zero, and zero times a NaN is a NaN.
+        # Zeros, not uninitialised memory: a masked column is multiplied by a weight of zero, and zero times NaN is NaN.
         self._keys = torch.zeros(capacity, rows, heads, build.config.head_dim, dtype=build.dtype, device=build.device)
         self._values = torch.zeros_like(self._keys)
         self._place = place
@@ -51,19 +51,23 @@ class SlotCache:
         return self._keys.nbytes + self._values.nbytes
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k, v [new columns, rows, groups/tp, d] where the next forward's place is; return what it sees."""
+        """Writes k, v [new columns, rows, groups/tp, d] to the columns of the next forward; returns the columns that it
+        reads.
+        """
         place = self._place
         self._keys[place.new, place.rows] = k
         self._values[place.new, place.rows] = v
         return self._keys[place.seen, place.rows], self._values[place.seen, place.rows]
 
     def move_columns(self, rows: int, used: slice, by: int) -> None:
-        """Move the used columns of the first `rows` rows, to the left where `by` is negative."""
+        """Moves the used columns of the first `rows` rows, to the left if `by` is negative."""
         for tensor in (self._keys, self._values):
             tensor[used.start + by : used.stop + by, :rows] = tensor[used, :rows].clone()
 
     def move_row(self, source: int, target: int, used: slice) -> None:
-        """Copy a row's used columns over those of another, and clear it: nothing of it, a NaN say, is ever seen."""
+        """Copies a row's used columns over those of another and clears it, so that no value of it, such as a NaN,
+        remains.
+        """
         for tensor in (self._keys, self._values):
             if source != target:
                 tensor[used, target] = tensor[used, source]
@@ -73,14 +77,15 @@ class SlotCache:
 class SlotDecoder:
     """Up to `slots` sequences that a model reads from left to right, each at its own position.
 
-    Only the first rank of tp x pp calls `read`, `step`, `remove`, `idle` and `close`; all others are in `follow`
-    meanwhile, and do what they are told. Communication of each call: one or two broadcasts of a few numbers over tp x pp;
+    Only the first rank of tp x pp calls `read`, `step`, `remove`, `idle` and `close`; all others execute `follow`
+    meanwhile and carry out its commands. Communication per call: one or two broadcasts of a few numbers over tp x pp;
     in `read` and `step` also StagedModel's, and one all-gather of [vocab / tp, rows] over tp.
     """
 
     def __init__(self, model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
-        """`model`: in evaluation mode; this pipeline rank's stage of it. `capacity`: longest sequence, prompt and
-        continuation together."""
+        """`model` is in evaluation mode and holds this pipeline rank's stage. `capacity` is the longest sequence,
+        prompt and continuation together.
+        """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         self.slots, self.capacity = slots, capacity
         self._place = _Place(slice(0), slice(0), slice(0))
@@ -88,7 +93,7 @@ class SlotDecoder:
         self._groups, self._device = build.groups, build.device
         self._check_room()
         self._caches = [SlotCache(capacity, slots, build, self._place) for _ in range(self._model.num_layers)]
-        self._lengths: list[int] = []  # of each row
+        self._lengths: list[int] = []  # length of each row's sequence
         self._end = 0  # one past the last column in use
 
     @property
@@ -97,7 +102,7 @@ class SlotDecoder:
         return sum(cache.nbytes for cache in self._caches)
 
     def _check_room(self) -> None:
-        """Raise ConfigError for a cache that the device has no room for, before memory is filled with it."""
+        """Raises ConfigError for a cache that does not fit on the device, before allocating it."""
         build, config = self._build, self._build.config
         heads = config.local_kv_heads(build.groups.tp.size)
         size = 2 * self._model.num_layers * self.capacity * self.slots * heads * config.head_dim * build.dtype.itemsize
@@ -109,45 +114,45 @@ class SlotDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the model knows, without padding."""
+        """Number of ids that the model knows, without padding."""
         assert self._build.config.vocab_size
         return self._build.config.vocab_size
 
     def read(self, prompt: Sequence[int]) -> Tensor:
-        """Read a prompt into a new last row. Logits behind it [1, padded vocab]."""
+        """Reads a prompt into a new last row. Returns the logits after it [1, padded vocab]."""
         self._tell(_READ, prompt)
         return self._next_logits(self._read(prompt), 1)
 
     def read_scored(self, prompt: Sequence[int], top: int, candidates: int) -> tuple[Tensor, Logprobs]:
-        """As `read`, and the log-probabilities of all tokens of the prompt but the first, with the `top` likeliest ids
-        below `candidates` at their places.
+        """Like `read`, and also returns the log-probabilities of all prompt tokens but the first.
 
-        Communication beside that of `read`: an all-gather over tp and a broadcast over pp of a few numbers per token.
+        They include the `top` likeliest ids below `candidates` at each position. Communication in addition to that of
+        `read`: an all-gather over tp and a broadcast over pp of a few numbers per token.
         """
         self._tell(_READ_SCORED, [top, candidates, *prompt])
         return self._read_scored(prompt, top, candidates)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Read one more token in every row. Logits behind them [rows, padded vocab]."""
+        """Reads one more token in every row. Returns the logits after them [rows, padded vocab]."""
         self._tell(_STEP, tokens)
         return self._step(tokens)
 
     def remove(self, row: int) -> None:
-        """Give a row up. The last row takes its place."""
+        """Removes a row. The last row moves to its position."""
         self._tell(_REMOVE, [row])
         self._remove(row)
 
     def idle(self) -> None:
-        """Nothing to do: shows all ranks that the others are there. Raises CommError when one is not."""
+        """Does nothing but show all ranks that the others are alive. Raises CommError if one is not."""
         self._tell(_IDLE)
 
     def close(self) -> None:
-        """The end: `follow` returns on all other ranks."""
+        """Ends `follow` on all other ranks."""
         self._tell(_CLOSE)
 
     @torch.inference_mode()
     def follow(self) -> None:
-        """On every rank but the first: take part in what that one does, until it closes."""
+        """Executes the commands of the first rank on every other rank, until it closes."""
         ranks, header = self._groups.model, torch.empty(2, dtype=torch.int64, device=self._device)
         while True:
             action, count = broadcast(header, ranks).tolist()
@@ -174,7 +179,7 @@ class SlotDecoder:
                 broadcast(torch.tensor(list(numbers), device=self._device), ranks)
 
     def _read(self, prompt: Sequence[int]) -> Tensor | None:
-        """What the head reads [s, 1, h], on the last stage."""
+        """Returns the input of the head [s, 1, h] on the last stage."""
         row, length = len(self._lengths), len(prompt)
         assert row < self.slots and 0 < length <= self.capacity, f"row {row} of {self.slots}, {length} tokens"
         if length > self._end:

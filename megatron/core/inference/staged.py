@@ -1,9 +1,9 @@
-"""A model whose layers lie on several pipeline ranks, read without backward.
+"""A model whose layers are distributed over several pipeline ranks, for inference without backward.
 
-[Note: who waits]
-A step of generation needs the token of the step before, so one stage works at a time: pipeline ranks share the memory of
-a model and of its cache, not the time of a step. Batches that do not need each other's results (scores) follow one
-another through the stages, because a send does not wait for its receiver.
+[Note: overlap of stages]
+A step of generation needs the token of the step before, so only one stage works at a time: pipeline ranks share the
+memory of a model and of its cache, but do not shorten a step. Batches that are independent of each other (scores)
+follow one another through the stages, because a send does not wait for its receiver.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megatron.core.transformer.context import Build, KeyValueCache
 
 
 class StagedModel:
-    """The whole model, on every pipeline rank; each has one stage of it and gives the same tokens.
+    """The whole model, on every pipeline rank; each has one stage of it and passes the same tokens.
 
-    On one pipeline rank it is the model itself, and nothing is communicated.
+    With one pipeline rank it is the model itself, and nothing is communicated.
     """
 
     def __init__(self, model: GPTModel, build: Build) -> None:
-        """`model`: in evaluation mode; its one stage is numbered as its pipeline rank."""
+        """`model` is in evaluation mode; its only stage has the number of its pipeline rank."""
         self._model, self._build, self._pp = model, build, build.groups.pp
         self._mailbox = Mailbox(build.groups, Streams(build.device, Timeline(build.device)))
 
     @property
     def num_layers(self) -> int:
-        """Layers on this rank: as many caches belong here."""
+        """Number of layers on this rank, which is also the number of caches."""
         return len(self._model.stages[self._pp.rank].layers)
 
     def hidden(
@@ -44,9 +44,10 @@ class StagedModel:
         segments: Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
     ) -> Tensor | None:
-        """What the head reads [s, b, h], on the last rank; None on the others. caches: of the layers on this rank.
+        """Returns the input of the head [s, b, h] on the last rank, None on the others. `caches` are those of this
+        rank's layers.
 
-        Communication: hidden states [s, b, h] from the rank before and to the next one, and the stage's own.
+        Communication: hidden states [s, b, h] from the previous rank and to the next one, and the stage's own.
         """
         rank, received = self._pp.rank, None
         if rank > 0:
@@ -60,11 +61,11 @@ class StagedModel:
         return None
 
     def head(self, hidden: Tensor) -> Tensor:
-        """On the last rank: hidden [s, b, h] -> logits [s, b, padded vocab / tp]."""
+        """Returns logits [s, b, padded vocab / tp] of hidden [s, b, h], on the last rank."""
         return self._model.head(hidden)
 
     def next_logits(self, hidden: Tensor | None, b: int) -> Tensor:
-        """Logits of the last position [b, padded vocab / tp] on every rank, from what `hidden` gave.
+        """Returns the logits of the last position [b, padded vocab / tp] on every rank, from the result of `hidden`.
 
         Communication: one broadcast of the result over pp.
         """
@@ -73,7 +74,7 @@ class StagedModel:
         return self.share(found, (b, vocab), self._build.dtype)
 
     def share(self, found: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What the last rank has found, on every rank. Communication: one broadcast over pp."""
+        """Returns the last rank's tensor on every rank. Communication: one broadcast over pp."""
         self._mailbox.flush()
         if found is None:
             found = torch.empty(shape, dtype=dtype, device=self._build.device)

@@ -1,4 +1,4 @@
-"""Text in, text out, over `generate`: decoding as tokens come, stop strings, and finished completions."""
+"""Text in, text out, over `generate`: incremental decoding, stop strings, and complete answers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
-_UNFINISHED = "\ufffd"  # what tokenizers decode bytes to that are no whole character (yet)
+_UNFINISHED = "\ufffd"  # tokenizers decode bytes of an incomplete character to this
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a prompt was continued with.
+    """The continuation of a prompt.
 
-    ids: new tokens, the one that ended the sequence included. text: theirs, up to the end-of-document token or the stop
-    string. reason: "stop" for those two, "length" when the token limit came first.
+    `ids` are the new tokens, including the one that ended the sequence. `text` is their text, up to the end-of-document
+    token or the stop string. `reason` is "stop" for those two, and "length" if the token limit was reached first.
     """
 
     ids: list[int]
@@ -40,10 +40,10 @@ def complete(
     stop_strings: Sequence[str] = (),
     on_text: Callable[[int, str], None] = lambda index, piece: None,
 ) -> list[Completion]:
-    """Continue a batch of encoded prompts to the end. The tokenizer's eod always ends a sequence.
+    """Continues a batch of encoded prompts to the end. The tokenizer's eod always ends a sequence.
 
-    on_text(i, piece) is told the text of completion i as it comes; its pieces joined are the completion's text.
-    Communication and errors are those of `generate`. All ranks return the same.
+    `on_text(i, piece)` is called with the text of completion i as it is generated; its pieces joined are the
+    completion's text. Communication and errors are those of `generate`. All ranks return the same.
     """
     ends = {tokenizer.eod, *stop_ids}
     streams = [TextStream(tokenizer, prompt, ends, stop_strings) for prompt in prompts]
@@ -72,7 +72,7 @@ def complete(
 
 
 class TextStream:
-    """The text of one growing sequence. What `take` has returned is never taken back."""
+    """The text of one growing sequence. Text that `take` has returned never changes."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: Collection[int], stop_strings: Sequence[str]
@@ -82,11 +82,11 @@ class TextStream:
         self.reason = "length"
         self._decoder = _TokenDecoder(tokenizer, prompt)
         self._stop_ids, self._stop_strings = stop_ids, stop_strings
-        self._held = ""  # decoded, but perhaps the beginning of a stop string
-        self._taken = 0  # characters of `text`
+        self._held = ""  # decoded, but possibly the beginning of a stop string
+        self._taken = 0  # number of characters of `text`
 
     def push(self, token: int) -> bool:
-        """Add the sequence's next token; True when it ends the sequence."""
+        """Adds the sequence's next token; returns True if it ends the sequence."""
         self.ids.append(token)
         if token not in self._stop_ids:
             return self._add(self._decoder.push(token))
@@ -95,13 +95,13 @@ class TextStream:
         return True
 
     def take(self) -> str:
-        """The text that has become final since the last call."""
+        """Returns the text that has become final since the last call."""
         piece = self.text[self._taken :]
         self._taken = len(self.text)
         return piece
 
     def close(self) -> None:
-        """No token follows: everything held back is final. Calling it again changes nothing."""
+        """Ends the sequence: all text held back becomes final. Calling it again changes nothing."""
         if self.reason == "length" and not self._add(self._decoder.flush()):
             self.text += self._held
             self._held = ""
@@ -119,29 +119,32 @@ class TextStream:
         return False
 
     def _beginning_of_a_stop(self) -> int:
-        """Length of the longest end of the held text with which a stop string begins."""
+        """Returns the length of the longest end of the held text with which a stop string begins."""
         longest = max((len(stop) - 1 for stop in self._stop_strings), default=0)
         lengths = range(min(longest, len(self._held)), 0, -1)
         return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stop_strings)), 0)
 
 
 class _TokenDecoder:
-    """Decodes token by token. A token's text depends on those before it (leading spaces, characters of several tokens):
-    each is decoded behind the previous piece's tokens, and held back while it ends inside a character."""
+    """Decodes token by token.
+
+    A token's text depends on those before it (leading spaces, characters of several tokens): each is decoded together
+    with the previous piece's tokens, and held back while it ends inside a character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._context = list(prompt)  # tokens whose text has been returned
-        self._new: list[int] = []  # tokens whose text has not
+        self._new: list[int] = []  # tokens whose text has not been returned
 
     def push(self, token: int) -> str:
-        """Text that has become whole with this token, often ""."""
+        """Returns text that has become complete with this token, often ""."""
         self._new.append(token)
         piece = self._piece()
         return "" if piece.endswith(_UNFINISHED) else self._hand_out(piece)
 
     def flush(self) -> str:
-        """Text that has been held back, whole or not."""
+        """Returns text that has been held back, complete or not."""
         return self._hand_out(self._piece())
 
     def _piece(self) -> str:

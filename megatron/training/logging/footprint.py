@@ -1,6 +1,6 @@
-"""Two printed lines about memory: what a rank uses, and what its weights and optimizer must use.
+"""Two printed lines about memory: the use of a rank, and the theoretical size of its weights and optimizer.
 
-What they must use is planner/footprint.py's arithmetic; planner/memory/plan.py plans the rest of a step, too.
+The theoretical size is computed by planner/footprint.py; planner/memory/plan.py also plans the rest of a step.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ MIB = 1024**2
 
 
 def reserved_bytes(device: torch.device, report: MemoryReport) -> int:
-    """Bytes that the caching allocator holds now. The CPU has none: there it is what the process has in use."""
+    """Returns the bytes that the caching allocator holds now. The CPU has none: there it is the memory in use."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else report.allocated
 
 
 def memory_line(rank: int, iterations: int, device: torch.device) -> str:
-    """Megatron-LM's memory line of this rank, now."""
+    """Returns Megatron-LM's memory line of this rank, now."""
     report = memory_report(device)
     return format_memory(rank, iterations, report, reserved_bytes(device, report))
 
 
 def format_memory(rank: int, iterations: int, report: MemoryReport, reserved: int) -> str:
-    """Megatron-LM's memory line; figures in MB of 1024 x 1024 bytes."""
+    """Formats Megatron-LM's memory line; figures in MB of 1024 x 1024 bytes."""
     figures = {
         "allocated": report.allocated,
         "max allocated": report.peak_allocated,
@@ -37,7 +37,7 @@ def format_memory(rank: int, iterations: int, report: MemoryReport, reserved: in
 
 
 def format_footprint(footprint: Footprint) -> str:
-    """Megatron-LM's line of the theoretical footprint, with its parts instead of an estimate of activations."""
+    """Formats Megatron-LM's line of the theoretical footprint, with its parts instead of an estimate of activations."""
     parts = {
         "weights": footprint.weights,
         "main gradients": footprint.main_gradients,

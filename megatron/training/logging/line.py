@@ -1,5 +1,7 @@
-"""The line a run prints every --log-interval steps: Megatron-LM's fields, order and number formats, then our own at
-its end. docs/logging.md explains every field. No torch, so that tools can read logs quickly."""
+"""The line that a run prints every --log-interval steps: Megatron-LM's fields, order and number formats, then our own.
+
+docs/logging.md explains every field. No torch, so that tools can read logs quickly.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,21 @@ from megatron.training.state import StepReport
 
 GIB = 1024**3
 _TIME = "%Y-%m-%d %H:%M:%S.%f"
-MAX_EXPONENT = 20.0  # perplexity is cut at e^20, as in Megatron-LM, to stay printable at the start of a run
+# the limit of the exponent is e^20, as in Megatron-LM, so that perplexity can be printed at the start of a run
+MAX_EXPONENT = 20.0
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """The values of one line. Rates and counts are of the steps since the line before it."""
+    """The values of one line. Rates and counts refer to the steps since the previous line."""
 
     iteration: int
     train_iters: int
     consumed_samples: int
     seconds_per_iteration: float
-    learning_rate: float  # of the step that follows
-    global_batch_size: int  # of the last step, as are the loss scale, norms and zeros
-    loss: float | None  # mean over applied steps; None when no step was applied
+    learning_rate: float  # for the next step
+    global_batch_size: int  # for the last step, like the loss scale, norms and zeros
+    loss: float | None  # mean over applied steps; None if no step was applied
     loss_scale: float
     grad_norm: float
     num_zeros: int | None
@@ -35,7 +38,7 @@ class LogLine:
     nan_iterations: int
     tokens_per_second_per_gpu: float
     tflops_per_gpu: float  # model FLOPs, see flops.py
-    mfu: float | None  # fraction of the device's peak; None when the peak is not known
+    mfu: float | None  # fraction of the device's peak; None if the peak is unknown
     peak_memory: int  # bytes
     eta_seconds: float
 
@@ -43,8 +46,8 @@ class LogLine:
 class LogWindow:
     """Collects step reports between two log lines.
 
-    flops_per_sample: model FLOPs of one sample, forward and backward. world_size: processes, one a GPU.
-    peak_tflops: dense peak of one device, or None when it is not known.
+    `flops_per_sample` is the model FLOPs of one sample, forward and backward. `world_size` is the number of processes,
+    one per GPU. `peak_tflops` is the dense peak of one device, or None if it is unknown.
     """
 
     def __init__(self, flops_per_sample: float, world_size: int, peak_tflops: float | None) -> None:
@@ -57,20 +60,20 @@ class LogWindow:
         return len(self._reports)
 
     def add(self, report: StepReport) -> None:
-        """Take in one step."""
+        """Adds one step."""
         self._reports.append(report)
 
     def close(self, *, consumed_samples: int, train_iters: int, remaining_samples: int, peak_memory: int) -> LogLine:
-        """The line of the steps taken in since the last call, and start anew. Needs at least one step.
+        """Returns the line of the steps added since the last call, and starts a new one. Needs at least one step.
 
-        remaining_samples: what the run still has to read, for the time left; samples and not iterations, because
-        steps grow while the batch size ramps up. peak_memory: bytes.
+        `remaining_samples` is the number of samples that the run still has to read, for the time left; samples and not
+        iterations, because steps grow while the batch size ramps up. `peak_memory` is in bytes.
         """
         assert self._reports, "a log line needs at least one step"
         reports, self._reports = self._reports, []
         last = reports[-1]
         losses = [r.loss for r in reports if not (r.skipped or r.nan)]
-        # A step is never timed as 0; the floor keeps a clock of coarse resolution from dividing by it.
+        # The lower limit prevents a division by zero with a clock of coarse resolution.
         seconds = max(sum(r.seconds for r in reports), 1e-9)
         samples = sum(r.global_batch_size for r in reports)
         gpu_seconds = seconds * self._world_size
@@ -98,7 +101,7 @@ class LogWindow:
 
 
 def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> str:
-    """The printed line. `log_throughput` adds Megatron-LM's throughput field in its place."""
+    """Formats the line. `log_throughput` adds Megatron-LM's throughput field at its position."""
     fields = [
         f" [{now:{_TIME}}] iteration {line.iteration:8d}/{line.train_iters:8d}",
         f"consumed samples: {line.consumed_samples:12d}",
@@ -127,19 +130,21 @@ def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> s
 
 
 def format_duration(seconds: float) -> str:
-    """h:mm:ss; hours are not folded into days."""
+    """Formats seconds as h:mm:ss, with hours above 24."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def perplexity(loss: float) -> float:
-    """e^loss, cut at e^20."""
+    """Returns e^loss, limited to e^20."""
     return math.exp(min(MAX_EXPONENT, loss))
 
 
 def format_evaluation(where: str, loss: float, name: str = "") -> str:
-    """Three lines: the loss and perplexity between two rules of dashes. `where` says when, as in "iteration 100";
-    `name` tells validation sets apart."""
+    """Formats three lines: the loss and perplexity between two rules of dashes.
+
+    `where` is the time of the evaluation, as in "iteration 100"; `name` distinguishes validation sets.
+    """
     suffix = f"-{name}" if name else ""
     line = f" validation{suffix} loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(line) + 1)
@@ -147,24 +152,26 @@ def format_evaluation(where: str, loss: float, name: str = "") -> str:
 
 
 def format_saving(iteration: int, root: Path, now: datetime) -> str:
-    """Megatron-LM's line at the start of a save."""
+    """Formats Megatron-LM's line at the start of a save."""
     return f"[{now:{_TIME}}] saving checkpoint at iteration {iteration:7d} to {root} in safetensors format"
 
 
 def format_saved(iteration: int, root: Path, tp: int, pp: int, now: datetime) -> str:
-    """Megatron-LM's line at the end of a save, with the ranks of the writer of the line: the first of each axis."""
+    """Formats Megatron-LM's line at the end of a save, with the ranks of the process that prints it: the first of each
+    axis.
+    """
     return f"  [{now:{_TIME}}] successfully saved checkpoint from iteration {iteration:7d} to {root} {_ranks(tp, pp)}"
 
 
 def format_loading(path: Path, iteration: int | None) -> str:
-    """Megatron-LM's line before a load; `iteration` is None for weights that no run has saved."""
+    """Formats Megatron-LM's line before a load; `iteration` is None for weights that no run has saved."""
     if iteration is None:
         return f" loading release checkpoint from {path}"
     return f" loading checkpoint from {path.parent} at iteration {iteration}"
 
 
 def format_loaded(path: Path, iteration: int, tp: int, pp: int) -> str:
-    """Megatron-LM's line after a load; `iteration` is the one that the run goes on from."""
+    """Formats Megatron-LM's line after a load; `iteration` is the one from which the run continues."""
     return f"  successfully loaded checkpoint from {path.parent} {_ranks(tp, pp)} at iteration {iteration}"
 
 
@@ -178,10 +185,10 @@ _EVALUATION = re.compile(r"validation(?:-(?P<name>\S+))? loss at (?P<where>[^|]+
 
 
 def parse_line(text: str) -> dict[str, float | str]:
-    """Fields of a log line by the name printed before the colon, and "iteration", "train iterations" and "time".
+    """Returns fields of a log line by the name before the colon, and "iteration", "train iterations" and "time".
 
-    Counts and numbers are floats, "MFU" is in percent, "ETA" in seconds, "time" the timestamp as text. A line that is
-    none gives {}. Fields are found by name, so lines of any Megatron-LM version are read, behind any prefix.
+    Counts and numbers are floats, "MFU" is in percent, "ETA" in seconds, "time" the timestamp as text. Any other line
+    gives {}. Fields are found by name, so lines of any Megatron-LM version are read, after any prefix.
     """
     head = _ITERATION.search(text)
     if head is None:
@@ -195,9 +202,10 @@ def parse_line(text: str) -> dict[str, float | str]:
 
 
 def parse_evaluation(text: str) -> dict[str, float | str]:
-    """ "where", "name" (empty for an only set) and "lm loss" of an evaluation's middle line; {} for another line.
+    """Returns "where", "name" (empty for an only set) and "lm loss" of an evaluation's middle line; {} for another
+    line.
 
-    "iteration" is there too when `where` names one.
+    "iteration" is included if `where` names one.
     """
     found = _EVALUATION.search(text)
     if found is None:
@@ -214,7 +222,7 @@ def parse_evaluation(text: str) -> dict[str, float | str]:
 
 
 def _number(text: str) -> float | str:
-    """A count, number, percentage, or h:mm:ss as seconds; text that is none of these stays text."""
+    """Returns a count, number, percentage, or h:mm:ss as seconds; any other text stays text."""
     duration = re.fullmatch(r"(\d+):(\d\d):(\d\d)", text)
     if duration:
         hours, minutes, seconds = map(int, duration.groups())

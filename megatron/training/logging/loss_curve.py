@@ -1,4 +1,4 @@
-"""Training and validation loss over iterations as a picture."""
+"""Draws training and validation loss over iterations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Point = tuple[int, float]  # (iteration, loss)
 
-SMOOTH_FROM = 100  # points; a shorter curve is drawn as it is
+SMOOTH_FROM = 100  # number of points; a shorter curve is drawn without smoothing
 TRAIN, VALIDATION, REFERENCE, INK = "#2a6fbb", "#d1495b", "#777777", "#333333"
 
 
@@ -25,12 +25,13 @@ def draw_loss_curve(
     reference: tuple[str, float] | None = None,
     title: str = "",
 ) -> None:
-    """Write a PNG of 1600 x 900 pixels to `path`, making its folder.
+    """Writes a PNG of 1600 x 900 pixels to `path`, creating its folder.
 
-    reference: label and height of a horizontal line, such as the entropy of the tokens' frequencies. Points that are
-    not finite are left out. A long training curve is drawn pale, with its moving average over 2 % of its points.
+    `reference` is the label and height of a horizontal line, such as the entropy of the tokens' frequencies. Points
+    that are not finite are skipped. A long training curve is drawn pale, with its moving average over 2 % of its
+    points.
     """
-    # Imported here: every run would start a second later for a picture that few ask for.
+    # Imported here because every run would start one second later for a picture that few request.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -48,10 +49,10 @@ def draw_loss_curve(
 
 
 def moving_average(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean over up to `width` values around each. [n] -> [n]
+    """Returns the mean over up to `width` values around each. [n] -> [n]
 
-    The window reaches at most an eighth of the way back to the start, so that it does not blunt the steep beginning,
-    and is cut off at the end.
+    The window reaches back at most an eighth of the distance to the start, so that it keeps the steep beginning, and is
+    truncated at the end.
     """
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))

@@ -1,4 +1,4 @@
-"""--log-memory: what a rank was planned to need beside what it has needed."""
+"""--log-memory: prints the planned and the measured memory of a rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = get_logger(__name__)
 
 
 class PeakMemory:
-    """The most memory that tensors of this process have taken since the object was made.
+    """The peak memory of tensors of this process since the object was made.
 
-    On CUDA the caching allocator's own figure. On the CPU torch's allocations are counted (cpu_allocator.py); where that
-    cannot be compiled, the growth of the resident set takes its place, with all that the process has beside tensors.
+    On CUDA it is the caching allocator's own figure. On the CPU torch's allocations are counted (cpu_allocator.py); if
+    that cannot be compiled, the growth of the resident set is used, which includes memory other than tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class PeakMemory:
         self._before = 0 if device.type == "cuda" else self._most(now=True)
 
     def peak(self) -> int:
-        """Bytes."""
+        """Returns the peak in bytes."""
         return self._most(now=False) - self._before
 
     def _most(self, *, now: bool) -> int:
@@ -48,20 +48,20 @@ class PeakMemory:
 
 
 class LogMemory:
-    """A line for each pipeline rank every --log-interval steps: of its tp, cp and dp neighbours that with the most."""
+    """Prints a line per pipeline rank every --log-interval steps, with the maximum over its tp, cp and dp neighbours."""
 
     def __init__(self, peak: PeakMemory) -> None:
         self._peak = peak
 
     def start(self, trainer: Trainer) -> None:
-        """Plan. Raises ConfigError for a run that cannot be planned."""
+        """Plans the memory. Raises ConfigError for a run that cannot be planned."""
         wide = any(slow_half(trainer.device, bucket.dtype) for bucket in trainer.data_parallel.buckets)
         target = Target(trainer.device.type == "cpu", wide)
         self._planned = plan_memory(trainer.run, trainer.groups.world.size, target)
         log.info("--log-memory measures %s", self._peak.source)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Print when the interval is full. Communication: a gather of two numbers over the world."""
+        """Prints at the end of an interval. Communication: a gather of two numbers over the world."""
         if report.iteration % trainer.run.logging.log_interval:
             return
         found = gather_objects((trainer.groups.pp.rank, self._peak.peak()), trainer.groups.world)
@@ -70,11 +70,11 @@ class LogMemory:
             log.info("%s", format_line(planned, measured, report.iteration))
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Nothing to close."""
+        """Does nothing, because there is nothing to close."""
 
 
 def format_line(planned: RankMemory, measured: int, iterations: int) -> str:
-    """One line; MB of 1024 x 1024 bytes."""
+    """Formats one line; MB of 1024 x 1024 bytes."""
     return (
         f"[Pipeline rank {planned.rank}] (after {iterations} iterations) peak memory (MB) | planned: "
         f"{planned.peak / MIB:.2f} | measured: {measured / MIB:.2f} | planned / measured: {planned.peak / measured:.3f} | "

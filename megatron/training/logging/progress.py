@@ -1,4 +1,4 @@
-"""One line at the bottom of the terminal that says how far the run is. Log lines scroll by above it."""
+"""A line at the bottom of the terminal that shows the progress of the run. Log lines scroll above it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SECONDS_BETWEEN_DRAWS = 0.1
 
 
 def terminal_console(enabled: bool) -> Console | None:
-    """The console to draw on; None when not `enabled` or when stdout or stderr goes to a file or pipe."""
+    """Returns the console to draw on; None if not `enabled` or if stdout or stderr is a file or pipe."""
     if not (enabled and sys.stdout.isatty() and sys.stderr.isatty()):
         return None
     return Console(file=sys.stdout)
 
 
 class ProgressLine:
-    """Draws iteration, loss, tokens/s and the time left while open; on a console of None it does nothing.
+    """Draws iteration, loss, tokens/s and the time left while open; without a console it does nothing.
 
-    Drawn from `update` and not by a thread, so that data loader workers can be forked at any time.
+    It draws in `update` and not on a thread, so that data loader workers can be forked at any time.
     """
 
     def __init__(self, train_iters: int, iteration: int, console: Console | None) -> None:
@@ -68,7 +68,7 @@ class ProgressLine:
         self._redirected = []
 
     def update(self, iteration: int, loss: float, tokens_per_second: float, eta_seconds: float) -> None:
-        """After a step: tokens/s over all GPUs. Draws at most every 0.1 s."""
+        """Updates the line after a step, with tokens/s over all GPUs. Draws at most every 0.1 s."""
         now = time.monotonic()
         if self._progress is None or now - self._drawn < SECONDS_BETWEEN_DRAWS:
             return
@@ -78,7 +78,7 @@ class ProgressLine:
         self._progress.refresh()
 
     def _redirect_log_lines(self, console: Console) -> None:
-        """Log handlers hold the terminal's stream itself and would write into the progress line."""
+        """Redirects log handlers, which hold the terminal's stream itself and would write into the progress line."""
         above = _AboveLine(console)
         terminal = (console.file, sys.stdout, sys.stderr)
         for handler in logging.getLogger(LOGGER_NAME).handlers:

@@ -1,6 +1,7 @@
-"""SAVE/progress.txt of --log-progress: one line for each start and save of a run, over all its jobs.
+"""SAVE/progress.txt of --log-progress: one line per start and save of a run, over all its jobs.
 
-Megatron-LM's columns, separated by tabs: its own --log-progress reads a file that was begun here, and this one its files.
+It has Megatron-LM's columns, separated by tabs: Megatron-LM's --log-progress can continue a file of this program, and
+vice versa.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ STARTING, SAVED = "Starting job", "Saved checkpoint"
 
 @dataclass(frozen=True)
 class JobStart:
-    """When jobs of this many processes began, and the model FLOPs that had been done and saved until then."""
+    """The first start of jobs with this number of processes, and the model FLOPs that had been done and saved by then."""
 
     time: datetime
     floating_point_operations: float
@@ -31,13 +32,16 @@ class ProgressLog:
         self._job: JobStart | None = None
 
     def start(self, floating_point_operations: float, now: datetime) -> None:
-        """The job begins, with FLOPs that earlier jobs have done."""
+        """Records the start of the job, with the FLOPs of earlier jobs."""
         self._job = JobStart(now, floating_point_operations)
         self._append(now, STARTING)
 
     def saved(self, iteration: int, floating_point_operations: float, tokens: int, now: datetime) -> None:
-        """A checkpoint is saved: throughput of this job, and of all since the first of this many processes; FLOPs and tokens
-        of the whole run."""
+        """Records a saved checkpoint.
+
+        The line has the throughput of this job, and of all jobs since the first with this number of processes; FLOPs
+        and tokens are those of the whole run.
+        """
         assert self._job is not None
         first = first_job(self._path.read_text(encoding="utf-8", errors="replace"), self._world_size) or self._job
         rates = [
@@ -66,7 +70,7 @@ class ProgressLog:
 
 
 def first_job(text: str, world_size: int) -> JobStart | None:
-    """The first of the jobs of `world_size` processes that end the file's text without one of another size between."""
+    """Returns the first of the last consecutive jobs in the file's text that have `world_size` processes."""
     saved, found = 0.0, None
     for line in text.splitlines():
         columns = line.split("\t")
@@ -74,7 +78,7 @@ def first_job(text: str, world_size: int) -> JobStart | None:
             time, size, what = datetime.strptime(columns[0], _TIME), int(_value(columns[2])), columns[3]
             saved = float(_value(columns[7])) if what == SAVED else saved
         except (IndexError, ValueError):
-            continue  # written by a version with other columns, or cut
+            continue  # written by a version with other columns, or truncated
         if size != world_size:
             found = None
         elif what == STARTING and found is None:

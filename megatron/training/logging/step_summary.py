@@ -1,7 +1,7 @@
-"""Where the time of a recorded step went: compute, communication that nothing hid, the pipeline's bubble.
+"""Attributes the time of a recorded step to compute, exposed communication, and the pipeline's bubble.
 
-Counted on what a rank's compute waits for, not on what travels: a transfer that nobody waits for costs nothing. On CUDA
-"waits" are those of the compute stream.
+It counts the waits of a rank's compute, not the transfers: a transfer that is fully overlapped costs nothing. On CUDA
+the waits are those of the compute stream.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 from megatron.core.timeline import Interval
 
-WAIT = "wait "  # rows of waits are called so, with the group's name behind it
+WAIT = "wait "  # rows of waits have this prefix before the group's name
 COMPUTE, BUBBLE, OTHER = "compute", "bubble", "other"
 _ROWS_OF_WORK = ("compute", "step")
 
 
 @dataclass(frozen=True)
 class StepSummary:
-    """A step of all ranks. `shares`: mean over ranks of the part of the step that each kind took; they add up to 1.
+    """A step of all ranks. `shares` is the mean over ranks of the fraction of the step per kind; they add up to 1.
 
-    Kinds: "compute"; exposed communication by axis, "tp", "cp", "dp", "pp"; "bubble", waits for a neighbouring stage that
-    had not computed yet what it was to send; "other", the host's work between.
+    Kinds: "compute"; exposed communication by axis, "tp", "cp", "dp", "pp"; "bubble", waits for a neighbouring stage
+    that had not yet computed its message; "other", the host's work between them.
     """
 
     name: str
@@ -41,10 +41,10 @@ class _Step:
 
 
 def summarize(ranks: Sequence[Sequence[Interval]]) -> list[StepSummary]:
-    """One summary for each iteration that all ranks recorded. `ranks`: spans by rank of the world, times comparable.
+    """Returns one summary per iteration that all ranks recorded. `ranks`: spans by rank, with comparable times.
 
-    Waits for other ranks of an axis count as its communication, whatever kept those ranks; only of pipeline messages is it
-    known when they were sent.
+    Waits for other ranks of an axis count as its communication, regardless of the reason for the delay; the time of
+    sending is known only for pipeline messages.
     """
     iterations = [{span.name: span for span in spans if span.row == "iteration"} for spans in ranks]
     return [
@@ -55,7 +55,7 @@ def summarize(ranks: Sequence[Sequence[Interval]]) -> list[StepSummary]:
 
 
 def format_summary(summary: StepSummary) -> str:
-    """One line in the style of the log's."""
+    """Formats one line in the style of the log's."""
     parts = [f"{kind} {share:.1%}" for kind, share in summary.shares.items()]
     return f"where {summary.name} went: {1e3 * summary.seconds:.1f} ms | " + " | ".join(parts)
 
@@ -77,7 +77,7 @@ def _within(spans: Sequence[Interval], iteration: Interval) -> _Step:
 
 
 def _seconds(step: _Step, ranks: Sequence[_Step]) -> dict[str, float]:
-    """By kind, of one rank."""
+    """Returns the seconds by kind of one rank."""
     waits = [span for span in step.spans if span.row.startswith(WAIT)]
     work = [span for span in step.spans if span.row in _ROWS_OF_WORK]
     hidden_in_work = sum(_overlap(wait, span) for wait in waits for span in work)
@@ -93,22 +93,25 @@ def _seconds(step: _Step, ranks: Sequence[_Step]) -> dict[str, float]:
 
 
 def _axis(group: str) -> str:
-    """Of a group by its name: cp has parts, pp has lines; buckets and sums over replicas are data parallelism. Copies to
-    and from far memory are no communication, and wait like it."""
+    """Returns the axis of a group by its name.
+
+    cp has parts, pp has lines; buckets and sums over replicas are data parallelism. Copies to and from host memory are
+    counted like communication.
+    """
     known = ("tp", "cp", "pp", "offload")
     return "pp" if group == "ends" else next((axis for axis in known if group.startswith(axis)), "dp")
 
 
 def _before_sending(wait: Interval, group: str, step: _Step, ranks: Sequence[_Step]) -> float:
-    """Seconds of a wait in which what was waited for had not been sent: the n-th receive of a line is the n-th send."""
+    """Returns the seconds of a wait before the message was sent: the n-th receive of a line is the n-th send."""
     if not wait.name.startswith("receive"):
-        # Of all stages together: those that have finished wait for the last one.
+        # A wait for all stages together: those that have finished wait for the last one.
         return 0.0 if wait.name.startswith("send") else _length(wait)
     names = [span.name for span in step.named(group, "receive")]
     source = int(group.removeprefix("pp ").split(">")[0])
     sends = ranks[source].named(group, "send")
     if wait.name not in names or len(sends) != len(names):
-        return 0.0  # a message that straddles the ends of the recording
+        return 0.0  # the message crosses the ends of the recording
     sent = sends[names.index(wait.name)].start
     return min(max(0.0, sent - wait.start), _length(wait))
 

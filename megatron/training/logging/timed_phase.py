@@ -1,4 +1,4 @@
-"""Rare parts of a run, such as a save, whose time is printed as soon as they are over."""
+"""Times rare parts of a run, such as a save, and prints the time as soon as they end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ log = get_logger(__name__)
 
 @contextmanager
 def timed_phase(name: str, groups: Groups) -> Iterator[None]:
-    """The heartbeat's phase `name` while the body runs; then Megatron-LM's block of its time over ranks, by host clocks.
+    """Sets the heartbeat's phase `name` during the body; then prints Megatron-LM's block of its time over ranks.
 
-    Communication: a gather of one number over the world, after the body and not when it raises.
+    Times are those of the host clocks. Communication: a gather of one number over the world, after the body unless it
+    raises.
     """
     started = time.perf_counter()
     with groups.heartbeat.phase(name):

@@ -1,10 +1,11 @@
 """Named timers of the parts of a step, and the block that prints them over ranks.
 
-The device works behind the host's back, so timers wait for it before and after, which costs speed: they are off unless
---timing-log-level asks. Rare things (saving, loading) are timed by the host's clock alone, see timed_phase.py.
+The device runs asynchronously to the host, so timers synchronize before and after, which costs speed: they are off
+unless --timing-log-level requests them. Rare phases (saving, loading) are timed by the host's clock alone, see
+timed_phase.py.
 
-Names, as in Megatron-LM. 1: forward-backward, all-grads-sync, optimizer. 2: batch-generator, forward-compute,
-backward-compute.
+Names, as in Megatron-LM. Level 1: forward-backward, all-grads-sync, optimizer. Level 2: batch-generator,
+forward-compute, backward-compute.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from types import TracebackType
 
 
 class Timers:
-    """Seconds a name has taken since the last `take`. `with timers("optimizer", level=1):` times the block.
+    """Seconds per name since the last `take`. `with timers("optimizer", level=1):` times the block.
 
-    level: --timing-log-level; timers above it cost one comparison. synchronize: waits for the device.
-    Blocks of different names may nest; a block may not nest in one of its own name.
+    `level` is --timing-log-level; timers above it cost one comparison. `synchronize` waits for the device. Blocks of
+    different names may nest; a block may not nest in one of its own name.
     """
 
     def __init__(self, level: int, synchronize: Callable[[], None]) -> None:
@@ -37,7 +38,7 @@ class Timers:
         return block
 
     def take(self) -> dict[str, float]:
-        """Name -> seconds since the last call, in order of first use, and start anew."""
+        """Returns name -> seconds since the last call, in order of first use, and resets them."""
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
@@ -75,7 +76,7 @@ _OFF: AbstractContextManager[None] = nullcontext()
 
 
 def format_timers(ranks: list[dict[str, float]], iterations: int = 1) -> str:
-    """The block of times over ranks: one `take()` a rank, summed over `iterations` steps; "" when nothing was timed.
+    """Formats the times over ranks: one `take()` per rank, summed over `iterations` steps; "" if nothing was timed.
 
     A name's minimum and maximum are over the ranks that have it: a pipeline stage has names that others lack.
     """
@@ -88,6 +89,6 @@ def format_timers(ranks: list[dict[str, float]], iterations: int = 1) -> str:
 
 
 def slowest(ranks: list[dict[str, float]], iterations: int) -> dict[str, float]:
-    """Name -> seconds per step of the rank that took longest: what Megatron-LM writes to TensorBoard."""
+    """Returns name -> seconds per step of the slowest rank, which Megatron-LM writes to TensorBoard."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: max(rank[name] for rank in ranks if name in rank) / iterations for name in names}

@@ -1,4 +1,4 @@
-"""Numbers of a run to TensorBoard and Weights & Biases, under Megatron-LM's tags. Only one rank opens writers."""
+"""Writes numbers of a run to TensorBoard and Weights & Biases, under Megatron-LM's tags. Only one rank opens writers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.logging.footprint import reserved_bytes
 from megatron.training.logging.line import LogLine, perplexity
 from megatron.training.state import StepReport
 
-# TensorBoard has these a second time, under "<tag> vs samples" with the samples read so far as the x axis.
+# TensorBoard also has these under "<tag> vs samples", with the samples read so far as the x axis.
 TAGS_VS_SAMPLES = frozenset(
     {
         *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "num-zeros"),
@@ -31,36 +31,36 @@ VALIDATION = "lm loss validation"
 
 
 class MetricWriter(Protocol):
-    """Where numbers go."""
+    """A destination of metrics."""
 
     def add(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
-        """Record tag -> value after `iteration` steps, which have read `samples`."""
+        """Records tag -> value after `iteration` steps, which have read `samples`."""
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Writes buffered values."""
 
 
 class TensorBoardWriter:
-    """Event files in `directory`."""
+    """Writes event files to `directory`."""
 
     def __init__(self, directory: str) -> None:
         _make_folder(directory, "--tensorboard-dir")
         self._writer = SummaryWriter(directory, max_queue=1000)
 
     def add(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
-        """Record every tag over iterations, and those that Megatron-LM draws over samples over these, too."""
+        """Records every tag over iterations, and those that Megatron-LM also plots over samples."""
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, iteration)
             if tag in TAGS_VS_SAMPLES or tag.startswith(VALIDATION):
                 self._writer.add_scalar(f"{tag} vs samples", value, samples)
 
     def close(self) -> None:
-        """Flush and close the event file."""
+        """Flushes and closes the event file."""
         self._writer.close()
 
 
 class WandbWriter:
-    """A Weights & Biases run. Needs the package, which is an extra: it is imported here and only when asked for."""
+    """A Weights & Biases run. The package is an extra: it is imported here and only on request."""
 
     def __init__(self, config: LoggingConfig, save: str | None, run_config: dict[str, Any]) -> None:
         wandb = _import_wandb(config)
@@ -75,16 +75,16 @@ class WandbWriter:
         )
 
     def add(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
-        """Record every tag at step `iteration`; calls of one iteration join in one row."""
+        """Records every tag at step `iteration`; calls of one iteration share a row."""
         self._run.log({**scalars, "samples vs steps": samples}, step=iteration)
 
     def close(self) -> None:
-        """Upload what is left and end the run."""
+        """Uploads the rest and ends the run."""
         self._run.finish()
 
 
 class Metrics:
-    """Hands every number of the run to all writers. Without writers (all ranks but one) every call is a no-op."""
+    """Passes every number of the run to all writers. Without writers (all ranks but one) every call is a no-op."""
 
     def __init__(self, writers: Sequence[MetricWriter], interval: int, device: torch.device) -> None:
         self._writers = writers
@@ -92,24 +92,26 @@ class Metrics:
         self._device = device
 
     def step(self, report: StepReport, consumed_samples: int, world_size: int) -> None:
-        """Every `interval` steps: what the step reports, the number of processes, and this rank's memory."""
+        """Records, every `interval` steps, the step's report, the number of processes, and this rank's memory."""
         if self._writers and report.iteration % self._interval == 0:
             scalars = {**step_scalars(report), "world-size": world_size, **memory_scalars(self._device)}
             self._add(scalars, report.iteration, consumed_samples)
 
     def line(self, line: LogLine, timers: Mapping[str, float]) -> None:
-        """With every log line: its rates, which are averages over the steps since the line before, and so are `timers`:
-        name -> seconds per step of the slowest rank."""
+        """Records a log line's rates, which are averages over the steps since the previous line.
+
+        `timers` maps names to seconds per step of the slowest rank, averaged in the same way.
+        """
         scalars = {**line_scalars(line), **{f"{name}-time": seconds for name, seconds in timers.items()}}
         self._add(scalars, line.iteration, line.consumed_samples)
 
     def evaluation(self, iteration: int, consumed_samples: int, loss: float, name: str = "") -> None:
-        """Validation loss and perplexity; `name` tells validation sets apart."""
+        """Records validation loss and perplexity; `name` distinguishes validation sets."""
         tag = f"{VALIDATION}-{name}" if name else VALIDATION
         self._add({tag: loss, f"{tag} ppl": perplexity(loss)}, iteration, consumed_samples)
 
     def close(self) -> None:
-        """Close all writers."""
+        """Closes all writers."""
         for writer in self._writers:
             writer.close()
 
@@ -119,9 +121,9 @@ class Metrics:
 
 
 def check_writers(config: LoggingConfig) -> None:
-    """Raise ConfigError for a package that is missing or a folder that cannot be written: before anything else is.
+    """Raises ConfigError for a missing package or a folder that cannot be written, before anything else is written.
 
-    TensorBoard itself would find out in a thread of its own, with a traceback.
+    TensorBoard itself would report it from its own thread, with a traceback.
     """
     if config.tensorboard_dir:
         check_output("--tensorboard-dir", str(Path(config.tensorboard_dir) / "events.out.tfevents"))
@@ -130,9 +132,9 @@ def check_writers(config: LoggingConfig) -> None:
 
 
 def open_writers(config: LoggingConfig, save: str | None, run_config: dict[str, Any]) -> list[MetricWriter]:
-    """The writers that the flags ask for. `save` is --save; `run_config` is shown beside a Weights & Biases run.
+    """Returns the writers that the flags ask for. `save` is --save; `run_config` is shown with a Weights & Biases run.
 
-    Raises ConfigError when a folder cannot be made or a package is missing.
+    Raises ConfigError if a folder cannot be created or a package is missing.
     """
     writers: list[MetricWriter] = []
     if config.tensorboard_dir:
@@ -143,7 +145,7 @@ def open_writers(config: LoggingConfig, save: str | None, run_config: dict[str, 
 
 
 def step_scalars(report: StepReport) -> dict[str, float]:
-    """Tag -> value of one step. A step that was not applied has no loss: it would draw a NaN or a spike."""
+    """Returns tag -> value of one step. A step that was not applied has no loss, which would be a NaN or a spike."""
     scalars: dict[str, float] = {
         "learning-rate": report.learning_rate,
         "batch-size": report.global_batch_size,
@@ -160,7 +162,7 @@ def step_scalars(report: StepReport) -> dict[str, float]:
 
 
 def line_scalars(line: LogLine) -> dict[str, float]:
-    """Tag -> value of one log line: seconds, TFLOP/s per GPU, tokens/s per GPU, fraction of peak."""
+    """Returns tag -> value of one log line: seconds, TFLOP/s per GPU, tokens/s per GPU, fraction of peak."""
     scalars = {
         "iteration-time": line.seconds_per_iteration,
         "throughput": line.tflops_per_gpu,
@@ -172,7 +174,7 @@ def line_scalars(line: LogLine) -> dict[str, float]:
 
 
 def memory_scalars(device: torch.device) -> dict[str, float]:
-    """Tag -> bytes of this process now and at most, and on CUDA the number of allocations."""
+    """Returns tag -> bytes of this process now and at its peak, and on CUDA the number of allocations."""
     report = memory_report(device)
     scalars: dict[str, float] = {
         "mem-allocated-bytes": report.allocated,

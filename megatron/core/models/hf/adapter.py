@@ -1,7 +1,7 @@
-"""A PEFT adapter's folder as a source of weights: the way back of what peft.py writes.
+"""Reads a PEFT adapter's folder as a source of weights: the inverse of peft.py.
 
-Only plain LoRA is read: what changes the model in another way is refused by name. Rank-stabilised scaling, alpha /
-sqrt(r), is plain with another alpha.
+Only plain LoRA is supported: features that change the model in another way are rejected by name. Rank-stabilised
+scaling, alpha / sqrt(r), is plain LoRA with another alpha.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
 
 _OLD_FILE = "adapter_model.bin"
-# Bookkeeping, and settings of features that are off. Which modules have adapters, the tensors say.
+# Bookkeeping, and settings of disabled features. The modules with adapters follow from the tensors.
 _HARMLESS = frozenset(
     ["auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "megatron_core"]
     + ["qalora_group_size", "exclude_modules"]
 )
-_STARTS = (True, "gaussian")  # of init_lora_weights: those that leave the base model's weights as they are
+_STARTS = (True, "gaussian")  # values of init_lora_weights that leave the base model's weights unchanged
 
 
 class AdapterSource:
-    """The adapters of a PEFT folder, for a model without any: a Source of parameters that `is_adapter` names.
+    """The adapters of a PEFT folder, for a model without adapters: a Source of parameters for which `is_adapter` holds.
 
-    model: the base with the adapters' rank, alpha, dropout and projections.
+    `model` is the base with the adapters' rank, alpha, dropout and projections.
     """
 
     def __init__(self, path: Path, base: ModelConfig) -> None:
-        """Raises CheckpointError for what is missing, damaged, not supported, or made for another model."""
+        """Raises CheckpointError for files that are missing, damaged, unsupported, or made for another model."""
         if base.lora_rank is not None:
             raise CheckpointError(
                 f"the model has LoRA adapters already; {path} cannot be added to them. Merge them into it first with "
@@ -66,12 +66,12 @@ class AdapterSource:
                 )
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """See Source."""
+        """Reads elements of a parameter; see Source."""
         return gather(self.table.of_own(name, box), box, dtype, lambda key, part: narrow(self._file.view(key), part))
 
 
 class AdaptedSource:
-    """A model's weights from `base`, and those of its adapters from `adapter`: a Source of both."""
+    """A model's weights from `base` and those of its adapters from `adapter`, as one Source."""
 
     def __init__(self, base: Source, adapter: AdapterSource) -> None:
         self._base, self._adapter = base, adapter
@@ -80,14 +80,15 @@ class AdaptedSource:
         self.dtype = base.dtype
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """See Source."""
+        """Reads elements of a parameter; see Source."""
         return (self._adapter if is_adapter(name) else self._base).read(name, box, dtype)
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """The LoRA fields of ModelConfig that a PEFT folder describes. Local: reads its JSON and the header of its weights.
+    """Returns the LoRA fields of ModelConfig that a PEFT folder describes.
 
-    Raises CheckpointError for what is missing, damaged or not supported.
+    Reads its JSON and the header of its weights, without communication. Raises CheckpointError for files that are
+    missing, damaged or unsupported.
     """
     file = path / ADAPTER_CONFIG
     try:
@@ -98,7 +99,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} is no JSON object")
-    # What is off is written as false or empty, by every version of PEFT for every feature that it knows.
+    # All versions of PEFT write disabled features as false or empty values.
     fields = JsonFields({k: v for k, v in values.items() if v is not False and v != {} and v != []}, str(file))
     fields.only("peft_type", "LORA")
     fields.only("task_type", "CAUSAL_LM")
@@ -122,9 +123,9 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
 
 
 def check_no_adapter(folder: Path, applied: str | None) -> None:
-    """Raise CheckpointError for a model's folder with an adapter in it, which transformers would apply to the model.
+    """Raises CheckpointError for a model's folder with an adapter in it, which transformers would apply to the model.
 
-    applied: the folder of the adapter that is asked for.
+    `applied` is the folder of the requested adapter.
     """
     if (folder / ADAPTER_CONFIG).is_file() and (applied is None or Path(applied).resolve() != folder.resolve()):
         raise CheckpointError(
@@ -134,7 +135,7 @@ def check_no_adapter(folder: Path, applied: str | None) -> None:
 
 
 def _projections(path: Path, fields: JsonFields) -> tuple[str, ...]:
-    """The projections that have tensors. Raises CheckpointError unless they are those that the file names."""
+    """Returns the projections that have tensors. Raises CheckpointError unless they are those that the file names."""
     if not (path / ADAPTER_FILE).is_file() and (path / _OLD_FILE).exists():
         raise CheckpointError(
             f"{path} holds {_OLD_FILE}, which could run code when it is read; save the adapter again with safetensors"

@@ -1,4 +1,4 @@
-"""A config.json, or an adapter's, read field by field, so that none is overlooked: what nobody asked for is an error."""
+"""Reads a config.json, or an adapter's, field by field, so that none is overlooked: an unread field is an error."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.config.rules.ranges import Interval
 T = TypeVar("T")
 _MISSING: Any = object()
 
-# Fields without influence on what a decoder computes: bookkeeping, token ids, and defaults of generation that older
-# versions of transformers wrote into every config.json, and marks of the tools that wrote them.
+# Fields without influence on a decoder's results: bookkeeping, token ids, defaults of generation that older versions of
+# transformers wrote into every config.json, and marks of the tools that wrote them.
 _NAMES = """
     architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path _commit_hash name_or_path
     attn_implementation _attn_implementation _attn_implementation_autoset use_cache pretraining_tp tokenizer_class
@@ -30,15 +30,15 @@ HARMLESS = frozenset(_NAMES.split())
 
 
 class JsonFields:
-    """The fields of a JSON object. Each `take` is remembered; `finish` names those that were not taken."""
+    """The fields of a JSON object. Each `take` is recorded; `finish` reports the fields that were not taken."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
-        """`where` begins every message: the file's path."""
+        """`where` begins every message; it is the path of the file."""
         self._values, self._where = values, where
         self._taken: set[str] = set()
 
     def take(self, name: str, kind: type[T] | tuple[type[T], ...], default: Any = _MISSING) -> T:
-        """The field's value, of type `kind`; `default` when it is absent or null. Raises CheckpointError."""
+        """Returns the field's value, of type `kind`; `default` if it is absent or null. Raises CheckpointError."""
         self._taken.add(name)
         value = self._values.get(name)
         if value is None:
@@ -46,35 +46,35 @@ class JsonFields:
                 raise self.error(f"{name} is missing; the file is not complete")
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        # A bool is an int in Python and no number here.
+        # A bool is an int in Python, but not a valid number here.
         if not isinstance(value, kinds) or (isinstance(value, bool) and int in kinds):
             names = " or ".join(k.__name__ for k in kinds)
             raise self.error(f"{name} is {value!r}, not a value of type {names}")
         return value
 
     def has(self, name: str) -> bool:
-        """Whether the file names the field, be it with a null."""
+        """Returns whether the file has the field, possibly with a null."""
         self._taken.add(name)
         return name in self._values
 
     def number(self, name: str, interval: Interval, default: Any = _MISSING) -> float:
-        """A field that may be written as an integer or with a decimal point, and lies in `interval`."""
+        """Returns a number in `interval`, which may be written as an integer or with a decimal point."""
         return float(self._in(interval, name, self.take(name, (int, float), default)))
 
     def integer(self, name: str, interval: Interval, default: Any = _MISSING) -> int:
-        """A whole number that lies in `interval`."""
+        """Returns a whole number in `interval`."""
         return int(self._in(interval, name, self.take(name, int, default)))
 
     def optional_number(self, name: str, interval: Interval) -> float | None:
-        """`number`, or None when the field is absent or null."""
+        """Returns `number`, or None if the field is absent or null."""
         return None if self.take(name, (int, float), None) is None else self.number(name, interval)
 
     def optional_integer(self, name: str, interval: Interval) -> int | None:
-        """`integer`, or None when the field is absent or null."""
+        """Returns `integer`, or None if the field is absent or null."""
         return None if self.take(name, int, None) is None else self.integer(name, interval)
 
     def only(self, name: str, supported: Any) -> None:
-        """Raise CheckpointError unless the field is absent, null or the one value that is supported here."""
+        """Raises CheckpointError unless the field is absent, null or the only supported value."""
         value = self.take(name, object, supported)
         if value != supported:
             raise self.error(f"{name} is {value!r}; only {supported!r} is supported")
@@ -84,7 +84,7 @@ class JsonFields:
         harmless: frozenset[str] = HARMLESS,
         advice: str = "if the model does not depend on it, remove it from the file",
     ) -> None:
-        """Raise CheckpointError naming fields that hold something and were not taken: they may change the model."""
+        """Raises CheckpointError naming fields with a value that were not taken, because they may change the model."""
         left = {name: value for name, value in self._values.items() if value is not None}
         unknown = sorted(set(left) - self._taken - harmless)
         if unknown:
@@ -99,5 +99,5 @@ class JsonFields:
         return value
 
     def error(self, problem: str) -> CheckpointError:
-        """An error that names the file."""
+        """Returns an error that names the file."""
         return CheckpointError(f"{self._where}: {problem}")

@@ -1,8 +1,8 @@
-"""Write a folder in Hugging Face format, streamed: a JSON file, shards of safetensors with an index.
+"""Writes a folder in Hugging Face format as a stream: a JSON file, and shards of safetensors with an index.
 
-NAME/         a whole export
+NAME/         a complete export
 .NAME.tmp/    being written; left by a killed program, removed by `repair` and by the next export
-.NAME.old/    replaced by another export; whole until that one is in place, and put back by `repair` if it is not
+.NAME.old/    replaced by another export; complete until that is in place, and restored by `repair` if it never is
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megatron.core.models.hf.side_files import copy_side_files
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.source import Source
 
-_LEFT = re.compile(r"\.(iter_\d{7,})\.(?:tmp|old)")  # of the exports that a run makes of its checkpoints
+_LEFT = re.compile(r"\.(iter_\d{7,})\.(?:tmp|old)")  # leftovers of the exports that a run makes of its checkpoints
 
 
 class HFExport:
     """A folder that is being written: `begin`, `write` for all shards (on any ranks and threads), then `finish`.
 
-    Everything is written to a folder beside `path`, which is renamed at the end: `path` is there whole, or not at all, and
-    an older export is deleted when it is.
+    Everything is written to a folder next to `path`, which is renamed at the end: `path` is either complete or absent,
+    and an older export is deleted once the new one is complete.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class HFExport:
         replace: bool,
         shard_bytes: int,
     ) -> None:
-        """`table`: what is written. `config`: name and content of the JSON file beside the weights. `single_file`: the
-        weights' file when there is one. `replace`: `path` may hold an older export."""
+        """`table` maps the tensors to write. `config` is the name and content of the JSON file. `single_file` is the
+        name of the weights' file if there is only one. `replace` allows `path` to hold an older export.
+        """
         self.path, self._source, self._dtype, self._table, self._replace = path, source, dtype, table, replace
         self._config, self._single_file = config, single_file
         self._temporary = _temporary(path)
@@ -66,7 +67,7 @@ class HFExport:
         return range(len(self._shards))
 
     def begin(self) -> None:
-        """Make the folder to write in. Raises CheckpointError when `path` has something in it already; OSError."""
+        """Creates the folder to write in. Raises CheckpointError if `path` is not empty; OSError."""
         repair(self.path)
         if self.path.exists():
             if not self.path.is_dir():
@@ -76,18 +77,20 @@ class HFExport:
         self._temporary.mkdir(parents=True)
 
     def write(self, numbers: Sequence[int], on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Write and sync these shards, two at a time. Memory: a block for each. Raises OSError."""
+        """Writes and syncs these shards, two at a time. Memory: one block per shard in progress. Raises OSError."""
 
         def shard(number: int) -> None:
             sources = [tensor.source(tensor.name, on_bytes) for tensor in self._shards[number]]
-            # transformers wants to be told that the tensors are torch's.
+            # transformers requires this mark, which says that the tensors are torch's.
             write_tensor_file(self._temporary / self._name(number), sources, {"format": "pt"})
 
         with ThreadPoolExecutor(WRITERS) as pool:
             list(pool.map(shard, numbers))
 
     def finish(self, files: Sequence[Path], texts: Mapping[str, str]) -> None:
-        """When all shards are written: the JSON file, copies of `files`, `texts` by name, the index; then rename."""
+        """Completes the export after all shards: the JSON file, copies of `files`, `texts` by name, the index; then
+        renames it.
+        """
         name, content = self._config
         _write_json(self._temporary / name, content)
         if len(self._shards) > 1:
@@ -103,7 +106,7 @@ class HFExport:
         repair(self.path)
 
     def abandon(self) -> None:
-        """Delete what was written."""
+        """Deletes the written files."""
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _name(self, number: int) -> str:
@@ -119,9 +122,9 @@ class HFExport:
 
 
 def repair(path: Path) -> None:
-    """Undo what a killed program left of an export at `path`: then it is there whole, older or newer, or not at all.
+    """Repairs an export at `path` after a killed program: afterwards it is complete, older or newer, or absent.
 
-    Raises OSError. Only where nobody writes that export.
+    Raises OSError. Do not call it while another process writes that export.
     """
     replaced, temporary = _replaced(path), _temporary(path)
     if replaced.exists():
@@ -134,7 +137,7 @@ def repair(path: Path) -> None:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Paths under `root` of exports that a killed program left something of."""
+    """Returns the paths of exports under `root` of which a killed program left files."""
     found = (_LEFT.fullmatch(entry.name) for entry in root.iterdir()) if root.is_dir() else ()
     return sorted({root / match[1] for match in found if match})
 

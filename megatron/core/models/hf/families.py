@@ -1,4 +1,4 @@
-"""The families that are converted: how each writes its config.json, and the names of its tensors.
+"""The supported families: the format of their config.json, and the names of their tensors.
 
 A family is a reader and a writer of config.json and a list of mappings (names.py). All are Llama-shaped decoders:
 RMSNorm, rotary positions, a gated SiLU MLP.
@@ -20,7 +20,7 @@ from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.rotary import attention_factor, read_rotary, write_rotary
 
 CONFIG_FILE = "config.json"
-# Far above any model's: lists of layers are made before the weights are looked at.
+# Much larger than any model: lists of layers are made before the weights are checked.
 _LAYERS = Interval("from 1 to 100000", lambda x: 1 <= x <= 100_000)
 
 
@@ -53,7 +53,7 @@ class Family:
 
 
 def read_config(folder: Path) -> tuple[Family, ModelConfig]:
-    """The family and the model that `folder`/config.json describes. Local. Raises CheckpointError.
+    """Returns the family and the model that `folder`/config.json describes. No communication. Raises CheckpointError.
 
     Precision, kernels and dropout of hidden states are not in the file: they have their defaults, dropout is 0.
     """
@@ -76,7 +76,7 @@ def read_config(folder: Path) -> tuple[Family, ModelConfig]:
 
 
 def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelConfig:
-    """The model that the content of a config.json describes. Raises CheckpointError naming fields that are not known."""
+    """Returns the model that the content of a config.json describes. Raises CheckpointError naming unknown fields."""
     fields = JsonFields(values, where)
     common = _read_common(fields, where, family.groups, family.head_dim)
     found = {**common, **family.read(fields, common)}
@@ -85,9 +85,11 @@ def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelCon
 
 
 def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, dict[str, Any]]:
-    """The family that can hold a model, and its config.json but for token ids. Raises ConfigError when none can.
+    """Returns a family that can represent a model, and its config.json without token ids. Raises ConfigError if none
+    can.
 
-    like: a folder whose config.json is taken instead if it describes this very model: it knows more, such as token ids.
+    `like` is a folder whose config.json is used instead if it describes the same model, because it has more
+    information, such as token ids.
     """
     described = None if like is None else _read_if_known(like)
     if like is not None and described is not None:
@@ -110,7 +112,7 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
 
 
 def _read_if_known(folder: Path) -> tuple[Family, ModelConfig] | None:
-    """`read_config`, or None for what is not there or not supported: then it describes another model, if any."""
+    """`read_config`, or None for a file that is missing or unsupported and therefore describes another model, if any."""
     try:
         return read_config(folder)
     except CheckpointError:
@@ -120,7 +122,7 @@ def _read_if_known(folder: Path) -> tuple[Family, ModelConfig] | None:
 def _read_common(
     fields: JsonFields, where: str, default_groups: int | None, default_head_dim: int | None
 ) -> dict[str, Any]:
-    """What all families have. The defaults are those of a file without the field; None: derived from others."""
+    """Returns the fields of all families. The defaults are those of a file without the field; None: derived."""
     heads, hidden = fields.integer("num_attention_heads", AT_LEAST_ONE), fields.integer("hidden_size", AT_LEAST_ONE)
     groups = fields.optional_integer("num_key_value_heads", AT_LEAST_ONE)
     if groups is None:
@@ -135,7 +137,7 @@ def _read_common(
     size = head_dim or hidden // heads
     if size % 2:
         raise fields.error(f"head_dim is {size}; rotary embeddings need an even one")
-    # The first conversions of Llama 1 have the other name only, some later ones both.
+    # The first conversions of Llama 1 have only the other name, some later ones both.
     older = fields.has("max_sequence_length") and not fields.has("max_position_embeddings")
     context = fields.integer("max_sequence_length" if older else "max_position_embeddings", AT_LEAST_ONE)
     fields.only("hidden_act", "silu")
@@ -203,7 +205,7 @@ def _read_mistral(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _window(fields: JsonFields) -> int | None:
-    """Only a null says that there is none: a file without the field has the window of the first Mistral, as of Qwen."""
+    """Returns the window; only null means none, because a missing field means the window of the first Mistral or Qwen."""
     window = fields.optional_integer("sliding_window", AT_LEAST_ONE)
     return window if window is not None or fields.has("sliding_window") else 4096
 
@@ -223,7 +225,7 @@ def _read_qwen3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_layer_windows(fields: JsonFields, layers: int) -> dict[str, Any]:
-    """Qwen's fields for layers with and without a sliding window."""
+    """Reads Qwen's fields for layers with and without a sliding window."""
     used = fields.take("use_sliding_window", bool, False)
     window, first = _window(fields), fields.integer("max_window_layers", NOT_NEGATIVE, 28)
     slide = used and window is not None
@@ -255,7 +257,7 @@ def _write_layer_windows(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    # Its own name has a capital C, those of Baichuan-13B and Baichuan 2 have not.
+    # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
     if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
         raise fields.error(
             "only Baichuan-7B (BaiChuanForCausalLM) is supported: Baichuan 2 normalises its head, Baichuan-13B has ALiBi"
@@ -285,7 +287,7 @@ def _family_of(model: ModelConfig) -> Family:
 
 
 def _maths(model: ModelConfig) -> dict[str, Any]:
-    """What decides the model's outputs; sizes as derived, however they were given."""
+    """Returns the fields that determine the model's outputs; sizes as derived, independently of how they were given."""
     without = {*RUNTIME_FIELDS, *PADDING_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init"}
     found = {
         each.name: getattr(model, each.name)
@@ -307,7 +309,7 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
 
 
 def _has_a_part(model: ModelConfig, field: str) -> bool:
-    """False for numbers of a rotary scaling that is off."""
+    """Returns False for parameters of a disabled rotary scaling."""
     yarn = model.position_embedding_type == "yarn"
     if field.startswith("yarn_"):
         return yarn

@@ -18,9 +18,9 @@ _OLD_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class HFFolder:
-    """The tensors of a folder by name, read when asked for. Only headers are read when it is opened.
+    """The tensors of a folder by name, read on demand. Opening it reads only the headers.
 
-    `entries`: name -> its dtype and shape.
+    `entries` maps each name to its dtype and shape.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,15 +39,15 @@ class HFFolder:
 
     @property
     def nbytes(self) -> int:
-        """Size of all files."""
+        """Size of all files in bytes."""
         return sum((self.path / name).stat().st_size for name in self._files)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Elements `box` of a tensor, a view of mapped memory."""
+        """Returns elements `box` of a tensor as a view of mapped memory."""
         return narrow(self._files[self._place[name]].view(name), box)
 
     def require(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless the folder holds these tensors in these shapes; it may hold others."""
+        """Raises CheckpointError unless the folder holds these tensors in these shapes; it may hold others."""
         for name, shape in expected.items():
             entry = self.entries.get(name)
             if entry is None:
@@ -58,10 +58,10 @@ class HFFolder:
                 )
 
     def check(self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None) -> None:
-        """Raise CheckpointError unless the folder holds exactly the `expected` tensors in these shapes.
+        """Raises CheckpointError unless the folder holds exactly the `expected` tensors in these shapes.
 
-        Two leftovers of older models are let pass: rotary frequencies, which follow from config.json, and a
-        `tied_head` that equals the embedding.
+        Two leftovers of older models are allowed: rotary frequencies, which follow from config.json, and a `tied_head`
+        that equals the embedding.
         """
         self.require(expected)
         extra = [name for name in self.entries if name not in expected and not name.endswith("rotary_emb.inv_freq")]

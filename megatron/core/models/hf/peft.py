@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT keeps them: adapter_config.json and adapter_model.safetensors, for a Hugging Face base model."""
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, for a Hugging Face base model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors
 
 
 def adapter_table(model: ModelConfig) -> Table:
-    """Where each element of the adapters is in PEFT's tensors."""
+    """Maps each element of the adapters to its position in PEFT's tensors."""
     spec, mappings = decoder_spec(model), list[Mapping]()
     assert spec.lora is not None
     for number, layer in enumerate(spec.layers):
@@ -31,7 +31,7 @@ def adapter_table(model: ModelConfig) -> Table:
 
 
 def adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """The content of adapter_config.json. `base`: path or name of the base model, if it is known."""
+    """Returns the content of adapter_config.json. `base` is the path or name of the base model, if known."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -50,7 +50,7 @@ def adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
 
 
 def _pair(own: tuple[str, str], theirs: str, a: ParamSpec, b: ParamSpec) -> list[Mapping]:
-    """A is the same on both sides; B's rows follow each other, where ours may have a dim for key/value groups."""
+    """Maps one adapter. A is equal on both sides; B's rows are concatenated there, but may have a group dim here."""
     whole = Box((0, 0), a.shape)
     *front, rows, rank = b.shape
     groups = math.prod(front)

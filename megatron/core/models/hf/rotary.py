@@ -11,9 +11,9 @@ from megatron.core.models.hf.config_json import JsonFields
 
 
 def read_rotary(fields: JsonFields, where: str, *, default_theta: float, context: int) -> dict[str, Any]:
-    """Fields of ModelConfig. `context`: the model's max_position_embeddings. Raises CheckpointError.
+    """Returns fields of ModelConfig. `context` is the model's max_position_embeddings. Raises CheckpointError.
 
-    Where both dicts are given, transformers takes `rope_scaling` and no field of the other.
+    If both dicts are given, transformers uses `rope_scaling` and no field of the other.
     """
     old, new = fields.take("rope_scaling", dict, None), fields.take("rope_parameters", dict, None)
     rope = JsonFields(old or new or {}, f"{where}: {'rope_scaling' if old else 'rope_parameters'}")
@@ -42,14 +42,14 @@ def read_rotary(fields: JsonFields, where: str, *, default_theta: float, context
     elif kind != "default":
         raise rope.error(f"rope type {kind!r} is not supported; default, linear, llama3 and yarn are")
     if kind == "default":
-        rope.take("original_max_position_embeddings", int, None)  # written without effect
+        rope.take("original_max_position_embeddings", int, None)  # written, but without effect
     rope.finish(frozenset())
     return found
 
 
 def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
     factor = rope.number("factor", AT_LEAST_ONE)
-    if rope.has("truncate") and not rope.take("truncate", bool, False):  # a null is no default here
+    if rope.has("truncate") and not rope.take("truncate", bool, False):  # a null does not mean the default here
         raise rope.error("truncate is false; only true is supported")
     attention = rope.optional_number("attention_factor", POSITIVE)
     scale, scale_all = (rope.optional_number(name, NOT_NEGATIVE) for name in ("mscale", "mscale_all_dim"))
@@ -70,7 +70,7 @@ def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """YaRN's factor on cos and sin, given or derived."""
+    """Returns YaRN's factor on cos and sin, given or derived."""
     return _mscale(config.rope_scaling_factor, 1.0) if config.yarn_mscale is None else config.yarn_mscale
 
 
@@ -79,7 +79,7 @@ def _mscale(factor: float, scale: float) -> float:
 
 
 def write_rotary(config: ModelConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
+    """Returns `rope_theta` and `rope_scaling`, which every version of transformers reads."""
     scaling: dict[str, Any] | None = None
     if config.position_embedding_type == "yarn":
         factor = config.rope_scaling_factor

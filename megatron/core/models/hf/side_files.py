@@ -1,4 +1,4 @@
-"""Files beside the weights in a Hugging Face folder: the tokenizer's, its templates and code, the settings of generation."""
+"""Files other than weights in a Hugging Face folder: the tokenizer's, its templates and code, and generation settings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from megatron.config.data import TokenizerConfig
 from megatron.core.models.hf.families import CONFIG_FILE
 
-TEMPLATE_FILE = "chat_template.jinja"  # it wins over a template in tokenizer_config.json
+TEMPLATE_FILE = "chat_template.jinja"  # it overrides a template in tokenizer_config.json
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-# Tokenizers with code of their own have their vocabulary under a name of their own, too.
+# Tokenizers with custom code also have custom names for their vocabulary.
 _PATTERNS = ["tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json"]
 _PATTERNS += ["added_tokens.json", "chat_template.*", "generation_config.json"]
 _TEMPLATES = "additional_chat_templates"
@@ -22,9 +22,10 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def side_folder(tokenizer: TokenizerConfig, base: str | None) -> Path | None:
-    """The Hugging Face folder whose files belong beside a model with this tokenizer; None when there is none.
+    """Returns the Hugging Face folder whose files belong to a model with this tokenizer; None if there is none.
 
-    base: the folder of the Hugging Face model that training began with. It counts unless the tokenizer is from elsewhere.
+    `base` is the folder of the Hugging Face model that training began with. It is used unless the tokenizer is from
+    elsewhere.
     """
     given = [Path(file) for file in (tokenizer.tokenizer_model, tokenizer.vocab_file) if file]
     if tokenizer.tokenizer_model and given[0].is_dir():
@@ -36,7 +37,7 @@ def side_folder(tokenizer: TokenizerConfig, base: str | None) -> Path | None:
 
 
 def side_files(folder: Path | None) -> list[Path]:
-    """What belongs beside a model's weights, config.json excepted: files, and a folder of templates."""
+    """Returns the files that belong to a model's weights, except config.json, and a folder of templates."""
     if folder is None:
         return []
     patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
@@ -46,9 +47,9 @@ def side_files(folder: Path | None) -> list[Path]:
 
 
 def copy_side_files(files: Sequence[Path], texts: Mapping[str, str], folder: Path) -> None:
-    """Copy files, and folders as they are, over what a run that was killed has left; write `texts`, by name, after them.
+    """Copies files and folders, replacing leftovers of a killed run; then writes `texts` by name.
 
-    All reach the disk: an export that a crash of the host cut short would not be whole. Raises OSError.
+    All are synced, because an export that a host's crash truncated would not be complete. Raises OSError.
     """
     for file in files:
         if file.is_dir():
@@ -71,18 +72,20 @@ def _sync(path: str | Path) -> None:
 
 
 def known_ids(folder: Path | None) -> dict[str, Any]:
-    """The token ids that the folder's config.json names; none when it does not say where a text ends."""
+    """Returns the token ids in the folder's config.json; none if it has no end-of-text id."""
     found = {} if folder is None else _json(folder / CONFIG_FILE)
     return {name: found[name] for name in _IDS if name in found} if "eos_token_id" in found else {}
 
 
 def side_texts(tokenizer: TokenizerConfig) -> dict[str, str]:
-    """Files to write after those: a chat template in the place of the tokenizer's own, given as its text."""
+    """Returns files to write after those: a chat template that replaces the tokenizer's own, given as its text."""
     return {} if tokenizer.chat_template is None else {TEMPLATE_FILE: tokenizer.chat_template}
 
 
 def tokenizer_of(folder: Path) -> TokenizerConfig:
-    """The tokenizer in a Hugging Face folder; one without a type, which names the folder, when it holds none."""
+    """Returns the tokenizer in a Hugging Face folder; without tokenizer files, one without a type that names the
+    folder.
+    """
     has_one = any((folder / name).is_file() for name in _TOKENIZERS)
     return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer" if has_one else None, tokenizer_model=str(folder))
 
@@ -92,7 +95,7 @@ def _has_code(folder: Path) -> bool:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; nothing when it is missing or is none: whoever needs it says so."""
+    """Returns the content of a JSON file; empty if it is missing or invalid, which is reported where it is required."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -17,16 +17,18 @@ from megatron.core.models.mapping import gather
 
 
 class HFSource:
-    """A folder in Hugging Face format. Everything but the tensors' elements is checked when it is opened."""
+    """A folder in Hugging Face format. Everything except the tensors' elements is checked when it is opened."""
 
     def __init__(self, path: Path, adapter: str | None = None) -> None:
-        """adapter: the folder of the adapter that is going to be put on it. Raises CheckpointError, see read_config,
-        HFFolder and check_no_adapter."""
+        """`adapter` is the folder of the adapter to be applied. Raises CheckpointError, see read_config, HFFolder and
+        check_no_adapter.
+        """
         self.path = path
         check_no_adapter(path, adapter)
         family, self.model = read_config(path)
         self.folder = HFFolder(path)
-        self.folder.require(_last_layer(self.model))  # a table of made-up sizes would take very long
+        # Check first, because a table for absurd sizes would take very long.
+        self.folder.require(_last_layer(self.model))
         self.table = table(family, self.model)
         untied = self.model.untie_embeddings_and_output_weights
         self.folder.check(self.table.theirs, tied_head=None if untied else "lm_head.weight")
@@ -34,12 +36,12 @@ class HFSource:
         self.dtype = self.folder.dtype()
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """See Source. Rows of the vocabulary's padding are zero."""
+        """Reads elements of a parameter; see Source. Rows of the vocabulary's padding are zero."""
         return gather(self.table.of_own(name, box), box, dtype, self.folder.read)
 
 
 def _last_layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Two tensors that bound the number of layers and of heads."""
+    """Returns two tensors that bound the number of layers and of heads."""
     assert model.num_layers and model.hidden_size and model.num_attention_heads
     h, last = model.hidden_size, f"model.layers.{model.num_layers - 1}."
     heads = model.num_attention_heads * model.head_dim

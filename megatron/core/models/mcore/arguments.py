@@ -1,7 +1,7 @@
-"""The model that Megatron-LM's arguments describe, and the arguments that describe a model of ours.
+"""Converts Megatron-LM's arguments to the model that they describe, and a model of this program to such arguments.
 
-Names and defaults are those of core 0.12 to d98e8a6 (2026-08-22). The later ones have `layernorm_epsilon` and
-`layernorm_zero_centered_gamma` where the earlier ones have `norm_epsilon` and `apply_layernorm_1p`, and the flags of YaRN.
+Names and defaults are those of core 0.12 to d98e8a6 (2026-08-22). The later versions have `layernorm_epsilon` and
+`layernorm_zero_centered_gamma` instead of `norm_epsilon` and `apply_layernorm_1p`, and the flags of YaRN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
 
-# Those that describe the model, by the type that they have when they are given.
+# The arguments that describe the model, by their type.
 _WHOLE = (
     "num_layers",
     "hidden_size",
@@ -62,7 +62,7 @@ _SWITCHES = (
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "init_method_xavier_uniform",
-    "mask_padded_vocabulary",  # of our writer: Megatron-LM has no such mask
+    "mask_padded_vocabulary",  # written by this program only: Megatron-LM has no such mask
 )
 _OTHERS = (
     "position_embedding_type",
@@ -74,7 +74,7 @@ _OTHERS = (
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std")
 _READ = frozenset((*_WHOLE, *_NUMBERS, *_SWITCHES, *_OTHERS))
 _POSITIONS, _NORMS = ("learned_absolute", "rope", "yarn", "none"), ("LayerNorm", "RMSNorm")
-# The Llama-3.1 rope of Megatron-LM has these built in; only the factor is an argument.
+# The Llama-3.1 rope of Megatron-LM has these values built in; only the factor is an argument.
 _LLAMA3 = {
     "rope_scaling_low_freq_factor": 1.0,
     "rope_scaling_high_freq_factor": 4.0,
@@ -87,10 +87,11 @@ _EPSILON = 1e-5
 def model_of(
     arguments: Mapping[str, Any], where: str, vocab_size: int | None = None, ignored: Collection[str] = ()
 ) -> ModelConfig:
-    """The model. `vocab_size`: without padding, if the arguments do not say. `ignored`: names that are not known, and may be
-    anything.
+    """Returns the model that the arguments describe.
 
-    Raises CheckpointError naming every argument that is not supported, and ConfigError for a name that cannot be ignored.
+    `vocab_size` is the size without padding, if the arguments do not contain it. `ignored` are names of unknown
+    arguments, which may have any value. Raises CheckpointError naming every unsupported argument, and ConfigError for a
+    name that cannot be ignored.
     """
     refuse_what_is_not_here(arguments, _READ, where, ignored)
     given = {name: value for name, value in arguments.items() if value is not None and name in _READ}
@@ -124,9 +125,9 @@ def model_of(
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
-    """What Megatron-LM of any of these versions has for the model, without its vocabulary and layout.
+    """Returns the arguments of the model, without its vocabulary and layout, for any of these versions of Megatron-LM.
 
-    Raises ConfigError naming what they have no argument for.
+    Raises ConfigError naming the settings for which they have no argument.
     """
     refuse_what_has_no_argument(model)
     window = model.window
@@ -141,7 +142,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "seq_length": model.max_position_embeddings,
         "max_position_embeddings": model.max_position_embeddings,
         "position_embedding_type": model.position_embedding_type,
-        "use_rotary_position_embeddings": False,  # a flag of old; the type says it
+        "use_rotary_position_embeddings": False,  # an old flag; the type replaces it
         "add_position_embedding": True,
         "rotary_base": int(model.rotary_base) if float(model.rotary_base).is_integer() else model.rotary_base,
         "rotary_percent": model.rotary_percent,
@@ -157,7 +158,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "swiglu": model.swiglu,
         "squared_relu": model.squared_relu,
         "openai_gelu": False,
-        "bias_gelu_fusion": model.tanh_gelu and not model.squared_relu,  # which Megatron-LM cannot fuse, and says so
+        "bias_gelu_fusion": model.tanh_gelu and not model.squared_relu,  # Megatron-LM cannot fuse this and says so
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.qkv_bias,
         "qk_layernorm": model.qk_layernorm,
@@ -175,7 +176,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def flags_beside(model: ModelConfig) -> list[str]:
-    """Flags that describe the model to Megatron-LM beside --use-checkpoint-args, which does not take these from the file."""
+    """Returns flags needed in addition to --use-checkpoint-args, which does not take these from the file."""
     fields = arguments_of(model)
     flags = [] if model.norm_epsilon == _EPSILON else ["--norm-epsilon", f"{model.norm_epsilon!r}"]
     switches = {
@@ -203,7 +204,7 @@ def flags_beside(model: ModelConfig) -> list[str]:
 
 
 def refuse_what_has_no_argument(model: ModelConfig) -> None:
-    """Raise ConfigError naming the fields whose values Megatron-LM has no argument for."""
+    """Raises ConfigError naming the fields whose values Megatron-LM has no argument for."""
     wrong = []
     if model.use_rope_scaling:
         wrong += [
@@ -273,7 +274,7 @@ def _rotates_an_odd_number(model: ModelConfig) -> bool:
 
 
 def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fields of the positions. Each type reads its own arguments."""
+    """Returns the fields of the position embedding. Each type reads its own arguments."""
     kind = given.get("position_embedding_type", "learned_absolute")
     if given.get("use_rotary_position_embeddings"):
         kind = "rope"
@@ -321,7 +322,7 @@ def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn_arguments(model: ModelConfig) -> dict[str, Any]:
-    """With mscale_all_dim 0 the factor on cos and sin is 0.1 mscale ln(scaling factor) + 1."""
+    """Returns YaRN's arguments. With mscale_all_dim 0 the factor on cos and sin is 0.1 mscale ln(scaling factor) + 1."""
     scale, mscale = model.rope_scaling_factor, 1.0
     if model.yarn_mscale is not None and scale > 1:
         mscale = (model.yarn_mscale - 1.0) / (0.1 * math.log(scale))
@@ -346,19 +347,19 @@ def _interpolation(model: ModelConfig) -> int | None:
 
 
 def _windows(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """As our flags write them."""
+    """Returns the window in the format of this program's flags."""
     size, skip = given.get("window_size"), given.get("window_attn_skip_freq")
     if size is None:
         return {}
     if not (isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)):
         raise CheckpointError(f"{where}: {listed({'window_size': size})}, which is not supported")
-    if tuple(size) == (-1, -1):  # no limit on either side of what is causal anyway
+    if tuple(size) == (-1, -1):  # no limit on either side; attention is causal anyway
         return {}
     return {"window_size": ",".join(map(str, size)), "window_attn_skip_freq": None if skip is None else str(skip)}
 
 
 def _fuses_gelu(given: Mapping[str, Any], has_biases: bool, where: str) -> bool:
-    """Whether GELU is fused with its bias, which makes it the tanh form. Without biases Megatron-LM turns that off."""
+    """Returns whether GELU is fused with its bias, which makes it the tanh form. Without biases it is never fused."""
     on = {name: True for name in ("use_te_activation_func", "use_transformer_engine_op_fuser") if given.get(name)}
     if on:
         raise CheckpointError(f"{where}: {listed(on)}, which is not supported with GELU")
@@ -368,7 +369,10 @@ def _fuses_gelu(given: Mapping[str, Any], has_biases: bool, where: str) -> bool:
 
 
 def _vocabulary(given: Mapping[str, Any], where: str, *, counts_end: bool) -> int:
-    """Without padding. `counts_end`: a NullTokenizer's --vocab-size has the end-of-document id in it, as since core 0.18."""
+    """Returns the vocabulary size without padding.
+
+    `counts_end` means that a NullTokenizer's --vocab-size includes the end-of-document id, as since core 0.18.
+    """
     if "vocab_size" in given:
         return int(given["vocab_size"]) + (given.get("tokenizer_type") == "NullTokenizer" and not counts_end)
     if "padded_vocab_size" not in given:

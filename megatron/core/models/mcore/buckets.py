@@ -1,10 +1,10 @@
-"""Where the parameters of a rank lie in the flat buffers of Megatron-LM's distributed optimizer.
+"""The positions of a rank's parameters in the flat buffers of Megatron-LM's distributed optimizer.
 
 [Note: buffers]
-Each chunk of the model has one buffer. Its parameters lie there in the reverse order of the modules, each beginning at a
-multiple of 64 elements of its bucket. A bucket is full with the parameter that makes it reach the bucket size; a copy of an
-embedding that two stages share has a bucket of its own. Buckets are padded for the data-parallel ranks; checkpoints are
-without that padding: a bucket there ends with its last parameter (core/optimizer/distrib_optimizer.py and
+Each chunk of the model has one buffer. Its parameters lie there in the reverse order of the modules, each beginning at
+a multiple of 64 elements of its bucket. A bucket is full with the parameter that makes it reach the bucket size; a copy
+of an embedding that two stages share has its own bucket. Buckets are padded for the data-parallel ranks; checkpoints
+omit that padding: a bucket there ends with its last parameter (core/optimizer/distrib_optimizer.py and
 core/distributed/distributed_data_parallel.py of core 0.18).
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from megatron.base.errors import CheckpointError
 
 _ALIGNMENT = 64
-# Modules of a layer in their order; a norm that is stored with the linear layer behind it is a part of that module, or one
-# of its own before the attention or MLP.
+# The modules of a layer in order; a norm that is stored with the following linear layer is a part of that module, or a
+# separate one before the attention or MLP.
 _PARTS = (
     "input_layernorm.",
     "self_attention.linear_proj.",
@@ -34,9 +34,10 @@ Place = tuple[int, int]  # (bucket, first element in it)
 
 
 def in_module_order(names: Collection[str], *, local: bool) -> list[str]:
-    """The names of one layer's parameters, without `decoder.layers.N.`, in the order of Megatron-LM's modules.
+    """Sorts the names of one layer's parameters, without `decoder.layers.N.`, in the order of Megatron-LM's modules.
 
-    local: its own layers (--transformer-impl local), not Transformer Engine's. Norms may have the names of either.
+    `local` selects its own layers (--transformer-impl local) instead of Transformer Engine's. Norms may have the names
+    of either.
     """
     parts = _LOCAL_PARTS if local else _PARTS
 
@@ -49,7 +50,7 @@ def in_module_order(names: Collection[str], *, local: bool) -> list[str]:
 
 
 def place(numels: Mapping[str, int], buckets: Sequence[int]) -> dict[str, Place] | None:
-    """Where parameters, in the order of modules, are in buckets of these sizes; None when they do not fill them."""
+    """Returns the positions of parameters, in the order of modules, in buckets of these sizes; None if they do not fit."""
     places: dict[str, Place] = {}
     bucket, end = 0, 0
     for name in reversed(list(numels)):
@@ -66,9 +67,10 @@ def place(numels: Mapping[str, int], buckets: Sequence[int]) -> dict[str, Place]
 
 
 def bucket_sizes(numels: Mapping[str, int], size: int | None, alone: Collection[str]) -> list[int]:
-    """Elements of each bucket of a buffer with these parameters, in the order of modules.
+    """Returns the elements per bucket of a buffer with these parameters, in the order of modules.
 
-    size: the number of elements that fills a bucket; None for one bucket. alone: parameters with a bucket of their own.
+    `size` is the number of elements that fills a bucket; None for one bucket. `alone` are parameters with their own
+    bucket.
     """
     found, end = [], 0
     for name in reversed(list(numels)):
@@ -84,7 +86,7 @@ def bucket_sizes(numels: Mapping[str, int], size: int | None, alone: Collection[
 
 
 def default_size(arguments: Mapping[str, object], *, stage: int, chunk: int, parameters: int) -> int | None:
-    """Megatron-LM's bucket size for chunk `chunk` of a stage; None for one bucket. Raises CheckpointError."""
+    """Returns Megatron-LM's bucket size for chunk `chunk` of a stage; None for one bucket. Raises CheckpointError."""
     late = bool(arguments.get("overlap_param_gather_with_optimizer_step"))
     if not arguments.get("overlap_grad_reduce") or stage > 0 or chunk > 0 or late:
         return None

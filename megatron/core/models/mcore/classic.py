@@ -1,4 +1,4 @@
-"""Megatron-LM's classic layout (--ckpt-format torch): a folder mp_rank_XX[_YYY] for each rank, with model_optim_rng.pt."""
+"""Megatron-LM's classic layout (--ckpt-format torch): one folder mp_rank_XX[_YYY] per rank, with model_optim_rng.pt."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MODEL = re.compile(r"model\d*")
 
 
 class ClassicFiles:
-    """Weights of all ranks; tensors are mapped, and read when they are asked for.
+    """The weights of all ranks; tensors are mapped, and read on demand.
 
-    shapes: the key of every tensor of the model, as `Layout.key` writes it -> its shape. common: what the first rank holds
-    beside its weights. arguments: of the run that wrote it.
+    `shapes` maps the key of every tensor of the model, in the format of `Layout.key`, to its shape. `common` holds the
+    first rank's values except its weights. `arguments` are those of the run that wrote the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,19 +56,19 @@ class ClassicFiles:
         self.layout = self._layout(tp, pp)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of a tensor of the model."""
+        """Returns the dtype of a tensor of the model."""
         return self._tensor(key).dtype
 
     def read(self, key: str, shape: tuple[int, ...], box: Box) -> Tensor:
-        """Elements `box` of a tensor of the model, which has `shape`."""
+        """Returns elements `box` of a tensor of the model, which has `shape`."""
         return narrow(self._tensor(key), box)
 
     def rank(self, folder: str) -> Mapping[str, Any]:
-        """Everything in the file of the rank with this folder."""
+        """Returns the content of the file of the rank with this folder."""
         return self._files[folder]
 
     def parameters(self, folder: str) -> list[str]:
-        """Keys of a rank's parameters in the order of its modules, chunk by chunk, which is that of its optimizer."""
+        """Returns the keys of a rank's parameters in the order of its modules, chunk by chunk, as in its optimizer."""
         parts = sorted(part for part in self._files[folder] if _MODEL.fullmatch(part))
         keys = [f"{folder}/{part}/{name}" for part in parts for name in self._files[folder][part]]
         return [key for key in keys if key in self.shapes and "rotary_pos_emb" not in key]
@@ -87,7 +87,7 @@ class ClassicFiles:
             held.append({key.removeprefix(beginning) for key in self.shapes if key.startswith(beginning)})
         layers = tuple(len({match[1] for name in names if (match := _LAYER.match(name))}) for names in held)
         fused = any(name.endswith("linear_qkv.layer_norm_weight") for names in held for name in names)
-        # How rows were padded is not always among the arguments.
+        # The padding of the rows is not always among the arguments.
         embedding = self.shapes.get(shape.key(0, 0, "embedding.word_embeddings.weight"))
         if embedding is None:
             place = shape.key(0, 0, "").rstrip("/")

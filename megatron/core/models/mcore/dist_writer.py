@@ -1,11 +1,11 @@
 """Writes Megatron-LM's distributed checkpoints (--ckpt-format torch_dist, its default).
 
 [Note: torch_dist]
-Tensors are those of the whole model, whatever it runs on, with the names of Transformer Engine's layers; those of all layers
-are one tensor with a dim of layers in front. The optimizer is the distributed one, of the kind that Megatron-LM saves with
---dist-ckpt-optim-fully-reshardable: `optimizer.state.KEY.` before the name of the weight. What is no tensor lies in
-common.pt, where core 0.18 and later still look for it. Modules of Transformer Engine have an object each for the state of
-FP8, without which a strict load fails; nothing in it says that there is none.
+Tensors are those of the whole model, for any layout, with the names of Transformer Engine's layers; those of all layers
+are one tensor with a leading dim of layers. The optimizer is the distributed one, as Megatron-LM saves it with
+--dist-ckpt-optim-fully-reshardable: `optimizer.state.KEY.` before the name of the weight. Values other than tensors are
+in common.pt, which core 0.18 and later still read. Modules of Transformer Engine have one object each for the state of
+FP8, without which a strict load fails; an empty one means that there is no such state.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def write_torch_dist(
     training: TrainingState,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
-    """Write the checkpoint of `training` under `root`, and the tracker. Memory: two chunks of tensors, whatever their sizes.
+    """Writes the checkpoint of `training` under `root`, and the tracker. Memory: two chunks of tensors.
 
-    tp: the vocabulary is padded for that many ranks, all else is for any layout. local: for --transformer-impl local. Raises
-    CheckpointError when there is one already, ConfigError for a model that Megatron-LM has no arguments for, and OSError,
-    leaving nothing.
+    The vocabulary is padded for `tp` ranks; everything else suits any layout. `local` is for --transformer-impl local.
+    Raises CheckpointError if the checkpoint exists, ConfigError for a model that Megatron-LM has no arguments for, and
+    OSError, leaving nothing.
     """
     model = source.model
     assert model.num_layers
@@ -91,7 +91,7 @@ _CONTENT = {
 
 
 def _tensors(names: Table, layout: Layout, prefix: str, dtype: torch.dtype, read: Read) -> list[WholeTensor]:
-    """The global tensors of the weights, or of state in the shapes of the weights."""
+    """Returns the global tensors of the weights, or of state in the shapes of the weights."""
     held: dict[str, list[str]] = {}
     beginning = layout.key(0, 0, "")
     for key in names.theirs:
@@ -135,7 +135,7 @@ def _optimizer(adam: Adam, training: TrainingState) -> dict[str, Any]:
 
 
 def _extra_states(model: ModelConfig, *, local: bool) -> list[str]:
-    """Names of the objects: module, number and count of the layers. Megatron-LM's own layers have those of matrices only."""
+    """Returns the names of the objects: module, number and count of layers. Local layers have those of matrices only."""
     of_layers = ["self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"]
     if not local:
         of_layers.append("self_attention.core_attention")

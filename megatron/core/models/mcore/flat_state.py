@@ -1,4 +1,4 @@
-"""BucketStates of a checkpoint, from where each format keeps the buffers of the distributed optimizer."""
+"""Opens the BucketState of a checkpoint from the buffers of the distributed optimizer, for each storage format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Fits = Callable[[int, Numels], bool]
 
 
 def of_buckets(files: TorchDistFiles, model: ModelConfig) -> BucketState:
-    """`dp_reshardable`: a tensor for each key of each bucket. Raises CheckpointError."""
+    """Opens `dp_reshardable`: one tensor per key and bucket. Raises CheckpointError."""
     tp, pp = _sizes(files.arguments)
     stored: dict[tuple[int, int, int, str], str] = {}
     sizes: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
@@ -66,7 +66,7 @@ def of_buckets(files: TorchDistFiles, model: ModelConfig) -> BucketState:
 
 
 def of_gathered(files: TorchDistFiles, model: ModelConfig) -> BucketState:
-    """`dp_zero_gather_scatter`: an object for each rank, as distrib_optim.pt is. Raises CheckpointError."""
+    """Opens `dp_zero_gather_scatter`: one object per rank, like distrib_optim.pt. Raises CheckpointError."""
     tp, pp = _sizes(files.arguments)
     contents = {}
     for group in range(tp * pp):
@@ -79,7 +79,7 @@ def of_gathered(files: TorchDistFiles, model: ModelConfig) -> BucketState:
 
 
 def of_files(files: ClassicFiles, model: ModelConfig) -> BucketState:
-    """distrib_optim.pt beside each rank's file. Raises CheckpointError."""
+    """Opens distrib_optim.pt, which is next to each rank's file. Raises CheckpointError."""
     layout, contents = files.layout, {}
     for rank in range(layout.tp):
         for stage in range(layout.pp):
@@ -98,7 +98,7 @@ def of_files(files: ClassicFiles, model: ModelConfig) -> BucketState:
 
 
 class _Gathered:
-    """Buffers whose buckets are one behind another: (tp rank, stage) -> buffer's number -> key -> elements."""
+    """Buffers of concatenated buckets: (tp rank, stage) -> buffer's number -> key -> elements."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Gathered:
         self._sizes: dict[tuple[int, int], list[int]] = {}
 
     def fits(self, chunk: int, numels: Numels) -> bool:
-        """Whether a chunk's buffer may hold these parameters."""
+        """Returns whether a chunk's buffer may hold these parameters."""
         return sum(self._expected(chunk, numels)) == self._total(0, chunk)
 
     def buckets(self, rank: int, chunk: int, numels: Numels) -> Sequence[int]:
@@ -148,7 +148,7 @@ class _Gathered:
 
 
 def _content(found: Any, where: str) -> dict[int, Mapping[str, Any]]:
-    """Buffer's number -> key -> elements."""
+    """Returns buffer's number -> key -> elements."""
     content: Mapping[Any, Any] = only(found)
     if not content.get("buckets_coalesced"):
         raise CheckpointError(f"{where} is in the form of before 2024-02-13, which is not read; {SAVE_AGAIN}")
@@ -160,7 +160,7 @@ def _content(found: Any, where: str) -> dict[int, Mapping[str, Any]]:
 
 
 def _buffers(held: Mapping[Any, set[int]], ranks: int, files: TorchDistFiles) -> int:
-    """The number of buffers, which all ranks have."""
+    """Returns the number of buffers, which is equal on all ranks."""
     numbers = next(iter(held.values()), set())
     if len(held) != ranks or not numbers or any(each != set(range(len(numbers))) for each in held.values()):
         raise CheckpointError(
@@ -173,7 +173,7 @@ def _buffers(held: Mapping[Any, set[int]], ranks: int, files: TorchDistFiles) ->
 def _derived(
     files: TorchDistFiles, model: ModelConfig, chunks: int, fits: Fits
 ) -> tuple[Layout, Callable[[int, int], Numels]]:
-    """How the model was cut into chunks, and the parameters of each, from what fits its buffers."""
+    """Derives the division of the model into chunks, and the parameters of each, from the sizes of the buffers."""
     tp, pp = _sizes(files.arguments)
     assert model.num_layers
     if files.layout.vocabulary % tp:

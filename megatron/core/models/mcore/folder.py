@@ -1,4 +1,4 @@
-"""Folders of Megatron-LM's checkpoints: which iteration is meant, and in which of its formats it is."""
+"""Finds a checkpoint's folder and format in a folder of Megatron-LM's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _CONFIG = "metadata.json"
 
 
 def iteration_folder(root: Path, step: int | None) -> Path:
-    """The folder of iteration `step`, or of what the tracker names, under `root`; `root` when it is one itself.
+    """Returns the folder of iteration `step`, or of the tracker's, under `root`; or `root` if it is a checkpoint
+    itself.
 
-    Raises CheckpointError when it is not there.
+    Raises CheckpointError if it is missing.
     """
     if is_foreign(root):
         return root
@@ -37,7 +38,7 @@ def iteration_folder(root: Path, step: int | None) -> Path:
 
 
 def format_of(folder: Path) -> str:
-    """CLASSIC or TORCH_DIST, by what the folder holds. Raises CheckpointError for the formats that are not read."""
+    """Returns CLASSIC or TORCH_DIST, by the content of the folder. Raises CheckpointError for unsupported formats."""
     if (folder / _CONFIG).is_file():
         backend = _backend(folder / _CONFIG)
         if backend != TORCH_DIST:

@@ -1,8 +1,8 @@
-"""Which of Megatron-LM's arguments change the model, and which do not: core 0.12 to d98e8a6 (2026-08-22).
+"""Classifies Megatron-LM's arguments by their effect on the model: core 0.12 to d98e8a6 (2026-08-22).
 
 A checkpoint holds all arguments of the run that wrote it. Those that describe the model are read in arguments.py. Here
-are the others: features that are not here, with the values that leave the model as it is without them (OFF), and what has no
-part in the model whatever its value (NO_PART, and every name with one of the beginnings in NO_PART_OF).
+are the others: unsupported features, with the values that switch them off (OFF), and arguments without an effect on the
+model for any value (NO_PART, and every name that begins with an entry of NO_PART_OF).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from megatron.base.errors import CheckpointError, ConfigError
 
 OFF: dict[str, tuple[Any, ...]] = {
-    # Layers of another kind.
+    # Other kinds of layers.
     "num_experts": (None,),
     "multi_latent_attention": (False, None),
     "mtp_num_layers": (None, 0),
@@ -35,18 +35,18 @@ OFF: dict[str, tuple[Any, ...]] = {
     "use_legacy_models": (False, None),
     "spec": (None,),
     "yaml_cfg": (None,),
-    # Another attention.
+    # Other kinds of attention.
     "attention_output_gate": (False, None),
     "softmax_type": ("vanilla", None),
     "softmax_scale": (None,),
     "qk_l2_norm": (False, None),
     "export_qk_l2_norm": (False, None),
-    # Another MLP or residual.
+    # Other kinds of MLP or residual.
     "quick_geglu": (False, None),
     "glu_linear_offset": (0.0, None),
     "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False, None),
-    # Other positions.
+    # Other position embeddings.
     "no_rope_freq": (None,),
     "mrope_section": (None,),
     "yarn_correction_range_round_to_int": (True, None),
@@ -57,8 +57,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "export_kv_cache_quant": (False, None),
 }
 
-# Beginnings of names: of arguments of a feature that OFF has at rest (moe_router_topk without num_experts), then of those of
-# parts beside the model.
+# Prefixes of names: first of arguments of a feature that OFF switches off (moe_router_topk without num_experts), then
+# of arguments of parts outside the model.
 _BEGINNINGS = """
 moe_ mtp_ mamba_ gdp_ dsa_ linear_ mup_ retro_ mhc_ relative_attention_
 adam_ app_tag_ async_ bert_ biencoder_ checkpoint ckpt_ consumed_ cpu_offloading cuda_graph data_ dataloader_ ddp_
@@ -70,8 +70,9 @@ train_ use_checkpoint_ use_kitchen vision_ wandb_
 """
 NO_PART_OF = tuple(_BEGINNINGS.split())
 
-# apply_query_key_layer_scaling divides scores by the layer's number before the mask and multiplies by it in the softmax.
-# openai_gelu is parsed, and read by no model of core. The precision of what is computed is not the model's either.
+# apply_query_key_layer_scaling divides scores by the layer's number before the mask and multiplies by it in the
+# softmax. openai_gelu is parsed, but no model of core reads it. The precision of computations is not part of the model
+# either.
 _NAMES = """
 _is_global_batch_size_explicitly_specified account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
 accumulate_allreduce_grads_in_fp32 activation_offload_fraction add_position_embedding adlr_autoresume
@@ -142,9 +143,9 @@ NO_PART = frozenset(_NAMES.split())
 def refuse_what_is_not_here(
     arguments: Mapping[str, Any], read: Collection[str], where: str, ignored: Collection[str]
 ) -> None:
-    """Raise CheckpointError naming arguments that change the model or may do so, and are not among those that are `read`.
+    """Raises CheckpointError naming arguments outside `read` that change the model or may do so.
 
-    `ignored`: names that no table knows and that may have any value; ConfigError for another one.
+    `ignored` are names that no table contains and that may have any value; another name raises ConfigError.
     """
     unknown = {
         name
@@ -159,7 +160,7 @@ def refuse_what_is_not_here(
     on = {name: arguments[name] for name, off in OFF.items() if name in arguments and arguments[name] not in off}
     if on:
         raise CheckpointError(f"{where}: {listed(on)}, which is not supported")
-    # A switch that is off leaves the model as it was before there was the switch.
+    # A switch that is off means the behaviour before the switch was introduced.
     on = {name: arguments[name] for name in sorted(unknown - set(ignored)) if not _is_nothing(arguments[name])}
     if on:
         raise CheckpointError(
@@ -169,7 +170,7 @@ def refuse_what_is_not_here(
 
 
 def listed(arguments: Mapping[str, Any]) -> str:
-    """As part of a message."""
+    """Formats arguments for a message."""
     return ", ".join(f"argument {name} is {value!r}" for name, value in arguments.items())
 
 

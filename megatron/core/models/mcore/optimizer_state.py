@@ -1,9 +1,9 @@
-"""Optimizer state in the forms in which Megatron-LM's checkpoints hold it, each as tensors of the model's parameters.
+"""Optimizer state in the forms of Megatron-LM's checkpoints, each read as tensors of the model's parameters.
 
-- `ModelState`: global tensors of torch_dist, of `fully_reshardable`, `fully_sharded_model_space` and the optimizer that is
-  not distributed.
+- `ModelState`: global tensors of torch_dist, of `fully_reshardable`, `fully_sharded_model_space` and the optimizer that
+  is not distributed.
 - `BucketState`: flat buffers of every rank: `dp_reshardable` and `dp_zero_gather_scatter` of torch_dist, and
-  distrib_optim.pt of the classic layout. Where a parameter is in them is not stored but worked out; see buckets.py.
+  distrib_optim.pt of the classic layout. The positions of the parameters are not stored but derived; see buckets.py.
 - `ListState`: the optimizer of the classic layout that is not distributed: lists in the order of its groups.
 """
 
@@ -32,10 +32,10 @@ Shape = tuple[int, ...]
 
 
 class OptimizerState(Protocol):
-    """State of the parameters of a checkpoint.
+    """The optimizer state of a checkpoint's parameters.
 
-    layout: of the Table that names them. derived: whether it was worked out which elements are whose. has_masters: fp32
-    weights are a part of it.
+    `layout` is that of the Table that names the parameters. `derived` means that the owner of each element was derived
+    and not stored. `has_masters` means that fp32 weights are part of the state.
     """
 
     layout: Layout
@@ -43,15 +43,16 @@ class OptimizerState(Protocol):
     has_masters: bool
 
     def read(self, key: str, name: str, shape: Shape, box: Box) -> Tensor:
-        """Elements `box` of the state `key` ("master", "exp_avg" ...) of a parameter, which has `shape` on its rank.
+        """Returns elements `box` of the state `key` ("master", "exp_avg" ...) of a parameter, which has `shape` on its
+        rank.
 
-        `name`: as `Layout.key` writes it. Raises CheckpointError.
+        `name` is in the format of `Layout.key`. Raises CheckpointError.
         """
         ...
 
 
 class ModelState:
-    """See the module."""
+    """State stored as global tensors of torch_dist, see the module."""
 
     derived = False
 
@@ -72,7 +73,7 @@ class ModelState:
 
 
 class BucketState:
-    """See the module. A buffer is that of a tp rank and a chunk of the model."""
+    """State stored in flat buffers, one per tp rank and chunk of the model; see the module."""
 
     derived, has_masters = True, True
 
@@ -83,8 +84,12 @@ class BucketState:
         buckets: Callable[[int, int, Mapping[str, int]], Sequence[int]],
         fetch: Callable[[int, int, str, int, Box], Tensor],
     ) -> None:
-        """numels(rank, chunk): elements of the parameters in the order of modules; buckets(rank, chunk, numels): of the
-        buckets of their buffer; fetch(rank, chunk, key, bucket, range): elements of one. Raises CheckpointError."""
+        """Derives the position of every parameter. Raises CheckpointError.
+
+        `numels(rank, chunk)` returns the elements of the parameters in the order of modules; `buckets(rank, chunk,
+        numels)` returns the sizes of the buckets of their buffer; `fetch(rank, chunk, key, bucket, range)` returns
+        elements of one bucket.
+        """
         self.layout, self._fetch = layout, fetch
         self._places: dict[str, tuple[int, int, int, int]] = {}
         for rank in range(layout.tp):
@@ -112,12 +117,12 @@ class BucketState:
 
 
 class ListState:
-    """See the module."""
+    """State stored in lists of the classic layout, see the module."""
 
     derived = True
 
     def __init__(self, files: ClassicFiles) -> None:
-        """Raises CheckpointError."""
+        """Reads the state of all ranks. Raises CheckpointError."""
         self.layout = files.layout
         self._tensors: dict[str, dict[str, Tensor]] = {}
         ranks = [(rank, stage) for rank in range(self.layout.tp) for stage in range(self.layout.pp)]
@@ -159,7 +164,7 @@ class ListState:
 
 
 def only(optimizer: Any) -> Mapping[str, Any]:
-    """The one optimizer of what may be a list of them. Raises CheckpointError."""
+    """Returns the only optimizer of a value that may be a list of them. Raises CheckpointError."""
     if isinstance(optimizer, list) and len(optimizer) == 1:
         optimizer = optimizer[0]
     if not isinstance(optimizer, dict):
@@ -172,7 +177,7 @@ def _prefix(key: str) -> str:
 
 
 def _kind(name: str, shape: Shape, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(weight decay applies, the learning rate is the decoupled one), as Megatron-LM forms groups of parameters."""
+    """Returns (weight decay applies, the learning rate is the decoupled one), as Megatron-LM groups parameters."""
     of_heads = "q_layernorm." in name or "k_layernorm." in name
     decays = not (name.endswith(".bias") or len(shape) == 1)
     is_end = name.endswith(("word_embeddings.weight", "output_layer.weight"))
@@ -183,5 +188,5 @@ def _kind(name: str, shape: Shape, arguments: Mapping[str, Any]) -> tuple[bool, 
 
 
 def _is_decoupled(group: Mapping[str, Any]) -> bool:
-    """Whether a group has the decoupled learning rate; older versions said so in so many words."""
+    """Returns whether a group has the decoupled learning rate, which older versions stored explicitly."""
     return bool(group.get("is_decoupled_lr", False)) or not group.get("default_config", True)

@@ -1,4 +1,4 @@
-"""A checkpoint for Megatron-LM gets its name when all its bytes are on disk, and the tracker names it last."""
+"""Publishes a checkpoint for Megatron-LM: renamed when all its bytes are on disk, and then named by the tracker."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from megatron.core.models.mcore.training_state import TrainingState
 
 @contextmanager
 def published(root: Path, training: TrainingState) -> Iterator[Path]:
-    """A folder to write in; it becomes `root`'s checkpoint of `training` if the body succeeds, and is deleted if not.
+    """Yields a folder to write in; it becomes `root`'s checkpoint of `training` if the body succeeds, and is deleted if
+    not.
 
-    Raises CheckpointError when that checkpoint is there already, and OSError.
+    Raises CheckpointError if that checkpoint exists, and OSError.
     """
     final, temporary = root / training.folder, root / f".{training.folder}.tmp"
     if final.exists():

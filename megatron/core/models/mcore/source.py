@@ -1,6 +1,6 @@
-"""Reads Megatron-LM's checkpoints, of both formats and any layout: weights, and the state of training beside them.
+"""Reads Megatron-LM's checkpoints, of both formats and any layout: weights and training state.
 
-Pickles are read as data (core/dist_checkpointing/pickles.py): no code of theirs is run.
+Pickles are read as data (core/dist_checkpointing/pickles.py): none of their code is run.
 """
 
 from __future__ import annotations
@@ -30,11 +30,18 @@ _OPTIMIZERS = ("adam", "sgd")
 
 
 class MCoreSource:
-    """A Source. layout: how its weights were cut. arguments: of the run that wrote it. common: what is no tensor."""
+    """A Source of a Megatron-LM checkpoint.
+
+    `layout` is the sharding of its weights. `arguments` are those of the run that wrote it. `common` holds all values
+    other than tensors.
+    """
 
     def __init__(self, root: Path, step: int | None, vocab_size: int | None, ignored: Sequence[str] = ()) -> None:
-        """`root`: the folder with the tracker, or one iteration's. `vocab_size` and `ignored`: see arguments.py. Raises
-        CheckpointError, and ConfigError for a name that cannot be ignored."""
+        """Opens the folder with the tracker, or the folder of one iteration.
+
+        For `vocab_size` and `ignored` see arguments.py. Raises CheckpointError, and ConfigError for a name that cannot
+        be ignored.
+        """
         self.path = iteration_folder(root, step)
         is_classic = format_of(self.path) == CLASSIC
         self._files: ClassicFiles | TorchDistFiles = (
@@ -60,7 +67,7 @@ class MCoreSource:
         self._verified: set[tuple[str, Box]] = set()
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """See core/models/source.py. Rows of the vocabulary that the checkpoint does not have are zero."""
+        """Reads elements of a parameter, see core/models/source.py. Missing rows of the vocabulary are zero."""
 
         def read(key: str, part: Box) -> Tensor:
             return self._files.read(key, _stored_shape(key, self.table, self.layout), part)
@@ -68,10 +75,11 @@ class MCoreSource:
         return gather(self.table.of_own(name, box), box, dtype, read)
 
     def read_state(self, name: str, key: str, box: Box) -> Tensor:
-        """Elements `box` of the optimizer's state `key` of our parameter `name`, in fp32: "master", "exp_avg" and so on.
+        """Returns elements `box` of the optimizer's state `key` of parameter `name`, in fp32: "master", "exp_avg" and
+        so on.
 
-        Where it was worked out which elements of a buffer are whose, the fp32 weights in it must round to the weights.
-        Raises CheckpointError.
+        If the owners of a buffer's elements were derived, the fp32 weights in it must round to the weights. Raises
+        CheckpointError.
         """
         state = self._state[0]
         if state.derived and state.has_masters and (name, box) not in self._verified:
@@ -84,12 +92,12 @@ class MCoreSource:
         return self._read_state(name, key, box)
 
     def open_optimizer(self) -> None:
-        """Raise CheckpointError for a state of the optimizer that cannot be read."""
+        """Raises CheckpointError for a state of the optimizer that cannot be read."""
         _ = self._state
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there is any state of an optimizer."""
+        """Returns whether the checkpoint holds any optimizer state."""
         files = self._files
         return (
             "optimizer" in self.common
@@ -98,7 +106,7 @@ class MCoreSource:
         )
 
     def optimizer_part(self, name: str) -> Any:
-        """ "optimizer" (groups and what is not cut of the state) or "grad_scaler"; None when there is none."""
+        """Returns "optimizer" (groups and unsharded state) or "grad_scaler"; None if there is none."""
         optimizer = only(self.common.get("optimizer", {}))
         if isinstance(self._files, TorchDistFiles):
             found = self._files.read_object(f"{GROUP}0.{name}")
@@ -118,7 +126,7 @@ class MCoreSource:
 
     @functools.cached_property
     def _state(self) -> tuple[OptimizerState, Table]:
-        """The state of the optimizer, and the names of its parameters. Raises CheckpointError."""
+        """Returns the state of the optimizer, and the names of its parameters. Raises CheckpointError."""
         rule = self.arguments.get("optimizer", "adam")
         if rule not in _OPTIMIZERS:
             raise CheckpointError(f"{self.path} holds the state of optimizer {rule!r}, which is not read; {SAVE_AGAIN}")
@@ -139,7 +147,7 @@ class MCoreSource:
         raise CheckpointError(f"{self.path} holds the optimizer's state in a form that is not known; {SAVE_AGAIN}")
 
     def _check(self) -> None:
-        """Every tensor is there in the right shape, and there is no other one."""
+        """Checks that every tensor exists in the right shape, and that there are no others."""
         there = self._files.shapes
         for key in self.table.theirs:
             expected = _stored_shape(key, self.table, self.layout)
@@ -158,11 +166,11 @@ class MCoreSource:
 
 
 def _stored_shape(key: str, names: Table, layout: Layout) -> tuple[int, ...]:
-    """The shape of their tensor, with all rows of the vocabulary."""
+    """Returns the shape of the stored tensor, with all rows of the vocabulary."""
     shape = names.theirs[key]
     return (layout.vocabulary, *shape[1:]) if key.endswith(VOCABULARY) else shape
 
 
 def _is_spare(name: str) -> bool:
-    """State of Transformer Engine, and the copy of a tied embedding that the last stage keeps."""
+    """Returns whether this is state of Transformer Engine, or the last stage's copy of a tied embedding."""
     return bool(re.search(r"_extra_state\b", name)) or name == "output_layer.weight" or "rotary_pos_emb" in name

@@ -1,7 +1,8 @@
-"""Megatron-LM's distributed checkpoints (--ckpt-format torch_dist): global tensors of the model, and objects beside them.
+"""Megatron-LM's distributed checkpoints (--ckpt-format torch_dist): global tensors of the model, and objects.
 
-Names are the model's own; those of all layers may be one tensor with a dim of layers in front
-(`decoder.layers.mlp.linear_fc2.weight` [layers, h, f]). Gate and up may be two tensors, with `_w` and `_v` after the name.
+Names are the model's own; those of all layers may be one tensor with a leading dim of layers
+(`decoder.layers.mlp.linear_fc2.weight` [layers, h, f]). Gate and up may be two tensors, with `_w` and `_v` after the
+name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.names import Layout
 
-COMMON_FILE = "common.pt"  # until core 0.18; then an object
+COMMON_FILE = "common.pt"  # until core 0.18, which stores an object instead
 _COMMON = "common_state"
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
@@ -32,9 +33,9 @@ _HALVES = ("_w", "_v")
 
 
 class ModelSpace:
-    """Tensors of a folder whose names begin with `prefix`, under the names of the model's parameters. shapes: name -> shape.
+    """Tensors of a folder whose names begin with `prefix`, by the names of the model's parameters.
 
-    The shape of a tensor of optimizer state may be another one: see `read`.
+    `shapes` maps names to shapes. A tensor of optimizer state may have another shape: see `read`.
     """
 
     def __init__(self, folder: DcpFolder, prefix: str) -> None:
@@ -56,12 +57,12 @@ class ModelSpace:
         self.shapes[name] = shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
+        """Returns the dtype of a tensor."""
         stored, _ = self._stored(name)
         return self._folder.tensors[stored if stored in self._folder.tensors else stored + _HALVES[0]][1]
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
-        """Elements `box` of the tensor of a parameter of `shape`. Raises CheckpointError."""
+        """Returns elements `box` of the tensor of a parameter of `shape`. Raises CheckpointError."""
         if name not in self.shapes:
             raise CheckpointError(f"it holds no tensor {self._prefix}{name}")
         stored, layer = self._stored(name)
@@ -76,7 +77,7 @@ class ModelSpace:
         return out
 
     def _stored(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The name that the folder has, and where the layer is in it: () when the tensor is of this layer alone."""
+        """Returns the stored name, and the index of the layer in that tensor: () for a tensor of this layer alone."""
         tensors = self._folder.tensors
         own = self._prefix + name
         match = _LAYER.fullmatch(name)
@@ -96,7 +97,9 @@ class ModelSpace:
     def _read_fragments(
         self, stored: str, layer: tuple[int, ...], saved: tuple[int, ...], shape: tuple[int, ...], box: Box
     ) -> Tensor:
-        """From state that core up to 0.13 cut over ranks: [n1, n2, ..., elements], n fragments of each dim, flattened."""
+        """Reads state that core up to 0.13 split over ranks: [n1, n2, ..., elements], n fragments of each dim,
+        flattened.
+        """
         counts = saved[:-1]
         size = tuple(n // count for n, count in zip(shape, counts, strict=True))
         if any(n % count for n, count in zip(shape, counts, strict=True)) or math.prod(size) != saved[-1]:
@@ -113,10 +116,10 @@ class ModelSpace:
 
 
 class TorchDistFiles:
-    """Weights of a torch_dist folder, under the keys of one rank. See ClassicFiles for its fields."""
+    """The weights of a torch_dist folder, under the keys of one rank. See ClassicFiles for its fields."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError."""
+        """Opens the folder. Raises CheckpointError."""
         self.path = path
         self.folder = DcpFolder(path)
         self.common = self._read_common()
@@ -130,23 +133,23 @@ class TorchDistFiles:
         self.layout = self._layout()
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of a tensor of the model."""
+        """Returns the dtype of a tensor of the model."""
         return self._weights.dtype(self.name(key))
 
     def read(self, key: str, shape: tuple[int, ...], box: Box) -> Tensor:
-        """Elements `box` of a tensor of the model, which has `shape`."""
+        """Returns elements `box` of a tensor of the model, which has `shape`."""
         return self._weights.read(self.name(key), shape, box)
 
     def name(self, key: str) -> str:
-        """The parameter's name in the whole model."""
+        """Returns the parameter's name in the whole model."""
         return key.removeprefix(self._beginning)
 
     def has_tensors(self, beginning: str) -> bool:
-        """Whether there is a tensor whose name begins so."""
+        """Returns whether there is a tensor whose name begins with `beginning`."""
         return any(name.startswith(beginning) for name in self.folder.tensors)
 
     def read_object(self, name: str) -> Any:
-        """The object of that name, without its place, or None."""
+        """Returns the object of that name, without its shard index, or None."""
         stored = f"{name}/shard_0_1"
         if stored not in self.folder.objects:
             return None

@@ -1,4 +1,4 @@
-"""What Megatron-LM needs beside the weights of a model to go on with its training, as its checkpoints hold it."""
+"""The training state, in addition to the weights, that Megatron-LM needs to continue a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Adam:
-    """The state of Adam. updates: those applied. loss_scale: None unless it moves.
+    """The state of Adam. `updates` is the number of applied updates. `loss_scale` is None unless it is dynamic.
 
-    read(name, key, box): fp32 elements of the "master", "exp_avg" or "exp_avg_sq" of our parameter `name`, in memory that is
-    the caller's.
+    `read(name, key, box)` returns fp32 elements of the "master", "exp_avg" or "exp_avg_sq" of parameter `name`, in
+    memory that the caller owns.
     """
 
     updates: int
@@ -35,9 +35,10 @@ class Adam:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a run is. A model that was only converted has the default.
+    """The progress of a run. A model that was only converted has the defaults.
 
-    scheduler: the state of its learning rate and weight decay, in samples. arguments: of the run, beside those of the model.
+    `scheduler` is the state of the learning rate and weight decay, in samples. `arguments` are those of the run, in
+    addition to those of the model.
     """
 
     iteration: int = 0
@@ -48,16 +49,16 @@ class TrainingState:
 
     @property
     def folder(self) -> str:
-        """Name of the checkpoint: of its iteration, or what Megatron-LM calls one that no run of its own saved."""
+        """Name of the checkpoint's folder: its iteration, or Megatron-LM's name for one that no run of its own saved."""
         return f"iter_{self.iteration:07d}" if self.scheduler else "release"
 
     @property
     def tracker(self) -> str:
-        """What the tracker file says."""
+        """Content of the tracker file."""
         return str(self.iteration) if self.scheduler else "release"
 
     def common(self, arguments: argparse.Namespace) -> dict[str, Any]:
-        """What every checkpoint holds beside tensors."""
+        """Returns the values other than tensors that every checkpoint holds."""
         found = {"args": arguments, "checkpoint_version": 3.0, "iteration": self.iteration}
         if self.scheduler:
             found["opt_param_scheduler"] = self.scheduler
@@ -68,14 +69,15 @@ class TrainingState:
 def arguments_for(
     model: ModelConfig, layout: Layout, dtype: torch.dtype, training: TrainingState
 ) -> argparse.Namespace:
-    """What Megatron-LM's --use-checkpoint-args reads, what it compares when it goes on, and what describes the model beside.
+    """Returns the arguments that Megatron-LM's --use-checkpoint-args reads or that it compares when it continues.
 
-    Random states are not saved: theirs are of generators that are not used here.
+    Random states are not saved, because they belong to generators that this program does not use.
     """
     beside = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
-        "mask_padded_vocabulary": model.mask_padded_vocabulary,  # for reading it here again; Megatron-LM does not know it
+        # for reading it back here; Megatron-LM does not know it
+        "mask_padded_vocabulary": model.mask_padded_vocabulary,
         "padded_vocab_size": layout.vocabulary * layout.tp,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -90,10 +92,11 @@ def arguments_for(
 
 
 def param_groups(adam: Adam, scheduler: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of Megatron-LM's Adam, matrices first, then what has no weight decay, without the parameters.
+    """Returns the parameter groups of Megatron-LM's Adam without the parameters: matrices, then those without weight
+    decay.
 
-    They have the fields of torch's AdamW and of the fused ones of Transformer Engine and Apex: Megatron-LM uses the one that
-    is installed, and takes the groups of the checkpoint as they are. Its scheduler sets the rates of both when it loads.
+    They have the fields of torch's AdamW and of the fused ones of Transformer Engine and Apex: Megatron-LM uses the
+    installed one, and uses the groups of the checkpoint unchanged. Its scheduler sets the rates of both when it loads.
     """
     return [
         {

@@ -36,11 +36,11 @@ def write_mcore(
     training: TrainingState,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
-    """Write the checkpoint of `training` under `root` for tp x pp ranks, and the tracker.
+    """Writes the checkpoint of `training` under `root` for tp x pp ranks, and the tracker.
 
-    The optimizer is the one that is not distributed; fused_norms says whose layers, and whose Adam. Memory: one rank's
-    weights, and its optimizer's state. Raises CheckpointError when there is one already, ConfigError for a layout that
-    cannot be or a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
+    The optimizer is the one that is not distributed; `fused_norms` selects Transformer Engine's layers and Adam.
+    Memory: one rank's weights and optimizer state. Raises CheckpointError if the checkpoint exists, ConfigError for an
+    impossible layout or a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
     """
     model = source.model
     assert model.num_layers
@@ -70,7 +70,7 @@ class _Rank:
     def content(
         self, source: Source, arguments: argparse.Namespace, dtype: torch.dtype, training: TrainingState
     ) -> dict[str, Any]:
-        """Of its file."""
+        """Returns the content of the rank's file."""
         weights = {name: self._read(name, dtype, lambda n, box: source.read(n, box, dtype)) for name in self._keys}
         content = training.common(arguments) | {"model": weights}
         if training.adam and training.scheduler:
@@ -78,10 +78,12 @@ class _Rank:
         return content
 
     def _optimizer(self, adam: Adam, scheduler: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        """[Note: one Adam or the other]
-        torch's Adam, which Megatron-LM takes where neither Transformer Engine nor Apex is installed, counts updates for each
-        parameter, in a tensor of its own; those two count them for each group, and Transformer Engine's fails on what it
-        does not know.
+        """Returns the state of the optimizer in the format of the Adam that will load it.
+
+        [Note: formats of Adam's step count]
+        torch's Adam, which Megatron-LM uses if neither Transformer Engine nor Apex is installed, counts updates per
+        parameter, in a separate tensor; those two count them per group, and Transformer Engine's fails on unknown
+        entries.
         """
         matrices = [name for name in self._keys if len(self._names.theirs[self._keys[name]]) > 1]
         vectors = [name for name in self._keys if name not in matrices]
