@@ -147,7 +147,7 @@ def test_offload(plan, capsys, tmp_path):
     half = (*SIZES, "--offload-ratio", 0.5)
     assert plan(*half, "--copy-time", 2, "--trace", tmp_path / "t.json", "--png", tmp_path / "t.png") == 0
     out = capsys.readouterr().out
-    assert "8 microbatches, 33 ms" in out and "near memory by rank, in chunks: 3.5, 3, 2, 1" in out
+    assert "8 microbatches, 33 ms" in out and "on the device by rank, in chunks: 3.5, 3, 2, 1" in out
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     copies = [event["dur"] for event in events if event.get("cat") in ("offload activations", "reload activations")]
     assert copies and set(copies) == {1000.0}
