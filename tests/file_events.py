@@ -1,4 +1,4 @@
-"""Moments at which to kill a process: what it does to files below some folders, counted by Python's audit hooks."""
+"""Counts the file operations of a process below given folders, by Python's audit hooks, to kill it at each of them."""
 
 import os
 import sys
@@ -8,7 +8,9 @@ EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copy
 
 
 def on_each(folders, call, but=()):
-    """Call call(number from 1) before each of this process's events below one of the folders `but` some, from now on."""
+    """Calls call(number from 1) before each later event of this process below one of the folders, except those in
+    `but`.
+    """
     below, not_below = (tuple(f"{Path(folder)}{os.sep}" for folder in each) for each in (folders, but))
     count = 0
 

@@ -1,7 +1,7 @@
-"""Warm gloo worker processes for parallel tests: starting torch costs seconds a process, so each world starts once.
+"""Warm gloo worker processes for parallel tests: starting torch takes seconds per process, so each world starts once.
 
 `run(4, fn, *args)` calls `fn(rank, world_size, *args)` in four processes and returns their results in rank order; `fn`
-must be a module-level function. Inside, `groups(tp=2)` gives the process groups of a mesh over that world.
+must be a module-level function. Inside, `groups(tp=2)` returns the process groups of a mesh over that world.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Pool:
             self._pipes.append(here)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Results in rank order. A failure in any rank raises here with every failed rank's traceback."""
+        """Returns the results in rank order. A failure in any rank raises here with every failed rank's traceback."""
         for pipe in self._pipes:
             pipe.send((fn, args))
         results: dict[int, Any] = {}
@@ -63,7 +63,8 @@ class Pool:
                 except EOFError:
                     ok, value = False, f"process exited with {self._processes[rank].exitcode}"
                 (results if ok else errors)[rank] = value
-            # One failed rank leaves the others waiting in a collective: give them a moment to fail too, then give up.
+            # One failed rank leaves the others waiting in a collective: give them a moment to fail, too, then stop
+            # waiting.
             if errors and time.monotonic() < deadline - 5:
                 deadline = time.monotonic() + 5
             if time.monotonic() > deadline:
@@ -76,7 +77,7 @@ class Pool:
         return [results[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
-        """Kill the processes."""
+        """Kills the processes."""
         for process in self._processes:
             process.kill()
         for size, pool in list(_POOLS.items()):
@@ -85,7 +86,7 @@ class Pool:
 
 
 def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` on a warm pool; a world of one runs in this process."""
+    """Runs `fn(rank, world_size, *args)` on a warm pool; a world of one runs in this process."""
     if world_size == 1:
         return [fn(0, 1, *args)]
     if world_size not in _POOLS:
@@ -102,9 +103,10 @@ def groups(
     inner: int = 1,
     holders: int = 1,
 ) -> Groups:
-    """Process groups of a mesh over this worker's world (cached: groups are made once a mesh and process).
+    """Returns the process groups of a mesh over this worker's world (cached: created once per mesh and process).
 
-    `instances` of the sharded optimizer; None shards nothing. `inner`: size of cp_inner. `holders`: size of tp_inner.
+    `instances` is the number of instances of the sharded optimizer; None shards nothing. `inner` is the size of
+    cp_inner, `holders` the size of tp_inner.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep), instances, inner, holders)

@@ -1,13 +1,13 @@
-"""Hold a change to the numbers of another version of the tree, bit for bit: losses, gradient norms and checkpoint bytes.
+"""Compares runs with those of another version, bit for bit: losses, gradient norms and checkpoint bytes.
 
-A grid of short runs through every parallel axis, schedule, sharding strategy, recompute, offload and precision mode. Each
-is started from its command line alone, so both versions may be arranged as they like. By hand:
+A grid of short runs covers every parallel axis, schedule, sharding strategy, recompute, offload and precision mode.
+Each is started from its command line alone, so the two versions may be organised differently. By hand:
 
-    git worktree add ../before COMMIT
-    python -m tests.same_numbers record ../before before.json --keep ../before-checkpoints
-    python -m tests.same_numbers compare . before.json --continue ../before-checkpoints
+  git worktree add ../before COMMIT
+  python -m tests.same_numbers record ../before before.json --keep ../before-checkpoints
+  python -m tests.same_numbers compare . before.json --continue ../before-checkpoints
 
-`--continue` also resumes every run from the other version's checkpoint and compares how it ends.
+`--continue` also resumes every run from the other version's checkpoint and compares its end.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ CASES: dict[str, tuple[int, str]] = {
 
 
 def run(tree: Path, name: str, save: Path, load: Path | None = None) -> dict[str, Any]:
-    """One run of `tree`: {"log": a line per iteration, "files": name -> digest of its last checkpoint}, or its error."""
+    """Runs one case of `tree`: {"log": a line per iteration, "files": name -> digest of its last checkpoint}, or its
+    error.
+    """
     world, line = CASES[name]
     argv = [*line.split(), "--train-iters", str(STEPS), "--save", str(save), "--save-interval", str(SAVED_AT)]
     if load is not None:
@@ -134,7 +136,7 @@ def run(tree: Path, name: str, save: Path, load: Path | None = None) -> dict[str
 
 
 def _start(tree: Path, argv: list[str], rank: int, world: int, port: int, logs: Path) -> int:
-    """Fork a rank: torch is imported once, by this process."""
+    """Forks a rank, so that torch is imported only once, by this process."""
     if pid := os.fork():
         return pid
     code = 1
@@ -162,7 +164,7 @@ def _start(tree: Path, argv: list[str], rank: int, world: int, port: int, logs: 
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of the files of the last checkpoint that hold tensors."""
+    """Returns the digests of the files with tensors in the last checkpoint."""
     last = max((path for path in folder.iterdir() if path.name.startswith("iter_")), key=lambda path: path.name)
     files = sorted(path for path in last.rglob("*.safetensors"))
     assert files, f"{last} holds no tensors"
@@ -170,7 +172,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def measure(tree: Path, names: list[str], keep: Path | None, before: Path | None = None) -> dict[str, Any]:
-    """name -> results, and with `before` (another version's kept checkpoints) "NAME, continued" -> results."""
+    """Returns name -> results, and with `before` (another version's checkpoints) "NAME, continued" -> results."""
     found: dict[str, Any] = {}
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
@@ -185,7 +187,7 @@ def measure(tree: Path, names: list[str], keep: Path | None, before: Path | None
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What is not the same, a line per run. A continued run has the last iterations of the whole one."""
+    """Returns the differences, one line per run. A continued run has the last iterations of the complete one."""
     found = []
     for name, result in after.items():
         expected = before[name.removesuffix(", continued")]
@@ -202,7 +204,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """See the head of the file."""
+    """Runs the program; see the head of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("tree", type=Path, help="a checkout of the project")
@@ -211,7 +213,7 @@ def main() -> int:
     parser.add_argument("--continue", dest="before", type=Path, help="compare: resume from the checkpoints kept here")
     parser.add_argument("-k", dest="only", default="", help="only the runs whose name contains this")
     args = parser.parse_args()
-    importlib.import_module("numpy")  # before the fork: once for all ranks
+    importlib.import_module("numpy")  # imported before the fork, once for all ranks
     importlib.import_module("torch")
 
     names = [name for name in CASES if args.only in name]

@@ -1,4 +1,6 @@
-"""The direction rule, by reading the source: who may import whom, and where torch and optional packages are named."""
+"""Checks the direction rule by reading the source: the allowed imports, and where torch and optional packages are
+named.
+"""
 
 import ast
 import functools
@@ -11,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Packages and files from the bottom up. A module imports from rows below its own and from its own package; what stands in
-# one row does not import each other.
+# Packages and files from the bottom up. A module imports from rows below its own and from its own package; entries of
+# one row do not import each other.
 ROWS = (
     ("megatron.base",),
     ("megatron.schedule",),
@@ -39,11 +41,11 @@ ROWS = (
 LAYERS = {unit: layer for layer, row in enumerate(ROWS) for unit in row}
 TORCH_FREE = tuple(unit for row in ROWS[:5] for unit in row)
 DISTRIBUTED = ("megatron.core.groups", "megatron.core.comm", "megatron.core.dist_checkpointing")
-# Packages that setup.py does not install: where each may be imported. The kernels' back ends may import any.
+# Packages that setup.py does not install, with the modules that may import each. The kernels' backends may import any.
 OPTIONAL = {
     "wandb": ("megatron.training.logging.writers",),
     "fastapi": ("megatron.core.inference.server",),
-    "starlette": ("megatron.core.inference.server",),  # under fastapi, as pydantic is
+    "starlette": ("megatron.core.inference.server",),  # a dependency of fastapi, like pydantic
     "uvicorn": ("megatron.core.inference.connections",),
     "pydantic": ("megatron.core.inference.protocol",),
     "lm_eval": ("megatron.core.inference.harness",),
@@ -66,7 +68,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def imports(tree: ast.AST) -> list[tuple[str, ast.stmt]]:
-    """(module or module.name, statement) of every import, at any depth. Relative imports keep their dots."""
+    """Returns (module or module.name, statement) of every import, at any depth. Relative imports keep their dots."""
     found: list[tuple[str, ast.stmt]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -78,7 +80,7 @@ def imports(tree: ast.AST) -> list[tuple[str, ast.stmt]]:
 
 
 def unit_of(module: str) -> str | None:
-    """The entry of LAYERS that a module, or a name in it, belongs to."""
+    """Returns the entry of LAYERS to which a module, or a name in it, belongs."""
     fits = [prefix for prefix in LAYERS if module == prefix or module.startswith(prefix + ".")]
     return max(fits, key=len, default=None)
 
@@ -114,7 +116,7 @@ def names_distributed(module: str, tree: ast.AST) -> list[str]:
 
 
 def deferred_imports(module: str, tree: ast.AST) -> list[str]:
-    """Imports of this package that are not run when the module is: inside functions, or under TYPE_CHECKING."""
+    """Returns imports of this package that do not run with the module: inside functions, or under TYPE_CHECKING."""
     late = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.If)):
@@ -123,7 +125,7 @@ def deferred_imports(module: str, tree: ast.AST) -> list[str]:
 
 
 def undeclared_imports(module: str, tree: ast.AST, installed: set[str]) -> list[str]:
-    """Imports of packages that a plain installation does not bring, outside the place that may."""
+    """Returns imports of packages that a plain installation lacks, outside the modules that may import them."""
     if module.startswith(BACKENDS + "."):
         return []
     faults = []
@@ -137,7 +139,7 @@ def undeclared_imports(module: str, tree: ast.AST, installed: set[str]) -> list[
 
 
 def installed_packages() -> set[str]:
-    """Import names of install_requires in setup.py."""
+    """Returns the import names of install_requires in setup.py."""
     for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == "install_requires":
             wanted = ast.literal_eval(node.value)
@@ -188,7 +190,7 @@ def test_the_bottom_rows_name_no_torch(module):
 
 
 def test_the_bottom_rows_import_without_torch():
-    """In a fresh interpreter, so that what third-party modules import counts as well."""
+    """Uses a new interpreter, so that imports of third-party modules count as well."""
     lines = [*(f"import {module}" for module in TORCH_FREE_MODULES), "import sys", "print('torch' in sys.modules)"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
@@ -203,12 +205,12 @@ def test_no_import_cycles():
 
 
 def _module_in(name: str) -> str | None:
-    """The module that `import name` or `from name's parent import name` loads."""
+    """Returns the module that `import name` or `from name's parent import name` loads."""
     return next((m for m in (name, name.rpartition(".")[0]) if m in MODULES), None)
 
 
 class TestTheTestsThemselves:
-    """Each check finds what it looks for."""
+    """Each check finds the fault that it looks for."""
 
     @pytest.mark.parametrize(
         ("module", "source", "faulty"),
@@ -263,5 +265,5 @@ class TestTheTestsThemselves:
             assert bool(undeclared_imports(module, ast.parse(source), installed_packages())) is faulty
 
     def test_every_unit_exists(self):
-        """A renamed package would fall out of LAYERS unseen."""
+        """A renamed package would otherwise be missing from LAYERS unnoticed."""
         assert [unit for unit in LAYERS if not any(unit_of(module) == unit for module in MODULES)] == []
