@@ -31,7 +31,7 @@ from megatron.config.flag_table import ALIAS, NOOP, READ, SAME
 from megatron.config.interval import SIZE
 
 WIDTH = 120
-_SAID = {READ: "read", ALIAS: "another name here", SAME: "already so", NOOP: "no effect on the results"}
+_SAID = {READ: "read", ALIAS: "another name here", SAME: "already in effect", NOOP: "no effect on the results"}
 
 
 def build_parser() -> FlagParser:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         raise ConfigError("there is nothing to check; give a command line or a launch script after --")
     commands = read_launch(command)
     if not commands:
-        raise ConfigError(f"{command[0]} starts no training script that is known; give its flags themselves after --")
+        raise ConfigError(f"{command[0]} starts no known training script; give its flags themselves after --")
     verdicts = [check_command(found.argv, args.world_size or found.world) for found in commands]
     print("\n\n".join(report(found, verdict) for found, verdict in zip(commands, verdicts, strict=True)))
     return 0 if all(verdict.accepted for verdict in verdicts) else 1
@@ -89,11 +89,14 @@ def report(command: Command, verdict: Verdict) -> str:
         widths = [min(50, max(len(row[column]) for row in rows)) for column in (0, 1)]
         lines += ["", *(f"  {typed:<{widths[0]}}  {here:<{widths[1]}}  {why}".rstrip() for typed, here, why in rows)]
     if already := [str(o.typed) for o in verdict.outcomes if o.kind == SAME]:
-        lines += ["", *_wrapped("already so: " + ", ".join(already))]
+        lines += ["", *_wrapped("already in effect: " + ", ".join(already))]
     if command.unresolved:
-        lines += ["", *_wrapped("not known from the script alone: " + ", ".join(command.unresolved))]
+        lines += ["", *_wrapped("unknown from the script alone: " + ", ".join(command.unresolved))]
     if command.assumed:
-        lines += ["", *_wrapped("taken to hold, as the script alone does not say: " + ", ".join(command.assumed))]
+        lines += [
+            "",
+            *_wrapped("assumed, because the script does not determine it: " + ", ".join(command.assumed)),
+        ]
     if verdict.problems:
         lines += [
             "",
@@ -120,7 +123,7 @@ def _check_lines(path: Path, world_size: int | None) -> int:
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
-                f"{path}:{number} is no JSON object with a list argv and a number world; mend it"
+                f"{path}:{number} is not a JSON object with a list argv and a number world; correct it"
             ) from None
         verdict = check_command(argv, world_size or world)
         refused = [{"flags": list(flags), "why": why} for why, flags in verdict.problems]

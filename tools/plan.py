@@ -260,13 +260,13 @@ def virtual_stages(args: argparse.Namespace) -> int | None:
         return asked
     if asked is not None:
         raise ConfigError(
-            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage say the same; remove one"
+            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage set the same; remove one"
         )
     if layers is None:
         raise ConfigError("--num-layers-per-virtual-pipeline-stage needs --num-layers; give it")
     if layers % (p * a_stage):
         raise ConfigError(
-            f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {p} x "
+            f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {p} x "
             f"--num-layers-per-virtual-pipeline-stage {a_stage}; change one of them"
         )
     return layers // (p * a_stage)

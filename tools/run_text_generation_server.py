@@ -121,7 +121,7 @@ def serve(args: argparse.Namespace) -> None:
     """
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     if key == "":
-        raise ConfigError("the API key is empty, which keeps nobody out; give one, or none at all")
+        raise ConfigError("the API key is empty, which protects nothing; give one, or none at all")
     saved, tokenizer = read_model(args)
     if args.add_bos and tokenizer.bos is None:
         raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
@@ -132,7 +132,7 @@ def serve(args: argparse.Namespace) -> None:
     first = launch_environment()[0] == 0
     listener = open_listener(args.host, args.port) if first else None
     if first and key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
-        log.warning("whoever reaches %s can use this server: no API key is set", args.host)
+        log.warning("anyone who can reach %s can use this server, because no API key is set", args.host)
 
     model, build = open_model(saved, args, timeout_minutes=2.0)
     decoder = together(

@@ -269,7 +269,7 @@ class Heartbeat:
             waited_for = _join([f"rank {rank}" for rank in others], ", ")
             return (
                 f"{head}: waiting for {waited_for}, and the job's store does not answer either: its host is gone, or "
-                f"this one is cut off; {cause}"
+                f"this one is disconnected; {cause}"
             )
         failed = [f"rank {rank} ended: {beat.error}" for rank, beat in after.items() if beat and beat.error]
         missing = _join(failed, "; ") or missing_ranks(before, after, group, number)
@@ -332,7 +332,7 @@ class Heartbeat:
             self._on_orphaned(f"the launcher, process {self._launcher}, is gone")
         elif self._publish is not None and silent > _STORE_TIMEOUT * self.interval:
             self._on_orphaned(
-                f"the job's store has not answered for {silent:.0f} s: its host is gone, or this one is cut off"
+                f"the job's store has not answered for {silent:.0f} s: its host is gone, or this one is disconnected"
             )
 
 

@@ -26,13 +26,13 @@ def as_user_error(error: BaseException) -> UserError | None:
         return error
     found: UserError | None = None
     if isinstance(error, OSError) and isinstance(error.filename, str | bytes | os.PathLike):
-        found = UserError(f"{os.fsdecode(error.filename)}: {error.strerror}; give another path, or mend this one")
+        found = UserError(f"{os.fsdecode(error.filename)}: {error.strerror}; give another path, or fix this one")
     elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
         found = UserError(f"the disk: {error.strerror}; make room, or write elsewhere")
     elif _is_about_memory(error):
         found = UserError(
-            f"there is not enough memory{_amount(str(error))}; make sizes or batches smaller, or use more ranks: "
-            "tools/plan.py memory says what a run needs"
+            f"there is not enough memory{_amount(str(error))}; reduce sizes or batches, or use more ranks: "
+            "tools/plan.py memory prints the memory of a run"
         )
     if found is not None:
         found.on_all_ranks = False
@@ -73,7 +73,7 @@ def check_output(flag: str, path: str | None) -> None:
     if os.path.isdir(path):
         reason = "it is a folder"
     elif not there.is_dir():
-        reason = f"{there} is no folder"
+        reason = f"{there} is not a folder"
     elif not os.access(path if os.path.lexists(path) else there, os.W_OK):
         reason = "no permission"
     else:

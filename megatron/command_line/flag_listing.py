@@ -20,5 +20,5 @@ def announce_flags(run: RunConfig) -> None:
     if run.logging.print_flags:
         log.info("%s", print_arguments(run))
     if run.already:
-        line = "given and already so: " + ", ".join(run.already)
+        line = "given, and already in effect: " + ", ".join(run.already)
         log.info("%s", "\n".join(textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)))

@@ -210,7 +210,7 @@ class _Meant:
                 continue
             if name in self.values and self.values[name] != value:
                 earlier = self._origins[name]
-                why = "given again" if earlier.flag == item.flag else "the flag itself goes before another name of it"
+                why = "given again" if earlier.flag == item.flag else "the flag itself overrides its alias"
                 self.notes.append(Note(earlier.flag, _asked(earlier), str(item), why))
             self.values.pop(name, None)
             if value is not None:

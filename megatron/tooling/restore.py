@@ -127,7 +127,7 @@ def check_tp(saved: Saved, tp: int) -> None:
     fitting = [n for n in range(1, common + 1) if common % n == 0 and 0 in (groups % n, n % groups)]
     if tp not in fitting:
         raise ConfigError(
-            f"--tensor-model-parallel-size {tp} does not cut the model of {saved.path}: {heads} heads, {groups} "
+            f"--tensor-model-parallel-size {tp} does not divide the model of {saved.path}: {heads} heads, {groups} "
             f"key/value heads, MLP width {width}, padded vocabulary {vocabulary}; use one of {', '.join(map(str, fitting))}"
         )
 
@@ -138,7 +138,7 @@ def check_pp(saved: Saved, pp: int) -> None:
     assert layers
     if layers % pp:
         raise ConfigError(
-            f"--pipeline-model-parallel-size {pp} does not cut the {layers} layers of {saved.path}; "
+            f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers of {saved.path}; "
             f"use a divisor of {layers}"
         )
 

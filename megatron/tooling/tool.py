@@ -140,7 +140,7 @@ def check_text(flag: str, text: str | None) -> None:
     """Raises ConfigError for text that is not UTF-8: Python keeps such bytes of the command line as lone surrogates."""
     if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
         shown = text.encode(errors="backslashreplace").decode()
-        raise ConfigError(f"{flag} '{shown}' is not text in UTF-8; check the terminal's encoding, or what wrote it")
+        raise ConfigError(f"{flag} '{shown}' is not text in UTF-8; check the terminal's or the program's encoding")
 
 
 def check_stop_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:

@@ -185,7 +185,7 @@ def test_mistakes(made, tmp_path, changes, without, says):
 
 def test_a_dataset_of_documents(made, tmp_path):
     done = tune(made, tmp_path, "save", {"--data-path": (made / "text",)})
-    refused(done, made / "text", "is no instruction dataset", "tools/preprocess_sft.py")
+    refused(done, made / "text", "is not an instruction dataset", "tools/preprocess_sft.py")
 
 
 def test_saving_among_the_checkpoints_of_pretraining(made, tmp_path):

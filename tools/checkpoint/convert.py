@@ -223,7 +223,7 @@ def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig, str 
     """Returns the weights, their tokenizer, and the Hugging Face model with which a run began, if any."""
     folder, base = Path(args.load_dir), None
     if not folder.is_dir():
-        raise CheckpointError(f"--load-dir {folder} is no folder")
+        raise CheckpointError(f"--load-dir {folder} is not a folder")
     source: Source
     if args.loader == "hf":
         source, tokenizer = HFSource(folder, args.load_adapter), tokenizer_of(folder)

@@ -49,7 +49,9 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[Fracti
         )
     for weight, prefix in zip(weights, words[1::2], strict=True):
         if weight <= 0:
-            raise ConfigError(f"{flag} gives {prefix} weight {weight}; weights are above 0, leave out what is not read")
+            raise ConfigError(
+                f"{flag} gives {prefix} weight {weight}; weights must be positive, remove unread datasets"
+            )
     return list(words[1::2]), weights
 
 

@@ -206,5 +206,5 @@ def _open_parts(
             )
             if name == "train":
                 raise DataError(f"{problem}; use a larger dataset or another --split")
-            LOGGER.warning("%s: it is left out", problem)
+            LOGGER.warning("%s: it is skipped", problem)
     return parts

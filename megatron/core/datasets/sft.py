@@ -67,7 +67,7 @@ class Conversations:
         self.tokens = IndexedDataset(prefix)
         if not os.path.isfile(f"{mask_prefix(prefix)}.idx"):
             raise DataError(
-                f"{mask_prefix(prefix)}.idx does not exist, so {prefix} is no instruction dataset; make one with "
+                f"{mask_prefix(prefix)}.idx does not exist, so {prefix} is not an instruction dataset; make one with "
                 "tools/preprocess_sft.py"
             )
         self.mask = IndexedDataset(mask_prefix(prefix))
@@ -198,7 +198,7 @@ def _that_fit(
         )
     if longer := int((lengths > seq_length).sum()):
         LOGGER.info(
-            "%s: %d of %d conversations of %s are longer than --seq-length %d and are left out",
+            "%s: %d of %d conversations of %s are longer than --seq-length %d and are skipped",
             *(name, longer, last - first, conversations.prefix, seq_length),
         )
     return first + fit, lengths[fit]

@@ -38,7 +38,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None) -> None:
         if template is None and not tokenizer.library.chat_template:
             raise ConfigError(
-                "the tokenizer has no chat template, as those of base models; give --chat-template chatml, or a file that "
+                "the tokenizer has no chat template, like most base models; give --chat-template chatml, or a file that "
                 "holds one"
             )
         self._tokenizer, self._template = tokenizer, template
@@ -88,7 +88,7 @@ class ChatTemplate:
             if not (turn.startswith(prompt) and text.startswith(turn) and bounds[-1] <= len(prompt)):
                 raise ValueError(
                     f"is rendered by the chat template so that the text up to turn {number + 1} is not how the whole "
-                    "text begins (it changes earlier turns): what the assistant wrote cannot be told; split the "
+                    "text begins (it changes earlier turns): the assistant's text cannot be identified; split the "
                     "conversation, or give a template with {% generation %} marks with --chat-template"
                 )
             bounds += [len(prompt), max(len(prompt), self._end(turn))]
@@ -191,7 +191,7 @@ def _without(trained: list[bool], conversation: Conversation) -> list[bool]:
     if marked != len(answers):
         raise ValueError(
             f"has turns of weight 0, and the chat template makes {marked} marked parts for {len(answers)} turns of the "
-            "assistant: which is whose cannot be told; give a template with one {% generation %} mark per turn"
+            "assistant: the parts cannot be matched to the turns; give a template with one {% generation %} mark per turn"
         )
     places = iter(answers)
     kept: list[bool] = []

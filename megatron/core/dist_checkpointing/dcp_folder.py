@@ -133,7 +133,9 @@ class DcpFolder:
             offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
             for offset in offsets:
                 if MetadataIndex(name, offset) not in self._reader.storage_data:
-                    raise CheckpointError(f"{self._path / METADATA} is damaged: it does not say where {name} is")
+                    raise CheckpointError(
+                        f"{self._path / METADATA} is damaged: it does not contain the position of {name}"
+                    )
 
 
 class _Planner(LoadPlanner):
@@ -211,5 +213,5 @@ def _place(place: Record) -> _StorageInfo:
 
 def _size(numbers: Any) -> torch.Size:
     if not (isinstance(numbers, tuple) and all(type(n) is int and n >= 0 for n in numbers)):
-        raise ValueError(f"{numbers!r} is no shape")
+        raise ValueError(f"{numbers!r} is not a shape")
     return torch.Size(numbers)

@@ -65,4 +65,4 @@ def _holder(file: BinaryIO) -> str:
         holder = json.loads(file.read())
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError):
-        return f"{file.name} does not say which"  # the holder has just begun
+        return f"{file.name} does not name it"  # the holder has just begun

@@ -93,7 +93,7 @@ class RecordUnpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if not (module in self._known or (module, name) == ("torch.serialization", "_get_layout")):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a checkpoint's metadata")
         return self._kinds.setdefault(f"{module}.{name}", type(name, (Record,), {}))
 
 

@@ -225,7 +225,7 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             content = json.loads(file.read(length))
         metadata = content.pop(_METADATA, {})
         if not (isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())):
-            raise ValueError(f"{_METADATA} is no object of texts")
+            raise ValueError(f"{_METADATA} is not an object of strings")
         spans = {key: _span(key, value) for key, value in content.items()}
         end = 0
         for key, (start, stop) in sorted(spans.items(), key=lambda item: item[1]):

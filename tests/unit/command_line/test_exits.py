@@ -96,7 +96,7 @@ def test_other_ranks_leave_it_to_the_first_to_say(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("folder", "it is a folder"), ("file/x", "is no folder"), ("loop", "no permission")]
+    ("name", "reason"), [("folder", "it is a folder"), ("file/x", "is not a folder"), ("loop", "no permission")]
 )
 def test_an_output_that_cannot_be_written(name, reason, tmp_path):
     (tmp_path / "file").touch()

@@ -59,7 +59,7 @@ class TestTool:
     def test_an_accepted_command(self, tool, capsys):
         assert tool["main"](["--world-size", "2", "--", "pretrain_gpt.py", *GOOD, "--tensorboard-dir", "a b"]) == 0
         out = capsys.readouterr().out
-        assert "on 2 processes" in out and "already so: --use-mcore-models" in out
+        assert "on 2 processes" in out and "already in effect: --use-mcore-models" in out
         assert "--rms-norm" in out and "--normalization RMSNorm" in out and "nothing is saved" in out
         command = out.split("the equivalent command here:\n")[1].replace("\\\n", " ")
         assert command.startswith("torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2")
@@ -75,7 +75,7 @@ class TestTool:
         script.write_text(f"ARGS='{' '.join(GOOD)}'\ntorchrun --nproc_per_node 4 pretrain_gpt.py $ARGS --save $OUT\n")
         assert tool["main"](["--", str(script)]) == 0
         out = capsys.readouterr().out
-        assert "on 4 processes" in out and "not known from the script alone: $OUT" in out and '--save "$OUT"' in out
+        assert "on 4 processes" in out and "unknown from the script alone: $OUT" in out and '--save "$OUT"' in out
 
     def test_many_lines(self, tool, tmp_path, capsys):
         lines = tmp_path / "lines.jsonl"
@@ -96,7 +96,7 @@ class TestTool:
         [
             ([], "there is nothing to check"),
             (["--lines", "x", "--", "--lr", "1"], "--lines x and a command are given together"),
-            (["--", "cat", "x"], "starts no training script that is known"),
+            (["--", "cat", "x"], "starts no known training script"),
             (["--world-size", "0", "--", "--lr", "1"], "--world-size: must be from 1"),
         ],
     )
@@ -109,7 +109,7 @@ class TestTool:
         lines = tmp_path / "lines.jsonl"
         lines.write_text(f'{{"argv": []}}\n{text}\n')
         assert tool["main"](["--lines", str(lines)]) == 2
-        assert f"{lines}:2 is no JSON object" in capsys.readouterr().err
+        assert f"{lines}:2 is not a JSON object" in capsys.readouterr().err
 
     def test_it_needs_no_torch(self):
         command = [sys.executable, "-X", "importtime", "tools/check_flags.py", "--", *GOOD]

@@ -225,9 +225,9 @@ def only_pickled(folder):
     [
         (lambda folder: max(folder.glob("*.safetensors")).unlink(), "40KB", "is not there, though .* names it"),
         (bad_shard, "40KB", "is damaged or no safetensors file: it has"),
-        (other_shape, "1GB", r"tensor model.norm.weight is \[65\], its config.json calls for \[64\]"),
+        (other_shape, "1GB", r"tensor model.norm.weight is \[65\], its config.json requires \[64\]"),
         (lambda f: other_tensors(f, remove="lm_head.weight"), "1GB", "holds no tensor lm_head.weight"),
-        (lambda f: other_tensors(f, add="model.layers.0.x"), "1GB", "does not call for, model.layers.0.x among"),
+        (lambda f: other_tensors(f, add="model.layers.0.x"), "1GB", "does not describe, model.layers.0.x among"),
         (only_pickled, "1GB", "pytorch_model.bin, which could run code"),
         (lambda folder: (folder / "config.json").unlink(), "1GB", "config.json is not there"),
         (lambda folder: (folder / "config.json").write_text("{"), "1GB", "config.json cannot be read"),

@@ -23,8 +23,8 @@ def test_parse():
         (["0.3", "a", "b"], "--data-path 0.3 a b mixes weights and prefixes"),
         (["a", "0.3"], "mixes weights and prefixes"),
         (["0.3", "a", "b", "0.7"], "mixes weights and prefixes"),
-        (["1", "a", "0", "b"], "gives b weight 0; weights are above 0"),
-        (["1", "a", "-2", "b"], "gives b weight -2; weights are above 0"),
+        (["1", "a", "0", "b"], "gives b weight 0; weights must be positive"),
+        (["1", "a", "-2", "b"], "gives b weight -2; weights must be positive"),
     ],
 )
 def test_parse_errors(words, message):

@@ -80,7 +80,7 @@ def test_small_dataset_is_left_out_of_a_validation_blend(tmp_path, caplog, monke
     paths = (tagged(tmp_path, "a", 0, 100), tagged(tmp_path, "b", 1000, 4))
     built = build(data_path=paths, split="90,10")
     assert isinstance(built.valid, GPTDataset) and tokens_of(built.valid) <= set(range(90, 100))
-    assert "documents 4 to 4 of the 4 of" in caplog.text and "left out" in caplog.text
+    assert "documents 4 to 4 of the 4 of" in caplog.text and "skipped" in caplog.text
 
 
 def test_paths_for_each_split(tmp_path):

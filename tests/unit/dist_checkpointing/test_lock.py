@@ -54,4 +54,4 @@ def test_a_holder_that_has_not_written_its_name(tmp_path, content):
         os.truncate(tmp_path / LOCK, 0)  # opened by name: no descriptor of ours is closed
         if content:
             in_child(lambda: (tmp_path / LOCK).write_text(content))
-        assert "lock.json does not say which" in in_child(lambda: attempt(tmp_path))
+        assert "lock.json does not name it" in in_child(lambda: attempt(tmp_path))

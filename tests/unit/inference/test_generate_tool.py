@@ -154,9 +154,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(call, monkeypatch, flags, message
             3,
             None,
             3,
-            "--pipeline-model-parallel-size 3 does not cut the 2 layers of .*iter_0000000; use a divisor of 2",
+            "--pipeline-model-parallel-size 3 does not divide the 2 layers of .*iter_0000000; use a divisor of 2",
         ),
-        (16, None, 2, "--tensor-model-parallel-size 8 does not cut the model"),
+        (16, None, 2, "--tensor-model-parallel-size 8 does not divide the model"),
         (6, 2, 2, "6 processes for --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2; start 4 with"),
         (3, None, 2, "3 processes for --pipeline-model-parallel-size 2; start a multiple of 2 with torchrun"),
     ],
@@ -189,7 +189,7 @@ class TestRestore:
     def test_a_pp_that_does_not_cut_the_model_is_refused(self, folder):
         saved = read_saved(folder, None)
         check_pp(saved, 2)
-        with pytest.raises(ConfigError, match=r"size 4 does not cut the 2 layers of .*; use a divisor of 2"):
+        with pytest.raises(ConfigError, match=r"size 4 does not divide the 2 layers of .*; use a divisor of 2"):
             check_pp(saved, 4)
 
     def test_a_checkpoint_without_a_tokenizer_needs_one(self, folder):

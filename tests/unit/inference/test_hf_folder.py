@@ -153,7 +153,7 @@ class TestMistakes:
         ("change", "message"),
         [
             ({"model_type": "bloom"}, "model_type 'bloom' is not supported; llama, "),
-            ({"num_hidden_layers": 3}, r"holds no tensor model\.layers\.2\..*, which its config.json calls for"),
+            ({"num_hidden_layers": 3}, r"holds no tensor model\.layers\.2\..*, which its config.json requires"),
         ],
     )
     def test_a_folder_of_another_model(self, call, own, change, message):

@@ -126,9 +126,9 @@ def test_an_adapter_beside_the_model_is_applied_or_refused(tmp_path):
     """transformers applies it unasked."""
     save_adapter(tmp_path).save_pretrained(tmp_path / "base")
     expected = theirs_of(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    with pytest.raises(CheckpointError, match=r"base holds an adapter beside the model .* give --load-adapter .*base"):
+    with pytest.raises(CheckpointError, match=r"base holds an adapter .* give --load-adapter .*base"):
         HFSource(tmp_path / "base")
-    with pytest.raises(CheckpointError, match="holds an adapter beside the model"):
+    with pytest.raises(CheckpointError, match="holds an adapter in addition to the model"):
         read_hf(str(tmp_path / "base"), str(tmp_path / "adapter"))
     assert_close(ours_of(tmp_path / "base", tmp_path / "base"), expected)
 
@@ -202,8 +202,11 @@ def cut(folder):
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (one_tensor_less, r"layers\.1\.self_attn\.q_proj\.lora_A\.weight is nothing, and .* calls for \[3, 64\]"),
-        (another_rank, r"is \[3, .*calls for \[5, "),
+        (
+            one_tensor_less,
+            r"layers\.1\.self_attn\.q_proj\.lora_A\.weight is nothing, .* requires on this model \[3, 64\]",
+        ),
+        (another_rank, r"is \[3, .*requires on this model \[5, "),
         (only_pickled, "adapter_model.bin, which could run code"),
         (cut, "adapter_model.safetensors is damaged"),
         (lambda folder: (folder / ADAPTER_FILE).unlink(), "adapter_model.safetensors cannot be read"),
@@ -211,7 +214,7 @@ def cut(folder):
             lambda folder: (folder / ADAPTER_CONFIG).unlink(),
             "adapter_config.json is not there; give a folder in PEFT's",
         ),
-        (lambda folder: (folder / ADAPTER_CONFIG).write_text("[]"), "is no JSON object"),
+        (lambda folder: (folder / ADAPTER_CONFIG).write_text("[]"), "is not a JSON object"),
         (lambda folder: (folder / ADAPTER_CONFIG).write_text("{"), "cannot be read"),
     ],
 )

@@ -101,9 +101,9 @@ def test_a_size_that_cannot_be_is_one_line_with_file_field_and_value(name, value
         (
             "llama",
             {"num_attention_heads": 6, "head_dim": None},
-            "hidden_size 64 is no multiple of num_attention_heads 6",
+            "hidden_size 64 is not a multiple of num_attention_heads 6",
         ),
-        ("llama", {"num_key_value_heads": 3}, "num_attention_heads 8 is no multiple of num_key_value_heads 3"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
         ("llama", {"head_dim": 7}, "head_dim is 7; rotary embeddings need an even one"),
         ("llama", {"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be above 0"),
         ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; it must be above 0 and finite"),

@@ -156,7 +156,7 @@ class TestGELU:
     def test_unknown_form(self):
         arguments = megatron_arguments(LATEST)
         del arguments["bias_gelu_fusion"]
-        with pytest.raises(CheckpointError, match="do not say bias_gelu_fusion"):
+        with pytest.raises(CheckpointError, match="do not contain bias_gelu_fusion"):
             model_of(arguments, "file")
         assert model_of({**arguments, "swiglu": True}, "file").swiglu
 

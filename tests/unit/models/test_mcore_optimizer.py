@@ -357,7 +357,7 @@ def climb_out(folder):
         (lambda folder: put(folder / ".metadata", pickle.dumps({"a": 1})), ".metadata cannot be read"),
         (lambda folder: next(folder.glob("*.distcp")).unlink(), "distcp is missing"),
         (cut_chunks, "distcp is damaged: it has"),
-        (lose_a_chunk, "does not say where .*linear_fc2"),
+        (lose_a_chunk, "does not contain the position of .*linear_fc2"),
         (climb_out, r"file name '\.\./"),
         (lambda folder: put(folder / "metadata.json", b"{}"), "does not say which format"),
         (lambda folder: put(folder / "metadata.json", b'{"sharded_backend": "zarr"}'), "in the format 'zarr'"),

@@ -197,6 +197,6 @@ def test_a_failure_leaves_nothing_and_what_is_there_is_kept(tmp_path, form):
     assert list(tmp_path.iterdir()) == []
     write(training)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="iter_0000007 is there already; give another folder"):
+    with pytest.raises(CheckpointError, match="iter_0000007 exists; give another folder"):
         write(training)
     assert sorted(tmp_path.rglob("*")) == before

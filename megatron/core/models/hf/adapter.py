@@ -61,7 +61,7 @@ class AdapterSource:
             called_for = list(self.table.theirs[name]) if name in self.table.theirs else "nothing"
             if there != called_for:
                 raise CheckpointError(
-                    f"{path / ADAPTER_FILE}: tensor {name} is {there}, and its {ADAPTER_CONFIG} on this model calls for "
+                    f"{path / ADAPTER_FILE}: tensor {name} is {there}, and its {ADAPTER_CONFIG} requires on this model "
                     f"{called_for}; give the model that the adapter was trained on"
                 )
 
@@ -98,7 +98,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{file} is no JSON object")
+        raise CheckpointError(f"{file} is not a JSON object")
     # All versions of PEFT write disabled features as false or empty values.
     fields = JsonFields({k: v for k, v in values.items() if v is not False and v != {} and v != []}, str(file))
     fields.only("peft_type", "LORA")
@@ -129,7 +129,7 @@ def check_no_adapter(folder: Path, applied: str | None) -> None:
     """
     if (folder / ADAPTER_CONFIG).is_file() and (applied is None or Path(applied).resolve() != folder.resolve()):
         raise CheckpointError(
-            f"{folder} holds an adapter beside the model ({ADAPTER_CONFIG}), which transformers applies; give "
+            f"{folder} holds an adapter in addition to the model ({ADAPTER_CONFIG}), which transformers applies; give "
             f"--load-adapter {folder}, or remove that file"
         )
 

@@ -43,7 +43,7 @@ class JsonFields:
         value = self._values.get(name)
         if value is None:
             if default is _MISSING:
-                raise self.error(f"{name} is missing; the file is not complete")
+                raise self.error(f"{name} is missing; the file is incomplete")
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
         # A bool is an int in Python, but not a valid number here.

@@ -71,9 +71,9 @@ class HFExport:
         repair(self.path)
         if self.path.exists():
             if not self.path.is_dir():
-                raise CheckpointError(f"{self.path} is there already and no folder; give another one")
+                raise CheckpointError(f"{self.path} exists and is not a folder; give another one")
             if not self._replace and any(self.path.iterdir()):
-                raise CheckpointError(f"{self.path} is there already and not empty; give another folder")
+                raise CheckpointError(f"{self.path} exists and is not empty; give another folder")
         self._temporary.mkdir(parents=True)
 
     def write(self, numbers: Sequence[int], on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:

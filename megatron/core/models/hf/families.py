@@ -67,7 +67,7 @@ def read_config(folder: Path) -> tuple[Family, ModelConfig]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is no JSON object")
+        raise CheckpointError(f"{path} is not a JSON object")
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -128,11 +128,11 @@ def _read_common(
     if groups is None:
         groups = heads if fields.has("num_key_value_heads") else default_groups or heads
     if heads % groups:
-        raise fields.error(f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+        raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     head_dim = fields.optional_integer("head_dim", AT_LEAST_ONE) or default_head_dim
     if head_dim is None and hidden % heads:
         raise fields.error(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and there is no head_dim"
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
         )
     size = head_dim or hidden // heads
     if size % 2:

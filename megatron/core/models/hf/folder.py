@@ -51,10 +51,10 @@ class HFFolder:
         for name, shape in expected.items():
             entry = self.entries.get(name)
             if entry is None:
-                raise CheckpointError(f"{self.path} holds no tensor {name}, which its config.json calls for")
+                raise CheckpointError(f"{self.path} holds no tensor {name}, which its config.json requires")
             if entry.shape != shape:
                 raise CheckpointError(
-                    f"{self.path}: tensor {name} is {list(entry.shape)}, its config.json calls for {list(shape)}"
+                    f"{self.path}: tensor {name} is {list(entry.shape)}, its config.json requires {list(shape)}"
                 )
 
     def check(self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None) -> None:
@@ -70,7 +70,7 @@ class HFFolder:
             extra.remove(tied_head)
         if extra:
             raise CheckpointError(
-                f"{self.path} holds {len(extra)} tensors that its config.json does not call for, {sorted(extra)[0]} among "
+                f"{self.path} holds {len(extra)} tensors that its config.json does not describe, {sorted(extra)[0]} among "
                 "them; it is another model than the file says"
             )
 

@@ -98,7 +98,7 @@ def model_of(
     _check_types(given, where)
     sizes = {name: given[name] for name in ("num_layers", "hidden_size", "num_attention_heads") if name in given}
     if len(sizes) < 3:
-        raise CheckpointError(f"{where}: its arguments do not say how large the model is, only {sizes}")
+        raise CheckpointError(f"{where}: its arguments do not contain the size of the model, only {sizes}")
     same = (
         *("ffn_hidden_size", "kv_channels", "group_query_attention", "num_query_groups", "max_position_embeddings"),
         *("normalization", "swiglu", "squared_relu", "add_qkv_bias", "qk_layernorm", "make_vocab_size_divisible_by"),
@@ -364,7 +364,9 @@ def _fuses_gelu(given: Mapping[str, Any], has_biases: bool, where: str) -> bool:
     if on:
         raise CheckpointError(f"{where}: {listed(on)}, which is not supported with GELU")
     if has_biases and "bias_gelu_fusion" not in given:
-        raise CheckpointError(f"{where}: its arguments do not say bias_gelu_fusion, which decides what its GELU is")
+        raise CheckpointError(
+            f"{where}: its arguments do not contain bias_gelu_fusion, which selects the form of its GELU"
+        )
     return has_biases and bool(given["bias_gelu_fusion"])
 
 
@@ -376,5 +378,5 @@ def _vocabulary(given: Mapping[str, Any], where: str, *, counts_end: bool) -> in
     if "vocab_size" in given:
         return int(given["vocab_size"]) + (given.get("tokenizer_type") == "NullTokenizer" and not counts_end)
     if "padded_vocab_size" not in given:
-        raise CheckpointError(f"{where}: its arguments do not say how large the vocabulary is; give --true-vocab-size")
+        raise CheckpointError(f"{where}: its arguments do not contain the vocabulary size; give --true-vocab-size")
     return int(given["padded_vocab_size"])

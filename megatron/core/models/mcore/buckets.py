@@ -97,7 +97,9 @@ def default_size(arguments: Mapping[str, object], *, stage: int, chunk: int, par
         return given
     data, context = arguments.get("data_parallel_size"), arguments.get("context_parallel_size", 1)
     if not (isinstance(data, int) and isinstance(context, int)):
-        raise CheckpointError("its arguments do not say data_parallel_size, on which the size of its buckets depends")
+        raise CheckpointError(
+            "its arguments do not contain data_parallel_size, on which the size of its buckets depends"
+        )
     return max(40_000_000, 1_000_000 * data * context)
 
 

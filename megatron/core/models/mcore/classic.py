@@ -43,7 +43,7 @@ class ClassicFiles:
         self.arguments: dict[str, Any] = vars(found) if isinstance(found, argparse.Namespace) else {}
         if not self.arguments:
             raise CheckpointError(
-                f"{ranks[0, 0] / FILE} holds no arguments; it is no checkpoint of Megatron-LM's training"
+                f"{ranks[0, 0] / FILE} holds no arguments; it is not a checkpoint of Megatron-LM's training"
             )
         self.shapes = {
             f"{folder}/{part}/{name}": tuple(value.shape)
@@ -109,5 +109,5 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
 def _load(path: Path) -> dict[str, Any]:
     content = load_objects(path, str(path), mapped=True)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no checkpoint of Megatron-LM")
+        raise CheckpointError(f"{path} is not a checkpoint of Megatron-LM")
     return content

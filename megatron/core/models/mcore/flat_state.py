@@ -120,7 +120,7 @@ class _Gathered:
         if sum(sizes) != self._total(rank, chunk):
             raise CheckpointError(
                 f"the optimizer's buffer of tp rank {rank}, chunk {chunk} has {self._total(rank, chunk)} elements, its "
-                f"parameters and arguments call for {sum(sizes)}; {SAVE_AGAIN}"
+                f"parameters and arguments require {sum(sizes)}; {SAVE_AGAIN}"
             )
         self._sizes[rank, chunk] = sizes
         return sizes
@@ -229,5 +229,7 @@ def _alone(model: ModelConfig, pp: int) -> Collection[str]:
 def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:
     tp, pp = (arguments.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline"))
     if not (isinstance(tp, int) and isinstance(pp, int) and tp > 0 and pp > 0):
-        raise CheckpointError(f"its arguments do not say its tensor and pipeline parallel sizes, but {tp} and {pp}")
+        raise CheckpointError(
+            f"its arguments do not contain valid tensor and pipeline parallel sizes, but {tp} and {pp}"
+        )
     return tp, pp

@@ -55,7 +55,7 @@ def format_of(folder: Path) -> str:
         )
     raise CheckpointError(
         f"{folder} holds neither a {_CONFIG} (--ckpt-format torch_dist) nor a folder mp_rank_... (--ckpt-format torch): it "
-        "is no checkpoint of Megatron-LM"
+        "is not a checkpoint of Megatron-LM"
     )
 
 

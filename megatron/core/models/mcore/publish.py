@@ -22,7 +22,7 @@ def published(root: Path, training: TrainingState) -> Iterator[Path]:
     """
     final, temporary = root / training.folder, root / f".{training.folder}.tmp"
     if final.exists():
-        raise CheckpointError(f"{final} is there already; give another folder")
+        raise CheckpointError(f"{final} exists; give another folder")
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)

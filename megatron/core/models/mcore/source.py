@@ -154,11 +154,11 @@ class MCoreSource:
             if key not in there:
                 folder, part, name = key.split("/", 2)
                 raise CheckpointError(
-                    f"{self.path}/{folder}: {part} holds no tensor {name}, which its arguments call for"
+                    f"{self.path}/{folder}: {part} holds no tensor {name}, which its arguments require"
                 )
             if there[key] != expected:
                 raise CheckpointError(
-                    f"{self.path}: {key} is {list(there[key])}, its arguments call for {list(expected)}"
+                    f"{self.path}: {key} is {list(there[key])}, its arguments require {list(expected)}"
                 )
         for key in there:
             if key not in self.table.theirs and not _is_spare(key.split("/", 2)[2]):

@@ -92,7 +92,7 @@ class ModelSpace:
             return self._folder.read(stored, Box((*layer, *box.offset), (*ones, *box.shape))).view(box.shape)
         if len(saved) == len(shape) + 1:
             return self._read_fragments(stored, layer, saved, shape, box)
-        raise CheckpointError(f"tensor {stored} is {list(saved)}, its model calls for {list(shape)}")
+        raise CheckpointError(f"tensor {stored} is {list(saved)}, its model requires {list(shape)}")
 
     def _read_fragments(
         self, stored: str, layer: tuple[int, ...], saved: tuple[int, ...], shape: tuple[int, ...], box: Box
@@ -126,7 +126,7 @@ class TorchDistFiles:
         found = self.common.get("args")
         self.arguments: dict[str, Any] = vars(found) if isinstance(found, argparse.Namespace) else {}
         if not self.arguments:
-            raise CheckpointError(f"{path} holds no arguments; it is no checkpoint of Megatron-LM's training")
+            raise CheckpointError(f"{path} holds no arguments; it is not a checkpoint of Megatron-LM's training")
         self._weights = ModelSpace(self.folder, "")
         self._beginning = Layout(1, 1, (0,), True, 0).key(0, 0, "")
         self.shapes = {self._beginning + name: shape for name, shape in self._weights.shapes.items()}
@@ -162,7 +162,7 @@ class TorchDistFiles:
         if found is None:
             raise CheckpointError(f"{self.path} holds neither {COMMON_FILE} nor the object {_COMMON}: it is damaged")
         if not isinstance(found, dict):
-            raise CheckpointError(f"{self.path}: its common state is no table of values")
+            raise CheckpointError(f"{self.path}: its common state is not a table of values")
         return found
 
     def _layout(self) -> Layout:
