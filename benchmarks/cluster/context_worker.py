@@ -25,7 +25,6 @@ from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import Handle, barrier
 from megatron.core.context_parallel import all_gather, layout, ring, ulysses
 from megatron.core.context_parallel.ring import RingAttention
-from megatron.core.context_parallel.steps import InOne
 from megatron.core.groups import Group, Groups, connect, create_groups, disconnect
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
@@ -98,7 +97,7 @@ def make_layer(groups: Groups, name: str, kernels: Kernels) -> TransformerLayer:
     build = Build(config, groups, False, kernels, RngTracker(1, groups, CPU), CPU, cp_comm_types=(kind,))
     layer = TransformerLayer(build, 0)
     if name in PEERS:
-        layer.self_attention._attention = InOne(TorchRing(groups.cp, name.removeprefix("torch-")))
+        layer.self_attention.core = TorchRing(groups.cp, name.removeprefix("torch-"))
     initialize(local_parameters(layer), 1)
     return layer
 

@@ -309,7 +309,7 @@ def _as_theirs(model: GPTModel, config: ModelConfig) -> dict[str, list[Patch]]:
         ],
         "RoPE": [(layer.self_attention, "rotate", _rotate) for layer in layers],
         "SwiGLU": [(layer.mlp, "activation", _swiglu) for layer in layers],
-        "attention": [(layer.self_attention.core, "kernel", _attention) for layer in layers],
+        "attention": [(layer.self_attention, "core", _attention) for layer in layers],
         "GEMM": [patch for layer in layers for patch in _separate_products(layer, config)],
     }
 

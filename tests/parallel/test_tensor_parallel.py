@@ -7,7 +7,6 @@ import torch
 
 from megatron.config.data import DataConfig
 from megatron.core.comm.collectives import all_gather
-from megatron.core.context_parallel.steps import InOne
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
@@ -352,7 +351,8 @@ def attention_masks(rank, size):
     q, k, v = (torch.zeros(4, 2, 8 // size, 4) for _ in range(3))
     before = torch.get_rng_state()
     with torch.no_grad():
-        layer._attend(q, InOne(attend).start(k, v), None)
+        layer.core = attend
+        layer._attend(q, k, v, None)
     assert torch.get_rng_state().equal(before)
     return seen[0]
 

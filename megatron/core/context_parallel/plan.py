@@ -48,7 +48,7 @@ def own_in_two(rank: int, size: int, chunk: int, window: int | None) -> tuple[li
 
 
 def other_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[Block]:
-    """The blocks of all other keys that `rank` attends: queries by place in its own tokens, keys by place in the sequence."""
+    """The blocks of all other keys that `rank` attends: queries numbered in its own tokens, keys in the sequence."""
     first, second = chunks_of(rank, size)
     before, between = slice(0, first * chunk), slice((first + 1) * chunk, second * chunk)
     if window is None or window >= 2 * size * chunk:
@@ -62,7 +62,7 @@ def other_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[B
 
 
 def _reached(place: int, begin: int, chunk: int, keys: slice, window: int) -> Block | None:
-    """The earlier `keys` that a window shows a chunk of queries, which is at `place` of the rank's, `begin` in the sequence."""
+    """The earlier `keys` that a window shows a chunk of queries; it starts at `place` here, at `begin` in the sequence."""
     queries = min(chunk, window - 1 - (begin - keys.stop))  # as many from the front see the last key
     start = max(keys.start, begin - window + 1)  # the first key that the first query sees
     if queries <= 0 or start >= keys.stop:

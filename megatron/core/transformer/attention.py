@@ -8,11 +8,13 @@ copies' gradient that comes from its own query heads: see `Section.partial`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from megatron.core.context_parallel.steps import Keys, LayerAttention
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
+from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.rope import rotate
 from megatron.spec.attention import AttentionSpec
 
@@ -20,10 +22,17 @@ from megatron.spec.attention import AttentionSpec
 class SelfAttention(nn.Module):
     """[s or s/tp, b, h] -> the same.
 
-    core: computes attention from queries, keys and values; under context parallelism it also exchanges keys and values.
+    core: attention of queries, keys and values; under context parallelism it exchanges keys and values with other ranks.
+    prefetch: called with keys and values as soon as they are there, if `core` can start their exchange before its call.
     """
 
-    def __init__(self, build: Build, spec: AttentionSpec, core: LayerAttention) -> None:
+    def __init__(
+        self,
+        build: Build,
+        spec: AttentionSpec,
+        core: AttentionKernel,
+        prefetch: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
         tp = build.groups.tp.size
         self.linear_qkv = build.column(spec.linear_qkv)
@@ -32,11 +41,8 @@ class SelfAttention(nn.Module):
         self.k_layernorm = None if spec.k_norm is None else build.norm(spec.k_norm)
         self._local_groups, self._d = spec.local_groups(tp), spec.head_dim
         self._per_group = spec.heads // spec.groups // spec.group_holders(tp)
-        self.core, self.rotate = core, rotate
-        self._rng = build.rng
-        self._spec = spec
-        self._keys: Keys | None = None
-        self._gathers_early = build.groups.cp.size > 1
+        self.core, self.rotate, self._prefetch = core, rotate, prefetch
+        self._spec, self._rng = spec, build.rng
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """With a cache, x holds only the new positions and attends to all."""
@@ -50,26 +56,18 @@ class SelfAttention(nn.Module):
             v = v.contiguous()
         if cache is not None:
             k, v = cache.append(k, v)
-        keys = self.core.start(k, v)
-        if self._gathers_early:
-            self._keys = keys
+        if self._prefetch is not None:
+            self._prefetch(k, v)
         q = heads[:, :, :, : self._per_group].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
         q = self._normed_and_rotated(q, self.q_layernorm, positions)
-        return self.linear_proj(self._attend(q, keys, positions.segments))
+        return self.linear_proj(self._attend(q, k, v, positions.segments))
 
-    def gather_early(self, layer_output: Tensor) -> Tensor:
-        """`layer_output` unchanged. Its backward, the first of the layer's, starts to gather the keys and values that the
-        attention's backward needs, overlapped with the backward of the MLP."""
-        keys, self._keys = self._keys, None
-        assert keys is not None
-        return keys.gather_early(layer_output)
-
-    def _attend(self, q: Tensor, keys: Keys, segments: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
         window, dropout = self._spec.window, self._spec.dropout
         if dropout == 0.0 or not self.training:
-            return keys.attend(q, segments=segments, window=window, dropout=0.0)
+            return self.core(q, k, v, segments=segments, window=window, dropout=0.0)
         with self._rng.stream("sharded"):
-            return keys.attend(q, segments=segments, window=window, dropout=dropout)
+            return self.core(q, k, v, segments=segments, window=window, dropout=dropout)
 
     def _normed_and_rotated(self, x: Tensor, norm: Norm | None, positions: Positions) -> Tensor:
         """[s, b, heads, d] -> the same."""

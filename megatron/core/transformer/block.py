@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
-from megatron.core.context_parallel.kinds import context_attention
-from megatron.core.context_parallel.steps import InOne, LayerAttention
+from megatron.core.context_parallel.all_gather import AllGatherAttention
+from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.tensor_parallel.linear import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
@@ -18,6 +18,7 @@ from megatron.core.transformer.core_attention import RecomputedAttention
 from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.recompute import recompute, recompute_module
+from megatron.kernels.ops.attention import AttentionKernel
 
 
 class TransformerLayer(nn.Module):
@@ -30,7 +31,14 @@ class TransformerLayer(nn.Module):
         super().__init__()
         spec, recomputed = build.spec.layers[number], build.recompute.parts_of(number)
         self.input_layernorm = build.norm(spec.input_norm)
-        self.self_attention = SelfAttention(build, spec.attention, _attention(build, number))
+        core = _core_attention(build, number)
+        early = core if isinstance(core, AllGatherAttention) else None
+        self.self_attention = SelfAttention(
+            build,
+            spec.attention,
+            RecomputedAttention(core, build.rng) if CORE_ATTN in recomputed else core,
+            prefetch=None if early is None else early.prefetch,
+        )
         self.pre_mlp_layernorm = build.norm(spec.pre_mlp_norm)
         self.mlp = MLP(build, spec.mlp, recompute_activation=MLP_ACT in recomputed)
         add_adapters(self, build, spec)
@@ -41,8 +49,9 @@ class TransformerLayer(nn.Module):
             self.pre_mlp_layernorm.defer_to(self.mlp.linear_fc1)
         if WHOLE_MLP in recomputed:
             recompute_module(self.mlp, build.rng, last=self.mlp.linear_fc2)
-        if build.groups.cp.size > 1:
-            self.register_forward_hook(lambda layer, inputs, output: self.self_attention.gather_early(output))
+        if early is not None:
+            # The backward of a layer begins at its output: the gather is overlapped with the backward of the MLP.
+            self.register_forward_hook(lambda layer, inputs, output: early.gather_early(output))
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See the class."""
@@ -102,18 +111,12 @@ class TransformerBlock(nn.Module):
         return layer.mlp.linear_fc2
 
 
-def _attention(build: Build, number: int) -> LayerAttention:
-    """What a layer attends with, run again in backward if that is asked for."""
-    attention = _attention_once(build, number)
-    return RecomputedAttention(attention, build.rng) if CORE_ATTN in build.recompute.parts_of(number) else attention
-
-
-def _attention_once(build: Build, number: int) -> LayerAttention:
-    """A kernel, or where the sequence is cut, one that gets at the rest of it."""
+def _core_attention(build: Build, number: int) -> AttentionKernel:
+    """The kernel, or where the sequence is sharded, one that communicates."""
     groups, kernels = build.groups, build.kernels
     if groups.cp.size == 1:
-        return InOne(kernels.attention)
-    return context_attention(
+        return kernels.attention
+    return context_parallel_attention(
         build.cp_comm_types[number],
         groups.cp,
         groups.cp_inner,

@@ -72,4 +72,9 @@ def test_virtual_stages_that_do_not_fit(name, v, message):
 def test_names_and_defaults():
     assert all(spec.name == name for name, spec in SCHEDULES.items())
     assert schedule_or_default("zb-v", None) is SCHEDULES["zb-v"]
-    assert [schedule_or_default(None, v).name for v in (None, 1, 2, 4)] == ["1f1b", "1f1b", "interleaved", "interleaved"]
+    assert [schedule_or_default(None, v).name for v in (None, 1, 2, 4)] == [
+        "1f1b",
+        "1f1b",
+        "interleaved",
+        "interleaved",
+    ]

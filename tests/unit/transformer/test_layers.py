@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.context_parallel.steps import InOne
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.block import TransformerBlock, TransformerLayer
@@ -36,7 +35,7 @@ def built(cls, fields, *args, spread=0.3, **options):
     elif cls is MLP:
         layer = MLP(build, build.spec.layers[0].mlp)
     elif cls is SelfAttention:
-        layer = SelfAttention(build, build.spec.layers[0].attention, InOne(build.kernels.attention))
+        layer = SelfAttention(build, build.spec.layers[0].attention, build.kernels.attention)
     else:
         layer = cls(build, *args, **options)
     initialize(local_parameters(layer), 3)
