@@ -21,7 +21,6 @@ from megatron.base.errors import ConfigError
 from megatron.config.flag import flag_of, spelling
 from megatron.config.interval import Interval, between
 from megatron.config.presets import PRESETS
-from megatron.config.rules.ranges import RANGES
 from megatron.config.run import PARTS, RunConfig, flag_fields
 
 GROUP_TITLES = {
@@ -71,9 +70,9 @@ def add_config(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
     """Adds the flags of one configuration class, with its defaults, to the parser of a tool."""
     hints = typing.get_type_hints(cls)
     for spec in dataclasses.fields(cls):
-        words = _argument(spec, hints[spec.name])
-        if spec.name in RANGES:
-            words["type"] = within(plain_type(hints[spec.name]), RANGES[spec.name])
+        words, found = _argument(spec, hints[spec.name]), flag_of(spec)
+        if found is not None and found.within is not None:
+            words["type"] = within(plain_type(hints[spec.name]), found.within)
         parser.add_argument(*spellings_of(spec), default=spec.default, **words)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+from megatron.config.interval import COUNT_OR_NONE
 
 AUTO = "auto"
 # Parts of a layer, in the order in which they run.
@@ -33,13 +34,29 @@ class ActivationOffloadConfig:
         "for their forward, backward and update",
     )
     cpu_offloading_num_layers: int = flag(
-        0, "how many layers of a stage --cpu-offloading and --cpu-offloading-weights move; the others stay"
+        0,
+        "how many layers of a stage --cpu-offloading and --cpu-offloading-weights move; the others stay",
+        within=COUNT_OR_NONE,
+        needs=Need(
+            lambda run: run.activation_offload.cpu_offloading or run.activation_offload.cpu_offloading_weights,
+            "no layer is offloaded",
+            "add --cpu-offloading or --cpu-offloading-weights",
+        ),
     )
     fine_grained_activation_offloading: bool = flag(
         False, "keep what --offload-modules save in host memory, in all layers of a stage but the last two"
     )
     offload_modules: tuple[str, ...] | None = flag(
-        None, "parts of a layer whose activations move", choices=OFFLOAD_MODULES, nargs="+", metavar="PART"
+        None,
+        "parts of a layer whose activations move",
+        choices=OFFLOAD_MODULES,
+        nargs="+",
+        metavar="PART",
+        needs=Need(
+            lambda run: run.activation_offload.fine_grained_activation_offloading,
+            "no part of a layer is offloaded",
+            "add --fine-grained-activation-offloading",
+        ),
     )
 
     @property

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag, on_by_default
+from megatron.config.interval import COUNT
+
+SAVES = Need(lambda run: run.checkpoint.save is not None, "nothing is saved", "add --save")
+_CONTINUES = Need(lambda run: run.checkpoint.may_continue, "nothing is loaded", "add --load or --pretrained-checkpoint")
+_LOADS = Need(lambda run: run.checkpoint.load is not None, "nothing is loaded", "add --load")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,9 +18,13 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
     save_interval: int | None = flag(
-        None, "steps between checkpoints; needed with --save", aliases=("--persistent-save-interval",)
+        None,
+        "steps between checkpoints; needed with --save",
+        aliases=("--persistent-save-interval",),
+        within=COUNT,
+        needs=SAVES,
     )
-    save_retain: int | None = flag(None, "keep only this many newest checkpoints")
+    save_retain: int | None = flag(None, "keep only this many newest checkpoints", within=COUNT, needs=SAVES)
     load: str | None = flag(None, "folder to continue from; a fresh run when it holds no checkpoint", metavar="DIR")
     pretrained_checkpoint: str | None = flag(
         None,
@@ -36,15 +45,24 @@ class CheckpointConfig:
         metavar="DIR",
     )
     save_hf: str | None = flag(
-        None, "write every checkpoint to DIR/iter_0000100 in Hugging Face format, too", metavar="DIR"
+        None, "write every checkpoint to DIR/iter_0000100 in Hugging Face format, too", metavar="DIR", needs=SAVES
     )
-    ckpt_step: int | None = flag(None, "load this iteration instead of the newest")
-    exit_on_missing_checkpoint: bool = flag(False, "stop when --load holds no checkpoint, instead of starting fresh")
+    ckpt_step: int | None = flag(None, "load this iteration instead of the newest", within=COUNT, needs=_LOADS)
+    exit_on_missing_checkpoint: bool = flag(
+        False, "stop when --load holds no checkpoint, instead of starting fresh", needs=_LOADS
+    )
     finetune: bool = flag(
-        False, "load weights only and start at iteration 0 with fresh optimizer, data and random state"
+        False, "load weights only and start at iteration 0 with fresh optimizer, data and random state", needs=_LOADS
     )
-    save_optim: bool = flag(True, "do not save the optimizer's state")
-    save_rng: bool = flag(True, "do not save the random state")
-    load_optim: bool = flag(True, "start with a fresh optimizer state")
-    load_rng: bool = flag(True, "start with a fresh random state")
-    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint; then no flag may give it")
+    save_optim: bool = on_by_default(when_off="do not save the optimizer's state", needs=SAVES)
+    save_rng: bool = on_by_default(when_off="do not save the random state", needs=SAVES)
+    load_optim: bool = on_by_default(when_off="start with a fresh optimizer state", needs=_CONTINUES)
+    load_rng: bool = on_by_default(when_off="start with a fresh random state", needs=_CONTINUES)
+    use_checkpoint_args: bool = flag(
+        False, "take the model's shape from the checkpoint; then no flag may give it", needs=_CONTINUES
+    )
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether the run may find progress of its own to continue from."""
+        return self.load is not None or self.pretrained_checkpoint is not None

@@ -4,32 +4,83 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag, on_by_default
+from megatron.config.interval import SIZE, SIZE_OR_NONE, WORKERS_OR_NONE
+
+HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")  # two names of one kind of tokenizer
+
+
+def _tokenizer(run: Any) -> str:
+    return f"--tokenizer-type is {run.tokenizer.tokenizer_type}"
+
+
+_FILES = Need(
+    lambda run: not run.data.mock_data, "--mock-data reads no files", "give --data-path instead of --mock-data"
+)
+_PATHS_OF_SPLITS = Need(
+    lambda run: not run.data.mock_data and run.data.data_path is None,
+    lambda run: "--mock-data reads no files" if run.data.mock_data else "--data-path is given",
+    "remove --data-path",
+)
+_EVALUATES = Need(lambda run: run.eval.eval_iters > 0, "--eval-iters 0 never evaluates", "raise --eval-iters")
+_GPT2 = Need(
+    lambda run: run.tokenizer.tokenizer_type == "GPT2BPETokenizer",
+    lambda run: f"{_tokenizer(run)}, not GPT2BPETokenizer",
+    "give --tokenizer-type GPT2BPETokenizer",
+)
+_TIKTOKEN = Need(
+    lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
+    lambda run: f"{_tokenizer(run)}, not TikTokenizer",
+    "give --tokenizer-type TikTokenizer",
+)
+_HUGGING_FACE = Need(
+    lambda run: run.tokenizer.tokenizer_type in HUGGING_FACE,
+    lambda run: f"{_tokenizer(run)}, not HuggingFaceTokenizer",
+    "give --tokenizer-type HuggingFaceTokenizer",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What the model reads. Paths name `.bin/.idx` pairs without the extension."""
 
-    seq_length: int | None = flag(None, "tokens in a training sample")
+    seq_length: int | None = flag(None, "tokens in a training sample", within=SIZE)
     data_path: tuple[str, ...] | None = flag(
         None, "dataset prefix, or several, or 'weight prefix weight prefix ...'", nargs="*"
     )
-    train_data_path: tuple[str, ...] | None = flag(None, "as --data-path, for training only", nargs="*")
-    valid_data_path: tuple[str, ...] | None = flag(None, "as --data-path, for validation only", nargs="*")
-    test_data_path: tuple[str, ...] | None = flag(None, "as --data-path, for the final test only", nargs="*")
+    train_data_path: tuple[str, ...] | None = flag(
+        None, "as --data-path, for training only", nargs="*", needs=_PATHS_OF_SPLITS
+    )
+    valid_data_path: tuple[str, ...] | None = flag(
+        None, "as --data-path, for validation only", nargs="*", needs=(_PATHS_OF_SPLITS, _EVALUATES)
+    )
+    test_data_path: tuple[str, ...] | None = flag(
+        None, "as --data-path, for the final test only", nargs="*", needs=(_PATHS_OF_SPLITS, _EVALUATES)
+    )
     split: str | None = flag(
-        None, "shares of --data-path's documents for training, validation and test; default 969,30,1"
+        None,
+        "shares of --data-path's documents for training, validation and test; default 969,30,1",
+        needs=Need(
+            lambda run: run.data.data_path is not None,
+            lambda run: "--mock-data has no documents" if run.data.mock_data else "each split has its own data path",
+            "give one --data-path",
+        ),
     )
     mock_data: bool = flag(False, "random tokens instead of a dataset, to try a configuration")
-    data_cache_path: str | None = flag(None, "folder for sample indices; default a cache folder beside each dataset")
-    num_workers: int = flag(2, "processes a rank that prepare batches; 0 prepares them in the training process")
+    data_cache_path: str | None = flag(
+        None, "folder for sample indices; default a cache folder beside each dataset", needs=_FILES
+    )
+    num_workers: int = flag(
+        2, "processes a rank that prepare batches; 0 prepares them in the training process", within=WORKERS_OR_NONE
+    )
     dataloader_type: str = flag(
         "single",
         "single: samples in the order of the shuffled index, every epoch shuffled by itself; "
         "cyclic: one fixed shuffle, repeated, or with --data-order megatron a new draw in every epoch",
         choices=("single", "cyclic"),
+        needs=_FILES,
     )
     data_order: str = flag(
         "stable",
@@ -37,20 +88,54 @@ class DataConfig:
         "samples first; megatron: Megatron-LM's samples in its order, to go on with a run of it, which depend on the "
         "length of the run",
         choices=("stable", "megatron"),
+        needs=Need(
+            lambda run: not (run.data.mock_data or run.data.sft),
+            lambda run: (
+                "--mock-data reads no files" if run.data.mock_data else "conversations have an order of their own"
+            ),
+            "train on documents of --data-path",
+        ),
     )
-    data_sharding: bool = flag(
-        True,
-        "with --data-order megatron and cyclic data, replicas draw from all samples and not each from its own range",
+    data_sharding: bool = on_by_default(
+        when_off="with --data-order megatron and cyclic data, replicas draw from all samples and not each from its own "
+        "range",
+        needs=Need(
+            lambda run: run.data.data_order == "megatron" and run.data.dataloader_type == "cyclic",
+            "replicas read consecutive samples",
+            "give --data-order megatron and --dataloader-type cyclic",
+        ),
     )
-    reset_position_ids: bool = flag(False, "positions start again at 0 after each end-of-document token")
+    reset_position_ids: bool = flag(
+        False,
+        "positions start again at 0 after each end-of-document token",
+        needs=Need(
+            lambda run: run.model.position_embedding_type != "none",
+            lambda run: f"--position-embedding-type is {run.model.position_embedding_type}",
+            "give another --position-embedding-type",
+        ),
+    )
     reset_attention_mask: bool = flag(False, "attention does not cross an end-of-document token")
-    eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens in the input")
+    eod_mask_loss: bool = flag(
+        False,
+        "no loss on end-of-document tokens in the input",
+        needs=Need(
+            lambda run: not run.data.sft, "a dataset of conversations marks what has loss", "use pretrain_gpt.py"
+        ),
+    )
     sft: bool = flag(
         False,
         "train on instruction data: samples of whole conversations, loss on the tokens their dataset marks "
         "(finetune.py sets it)",
     )
-    sft_packing: bool = flag(True, "one conversation a sample, filled up to --seq-length, instead of as many as fit")
+    sft_packing: bool = on_by_default(
+        when_off="one conversation a sample, filled up to --seq-length, instead of as many as fit",
+        needs=Need(lambda run: run.data.sft, "samples are cut from documents", "use finetune.py"),
+    )
+
+    @property
+    def can_validate(self) -> bool:
+        """Whether there may be validation data: training data that is split, or validation data of its own."""
+        return self.train_data_path is None or self.valid_data_path is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,30 +161,42 @@ class TokenizerConfig:
         None,
         "the tokenizer's folder (HuggingFaceTokenizer) or file (SentencePiece, tiktoken)",
         aliases=("--tokenizer-name-or-path",),
+        needs=Need(
+            lambda run: run.tokenizer.tokenizer_type not in (None, "NullTokenizer", "GPT2BPETokenizer"),
+            lambda run: f"{_tokenizer(run)}, which does not read it",
+            "give another --tokenizer-type",
+        ),
     )
     chat_template: str | None = flag(
         None,
         "in the place of the tokenizer's own template: chatml, or a file with a Jinja template; default for instruction "
         "data the one it was made with",
+        needs=_HUGGING_FACE,
     )
-    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", needs=_GPT2)
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", needs=_GPT2)
     tiktoken_pattern: str | None = flag(
-        None, "pre-tokenization pattern of TikTokenizer; default v2", choices=("v1", "v2")
+        None, "pre-tokenization pattern of TikTokenizer; default v2", choices=("v1", "v2"), needs=_TIKTOKEN
     )
     tiktoken_num_special_tokens: int = flag(
-        1000, "ids that TikTokenizer keeps for special tokens, first in its vocabulary"
+        1000,
+        "ids that TikTokenizer keeps for special tokens, first in its vocabulary",
+        within=SIZE_OR_NONE,
+        needs=_TIKTOKEN,
     )
-    tokenizer_hf_include_special_tokens: bool = flag(
-        True,
-        "tools/preprocess_data.py: no special tokens that HuggingFaceTokenizer puts around each text, such as a beginning-"
-        "of-sequence token; nothing else adds them by itself anyway",
+    tokenizer_hf_include_special_tokens: bool = on_by_default(
+        when_off="tools/preprocess_data.py: no special tokens that HuggingFaceTokenizer puts around each text, such as a "
+        "beginning-of-sequence token; nothing else adds them by itself anyway",
         name="--tokenizer-hf-no-include-special-tokens",
     )
     null_tokenizer_eod_id: int | None = flag(
-        None, "the id of NullTokenizer that ends a document; default the last one, --vocab-size less one"
+        None,
+        "the id of NullTokenizer that ends a document; default the last one, --vocab-size less one",
+        within=SIZE_OR_NONE,
     )
-    trust_remote_code: bool = flag(False, "let a Hugging Face tokenizer run Python code from its own folder")
+    trust_remote_code: bool = flag(
+        False, "let a Hugging Face tokenizer run Python code from its own folder", needs=_HUGGING_FACE
+    )
 
     def with_type_of_files(self) -> TokenizerConfig:
         """The same with the type that the files imply where none is given: as in Megatron-LM, both files of GPT-2's."""

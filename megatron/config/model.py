@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.base.errors import ConfigError
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag, on_by_default
+from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, LAYERS, NOT_NEGATIVE, POSITIVE, SHARE, SIZE
 from megatron.config.lora import LORA_TARGETS, lora_projections
 from megatron.config.window import attention_windows, keys_in_window
 
@@ -29,53 +31,109 @@ RUNTIME_FIELDS = (
 PADDING_FIELDS = ("make_vocab_size_divisible_by", "fixed_padded_vocab_size", "mask_padded_vocabulary")
 
 
+def _positions(run: Any) -> str:
+    return f"--position-embedding-type is {run.model.position_embedding_type}"
+
+
+_ROTARY = Need(
+    lambda run: run.model.position_embedding_type in ("rope", "yarn"), _positions, "give --position-embedding-type rope"
+)
+_ROPE = Need(lambda run: run.model.position_embedding_type == "rope", _positions, "give --position-embedding-type rope")
+_YARN = Need(lambda run: run.model.position_embedding_type == "yarn", _positions, "give --position-embedding-type yarn")
+_ROPE_SCALING_OR_YARN = Need(
+    lambda run: run.model.use_rope_scaling or _YARN.holds(run),
+    lambda run: f"{_positions(run)} without --use-rope-scaling",
+    "add --use-rope-scaling, or give --position-embedding-type yarn",
+)
+_ROPE_SCALING = Need(
+    lambda run: run.model.use_rope_scaling, "rotary frequencies are not scaled", "add --use-rope-scaling"
+)
+_ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "there are no adapters", "give --lora-rank")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What the model is, whatever machine it runs on. `None` in a field means "derive it": see the properties."""
 
-    num_layers: int | None = flag(None, "number of transformer layers")
-    hidden_size: int | None = flag(None, "width of the hidden states")
-    num_attention_heads: int | None = flag(None, "number of query heads")
+    num_layers: int | None = flag(None, "number of transformer layers", within=LAYERS)
+    hidden_size: int | None = flag(None, "width of the hidden states", within=SIZE)
+    num_attention_heads: int | None = flag(None, "number of query heads", within=SIZE)
     ffn_hidden_size: int | None = flag(
-        None, "width of the MLP; default 4 x hidden, or 8/3 x hidden rounded down to a multiple of 64 with --swiglu"
+        None,
+        "width of the MLP; default 4 x hidden, or 8/3 x hidden rounded down to a multiple of 64 with --swiglu",
+        within=SIZE,
     )
-    kv_channels: int | None = flag(None, "size of one attention head; default hidden / heads")
+    kv_channels: int | None = flag(None, "size of one attention head; default hidden / heads", within=SIZE)
     group_query_attention: bool = flag(False, "share each key/value head between several query heads (GQA)")
-    num_query_groups: int | None = flag(None, "number of key/value heads with --group-query-attention; default 1")
+    num_query_groups: int | None = flag(
+        None,
+        "number of key/value heads with --group-query-attention; default 1",
+        within=SIZE,
+        needs=Need(
+            lambda run: run.model.group_query_attention,
+            "each query head has its own key/value head",
+            "add --group-query-attention",
+        ),
+    )
     max_position_embeddings: int | None = flag(
-        None, "longest sequence: rows of a learned position table, and the limit on --seq-length; default --seq-length"
+        None,
+        "longest sequence: rows of a learned position table, and the limit on --seq-length; default --seq-length",
+        within=SIZE,
     )
     position_embedding_type: str = flag(
         "learned_absolute",
         "how positions enter: a learned table, rotary (rope), rotary with YaRN scaling (yarn), or not at all",
         choices=("learned_absolute", "rope", "yarn", "none"),
     )
-    rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)")
-    rotary_percent: float = flag(1.0, "fraction of a head's channels that is rotated")
+    rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)", within=ABOVE_ONE, needs=_ROTARY)
+    rotary_percent: float = flag(1.0, "fraction of a head's channels that is rotated", within=SHARE, needs=_ROTARY)
     rotary_interleaved: bool = flag(
         False, "rotate neighbouring channels as a pair (GPT-J), not channels half a head apart (GPT-NeoX, Llama)"
     )
     rotary_seq_len_interpolation_factor: float | None = flag(
-        None, "linear rotary scaling: positions are divided by this factor"
+        None, "linear rotary scaling: positions are divided by this factor", within=POSITIVE, needs=_ROPE
     )
-    use_rope_scaling: bool = flag(False, "Llama-3.1 rotary scaling (low frequencies stretched, high ones kept)")
+    use_rope_scaling: bool = flag(
+        False, "Llama-3.1 rotary scaling (low frequencies stretched, high ones kept)", needs=_ROPE
+    )
     rope_scaling_factor: float = flag(
-        8.0, "stretch of --use-rope-scaling and of yarn: new context length / original context length"
+        8.0,
+        "stretch of --use-rope-scaling and of yarn: new context length / original context length",
+        within=AT_LEAST_ONE,
+        needs=_ROPE_SCALING_OR_YARN,
     )
-    rope_scaling_low_freq_factor: float = flag(1.0, "Llama-3.1 scaling: wavelengths above original/this are stretched")
-    rope_scaling_high_freq_factor: float = flag(4.0, "Llama-3.1 scaling: wavelengths below original/this are kept")
+    rope_scaling_low_freq_factor: float = flag(
+        1.0, "Llama-3.1 scaling: wavelengths above original/this are stretched", within=POSITIVE, needs=_ROPE_SCALING
+    )
+    rope_scaling_high_freq_factor: float = flag(
+        4.0, "Llama-3.1 scaling: wavelengths below original/this are kept", within=POSITIVE, needs=_ROPE_SCALING
+    )
     rope_scaling_original_max_position_embeddings: int = flag(
         8192,
         "context length the rotary frequencies were first trained for (Llama-3.1 scaling and yarn)",
         aliases=("--yarn-original-max-position-embeddings",),
+        within=SIZE,
+        needs=_ROPE_SCALING_OR_YARN,
     )
-    yarn_beta_fast: float = flag(32.0, "yarn: dimensions that turn more often than this over the context are kept")
-    yarn_beta_slow: float = flag(1.0, "yarn: dimensions that turn less often than this over the context are stretched")
+    yarn_beta_fast: float = flag(
+        32.0, "yarn: dimensions that turn more often than this over the context are kept", within=POSITIVE, needs=_YARN
+    )
+    yarn_beta_slow: float = flag(
+        1.0,
+        "yarn: dimensions that turn less often than this over the context are stretched",
+        within=POSITIVE,
+        needs=_YARN,
+    )
     yarn_mscale: float | None = flag(
-        None, "yarn: factor on cos and sin (attention temperature); default 0.1 ln(scaling factor) + 1"
+        None,
+        "yarn: factor on cos and sin (attention temperature); default 0.1 ln(scaling factor) + 1",
+        within=POSITIVE,
+        needs=_YARN,
     )
     normalization: str = flag("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = flag(1e-5, "epsilon inside the norm's square root", aliases=("--layernorm-epsilon",))
+    norm_epsilon: float = flag(
+        1e-5, "epsilon inside the norm's square root", aliases=("--layernorm-epsilon",), within=POSITIVE
+    )
     apply_layernorm_1p: bool = flag(False, "store norm weights minus one, so that weight decay pulls them to one")
     swiglu: bool = flag(False, "gated SiLU MLP: silu(gate) x up")
     squared_relu: bool = flag(False, "squared ReLU MLP activation")
@@ -84,66 +142,90 @@ class ModelConfig:
         "tanh approximation of GELU (GPT-2's) where the exact one is the default, too; Megatron-LM's core takes this flag "
         "and does not read it",
     )
-    bias_gelu_fusion: bool = flag(
-        True,
-        "exact GELU; by default it is the tanh approximation where linear layers have biases, as in Megatron-LM, whose "
-        "fused bias and GELU computes that, and exact where they have none",
+    bias_gelu_fusion: bool = on_by_default(
+        when_off="exact GELU; by default it is the tanh approximation where linear layers have biases, as in Megatron-LM, "
+        "whose fused bias and GELU computes that, and exact where they have none",
         name="--no-bias-gelu-fusion",
     )
-    add_bias_linear: bool = flag(True, "no biases in linear layers", name="--disable-bias-linear")
-    add_qkv_bias: bool = flag(False, "bias on the query/key/value projection only; for --disable-bias-linear models")
+    add_bias_linear: bool = on_by_default(when_off="no biases in linear layers", name="--disable-bias-linear")
+    add_qkv_bias: bool = flag(
+        False,
+        "bias on the query/key/value projection only; for --disable-bias-linear models",
+        needs=Need(
+            lambda run: not run.model.add_bias_linear,
+            "all linear layers have biases already",
+            "add --disable-bias-linear",
+        ),
+    )
     qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotation")
     window_size: str | None = flag(
         None,
         "sliding-window attention: a query sees its own key and LEFT keys before it; RIGHT must be 0. Hugging Face's "
         "sliding_window W is W-1,0 here",
         metavar="LEFT,RIGHT",
+        needs=Need(
+            lambda run: run.model.window is None or any(run.model.windows),
+            lambda run: f"--window-attn-skip-freq {run.model.window_attn_skip_freq} gives every layer full attention",
+            "give another --window-attn-skip-freq",
+        ),
     )
     window_attn_skip_freq: str | None = flag(
         None,
         "layers that have full attention beside --window-size: a number N for every N-th layer, or a list with one "
         "number a layer, 1 for the window and 0 for full attention, such as [1,1,0,1] or ([1]*5+[0])*4",
         metavar="PATTERN",
+        needs=Need(lambda run: run.model.window is not None, "every layer has full attention", "give --window-size"),
     )
     untie_embeddings_and_output_weights: bool = flag(False, "give the output head a weight of its own")
-    attention_dropout: float = flag(0.1, "dropout on attention probabilities")
-    hidden_dropout: float = flag(0.1, "dropout on the output of attention and MLP, before the residual is added")
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities", within=BELOW_ONE)
+    hidden_dropout: float = flag(
+        0.1, "dropout on the output of attention and MLP, before the residual is added", within=BELOW_ONE
+    )
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights", within=NOT_NEGATIVE)
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead of normal ones")
-    apply_output_scale_init: bool = flag(
-        True,
-        "initialise attention-output and MLP-output weights like all others, not divided by sqrt(2 x layers)",
+    apply_output_scale_init: bool = on_by_default(
+        when_off="initialise attention-output and MLP-output weights like all others, not divided by sqrt(2 x layers)",
         name="--disable-output-scale-init",
     )
     lora_rank: int | None = flag(
-        None, "train low-rank adapters (LoRA) of this rank beside the linear layers, and nothing else"
+        None, "train low-rank adapters (LoRA) of this rank beside the linear layers, and nothing else", within=SIZE
     )
-    lora_alpha: float = flag(16.0, "adapters' outputs are multiplied by this / rank")
-    lora_dropout: float = flag(0.0, "dropout on adapters' inputs")
+    lora_alpha: float = flag(16.0, "adapters' outputs are multiplied by this / rank", within=POSITIVE, needs=_ADAPTERS)
+    lora_dropout: float = flag(0.0, "dropout on adapters' inputs", within=BELOW_ONE, needs=_ADAPTERS)
     lora_target_modules: tuple[str, ...] = flag(
-        ("all-linear",), "projections that get an adapter", choices=LORA_TARGETS, nargs="+", metavar="NAME"
+        ("all-linear",),
+        "projections that get an adapter",
+        choices=LORA_TARGETS,
+        nargs="+",
+        metavar="NAME",
+        needs=_ADAPTERS,
     )
-    vocab_size: int | None = flag(None, "vocabulary size before padding; default the tokenizer's")
+    vocab_size: int | None = flag(None, "vocabulary size before padding; default the tokenizer's", within=SIZE)
     make_vocab_size_divisible_by: int = flag(
         128,
         "pad the vocabulary to a multiple of this; not of this x tp, so that checkpoints do not depend on the layout",
+        within=SIZE,
     )
     fixed_padded_vocab_size: int | None = flag(
         None,
         "pad the vocabulary to exactly this many rows, whatever --make-vocab-size-divisible-by is; --tensor-model-parallel-"
         "size must divide it",
         name="--padded-vocab-size",
+        within=SIZE,
     )
-    mask_padded_vocabulary: bool = flag(
-        True,
-        "let the padding of the vocabulary take part in the softmax of the loss, as Megatron-LM does: losses of both agree "
-        "where the vocabulary is padded to as many rows. A checkpoint that was trained so, Megatron-LM's own above all, "
-        "goes on so without this",
+    mask_padded_vocabulary: bool = on_by_default(
+        when_off="let the padding of the vocabulary take part in the softmax of the loss, as Megatron-LM does: losses of "
+        "both agree where the vocabulary is padded to as many rows. A checkpoint that was trained so, "
+        "Megatron-LM's own above all, goes on so without this",
         name="--no-mask-padded-vocabulary",
     )
     fp16: bool = flag(False, "train in fp16 with loss scaling")
     bf16: bool = flag(False, "train in bf16")
-    fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32 in bf16/fp16 training")
+    fp32_residual_connection: bool = flag(
+        False,
+        "keep the residual stream in fp32 in bf16/fp16 training",
+        needs=Need(lambda run: run.model.fp16 or run.model.bf16, "the whole model is fp32", "add --bf16"),
+    )
     attention_backend: str = flag(
         "auto",
         "attention kernel: auto takes the fastest that fits; flash = FlashAttention, fused = torch SDPA, "
@@ -155,9 +237,8 @@ class ModelConfig:
         "linear and norm implementation; transformer_engine is taken as local, which computes the same",
         choices=("local", "transformer_engine"),
     )
-    gradient_accumulation_fusion: bool = flag(
-        True,
-        "do not add weight gradients to the fp32 main gradient inside the GEMM; add them after it",
+    gradient_accumulation_fusion: bool = on_by_default(
+        when_off="do not add weight gradients to the fp32 main gradient inside the GEMM; add them after it",
     )
 
     @property

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+from megatron.config.interval import COUNT, COUNT_OR_NONE, FRACTION
 from megatron.config.optimizer import OptimizerConfig
 
 OFF, UPDATE, STATES = "off", "update", "states"
 _MIB = 1024**2
+
+
+def _offloads(run: Any) -> bool:
+    """Whether the optimizer is offloaded, activations or weights are, or the balanced policy may offload some."""
+    activations = run.activation_offload.kind is not None or run.recompute.recompute_policy == "balanced"
+    return activations or run.activation_offload.cpu_offloading_weights or _offloads_optimizer(run)
+
+
+def _offloads_optimizer(run: Any) -> bool:
+    return offload_settings(run.optimizer, run.optimizer_offload).mode != OFF
+
+
+def _updates_on_cpu(run: Any, policy: str | None = None) -> bool:
+    """Whether the CPU updates, and by this policy if one is given."""
+    asked = run.optimizer, run.optimizer_offload
+    return updates_on_cpu(*asked) and (policy is None or policy_of(*asked) == policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,26 +41,62 @@ class OptimizerOffloadConfig:
         "which part: static is --optimizer-offload-fraction of it; auto is what the device has no room for, measured and "
         "moved during the run; default static, and auto with --optimizer hybridadam",
         choices=("static", "auto"),
+        needs=Need(lambda run: _updates_on_cpu(run), "the device updates everything", "add --optimizer-cpu-offload"),
     )
     optimizer_offload_fraction: float = flag(
-        1.0, "share of the elements that --optimizer-offload-policy static offloads"
+        1.0,
+        "share of the elements that --optimizer-offload-policy static offloads",
+        within=FRACTION,
+        needs=Need(
+            lambda run: _updates_on_cpu(run, "static"),
+            lambda run: (
+                "--optimizer-offload-policy is auto" if _updates_on_cpu(run) else "the device updates everything"
+            ),
+            "give --optimizer-cpu-offload and --optimizer-offload-policy static",
+        ),
     )
     optimizer_offload_chunk_size: int = flag(
-        4 * _MIB, "elements of a chunk, the unit that is placed and copied; a multiple of 64, best a power of two"
+        4 * _MIB,
+        "elements of a chunk, the unit that is placed and copied; a multiple of 64, best a power of two",
+        within=COUNT,
+        needs=Need(
+            lambda run: _offloads_optimizer(run) or run.optimizer.has_bf16_state,
+            "nothing is cut into chunks",
+            "add --optimizer-cpu-offload or --offload-optimizer-states",
+        ),
     )
     optimizer_offload_auto_threshold: int = flag(
         2 * 1024 * _MIB,
         "bytes of device memory that --optimizer-offload-policy auto keeps free; chunks come back when twice as much would "
         "stay free",
+        within=COUNT_OR_NONE,
+        needs=Need(
+            lambda run: _updates_on_cpu(run, "auto"),
+            lambda run: (
+                "--optimizer-offload-policy is static" if _updates_on_cpu(run) else "the device updates everything"
+            ),
+            "give --optimizer-cpu-offload and --optimizer-offload-policy auto",
+        ),
     )
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
         False,
         "copy gradients out while backward runs, and update while the next forward runs until it reads a parameter",
+        needs=Need(
+            lambda run: _updates_on_cpu(run) and _offloads_optimizer(run),
+            lambda run: (
+                "--optimizer-offload-fraction is 0" if _updates_on_cpu(run) else "the device updates everything"
+            ),
+            "give --optimizer-cpu-offload with a fraction above 0",
+        ),
     )
     offload_optimizer_states: bool = flag(
         False, "keep masters and moments in host memory between steps; the device updates them, chunk by chunk"
     )
-    offload_dir: str | None = flag(None, "keep what is offloaded in files of this folder instead of in host memory")
+    offload_dir: str | None = flag(
+        None,
+        "keep what is offloaded in files of this folder instead of in host memory",
+        needs=Need(lambda run: _offloads(run), "nothing is offloaded", "add --optimizer-cpu-offload"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,63 +4,113 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag, on_by_default
+from megatron.config.interval import COUNT, COUNT_OR_NONE, LAYERS, MINUTES, RANKS
 from megatron.schedule.registry import SCHEDULES
+
+_PIPELINE = Need(
+    lambda run: run.parallel.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size is 1", "raise it"
+)
+_LAYERS_SHARED_OUT = Need(
+    lambda run: _PIPELINE.holds(run) and run.parallel.pipeline_model_parallel_layout is None,
+    lambda run: (
+        "--pipeline-model-parallel-layout writes the stages out"
+        if _PIPELINE.holds(run)
+        else "--pipeline-model-parallel-size is 1"
+    ),
+    "let the layers be shared out between pipeline ranks",
+)
+_SHARDED = Need(
+    lambda run: run.data_parallel_settings().shards != "no_shard",
+    "every rank updates all parameters",
+    "add --use-distributed-optimizer",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Axis sizes and communication. Data parallelism is what is left: world size / (tp x cp x pp)."""
 
-    tensor_model_parallel_size: int = flag(1, "processes that share each layer (tp)")
+    tensor_model_parallel_size: int = flag(1, "processes that share each layer (tp)", within=RANKS)
     sequence_parallel: bool = flag(False, "shard activations outside tensor-parallel layers along the sequence over tp")
     tp_comm_overlap: bool = flag(
-        False, "cut tensor-parallel communication into pieces that travel beside the products that need them"
+        False,
+        "cut tensor-parallel communication into pieces that travel beside the products that need them",
+        needs=Need(
+            lambda run: (
+                run.parallel.tp_comm_overlap_rs or (run.parallel.sequence_parallel and run.parallel.tp_comm_overlap_ag)
+            ),
+            "all it could overlap is turned off",
+            "remove --no-tp-comm-overlap-rs",
+        ),
     )
-    tp_comm_overlap_ag: bool = flag(True, "--tp-comm-overlap leaves all-gathers whole")
-    tp_comm_overlap_rs: bool = flag(True, "--tp-comm-overlap leaves reduce-scatters and all-reduces whole")
-    tp_comm_bulk_dgrad: bool = flag(
-        True, "in backward, gather a column-parallel layer's input before its input-gradient product, not beside it"
+    tp_comm_overlap_ag: bool = on_by_default(
+        when_off="--tp-comm-overlap leaves all-gathers whole",
+        needs=Need(
+            lambda run: run.parallel.tp_comm_overlap and run.parallel.sequence_parallel,
+            lambda run: "nothing is gathered" if run.parallel.tp_comm_overlap else "nothing is cut into pieces",
+            "add --tp-comm-overlap and --sequence-parallel",
+        ),
     )
-    tp_comm_bulk_wgrad: bool = flag(
-        True,
-        "in backward, reduce a column-parallel layer's input gradient before its weight-gradient product, not beside it",
+    tp_comm_overlap_rs: bool = on_by_default(
+        when_off="--tp-comm-overlap leaves reduce-scatters and all-reduces whole",
+        needs=Need(lambda run: run.parallel.tp_comm_overlap, "nothing is cut into pieces", "add --tp-comm-overlap"),
     )
-    pipeline_model_parallel_size: int = flag(1, "processes that hold different layers (pp)")
+    tp_comm_bulk_dgrad: bool = on_by_default(
+        when_off="in backward, gather a column-parallel layer's input before its input-gradient product, not beside it",
+        needs=Need(lambda run: run.parallel.sequence_parallel, "nothing is gathered", "add --sequence-parallel"),
+    )
+    tp_comm_bulk_wgrad: bool = on_by_default(
+        when_off="in backward, reduce a column-parallel layer's input gradient before its weight-gradient product, not "
+        "beside it",
+    )
+    pipeline_model_parallel_size: int = flag(1, "processes that hold different layers (pp)", within=RANKS)
     pipeline_schedule: str | None = flag(
         None,
         "order of a pipeline's work, see docs/pipeline.md; default 1f1b, or interleaved with several virtual stages "
         "per rank",
         choices=tuple(SCHEDULES),
+        needs=_PIPELINE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "cut each pipeline rank's layers into virtual stages of this many layers"
+        None, "cut each pipeline rank's layers into virtual stages of this many layers", within=LAYERS, needs=_PIPELINE
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "cut each pipeline rank's layers into this many virtual stages"
+        None, "cut each pipeline rank's layers into this many virtual stages", within=LAYERS, needs=_PIPELINE
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None,
         "microbatches that a virtual stage takes before the next stage of its rank has its turn (interleaved); default pp",
         aliases=("--microbatch-group-size-per-vp-stage",),
+        within=COUNT,
+        needs=Need(
+            lambda run: _PIPELINE.holds(run) and run.pipeline_settings().schedule.takes_groups,
+            "the schedule is not interleaved",
+            "give several virtual stages a pipeline rank",
+        ),
     )
     pipeline_model_parallel_layout: str | None = flag(
         None,
         "the stages written out: E embedding, t layer, L loss, | ends a stage, (..)*n repeats, as in 'Et*3|(tttt|)*6tttL'",
         metavar="LAYOUT",
+        needs=_PIPELINE,
     )
-    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline rank")
-    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline rank")
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "layers of the first pipeline rank", within=COUNT_OR_NONE, needs=_LAYERS_SHARED_OUT
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "layers of the last pipeline rank", within=COUNT_OR_NONE, needs=_LAYERS_SHARED_OUT
+    )
     account_for_embedding_in_pipeline_split: bool = flag(
-        False, "the embedding takes a layer's place when layers are shared between stages"
+        False, "the embedding takes a layer's place when layers are shared between stages", needs=_LAYERS_SHARED_OUT
     )
     account_for_loss_in_pipeline_split: bool = flag(
-        False, "head and loss take a layer's place when layers are shared between stages"
+        False, "head and loss take a layer's place when layers are shared between stages", needs=_LAYERS_SHARED_OUT
     )
-    overlap_p2p_communication: bool = flag(
-        True, "wait for each message between pipeline stages instead of sending it beside compute"
+    overlap_p2p_communication: bool = on_by_default(
+        when_off="wait for each message between pipeline stages instead of sending it beside compute", needs=_PIPELINE
     )
-    context_parallel_size: int = flag(1, "processes that share each sequence (cp)")
+    context_parallel_size: int = flag(1, "processes that share each sequence (cp)", within=RANKS)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
         "how attention gets at the whole sequence, for all layers or one value a layer: keys and values travel round a "
@@ -69,20 +119,29 @@ class ParallelConfig:
         choices=("p2p", "all_gather", "allgather", "a2a", "a2a+p2p"),
         nargs="+",
         metavar="TYPE",
+        needs=Need(lambda run: run.parallel.context_parallel_size > 1, "--context-parallel-size is 1", "raise it"),
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
-        None, "of a2a+p2p: neighbours that exchange heads, and ranks of a ring; their product is cp", nargs="+"
+        None,
+        "of a2a+p2p: neighbours that exchange heads, and ranks of a ring; their product is cp",
+        nargs="+",
+        within=RANKS,
+        needs=Need(
+            lambda run: run.parallel.context_parallel_size > 1 and "a2a+p2p" in run.parallel.cp_comm_type,
+            "no layer uses a2a+p2p",
+            "give --cp-comm-type a2a+p2p",
+        ),
     )
-    expert_model_parallel_size: int = flag(1, "processes that share the experts (ep); only 1 so far")
+    expert_model_parallel_size: int = flag(1, "processes that share the experts (ep); only 1 so far", within=RANKS)
     expert_tensor_parallel_size: int | None = flag(
-        None, "processes that share each expert (etp); only 1 so far; default tp"
+        None, "processes that share each expert (etp); only 1 so far; default tp", within=RANKS
     )
     use_distributed_optimizer: bool = flag(
         False, "share the optimizer's state over dp: reduce-scatter gradients, all-gather parameters (ZeRO-1)"
     )
     overlap_grad_reduce: bool = flag(False, "reduce a bucket of gradients as soon as backward has written it")
     overlap_param_gather: bool = flag(
-        False, "all-gather updated parameters while others are updated and beside the next forward"
+        False, "all-gather updated parameters while others are updated and beside the next forward", needs=_SHARDED
     )
     overlapped_distributed_optimizer: bool = flag(
         False, "the sharded optimizer with both overlaps and --grad-reduce-mode auto"
@@ -99,23 +158,32 @@ class ParallelConfig:
         "shard; auto keeps it if memory allows; default auto with --overlapped-distributed-optimizer, else "
         "last-microbatch",
         choices=("auto", "last-microbatch", "every-microbatch"),
+        needs=Need(
+            lambda run: _SHARDED.holds(run) or run.parallel.grad_reduce_mode == "last-microbatch",
+            "every rank keeps the whole gradient",
+            "add --use-distributed-optimizer",
+        ),
     )
     grad_reduce_in_bf16: bool = flag(False, "send gradients as bf16: half the traffic, less precise sums")
     num_distributed_optimizer_instances: int = flag(
-        1, "shard inside each of this many groups of dp x cp ranks and all-reduce gradients between them"
+        1,
+        "shard inside each of this many groups of dp x cp ranks and all-reduce gradients between them",
+        within=RANKS,
+        needs=_SHARDED,
     )
     ddp_bucket_size: int | None = flag(
         None,
         "elements in a bucket, the unit of data-parallel communication; default max(40M, 1M x dp), and at most an "
         "eighth of the model",
         aliases=("--reduce-bucket-size",),
+        within=COUNT,
     )
     device: str = flag("auto", "where to run; auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
     distributed_backend: str | None = flag(
         None, "collective library; default nccl on CUDA; always gloo on CPU", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(
-        10.0, "a collective that waits longer ends the job and names who is missing"
+        10.0, "a collective that waits longer ends the job and names who is missing", within=MINUTES
     )
     heartbeat_dir: str | None = flag(
         None, "folder for one small file a rank with its phase, rewritten every second; default SAVE/heartbeat"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.config.flag import flag
+from megatron.config.flag import Need, flag
+from megatron.config.interval import LAYERS, POSITIVE
 
 FULL, SELECTIVE = "full", "selective"
 BALANCED = "balanced"
@@ -14,6 +15,16 @@ CORE_ATTN, NORM, MLP_ACT, WHOLE_MLP = "core_attn", "norm", "mlp_act", "mlp"
 # Parts of a layer, in the order in which they run.
 RECOMPUTE_MODULES = (CORE_ATTN, NORM, MLP_ACT, WHOLE_MLP)
 _OTHER_NAMES = {"layernorm": NORM}  # Megatron-LM's
+
+
+_BALANCED = Need(
+    lambda run: run.recompute.recompute_policy == BALANCED,
+    "nothing is chosen by measuring",
+    "add --recompute-policy balanced",
+)
+_WHOLE_LAYERS = Need(
+    lambda run: run.recompute.is_full, "whole layers are not recomputed", "give --recompute-granularity full"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +41,13 @@ class RecomputeConfig:
         "which layers of a stage, with full: all, in groups of --recompute-num-layers that keep one input each "
         "(uniform), or the first --recompute-num-layers, one by one (block)",
         choices=(UNIFORM, BLOCK),
+        needs=_WHOLE_LAYERS,
     )
     recompute_num_layers: int | None = flag(
-        None, "layers of a group (uniform), or of a stage (block); a stage that has fewer recomputes all of its layers"
+        None,
+        "layers of a group (uniform), or of a stage (block); a stage that has fewer recomputes all of its layers",
+        within=LAYERS,
+        needs=_WHOLE_LAYERS,
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
@@ -41,6 +56,11 @@ class RecomputeConfig:
         choices=(*RECOMPUTE_MODULES, *_OTHER_NAMES),
         nargs="+",
         metavar="MODULE",
+        needs=Need(
+            lambda run: run.recompute.recompute_granularity == SELECTIVE or run.recompute.recompute_activations,
+            lambda run: "layers are recomputed whole" if run.recompute.is_full else "nothing is recomputed by parts",
+            "give --recompute-granularity selective",
+        ),
     )
     recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
     recompute_policy: str | None = flag(
@@ -53,9 +73,11 @@ class RecomputeConfig:
         None,
         "what the layers of a rank may keep for backward: bytes, or up to 1 the share of what they keep without recompute",
         metavar="BYTES|SHARE",
+        within=POSITIVE,
+        needs=_BALANCED,
     )
     activation_memory_plot: str | None = flag(
-        None, "draw memory against time of --recompute-policy balanced here, as a PNG", metavar="FILE"
+        None, "draw memory against time of --recompute-policy balanced here, as a PNG", metavar="FILE", needs=_BALANCED
     )
     kaimm_recompute_norm: bool = flag(False, "norm of --recompute-modules, beside what is named there")
     kaimm_recompute_mlp_activation_func: bool = flag(

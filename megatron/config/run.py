@@ -10,12 +10,14 @@ from typing import Any
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
 from megatron.config.flag import flag_of, spelling
 from megatron.config.model import ModelConfig
 from megatron.config.note import Note
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline import PipelineSettings, pipeline_settings
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
 
@@ -44,6 +46,15 @@ class RunConfig:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """JSON-ready: part name -> field name -> value."""
         return {name: dataclasses.asdict(getattr(self, name)) for name in PARTS}
+
+    def pipeline_settings(self) -> PipelineSettings:
+        """Schedule and stages. Raises ConfigError for flags that contradict each other or do not fit the layers."""
+        assert self.model.num_layers
+        return pipeline_settings(self.parallel, self.model.num_layers)
+
+    def data_parallel_settings(self) -> DataParallelSettings:
+        """What data-parallel ranks share, and when they reduce gradients."""
+        return data_parallel_settings(self.parallel)
 
     def value(self, name: str) -> Any:
         """Value of the flag field `name`, whichever part holds it."""

@@ -5,22 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.batch_steps import parse_steps
-from megatron.config.flag import flag
+from megatron.config.checkpoint import SAVES
+from megatron.config.flag import Need, flag, on_by_default
+from megatron.config.interval import COUNT, COUNT_OR_NONE, MINUTES, SEED, SIZE
+
+_TIMELINE = Need(
+    lambda run: run.logging.profile_timeline is not None, "no timeline is written", "add --profile-timeline"
+)
+_WANDB = Need(lambda run: run.logging.wandb_project is not None, "Weights & Biases is off", "add --wandb-project")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What the loop does."""
 
-    micro_batch_size: int | None = flag(None, "samples in one forward pass of one replica")
+    micro_batch_size: int | None = flag(None, "samples in one forward pass of one replica", within=SIZE)
     global_batch_size: int | None = flag(
-        None, "samples in one optimizer step over all replicas; default micro batch size x dp"
+        None, "samples in one optimizer step over all replicas; default micro batch size x dp", within=SIZE
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
         "START INCREMENT SAMPLES: begin with START samples a step and add INCREMENT in equal intervals over SAMPLES",
         nargs=3,
         metavar="N",
+        within=SIZE,
     )
     step_batch_size_schedule: str | None = flag(
         None,
@@ -28,30 +36,36 @@ class TrainConfig:
         "instead of --global-batch-size",
         metavar="'TOKENS:SIZE ...'",
     )
-    train_iters: int | None = flag(None, "length of the run, optimizer steps")
-    train_samples: int | None = flag(None, "length of the run, samples")
-    seed: int = flag(1234, "seed of initial weights, data order and dropout")
+    train_iters: int | None = flag(None, "length of the run, optimizer steps", within=COUNT)
+    train_samples: int | None = flag(None, "length of the run, samples", within=COUNT)
+    seed: int = flag(1234, "seed of initial weights, data order and dropout", within=SEED)
     calculate_per_token_loss: bool = flag(
         False,
         "weigh every token of the global batch alike, instead of every sample "
         "(they differ only when samples have different numbers of unmasked tokens)",
     )
-    exit_interval: int | None = flag(None, "save and exit after an iteration that is a multiple of this")
-    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
-    exit_signal_handler: bool = flag(True, "do not catch SIGTERM and SIGUSR1 to save and exit; die at once")
+    exit_interval: int | None = flag(None, "save and exit after an iteration that is a multiple of this", within=COUNT)
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", within=MINUTES)
+    exit_signal_handler: bool = on_by_default(when_off="do not catch SIGTERM and SIGUSR1 to save and exit; die at once")
     skip_train: bool = flag(False, "evaluate only")
     manual_gc: bool = flag(
         False, "run Python's garbage collector only every --manual-gc-interval steps, on all ranks at once"
     )
-    manual_gc_interval: int = flag(0, "steps between collections with --manual-gc; 0 never collects")
+    manual_gc_interval: int = flag(
+        0,
+        "steps between collections with --manual-gc; 0 never collects",
+        within=COUNT_OR_NONE,
+        needs=Need(lambda run: run.train.manual_gc, "collection is automatic", "add --manual-gc"),
+    )
     deterministic_mode: bool = flag(False, "choose deterministic kernels, and stop where there is none")
     max_consecutive_nan_iterations: int = flag(
         10,
         "stop with an error after so many iterations in a row whose gradients were not finite, those aside that lower "
         "fp16's loss scale; 0 never stops",
+        within=COUNT_OR_NONE,
     )
     iterations_to_skip: tuple[int, ...] | None = flag(
-        None, "iterations whose data is read but not trained on (to step over a loss spike)", nargs="+"
+        None, "iterations whose data is read but not trained on (to step over a loss spike)", nargs="+", within=COUNT
     )
 
     @property
@@ -66,8 +80,17 @@ class TrainConfig:
 class EvalConfig:
     """Validation and test loss."""
 
-    eval_interval: int | None = flag(None, "steps between evaluations; default only after training")
-    eval_iters: int = flag(100, "global batches an evaluation reads; 0 never evaluates")
+    eval_interval: int | None = flag(
+        None,
+        "steps between evaluations; default only after training",
+        within=COUNT,
+        needs=Need(
+            lambda run: run.eval.eval_iters > 0 and run.data.can_validate,
+            lambda run: "--eval-iters 0 never evaluates" if run.eval.eval_iters == 0 else "there is no validation data",
+            "raise --eval-iters and give --valid-data-path",
+        ),
+    )
+    eval_iters: int = flag(100, "global batches an evaluation reads; 0 never evaluates", within=COUNT_OR_NONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +101,22 @@ class LoggingConfig:
     strict_flags: bool = flag(
         False, "stop for a flag that is accepted without an effect here, instead of listing it in the start-up table"
     )
-    log_interval: int = flag(100, "steps between log lines")
+    log_interval: int = flag(100, "steps between log lines", within=COUNT)
     log_throughput: bool = flag(False, "print model TFLOP/s/GPU in its Megatron-LM place of the line, too")
     log_params_norm: bool = flag(False, "print the norm of all parameters")
     log_num_zeros_in_grad: bool = flag(False, "print the number of zeros in the gradient")
     log_memory_interval: int | None = flag(
-        None, "steps between per-rank memory reports; default once, after the first log line"
+        None, "steps between per-rank memory reports; default once, after the first log line", within=COUNT
     )
     log_memory: bool = flag(
-        False, "print the planned beside the measured peak of memory of each pipeline rank every --log-interval steps"
+        False,
+        "print the planned beside the measured peak of memory of each pipeline rank every --log-interval steps",
+        needs=Need(lambda run: not run.model.lora_rank, "the memory of adapters is not planned", "remove --lora-rank"),
     )
-    log_progress: bool = flag(False, "append starts and saves to SAVE/progress.txt")
-    progress_bar: bool = flag(True, "no progress bar (it is off by itself when the output is not a terminal)")
+    log_progress: bool = flag(False, "append starts and saves to SAVE/progress.txt", needs=SAVES)
+    progress_bar: bool = on_by_default(
+        when_off="no progress bar (it is off by itself when the output is not a terminal)"
+    )
     timing_log_level: int = flag(
         0, "0: iteration time only; 1: also the parts of a step; 2: also every forward and backward", choices=(0, 1, 2)
     )
@@ -97,12 +124,23 @@ class LoggingConfig:
         None,
         "write a Chrome trace of some steps here, and log where their time went: compute, exposed communication, bubble",
     )
-    profile_step_start: int = flag(3, "first step, counted from the start of this run, in the --profile-timeline")
-    profile_step_end: int = flag(5, "the --profile-timeline ends before this step")
+    profile_step_start: int = flag(
+        3, "first step, counted from the start of this run, in the --profile-timeline", within=COUNT, needs=_TIMELINE
+    )
+    profile_step_end: int = flag(5, "the --profile-timeline ends before this step", within=COUNT, needs=_TIMELINE)
     tensorboard_dir: str | None = flag(None, "write TensorBoard events here")
-    tensorboard_log_interval: int = flag(1, "steps between TensorBoard points")
+    tensorboard_log_interval: int = flag(
+        1,
+        "steps between TensorBoard points",
+        within=COUNT,
+        needs=Need(
+            lambda run: run.logging.tensorboard_dir is not None or run.logging.wandb_project is not None,
+            "no TensorBoard events are written",
+            "add --tensorboard-dir",
+        ),
+    )
     wandb_project: str | None = flag(None, "log to this Weights & Biases project (needs the wandb extra)")
-    wandb_exp_name: str | None = flag(None, "name of the Weights & Biases run")
-    wandb_entity: str | None = flag(None, "Weights & Biases team or user")
-    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files; default SAVE/wandb")
+    wandb_exp_name: str | None = flag(None, "name of the Weights & Biases run", needs=_WANDB)
+    wandb_entity: str | None = flag(None, "Weights & Biases team or user", needs=_WANDB)
+    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files; default SAVE/wandb", needs=_WANDB)
     loss_curve: str | None = flag(None, "draw training and validation loss as a PNG here at the end of the run")

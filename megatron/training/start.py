@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
+from megatron.config.data import HUGGING_FACE
 from megatron.config.model import RUNTIME_FIELDS
-from megatron.config.rules.files import HUGGING_FACE
 from megatron.config.run import RunConfig
 from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.build import find_sources
@@ -86,10 +86,11 @@ def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:
     (--sft) when --load holds a checkpoint of pre-training, which looks for it in --save. A run that goes on from
     Megatron-LM's checkpoint in --load goes on from its own in --save once there is one.
     """
-    config = run.checkpoint
-    _check_save_is_ours(run)
+    config, sft = run.checkpoint, run.data.sft
+    if not run.train.skip_train:
+        _check_save_is_ours(config.save)
     if config.pretrained_checkpoint is not None:
-        own = _progress(run, config.load or config.save, config.ckpt_step if config.load else None)
+        own = _progress(config.load or config.save, config.ckpt_step if config.load else None, sft=sft)
         return (run, own) if own else _weights_only(run, _pretrained(config.pretrained_checkpoint))
     if config.load is None:
         return run, None
@@ -97,19 +98,19 @@ def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:
     found = find_checkpoint(config.load, config.ckpt_step, required=required)
     if found is None or config.finetune:
         return run, found
-    if run.data.sft and not _is_of_sft(found):
-        own = _progress(run, config.save, None)
+    if sft and not _is_of_sft(found):
+        own = _progress(config.save, None, sft=sft)
         return (run, own) if own else _weights_only(run, found)
     if is_foreign(found) and config.ckpt_step is None and not run.train.skip_train:
         # Megatron-LM's folder is never saved to: what this run has done since is in its own.
-        return run, _progress(run, config.save, None) or found
+        return run, _progress(config.save, None, sft=sft) or found
     return run, found
 
 
-def _progress(run: RunConfig, folder: str | None, step: int | None) -> Path | None:
+def _progress(folder: str | None, step: int | None, *, sft: bool) -> Path | None:
     """The checkpoint in `folder`, which is where this run saves: not one of pre-training when it fine-tunes."""
     found = find(Path(folder), step) if folder is not None else None
-    if found is not None and run.data.sft and not _is_of_sft(found):
+    if found is not None and sft and not _is_of_sft(found):
         raise CheckpointError(
             f"{found} is a checkpoint of pre-training where this run looks for its own; give --save (and --load, if it "
             "is given beside --pretrained-checkpoint) a folder of its own"
@@ -119,11 +120,10 @@ def _progress(run: RunConfig, folder: str | None, step: int | None) -> Path | No
     return found
 
 
-def _check_save_is_ours(run: RunConfig) -> None:
+def _check_save_is_ours(folder: str | None) -> None:
     """Raise CheckpointError when --save holds checkpoints of Megatron-LM: one tracker cannot name both, and a save of an
     iteration that is there would replace it."""
-    folder = run.checkpoint.save
-    if folder is not None and not run.train.skip_train and (other := foreign_in(Path(folder))):
+    if folder is not None and (other := foreign_in(Path(folder))):
         raise CheckpointError(
             f"--save {folder} holds {other.name} of Megatron-LM, and ours are not put beside it; give --save a folder of "
             "its own and leave --load as it is: the same command goes on from --save once there is a checkpoint in it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron.config.activation_offload import AUTO, OFFLOAD_MODULES
-from megatron.config.pipeline import pipeline_settings
 from megatron.config.recompute import MLP_ACT, NORM, WHOLE_MLP
 from megatron.config.run import RunConfig
 
@@ -49,8 +48,7 @@ def offloaded_layers_exist(run: RunConfig, world_size: int) -> str | None:
     number = run.activation_offload.cpu_offloading_num_layers
     if not run.activation_offload.cpu_offloading:
         return None
-    assert run.model.num_layers
-    layers = [len(stage.layers) for stage in pipeline_settings(run.parallel, run.model.num_layers).stages]
+    layers = [len(stage.layers) for stage in run.pipeline_settings().stages]
     fewest = min(count for count in layers if count)
     if 0 < number < fewest:
         return None
@@ -72,8 +70,7 @@ def offloaded_modules_are_given(run: RunConfig, world_size: int) -> str | None:
         return None
     if not offload.offload_modules:
         return "--fine-grained-activation-offloading moves no part of a layer; give --offload-modules, say core_attn"
-    assert run.model.num_layers
-    layers = [len(stage.layers) for stage in pipeline_settings(run.parallel, run.model.num_layers).stages]
+    layers = [len(stage.layers) for stage in run.pipeline_settings().stages]
     if max(layers) < 3:
         return (
             f"--fine-grained-activation-offloading moves nothing: a pipeline stage has {max(layers)} layers at most, and "
@@ -101,8 +98,7 @@ def offloaded_weights_exist(run: RunConfig, world_size: int) -> str | None:
     number = offload.cpu_offloading_num_layers
     if not offload.cpu_offloading_weights or offload.cpu_offloading:
         return None
-    assert run.model.num_layers
-    layers = [len(stage.layers) for stage in pipeline_settings(run.parallel, run.model.num_layers).stages]
+    layers = [len(stage.layers) for stage in run.pipeline_settings().stages]
     fewest = min(count for count in layers if count)
     if 0 < number <= fewest:
         return None

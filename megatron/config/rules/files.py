@@ -9,8 +9,6 @@ from megatron.config.rules.model import shape_is_pending
 from megatron.config.run import RunConfig
 from megatron.config.split import DEFAULT_SPLIT, split_shares
 
-HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")
-
 
 def one_data_source(run: RunConfig, world_size: int) -> str | None:
     """Random tokens, one dataset that is split, or one dataset a split."""

@@ -12,7 +12,6 @@ from megatron.base.errors import ConfigError
 from megatron.config.context import attention_comm_types, copies_of_keys, inner_size
 from megatron.config.layout import mesh_of
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
-from megatron.config.pipeline import pipeline_settings
 from megatron.config.run import RunConfig, flag_name
 from megatron.config.window import attention_windows
 
@@ -253,9 +252,8 @@ def rotary_bands_are_ordered(run: RunConfig, world_size: int) -> str | None:
 
 def layers_fill_the_pipeline(run: RunConfig, world_size: int) -> str | None:
     """Schedule and stages fit each other and the layers."""
-    assert run.model.num_layers
     try:
-        pipeline_settings(run.parallel, run.model.num_layers)
+        run.pipeline_settings()
     except ConfigError as error:
         return str(error)
     return None

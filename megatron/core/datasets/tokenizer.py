@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.config.data import TokenizerConfig
-from megatron.config.rules.files import HUGGING_FACE
+from megatron.config.data import HUGGING_FACE, TokenizerConfig
 from megatron.core.datasets.chat_templates import read_chat_template
 from megatron.core.datasets.tokenizer_bpe import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.core.datasets.tokenizer_sentencepiece import SentencePieceTokenizer

@@ -2,10 +2,12 @@
 
 import pytest
 
-from megatron.config.rules.ranges import RANGES, numbers_are_in_range
+from megatron.config.flag import flag_of
+from megatron.config.rules.ranges import numbers_are_in_range
 from megatron.config.run import flag_fields
 from tests.unit.config.runs import make_run
 
+RANGES = {name: flag_of(spec).within for name, (_, spec) in flag_fields().items() if flag_of(spec).within is not None}
 FLOATS = ("nan", "inf", "-inf")
 OUTSIDE = {
     "from 0 to 1": -0.5,

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
+from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, POSITIVE
 from megatron.config.lora import PROJECTIONS
 from megatron.config.model import ModelConfig
-from megatron.config.rules.ranges import AT_LEAST_ONE, BELOW_ONE, POSITIVE
 from megatron.core.dist_checkpointing.tensor_file import TensorFile, narrow
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_table

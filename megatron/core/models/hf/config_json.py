@@ -6,7 +6,7 @@ import math
 from typing import Any, TypeVar
 
 from megatron.base.errors import CheckpointError
-from megatron.config.rules.ranges import Interval
+from megatron.config.interval import Interval
 
 T = TypeVar("T")
 _MISSING: Any = object()

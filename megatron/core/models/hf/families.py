@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Interval
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
-from megatron.config.rules.ranges import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Interval
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.rotary import attention_factor, read_rotary, write_rotary
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from megatron.config.model import ModelConfig
-from megatron.config.rules.ranges import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from megatron.core.models.hf.config_json import JsonFields
 
 
