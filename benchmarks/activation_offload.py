@@ -34,6 +34,7 @@ from megatron.core.memory.tiers import FarMemory
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
+from megatron.core.transformer.context import Build
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.choose import choose_kernels
 from megatron.schedule.offload_pass import with_offload
@@ -42,7 +43,7 @@ from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import chunks_near
 from megatron.training.batch import make_batch
-from megatron.training.setup import build_model
+from megatron.training.setup import build_gpt
 from megatron.training.step import tensors_of, weighted_loss
 
 
@@ -52,7 +53,8 @@ class Trial:
     def __init__(self, args: argparse.Namespace, policy: Policy, device: torch.device) -> None:
         run = RunConfig(model=llama(args))
         groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
-        self.model = build_model(run, groups, device, choose_kernels(run.model, device), RngTracker(1, groups, device))
+        kernels, rng = choose_kernels(run.model, device), RngTracker(1, groups, device)
+        self.model = build_gpt(Build(run.model, groups, False, kernels, rng, device))
         initialize(local_parameters(self.model), 1)
         layers = list(self.model.decoder.layers.values())
         timeline = Timeline(device)

@@ -17,21 +17,20 @@ from megatron.config.pipeline import pipeline_settings
 from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.train import TrainConfig
-from megatron.core.context_parallel.trace import UNTRACED
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import create_groups
 from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import initialize, local_parameters
-from megatron.core.tensor_parallel.overlap import PLAIN
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
+from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.training.activation_offload import build_step_offload
 from megatron.training.balanced_recompute import Balanced, choose
 from megatron.training.batch import Batch
 from megatron.training.logging.timers import Timers
-from megatron.training.setup import build_gpt, shared_arguments
+from megatron.training.setup import build_gpt
 from megatron.training.step import TrainStep, weighted_loss
 
 LR, WEIGHT_DECAY = 1e-4, 0.01
@@ -46,7 +45,9 @@ class Trial:
         run = _run(args, recompute)
         groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
         timeline, kernels = Timeline(device), choose_kernels(run.model, device)
-        shared = shared_arguments(run, groups, device, kernels, RngTracker(1, groups, device), PLAIN, UNTRACED)
+        shared = Build(
+            run.model, groups, False, kernels, RngTracker(1, groups, device), device, recompute=run.recompute
+        )
         pipeline = pipeline_settings(run.parallel, args.layers)
         stages = pipeline.stages_of(0)
         self.balanced: Balanced | None = None

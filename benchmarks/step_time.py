@@ -32,10 +32,11 @@ from megatron.core.groups import create_groups
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.training.batch import make_batch
 from megatron.training.logging.timers import Timers
-from megatron.training.setup import build_model
+from megatron.training.setup import build_gpt
 from megatron.training.step import TrainStep
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
@@ -93,7 +94,9 @@ def our_step(args: argparse.Namespace, dtype: str, ids: Tensor, device: torch.de
     }
     run = RunConfig(model=ModelConfig(**shape), optimizer=OptimizerConfig(clip_grad=CLIP, weight_decay=WEIGHT_DECAY))
     groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
-    model = build_model(run, groups, device, choose_kernels(run.model, device), RngTracker(1, groups, device))
+    model = build_gpt(
+        Build(run.model, groups, False, choose_kernels(run.model, device), RngTracker(1, groups, device), device)
+    )
     initialize(local_parameters(model), 1)
     data_parallel = DataParallel(model, groups, data_parallel_settings(run.parallel), device)
     optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=False)

@@ -45,7 +45,7 @@ from megatron.tooling.tool import (
     read_model,
     run_tool,
 )
-from megatron.training.setup import together
+from megatron.training.together import together
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
 DEFAULT_CONTEXT = 8192  # limit for models that allow more: the cache is allocated for every row

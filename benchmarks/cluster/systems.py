@@ -22,9 +22,10 @@ from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.training.batch import Batch, make_batch
-from megatron.training.setup import build_model
+from megatron.training.setup import build_gpt
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 1e-8, 0.01, 1.0
 VOCAB, SEQUENCE, MICRO_BATCH, SEED = 4096, 256, 2, 1
@@ -110,7 +111,7 @@ def make_model(groups: Groups) -> GPTModel:
     run = RunConfig(model=ModelConfig(**SHAPE))
     device = torch.device("cpu")
     rng = RngTracker(SEED, groups, device)
-    model = build_model(run, groups, device, choose_kernels(run.model, device), rng)
+    model = build_gpt(Build(run.model, groups, False, choose_kernels(run.model, device), rng, device))
     initialize(local_parameters(model), SEED)
     return model
 

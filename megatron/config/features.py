@@ -6,22 +6,29 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config.activation_offload_row import activation_offload_row, weight_offload_row
-from megatron.config.context import attention_comm_types
-from megatron.config.data_parallel import AUTO, EVERY, data_parallel_settings
-from megatron.config.optimizer_offload import OFF, STATES, offload_settings, updates_on_cpu
-from megatron.config.pipeline import pipeline_settings
+from megatron.base.mesh import Mesh
+from megatron.config.activation_offload import ActivationOffloadConfig
+from megatron.config.data_parallel import AUTO, EVERY, DataParallelSettings
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer_offload import OFF, STATES, updates_on_cpu
+from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline import PipelineSettings
+from megatron.config.recompute import RecomputeConfig
 from megatron.config.rules.needs import notes
 from megatron.config.run import RunConfig
+from megatron.config.settings import RunSettings
+from megatron.config.train import TrainConfig
+from megatron.schedule.offload_pass import moved_groups, with_offload
 from megatron.schedule.simulate import Costs, simulate
+
+_LAYERS_THAT_STAY = 2  # of a stage, where layers are offloaded one by one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What set-up found out about this machine and the objects it built."""
 
-    tp: int
-    dp: int
     device: str  # device type: "cpu" or "cuda"
     backend: str | None  # "nccl" or "gloo"; None in a world of one process
     attention_choice: str  # "kernel (why this one)", as kernels.choose words it
@@ -49,35 +56,38 @@ class Feature:
     why: str
 
 
-def features(run: RunConfig, facts: Facts) -> list[Feature]:
+def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Feature]:
     """The rows that exist in this version, in a fixed order. Pure: nothing is looked up or changed."""
+    model, parallel, trains = run.model, run.parallel, not run.train.skip_train
+    cp, mesh, data_parallel = parallel.context_parallel_size, settings.mesh, settings.data_parallel
+    replicas = mesh.dp * cp
     return [
-        _backend(run, facts),
-        _tensor_parallelism(facts),
-        _sequence_parallelism(run, facts),
-        _tensor_overlap(run, facts),
-        _tensor_bulk_overlap(run, facts),
-        _pipeline(run, facts),
-        _pipeline_overlap(run),
-        _context(run, facts),
-        _optimizer_sharding(run, facts),
-        _recompute(run, facts),
-        _activation_offload(run, facts),
-        _weight_offload(run, facts),
-        _optimizer_offload(run, facts),
-        _optimizer_state(run),
-        _gradient_reduction(run, facts),
-        _gradient_mode(run, facts),
-        _parameter_gather(run, facts),
-        _layers(run),
-        _attention(run, facts),
-        _attention_window(run),
-        _products(run, facts),
-        _gradient_fusion(run, facts),
-        _main_gradients(run, facts),
-        _dropout(run),
-        _loss_scaling(run),
-        _deterministic(run),
+        _backend(parallel.distributed_backend, facts),
+        _tensor_parallelism(mesh),
+        _sequence_parallelism(parallel.sequence_parallel, settings.sequence_parallel),
+        _tensor_overlap(parallel, model.transformer_impl, facts),
+        _tensor_bulk_overlap(parallel, mesh),
+        _pipeline(settings),
+        _pipeline_overlap(parallel),
+        _context(cp, settings.attention_comm_types, facts),
+        _optimizer_sharding(data_parallel, mesh, facts),
+        _recompute(run.recompute, settings.pipeline, facts, trains=trains),
+        _activation_offload(run.activation_offload, settings),
+        _weight_offload(run.activation_offload, run.optimizer_offload.offload_dir, facts),
+        _optimizer_offload(settings, replicas, facts, on_cpu=updates_on_cpu(run.optimizer, run.optimizer_offload)),
+        _optimizer_state(run.optimizer),
+        _gradient_reduction(data_parallel, replicas, facts),
+        _gradient_mode(data_parallel, replicas),
+        _parameter_gather(data_parallel, facts),
+        _layers(model),
+        _attention(model, facts),
+        _attention_window(model, run.data.seq_length),
+        _products(model, facts),
+        _gradient_fusion(model, facts),
+        _main_gradients(model, facts),
+        _dropout(model, trains=trains),
+        _loss_scaling(model, run.optimizer),
+        _deterministic(run.train),
         *(Feature(note.flag, note.asked, note.here, note.why) for note in (*notes(run), *run.notes)),
     ]
 
@@ -96,28 +106,26 @@ def format_table(rows: Sequence[Feature]) -> str:
     return "\n".join(lines)
 
 
-def _backend(run: RunConfig, facts: Facts) -> Feature:
-    name, asked = "communication backend", run.parallel.distributed_backend
+def _backend(asked: str | None, facts: Facts) -> Feature:
+    name = "communication backend"
     if facts.backend is None:
         return Feature(name, asked or "auto", "off", "one process")
     why = "" if asked in (None, facts.backend) else "no CUDA device"
     return Feature(name, asked or "auto", facts.backend, why)
 
 
-def _tensor_parallelism(facts: Facts) -> Feature:
-    asked = f"tp {facts.tp}" if facts.tp > 1 else "off"
+def _tensor_parallelism(mesh: Mesh) -> Feature:
+    asked = f"tp {mesh.tp}" if mesh.tp > 1 else "off"
     return Feature("tensor parallelism", asked, asked, "")
 
 
-def _sequence_parallelism(run: RunConfig, facts: Facts) -> Feature:
-    asked = run.parallel.sequence_parallel
-    works = asked and facts.tp > 1
-    return Feature("sequence parallelism", _on(asked), _on(works), "tp = 1" if asked and not works else "")
+def _sequence_parallelism(asked: bool, in_effect: bool) -> Feature:
+    return Feature("sequence parallelism", _on(asked), _on(in_effect), "tp = 1" if asked and not in_effect else "")
 
 
-def _tensor_overlap(run: RunConfig, facts: Facts) -> Feature:
-    """Products that need what travels."""
-    name, parallel = "tensor-parallel overlap", run.parallel
+def _tensor_overlap(parallel: ParallelConfig, transformer_impl: str, facts: Facts) -> Feature:
+    """GEMMs that need the data that is communicated."""
+    name = "tensor-parallel overlap"
     if not parallel.tp_comm_overlap:
         return Feature(name, "off", "off", "")
     # Without sequence parallelism nothing is gathered, and what is reduced stays whole.
@@ -128,15 +136,15 @@ def _tensor_overlap(run: RunConfig, facts: Facts) -> Feature:
         return Feature(name, asked, "off", facts.tp_overlap_why)
     why = facts.tp_overlap_why
     if why:
-        why += f"; no user buffers: --transformer-impl {run.model.transformer_impl}"
+        why += f"; no user buffers: --transformer-impl {transformer_impl}"
     return Feature(name, asked, f"{asked}: {facts.tp_overlap}", why)
 
 
-def _tensor_bulk_overlap(run: RunConfig, facts: Facts) -> Feature:
-    """Communication beside a product that has nothing to do with it."""
-    name, parallel = "tensor-parallel bulk overlap", run.parallel
+def _tensor_bulk_overlap(parallel: ParallelConfig, mesh: Mesh) -> Feature:
+    """Communication overlapped with a GEMM that does not need its data."""
+    name = "tensor-parallel bulk overlap"
     asked = " + ".join(["dgrad"] * parallel.tp_comm_bulk_dgrad + ["wgrad"] * parallel.tp_comm_bulk_wgrad) or "off"
-    if facts.tp == 1:
+    if mesh.tp == 1:
         return Feature(name, asked, "off", "tp = 1" if asked != "off" else "")
     if parallel.tp_comm_bulk_dgrad and not parallel.sequence_parallel:
         in_effect = "wgrad" if parallel.tp_comm_bulk_wgrad else "off"
@@ -144,41 +152,30 @@ def _tensor_bulk_overlap(run: RunConfig, facts: Facts) -> Feature:
     return Feature(name, asked, asked, "")
 
 
-def _pipeline(run: RunConfig, facts: Facts) -> Feature:
+def _pipeline(settings: RunSettings) -> Feature:
     """With the bubble of a step, were a layer's gradients as much work as its forward each."""
-    name, p = "pipeline", run.parallel.pipeline_model_parallel_size
+    name, pipeline, p = "pipeline", settings.pipeline, settings.mesh.pp
     if p == 1:
         return Feature(name, "off", "off", "")
-    assert run.model.num_layers
-    settings = pipeline_settings(run.parallel, run.model.num_layers)
-    chunks = settings.placement.num_stages // p
-    asked = f"pp {p}, {settings.schedule.name}" + (f", {chunks} stages a rank" if chunks > 1 else "")
-    m = _microbatches(run, facts)
-    timeline = simulate(settings.schedule_of(m), Costs.uniform(settings.placement.num_stages))
+    chunks = pipeline.placement.num_stages // p
+    asked = f"pp {p}, {pipeline.schedule.name}" + (f", {chunks} stages a rank" if chunks > 1 else "")
+    m = settings.batches.final_num_microbatches
+    timeline = simulate(pipeline.schedule_of(m), Costs.uniform(pipeline.placement.num_stages))
     bubble = max(timeline.bubble(rank) for rank in range(p))
     return Feature(name, asked, asked, f"bubble {bubble:.0%} with {m} microbatch{'es' if m > 1 else ''} a step")
 
 
-def _microbatches(run: RunConfig, facts: Facts) -> int:
-    """A step and data-parallel rank, when the batch has its full size."""
-    assert run.train.micro_batch_size
-    samples = run.train.final_global_batch_size or run.train.micro_batch_size * facts.dp
-    return max(1, samples // (run.train.micro_batch_size * facts.dp))
-
-
-def _pipeline_overlap(run: RunConfig) -> Feature:
-    asked = run.parallel.overlap_p2p_communication
-    if run.parallel.pipeline_model_parallel_size == 1:
+def _pipeline_overlap(parallel: ParallelConfig) -> Feature:
+    asked = parallel.overlap_p2p_communication
+    if parallel.pipeline_model_parallel_size == 1:
         return Feature("pipeline messages beside compute", _on(asked), "off", "pp = 1")
     return Feature("pipeline messages beside compute", _on(asked), _on(asked), "")
 
 
-def _context(run: RunConfig, facts: Facts) -> Feature:
-    name, cp = "context parallelism", run.parallel.context_parallel_size
+def _context(cp: int, types: tuple[str, ...], facts: Facts) -> Feature:
+    name = "context parallelism"
     if cp == 1:
         return Feature(name, "off", "off", "")
-    assert run.model.num_layers
-    types = attention_comm_types(run.parallel, run.model.num_layers)
     asked = f"cp {cp}, {', '.join(dict.fromkeys(types))}"
     kernel, _, why = facts.block_choice.partition(" (")
     if set(types) == {"a2a"}:
@@ -186,31 +183,62 @@ def _context(run: RunConfig, facts: Facts) -> Feature:
     return Feature(name, asked, f"{asked}: {kernel}", why.removesuffix(")"))
 
 
-def _recompute(run: RunConfig, facts: Facts) -> Feature:
-    name, asked = "activation recompute", str(run.recompute)
-    if asked != "off" and run.train.skip_train:
+def _recompute(recompute: RecomputeConfig, pipeline: PipelineSettings, facts: Facts, *, trains: bool) -> Feature:
+    name, asked = "activation recompute", str(recompute)
+    if asked != "off" and not trains:
         return Feature(name, asked, "off", "evaluation only")
-    if run.recompute.is_full and (largest := _largest_stage(run)) < (run.recompute.recompute_num_layers or 0):
-        in_effect = str(dataclasses.replace(run.recompute, recompute_num_layers=largest))
+    largest = _largest_stage(pipeline)
+    if recompute.is_full and largest < (recompute.recompute_num_layers or 0):
+        in_effect = str(dataclasses.replace(recompute, recompute_num_layers=largest))
         return Feature(name, asked, in_effect, f"the largest stage has {largest} layer{'s' if largest > 1 else ''}")
     return Feature(name, asked, facts.recomputed or asked, "layers on this rank" if facts.recomputed else "")
 
 
-def _largest_stage(run: RunConfig) -> int:
+def _largest_stage(pipeline: PipelineSettings) -> int:
     """Layers of the pipeline stage that has the most."""
-    assert run.model.num_layers
-    return max(len(stage.layers) for stage in pipeline_settings(run.parallel, run.model.num_layers).stages)
+    return max(len(stage.layers) for stage in pipeline.stages)
 
 
-def _activation_offload(run: RunConfig, facts: Facts) -> Feature:
-    return Feature("activation offload", *activation_offload_row(run, _microbatches(run, facts)))
+def _activation_offload(offload: ActivationOffloadConfig, settings: RunSettings) -> Feature:
+    name = "activation offload"
+    if offload.kind is None:
+        return Feature(name, "off", "off", "")
+    if offload.kind == "layers":
+        asked = f"first {offload.cpu_offloading_num_layers} layers of a stage"
+        return Feature(name, asked, asked, "")
+    if offload.kind == "modules":
+        asked = " ".join(offload.offload_modules or ())
+        return Feature(name, asked, asked, f"in all layers but a stage's last {_LAYERS_THAT_STAY}")
+    asked = "auto" if offload.ratio is None else f"{offload.ratio:g} of the bytes"
+    where, why = _where_a_ratio_works(settings)
+    if where and offload.ratio is None:
+        return Feature(name, asked, "off at first", f"decided after the second step, and logged; {where}")
+    return Feature(name, asked, f"{asked}: {where}" if where else "off", why)
 
 
-def _weight_offload(run: RunConfig, facts: Facts) -> Feature:
-    asked, in_effect, why = weight_offload_row(run)
-    if asked != "off" and facts.device == "cpu" and not run.optimizer_offload.offload_dir:
-        why = "the device is the CPU, and host memory its own"
-    return Feature("weight offload", asked, in_effect, why)
+def _where_a_ratio_works(settings: RunSettings) -> tuple[str, str]:
+    """What the ranks of the pipeline offload, or "" and why they offload nothing."""
+    pipeline, most = settings.pipeline, _largest_stage(settings.pipeline)
+    schedule = with_offload(pipeline.schedule_of(settings.batches.final_num_microbatches))
+    ranks, whole = len(schedule.actions), sum(bool(moved_groups(actions)) for actions in schedule.actions)
+    if not whole and most <= _LAYERS_THAT_STAY:
+        return "", f"a stage has {most} layers, which its backward needs at once"
+    by_layer = f"all but the last {_LAYERS_THAT_STAY} of a stage, one by one"
+    if not whole:
+        return f"layers, {by_layer}", ""
+    here = "" if whole == ranks else f" on {whole} of {ranks} ranks"
+    rest = f"; where a backward follows sooner layers, {by_layer}" if most > _LAYERS_THAT_STAY else ""
+    return f"whole microbatches{here}{rest}", ""
+
+
+def _weight_offload(offload: ActivationOffloadConfig, directory: str | None, facts: Facts) -> Feature:
+    name, count = "weight offload", offload.far_weight_layers
+    if not count:
+        return Feature(name, "off", "off", "")
+    asked = f"first {count} layer{'s' if count > 1 else ''} of a stage"
+    where = f"files in {directory}" if directory else "host memory"
+    same = "the device is the CPU, and host memory its own" if facts.device == "cpu" and not directory else ""
+    return Feature(name, asked, f"{asked}: in {where}", same)
 
 
 _SHARED = {
@@ -221,30 +249,29 @@ _SHARED = {
 }
 
 
-def _optimizer_sharding(run: RunConfig, facts: Facts) -> Feature:
-    asked = _SHARED[data_parallel_settings(run.parallel).shards]
+def _optimizer_sharding(settings: DataParallelSettings, mesh: Mesh, facts: Facts) -> Feature:
+    asked = _SHARED[settings.shards]
     if asked == "off" or facts.shards > 1:
         return Feature("data-parallel sharding", asked, asked, f"over {facts.shards} ranks" if asked != "off" else "")
-    return Feature("data-parallel sharding", asked, "off", f"dp = {facts.dp}: one rank an instance")
+    return Feature("data-parallel sharding", asked, "off", f"dp = {mesh.dp}: one rank an instance")
 
 
-def _optimizer_offload(run: RunConfig, facts: Facts) -> Feature:
-    name, settings = "optimizer offload", offload_settings(run.optimizer, run.optimizer_offload)
-    memory = f"files in {settings.directory}" if settings.directory else "host memory"
-    same = "the device is the CPU, and host memory its own" if facts.device == "cpu" and not settings.directory else ""
-    if settings.mode == STATES:
+def _optimizer_offload(settings: RunSettings, replicas: int, facts: Facts, *, on_cpu: bool) -> Feature:
+    """on_cpu: the flags ask for updates on the CPU, if only of a fraction of 0."""
+    name, offload, data_parallel = "optimizer offload", settings.optimizer_offload, settings.data_parallel
+    memory = f"files in {offload.directory}" if offload.directory else "host memory"
+    same = "the device is the CPU, and host memory its own" if facts.device == "cpu" and not offload.directory else ""
+    if offload.mode == STATES:
         return Feature(name, "states", f"states wait in {memory}", same)
-    if settings.mode == OFF:
-        is_none = updates_on_cpu(run.optimizer, run.optimizer_offload)
-        return Feature(name, "fraction 0" if is_none else "off", "off", "")
-    asked = "auto" if settings.is_auto else f"static {settings.far:g}"
+    if offload.mode == OFF:
+        return Feature(name, "fraction 0" if on_cpu else "off", "off", "")
+    asked = "auto" if offload.is_auto else f"static {offload.far:g}"
     far, chunks = facts.far_chunks
-    in_effect = f"{asked}: {far} of {chunks} chunks in {memory}" + (" at first" if settings.is_auto else "")
-    if not settings.overlap:
+    in_effect = f"{asked}: {far} of {chunks} chunks in {memory}" + (" at first" if offload.is_auto else "")
+    if not offload.overlap:
         return Feature(name, asked, in_effect, same)
-    data_parallel = data_parallel_settings(run.parallel)
     late = []
-    if not data_parallel.overlap_reduce and _replicas(run, facts) > 1:
+    if not data_parallel.overlap_reduce and replicas > 1:
         late.append("backward hides nothing: gradients are reduced after it")
     if not data_parallel.overlap_gather and facts.shards > 1:
         late.append("the next forward hides nothing: parameters are gathered before it")
@@ -252,42 +279,36 @@ def _optimizer_offload(run: RunConfig, facts: Facts) -> Feature:
     return Feature(name, f"{asked}, overlapped", f"{in_effect}, overlapped", why)
 
 
-def _optimizer_state(run: RunConfig) -> Feature:
-    o = run.optimizer
+def _optimizer_state(o: OptimizerConfig) -> Feature:
     stored = {"exp_avg": o.exp_avg_dtype, "exp_avg_sq": o.exp_avg_sq_dtype, "masters": o.main_params_dtype}
     low = ", ".join(f"{name} {dtype}" for name, dtype in stored.items() if dtype != "fp32")
     return Feature("optimizer state", low or "fp32", low or "fp32", "")
 
 
-def _replicas(run: RunConfig, facts: Facts) -> int:
-    """Ranks whose gradients of a parameter are added up."""
-    return facts.dp * run.parallel.context_parallel_size
-
-
-def _gradient_reduction(run: RunConfig, facts: Facts) -> Feature:
-    name, settings = "gradient reduction", data_parallel_settings(run.parallel)
+def _gradient_reduction(settings: DataParallelSettings, replicas: int, facts: Facts) -> Feature:
+    """replicas: ranks whose gradients of a parameter are added up."""
+    name = "gradient reduction"
     asked = "overlapped" if settings.overlap_reduce else "after backward"
-    if _replicas(run, facts) == 1:
+    if replicas == 1:
         return Feature(name, asked, "off", "dp = 1")
     op = "all-reduce" if facts.shards == 1 else "reduce-scatter"
-    if 1 < facts.shards < _replicas(run, facts):
+    if 1 < facts.shards < replicas:
         op += " + all-reduce between instances"
     plural = "" if facts.buckets == 1 else "s"
     dtype = ", bf16 on the wire" if settings.reduce_in_bf16 else ""
     return Feature(name, asked, f"{asked}: {op}, {facts.buckets} bucket{plural}, {facts.backend}{dtype}", "")
 
 
-def _gradient_mode(run: RunConfig, facts: Facts) -> Feature:
-    mode = data_parallel_settings(run.parallel).mode
-    if _replicas(run, facts) == 1:
+def _gradient_mode(settings: DataParallelSettings, replicas: int) -> Feature:
+    mode = settings.mode
+    if replicas == 1:
         return Feature("gradients reduced", mode, "off", "dp = 1")
     if mode == AUTO:
         return Feature("gradients reduced", mode, f"{EVERY} at first", "decided after the first steps, and logged")
     return Feature("gradients reduced", mode, mode, "")
 
 
-def _parameter_gather(run: RunConfig, facts: Facts) -> Feature:
-    settings = data_parallel_settings(run.parallel)
+def _parameter_gather(settings: DataParallelSettings, facts: Facts) -> Feature:
     if settings.shards == "no_shard":
         return Feature("parameter gather", "off", "off", "")
     asked = "overlapped" if settings.overlap_gather else "after the update"
@@ -296,19 +317,19 @@ def _parameter_gather(run: RunConfig, facts: Facts) -> Feature:
     return Feature("parameter gather", asked, asked, "")
 
 
-def _layers(run: RunConfig) -> Feature:
-    asked = run.model.transformer_impl
+def _layers(model: ModelConfig) -> Feature:
+    asked = model.transformer_impl
     why = "the same mathematics; Transformer Engine's layers are not available yet" if asked != "local" else ""
     return Feature("layers", asked, "local", why)
 
 
-def _attention(run: RunConfig, facts: Facts) -> Feature:
+def _attention(model: ModelConfig, facts: Facts) -> Feature:
     kernel, _, why = facts.attention_choice.partition(" (")
-    return Feature("attention kernel", run.model.attention_backend, kernel, why.removesuffix(")"))
+    return Feature("attention kernel", model.attention_backend, kernel, why.removesuffix(")"))
 
 
-def _attention_window(run: RunConfig) -> Feature:
-    name, windows, longest = "attention window", run.model.windows, run.data.seq_length
+def _attention_window(model: ModelConfig, longest: int | None) -> Feature:
+    name, windows = "attention window", model.windows
     limited = [window for window in windows if window is not None]
     if not limited:
         return Feature(name, "off", "off", "")
@@ -318,44 +339,44 @@ def _attention_window(run: RunConfig) -> Feature:
     return Feature(name, asked, asked, "")
 
 
-def _products(run: RunConfig, facts: Facts) -> Feature:
-    dtype = run.model.dtype_name
+def _products(model: ModelConfig, facts: Facts) -> Feature:
+    dtype = model.dtype_name
     if facts.upcast_products:
         return Feature("matrix products", dtype, "float32", f"this {facts.device.upper()} has no fast {dtype} products")
     return Feature("matrix products", dtype, dtype, "")
 
 
-def _gradient_fusion(run: RunConfig, facts: Facts) -> Feature:
-    asked = run.model.gradient_accumulation_fusion
+def _gradient_fusion(model: ModelConfig, facts: Facts) -> Feature:
+    asked = model.gradient_accumulation_fusion
     works = facts.fusion_missing is None
     return Feature("gradient accumulation fusion", _on(asked), _on(works), facts.fusion_missing or "" if asked else "")
 
 
-def _main_gradients(run: RunConfig, facts: Facts) -> Feature:
+def _main_gradients(model: ModelConfig, facts: Facts) -> Feature:
     if facts.separate_main_grads:
-        return Feature("fp32 main gradients", "auto", "on", f"parameters are {run.model.dtype_name}")
+        return Feature("fp32 main gradients", "auto", "on", f"parameters are {model.dtype_name}")
     return Feature("fp32 main gradients", "auto", "off", "parameters are fp32 themselves")
 
 
-def _dropout(run: RunConfig) -> Feature:
-    rates = run.model.attention_dropout, run.model.hidden_dropout
+def _dropout(model: ModelConfig, *, trains: bool) -> Feature:
+    rates = model.attention_dropout, model.hidden_dropout
     asked = "attention {:g}, hidden {:g}".format(*rates) if any(rates) else "off"
-    if run.train.skip_train and any(rates):
+    if not trains and any(rates):
         return Feature("dropout", asked, "off", "evaluation only")
     return Feature("dropout", asked, asked, "")
 
 
-def _loss_scaling(run: RunConfig) -> Feature:
-    if not run.model.fp16:
-        return Feature("loss scaling", "auto", "off", f"{run.model.dtype_name} needs none")
-    fixed = run.optimizer.loss_scale
+def _loss_scaling(model: ModelConfig, optimizer: OptimizerConfig) -> Feature:
+    if not model.fp16:
+        return Feature("loss scaling", "auto", "off", f"{model.dtype_name} needs none")
+    fixed = optimizer.loss_scale
     if fixed is not None:
         return Feature("loss scaling", f"fixed {fixed:g}", f"fixed {fixed:g}", "")
-    return Feature("loss scaling", "auto", f"dynamic from {run.optimizer.initial_loss_scale:g}", "float16")
+    return Feature("loss scaling", "auto", f"dynamic from {optimizer.initial_loss_scale:g}", "float16")
 
 
-def _deterministic(run: RunConfig) -> Feature:
-    asked = _on(run.train.deterministic_mode)
+def _deterministic(train: TrainConfig) -> Feature:
+    asked = _on(train.deterministic_mode)
     return Feature("deterministic mode", asked, asked, "")
 
 

@@ -30,7 +30,8 @@ from megatron.config.rules.ranges import numbers_are_in_range
 from megatron.config.run import RunConfig
 from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
 from megatron.core.groups import Groups
-from megatron.training.setup import build, start_process
+from megatron.training.process import start_process
+from megatron.training.setup import build
 from megatron.training.trainer import Trainer
 
 SEQ_LENGTH, VOCAB_SIZE, HEAD_DIM, LARGEST_TP = 64, 509, 16, 4
@@ -272,6 +273,6 @@ def _worker(run: RunConfig, rank: int, world_size: int, port: int, pipe: Connect
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     setup_logging(rank, level=logging.WARNING)
     torch.set_num_threads(1)
-    groups, device = start_process(run, rank, world_size, rank, world_size)
+    groups, device = start_process(run.parallel, rank, world_size, rank, world_size)
     losses, pieces = measure(run, groups, device)
     pipe.send((losses, [(name, place, piece.numpy()) for name, place, piece in pieces]))

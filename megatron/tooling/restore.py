@@ -36,7 +36,7 @@ from megatron.schedule.partition import partition
 from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint import model_tensors
 from megatron.training.export import saved_parts
-from megatron.training.setup import together
+from megatron.training.together import together
 
 GENERATION_FILE = "generation_config.json"
 log = get_logger(__name__)

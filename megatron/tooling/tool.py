@@ -19,7 +19,6 @@ from megatron.command_line.exits import exit_code
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT_OR_NONE, RANKS
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
@@ -34,7 +33,7 @@ from megatron.tooling.restore import (
     restore_tokenizer,
     with_adapter,
 )
-from megatron.training.setup import start_process
+from megatron.training.process import start_process
 
 
 def add_model_flags(parser: FlagParser) -> None:
@@ -132,7 +131,7 @@ def open_model(saved: Saved, args: argparse.Namespace, timeout_minutes: float) -
         distributed_timeout_minutes=timeout_minutes,
     )
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    groups, chosen = start_process(RunConfig(parallel=parallel), rank, world_size, local_rank, local_world_size)
+    groups, chosen = start_process(parallel, rank, world_size, local_rank, local_world_size)
     return restore_model(saved, groups, chosen)
 
 

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError
@@ -21,8 +22,12 @@ from megatron.config.run import RunConfig
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_slice
 from megatron.core.dist_checkpointing.store import save
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
-from megatron.core.parameter import Parameter
+from megatron.core.optimizer.lr_schedule import ParamSchedule
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parameter import Parameter, ParamInfo
+from megatron.core.tensor_parallel.random import RngTracker
 from megatron.spec.buckets import Piece
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.lora import is_adapter
@@ -47,9 +52,9 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
     root, iteration = Path(run.checkpoint.save), trainer.state.iteration
     log.info(format_saving(iteration, root, datetime.now()))
     trainer.data_parallel.settle()
-    tensors = _weights(trainer)
+    tensors = _weights(trainer.parameters, trainer.data_parallel, groups)
     if run.checkpoint.save_optim:
-        tensors += optimizer_tensors(trainer, trainer.optimizer.pieces())
+        tensors += optimizer_tensors(trainer.optimizer.pieces(), trainer.parameters, groups)
     if run.checkpoint.save_rng:
         tensors += _rng_tensors(trainer.rng.state(), groups.rank, writer=True)
     keep = run.checkpoint.save_retain if prune else None
@@ -58,9 +63,22 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
     return path
 
 
-def load_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Continue from the checkpoint in `path`. Collective over the world; the layout may differ from the saved one."""
-    run, groups = trainer.run, trainer.groups
+def load_checkpoint(
+    path: Path,
+    run: RunConfig,
+    groups: Groups,
+    device: torch.device,
+    parameters: dict[str, Parameter],
+    data_parallel: DataParallel,
+    optimizer: Optimizer,
+    *,
+    rng: RngTracker,
+    schedule: ParamSchedule,
+) -> TrainState:
+    """The progress of the checkpoint in `path`, with what was built made to continue from it.
+
+    Collective over the world; the layout may differ from the saved one. Raises CheckpointError.
+    """
     run_there = open_saved_run(path, run.model, groups.world)
     state = run_there.state
     saved = model_config_of(state)
@@ -75,7 +93,7 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     check_same_model(path, saved, base, finetune=run.checkpoint.finetune)
     check_same_precision(path, saved, run.model)
     with_optimizer = run.checkpoint.load_optim and not finetune and not run.train.skip_train
-    with_rng = run.checkpoint.load_rng and not finetune and state["rng"] == _generators(trainer)
+    with_rng = run.checkpoint.load_rng and not finetune and state["rng"] == _generators(device, groups)
     log.info(format_loading(path, state["train"] and state["train"]["iteration"]))
     if with_optimizer and not state["optimizer"]:
         raise CheckpointError(
@@ -88,37 +106,37 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
             f"give --optimizer {saved_rule}, or --no-load-optim to start the optimizer afresh"
         )
     if not (finetune or run.train.skip_train):
-        trainer.schedule.resolve(state["schedule"])
-    tensors = _weights(trainer)
+        schedule.resolve(state["schedule"])
+    tensors = _weights(parameters, data_parallel, groups)
     if begins_lora:
         tensors = [tensor for tensor in tensors if not is_adapter(tensor.name)]
-    pieces = list(trainer.optimizer.pieces()) if with_optimizer else []
-    tensors += optimizer_tensors(trainer, pieces)
-    rng = trainer.rng.state()
+    pieces = list(optimizer.pieces()) if with_optimizer else []
+    tensors += optimizer_tensors(pieces, parameters, groups)
+    random = rng.state()
     if with_rng:
-        tensors += _rng_tensors(rng, groups.rank, writer=False)
+        tensors += _rng_tensors(random, groups.rank, writer=False)
     run_there.fill(tensors, groups.world)
     if with_optimizer:
-        trainer.optimizer.load(pieces)
-        trainer.optimizer.steps = state["optimizer"]["steps"]
+        optimizer.load(pieces)
+        optimizer.steps = state["optimizer"]["steps"]
         if state["optimizer"]["loss_scale"] is not None:
-            trainer.optimizer.loss_scale.load_state(state["optimizer"]["loss_scale"])
+            optimizer.loss_scale.load_state(state["optimizer"]["loss_scale"])
     else:
-        trainer.optimizer.masters_from_parameters()
+        optimizer.masters_from_parameters()
     if with_rng:
-        trainer.rng.load_state(rng)
+        rng.load_state(random)
     elif run_there.is_foreign and run.checkpoint.load_rng and not finetune:
         log.info("random state not restored: Megatron-LM's is of other generators; dropout starts anew from the seed")
     elif run.checkpoint.load_rng and not finetune and run.model.hidden_dropout + run.model.attention_dropout > 0:
         log.info("random state not restored: saved by %s; dropout starts anew from the seed", state["rng"] or "nobody")
     # Under another layout sums are in another order anyway, and what was measured does not hold.
     if not finetune and state.get("grad_reduce_mode") and state["layout"] == _layout(groups):
-        trainer.data_parallel.take_mode(state["grad_reduce_mode"])
-    if not finetune:
-        trainer.state = TrainState(**state["train"])
-        if not run.train.skip_train:
-            warn_of_another_order(path, state, run, groups.mesh.dp)
-    log.info(format_loaded(path, trainer.state.iteration, groups.tp.size, groups.pp.size))
+        data_parallel.take_mode(state["grad_reduce_mode"])
+    if not finetune and not run.train.skip_train:
+        warn_of_another_order(path, state, run.to_dict(), groups.mesh.dp)
+    progress = TrainState() if finetune else TrainState(**state["train"])
+    log.info(format_loaded(path, progress.iteration, groups.tp.size, groups.pp.size))
+    return progress
 
 
 def converted_state(run: RunConfig) -> dict[str, Any]:
@@ -208,32 +226,35 @@ def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[Shar
     ]
 
 
-def _weights(trainer: Trainer) -> list[ShardedTensor]:
+def _weights(parameters: dict[str, Parameter], data_parallel: DataParallel, groups: Groups) -> list[ShardedTensor]:
     """This rank's weights; of those that come and go, as ranks share them or they are away, its slices alone.
 
     What stays must be loaded whole, also where ranks share its optimizer: nothing gathers it before the first update.
     """
-    come_and_go = trainer.data_parallel.come_and_go
-    staying = {name: parameter for name, parameter in trainer.parameters.items() if name not in come_and_go}
-    return model_tensors(staying, trainer.groups) + [
+    come_and_go = data_parallel.come_and_go
+    staying = {name: parameter for name, parameter in parameters.items() if name not in come_and_go}
+    return model_tensors(staying, groups) + [
         sharded
-        for number, (piece, tensor) in enumerate(trainer.data_parallel.weights())
+        for number, (piece, tensor) in enumerate(data_parallel.weights())
         if piece.name in come_and_go
-        for sharded in _flat(MODEL_PREFIX + piece.name, tensor, piece, trainer, number)
+        for sharded in _flat(MODEL_PREFIX + piece.name, tensor, piece, parameters[piece.name].info, groups, number)
     ]
 
 
-def optimizer_tensors(trainer: Trainer, pieces: Iterable[tuple[Piece, str, Tensor]]) -> list[ShardedTensor]:
+def optimizer_tensors(
+    pieces: Iterable[tuple[Piece, str, Tensor]], parameters: dict[str, Parameter], groups: Groups
+) -> list[ShardedTensor]:
     """Masters and moments of this rank, `pieces` of its optimizer, as rectangles of the global tensors."""
     return [
         sharded
         for number, (piece, key, tensor) in enumerate(pieces)
-        for sharded in _flat(f"{OPTIMIZER_PREFIX}{piece.name}/{key}", tensor, piece, trainer, number)
+        for sharded in _flat(
+            f"{OPTIMIZER_PREFIX}{piece.name}/{key}", tensor, piece, parameters[piece.name].info, groups, number
+        )
     ]
 
 
-def _flat(name: str, data: Tensor, piece: Piece, trainer: Trainer, number: int) -> list[ShardedTensor]:
-    info, groups = trainer.parameters[piece.name].info, trainer.groups
+def _flat(name: str, data: Tensor, piece: Piece, info: ParamInfo, groups: Groups, number: int) -> list[ShardedTensor]:
     section = info.section_at(piece.start)
     # Instances of the optimizer hold copies and take turns.
     writer = groups.replicas.rank == number % groups.replicas.size and info.held_first(section, groups)
@@ -278,9 +299,9 @@ def _layout(groups: Groups) -> dict[str, int]:
     return dataclasses.asdict(groups.mesh)
 
 
-def _generators(trainer: Trainer) -> dict[str, Any]:
+def _generators(device: torch.device, groups: Groups) -> dict[str, Any]:
     """Whose random states are saved: they fit generators of this kind on the same ranks only."""
-    return {"device": trainer.device.type, **_layout(trainer.groups)}
+    return {"device": device.type, **_layout(groups)}
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
@@ -292,7 +313,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "schedule": trainer.schedule.state(),
         "layout": _layout(trainer.groups),
         "grad_reduce_mode": trainer.data_parallel.decided_mode(),
-        "rng": _generators(trainer) if trainer.run.checkpoint.save_rng else None,
+        "rng": _generators(trainer.device, trainer.groups) if trainer.run.checkpoint.save_rng else None,
         "optimizer": (
             {"steps": optimizer.steps, "loss_scale": optimizer.loss_scale.state()}
             if trainer.run.checkpoint.save_optim

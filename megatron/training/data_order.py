@@ -6,57 +6,60 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.log import get_logger
-from megatron.config.run import RunConfig
+from megatron.config.batch_schedule import BatchSchedule
+from megatron.config.data import DataConfig
 from megatron.config.split import DEFAULT_SPLIT, split_shares
+from megatron.config.train import EvalConfig, TrainConfig
 from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.sample import Splits
-from megatron.training.microbatches import BatchSchedule
-from megatron.training.trainer import Trainer
+from megatron.training.state import TrainState
 
 log = get_logger(__name__)
 
 
-def dataset_sizes(trainer: Trainer) -> Splits[int | None]:
+def dataset_sizes(
+    data: DataConfig, train: TrainConfig, evaluation: EvalConfig, batches: BatchSchedule, state: TrainState
+) -> Splits[int | None]:
     """Samples of each split: what training, all evaluations and the test will have read at the end of the run.
 
     What was read before a resume counts as it was, even if batches or evaluations had another size then. With
     --data-order megatron the flags alone decide, as in Megatron-LM.
     """
-    run, state = trainer.run, trainer.state
-    if run.data.data_order == "megatron":
-        return megatron_sizes(run, trainer.batches)
-    per_evaluation = run.eval.eval_iters * trainer.batches.final_global_batch_size
-    if run.train.skip_train:
+    if data.data_order == "megatron":
+        return megatron_sizes(train, evaluation, batches)
+    per_evaluation = evaluation.eval_iters * batches.final_global_batch_size
+    if train.skip_train:
         return Splits(None, per_evaluation, per_evaluation)
-    every, last = run.eval.eval_interval, trainer.total_iterations
+    every, last = evaluation.eval_interval, batches.last_iteration(state.iteration, state.consumed_samples)
     evaluations = (last // every - state.iteration // every if every else 0) + 1
     valid = state.consumed_valid_samples + evaluations * per_evaluation
-    return Splits(state.consumed_samples + trainer.samples_left, valid, per_evaluation)
+    left = batches.samples_left(state.iteration, state.consumed_samples)
+    return Splits(state.consumed_samples + left, valid, per_evaluation)
 
 
-def megatron_sizes(run: RunConfig, batches: BatchSchedule) -> Splits[int | None]:
+def megatron_sizes(train: TrainConfig, evaluation: EvalConfig, batches: BatchSchedule) -> Splits[int | None]:
     """The samples that Megatron-LM asks its datasets for, which decide their order; None is not read.
 
     Training: --train-samples, or --train-iters global batches. Validation: an evaluation at every interval and one at
     the end. Test: one evaluation.
     """
-    per_evaluation = run.eval.eval_iters * batches.final_global_batch_size
-    if run.train.skip_train:
+    per_evaluation = evaluation.eval_iters * batches.final_global_batch_size
+    if train.skip_train:
         return Splits(None, per_evaluation, per_evaluation)
-    train = run.train.train_samples or batches.total_iterations * batches.final_global_batch_size
-    every = run.eval.eval_interval
+    samples = train.train_samples or batches.total_iterations * batches.final_global_batch_size
+    every = evaluation.eval_interval
     evaluations = (batches.total_iterations // every if every else 0) + 1
-    return Splits(train, evaluations * per_evaluation, per_evaluation)
+    return Splits(samples, evaluations * per_evaluation, per_evaluation)
 
 
-def warn_of_another_order(path: Path, saved: dict[str, Any], run: RunConfig, dp: int) -> None:
+def warn_of_another_order(path: Path, saved: dict[str, Any], config: dict[str, dict[str, Any]], dp: int) -> None:
     """Log what makes this run's samples follow others than those that the run of a checkpoint read before it.
 
-    saved: the checkpoint's state. dp: replicas of this run. Says nothing unless one of the two reads in Megatron-LM's
-    order: the stable one goes on under another length and other batches.
+    saved: the checkpoint's state. config: of this run, as a checkpoint holds it. dp: replicas of this run. Says nothing
+    unless one of the two reads in Megatron-LM's order: the stable one goes on under another length and other batches.
     """
     there = _order_of(saved["config"], saved["layout"]["dp"])
-    here = _order_of(run.to_dict(), dp)
+    here = _order_of(config, dp)
     if "megatron" not in (there["--data-order"], here["--data-order"]):
         return
     differences = [

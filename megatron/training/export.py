@@ -29,7 +29,7 @@ from megatron.core.models.hf.side_files import known_ids, side_files, side_folde
 from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint import MODEL_PREFIX, model_config_of
-from megatron.training.setup import together
+from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
 log = get_logger(__name__)

@@ -28,10 +28,12 @@ from megatron.training.logging.progress import ProgressLine, terminal_console
 from megatron.training.logging.writers import Metrics, check_writers, open_writers
 from megatron.training.loop import Callback, fit
 from megatron.training.not_finite import NotFinite
+from megatron.training.process import hold_folders, open_heartbeat_files, start_process
 from megatron.training.profile import ProfileTimeline
-from megatron.training.setup import build, hold_folders, open_heartbeat_files, start_process, together
+from megatron.training.setup import build
 from megatron.training.signals import ExitSignals
 from megatron.training.start import take_adapter_shape, take_hf_shape
+from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
 log = get_logger(__name__)
@@ -75,15 +77,18 @@ def main(run: RunConfig) -> None:
 def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, started: float) -> None:
     """Build everything and train. `started`: monotonic seconds. Collective over the world."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    groups, device = start_process(run, rank, world_size, local_rank, local_world_size)
+    groups, device = start_process(
+        run.parallel, rank, world_size, local_rank, local_world_size, deterministic=run.train.deterministic_mode
+    )
     with ExitSignals(enabled=run.train.exit_signal_handler) as signals, ExitStack() as held:
         try:
             with groups.heartbeat.phase("set-up"):
                 together(groups.world, lambda: check_writers(run.logging) if rank == 0 else None)
                 peak = PeakMemory(device) if run.logging.log_memory else None  # it counts what is made after it
                 trainer = build(run, groups, device)
-                hold_folders(run, groups, held)
-                open_heartbeat_files(run, groups)
+                if not run.train.skip_train:
+                    hold_folders(run.checkpoint, groups, held)
+                open_heartbeat_files(run.parallel.heartbeat_dir, run.checkpoint.save, groups)
             console = terminal_console(run.logging.progress_bar and rank == 0)
             with ProgressLine(trainer.total_iterations, trainer.state.iteration, console) as progress:
                 callbacks = build_callbacks(trainer, signals, progress, started, peak)

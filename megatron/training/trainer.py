@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.pipeline import PipelineSettings
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import all_reduce
@@ -21,7 +22,6 @@ from megatron.core.parameter import Parameter
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.training.batch import BatchReader
 from megatron.training.logging.timers import Timers
-from megatron.training.microbatches import BatchSchedule
 from megatron.training.state import StepReport, TrainState
 from megatron.training.step import TrainStep, evaluate
 
@@ -52,21 +52,12 @@ class Trainer:
     @property
     def total_iterations(self) -> int:
         """Steps of the whole run, those done before a resume included."""
-        samples = self.run.train.train_samples
-        if samples is None:
-            return self.batches.total_iterations
-        # Counted from here: the steps done so far may have had another batch size.
-        done = self.batches.iterations_for(self.state.consumed_samples)
-        return self.state.iteration + self.batches.iterations_for(samples) - done
+        return self.batches.last_iteration(self.state.iteration, self.state.consumed_samples)
 
     @property
     def samples_left(self) -> int:
         """Samples that training still has to read."""
-        samples = self.run.train.train_samples
-        if samples is not None:
-            return max(0, samples - self.state.consumed_samples)
-        total = self.batches.total_iterations
-        return self.batches.samples_for(total) - self.batches.samples_for(min(self.state.iteration, total))
+        return self.batches.samples_left(self.state.iteration, self.state.consumed_samples)
 
     @property
     def finished(self) -> bool:
@@ -77,17 +68,6 @@ class Trainer:
         if samples is None:
             return self.state.iteration >= self.batches.total_iterations
         return consumed + self.batches.global_batch_size(consumed) > samples
-
-    def check_schedules(self) -> None:
-        """Build, and so check, the schedules of the next step, of the final batch size and of evaluations.
-
-        Those of batch sizes between are checked when a ramp comes to them. Raises ScheduleError, on all ranks alike.
-        """
-        final = self.batches.final_num_microbatches
-        for microbatches in {self.batches.num_microbatches(self.state.consumed_samples), final}:
-            self.pipeline.schedule_of(microbatches)
-        if self.run.eval.eval_iters:
-            self.pipeline.evaluation_of(final)
 
     def train_step(self) -> StepReport:
         """One optimizer step on the next global batch."""

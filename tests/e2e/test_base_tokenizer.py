@@ -15,7 +15,7 @@ from megatron.core.datasets.chat_templates import CHAT_TEMPLATES
 from megatron.core.inference.chat import open_template
 from megatron.tooling.restore import read_saved, restore_tokenizer
 from megatron.training.export import CheckpointSource
-from megatron.training.setup import with_vocabulary
+from megatron.training.vocabulary import with_vocabulary
 from tests.e2e.helpers.launch import run
 from tests.e2e.helpers.runs import flags
 from tests.unit.datasets.chat import messages

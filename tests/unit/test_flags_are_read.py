@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from megatron.command_line.arguments import build_parser
-from megatron.config.features import features
 from megatron.config.flag import flag_of
 from megatron.config.rules.check import check
 from megatron.config.run import PARTS, flag_fields
 from tests.unit.config.runs import make_run
-from tests.unit.config.test_features import ALONE
+from tests.unit.config.test_features import rows
 
 ROOT = Path(__file__).parents[2]
 CONFIG_CLASSES = {cls.__name__: part for part, cls in PARTS.items()}
@@ -35,6 +34,8 @@ MAKERS = (
     "megatron/config/pipeline.py",
     "megatron/config/optimizer_offload.py",
     "megatron/config/context.py",
+    "megatron/config/batch_schedule.py",
+    "megatron/config/settings.py",
 )
 
 
@@ -61,7 +62,7 @@ def test_a_flag_that_chooses_nothing_is_said(name, in_effect, row):
     for asked in flag_of(spec).choices:
         run = make_run(**{name: asked})
         check(run, 1)
-        (found,) = (feature for feature in features(run, ALONE) if feature.name == row)
+        (found,) = (feature for feature in rows(run) if feature.name == row)
         assert (found.asked, found.in_effect, bool(found.why)) == (asked, in_effect, asked != in_effect)
 
 

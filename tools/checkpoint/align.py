@@ -26,13 +26,12 @@ from megatron.command_line.arguments import FlagParser, path_word, within
 from megatron.command_line.exits import check_output, exit_code
 from megatron.config.interval import NOT_NEGATIVE, SEED, SIZE, between
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig
 from megatron.conversion.align import SITES, TIE, Choices, Difference, Pair, ablation, differences, first_choices
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.groups import disconnect
 from megatron.tooling.restore import read_saved
 from megatron.training.export import CheckpointSource
-from megatron.training.setup import start_process
+from megatron.training.process import start_process
 
 HEADER = f"{'layer':>6s}  {'site':11s} {'max ulps':>10s} {'mean ulps':>11s} {'differing':>10s}"
 
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     check_output("--output", args.output)
     ours = CheckpointSource(read_saved(args.load, None).path) if args.load else None
     parallel = ParallelConfig(device=args.device)
-    groups, device = start_process(RunConfig(parallel=parallel), 0, 1, 0, 1)
+    groups, device = start_process(parallel, 0, 1, 0, 1)
     dtype: torch.dtype = getattr(torch, args.dtype)
     pair = Pair(Path(args.hf), dtype, groups, device, ours=ours)
     longest = pair.config.max_position_embeddings

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron.base.errors import ConfigError
+from megatron.config.batch_schedule import not_whole, unit_of
 from megatron.config.batch_steps import FLAG, parse_steps
-from megatron.config.data_parallel import EVERY, data_parallel_settings, splits_backward
+from megatron.config.data_parallel import EVERY, splits_backward
 from megatron.config.layout import mesh_of
 from megatron.config.run import RunConfig
 
@@ -47,25 +48,22 @@ def step_schedule_is_alone(run: RunConfig, world_size: int) -> str | None:
 
 def batches_are_whole(run: RunConfig, world_size: int) -> str | None:
     """Every global batch size of the run is a number of microbatches on every replica."""
-    t = run.train
+    t, dp = run.train, mesh_of(run.parallel, world_size).dp
     assert t.micro_batch_size
-    dp = mesh_of(run.parallel, world_size).dp
-    unit = t.micro_batch_size * dp
-    because = f"--micro-batch-size {t.micro_batch_size} x data-parallel size {dp} = {unit}"
     size, name = t.final_global_batch_size or 0, "--global-batch-size"
     if t.step_batch_size_schedule is not None:
         name = f"{FLAG} ends with"
-    if size % unit:
-        return f"{name} {size} is not a multiple of {because}; change one of them"
-    microbatches = size // unit
+    if problem := not_whole(name, size, t.micro_batch_size, dp):
+        return problem
+    microbatches = size // (t.micro_batch_size * dp)
     if microbatches > MOST_MICROBATCHES:
         return (
-            f"{name} {size} makes {microbatches} microbatches a step of {because}, more than "
+            f"{name} {size} makes {microbatches} microbatches a step of {unit_of(t.micro_batch_size, dp)}, more than "
             f"{MOST_MICROBATCHES}; lower it, raise --micro-batch-size, or use more processes"
         )
     for number, name in zip(t.rampup_batch_size or (), ("START", "INCREMENT")):
-        if number % unit:
-            return f"--rampup-batch-size {name} {number} is not a multiple of {because}; change one of them"
+        if problem := not_whole(f"--rampup-batch-size {name}", number, t.micro_batch_size, dp):
+            return problem
     return None
 
 
@@ -117,7 +115,7 @@ def sharding_is_consistent(run: RunConfig, world_size: int) -> str | None:
 
 def pipeline_carries_sharding(run: RunConfig, world_size: int) -> str | None:
     """What a pipeline does with gradients and parameters leaves some of data parallelism out."""
-    p, settings = run.parallel, data_parallel_settings(run.parallel)
+    p, settings = run.parallel, run.data_parallel_settings()
     if p.pipeline_model_parallel_size == 1:
         return None
     if settings.shards == "optim_grads_params":

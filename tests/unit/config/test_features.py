@@ -1,13 +1,13 @@
 import dataclasses
 
 from megatron.config.features import Facts, Feature, features, format_table, worth_a_line
+from megatron.config.layout import mesh_of
 from megatron.config.note import Note
 from megatron.config.rules.check import check
+from megatron.config.settings import resolve
 from tests.unit.config.runs import make_run
 
 ALONE = Facts(
-    tp=1,
-    dp=1,
     device="cpu",
     backend=None,
     attention_choice="fused (torch SDPA; no flash: no CUDA device)",
@@ -22,20 +22,30 @@ ALONE = Facts(
 )
 
 
-def row(name, facts=ALONE, **fields):
-    (found,) = [r for r in features(make_run(**fields), facts) if r.name == name]
+def rows(run, facts=ALONE, dp=1):
+    """The table of a run on `dp` data-parallel replicas."""
+    p = run.parallel
+    replica = p.tensor_model_parallel_size * p.context_parallel_size * p.pipeline_model_parallel_size
+    return features(run, resolve(run, mesh_of(p, dp * replica)), facts)
+
+
+def row(name, facts=ALONE, dp=1, **fields):
+    (found,) = [r for r in rows(make_run(**fields), facts, dp) if r.name == name]
     return found.asked, found.in_effect, found.why
 
 
 def test_tensor_parallelism():
     assert row("tensor parallelism") == ("off", "off", "")
-    assert row("tensor parallelism", dataclasses.replace(ALONE, tp=4)) == ("tp 4", "tp 4", "")
+    assert row("tensor parallelism", tensor_model_parallel_size=4) == ("tp 4", "tp 4", "")
+
+
+TP = {"tensor_model_parallel_size": 2}
 
 
 def test_sequence_parallelism_says_why_it_is_off():
     assert row("sequence parallelism") == ("off", "off", "")
     assert row("sequence parallelism", sequence_parallel=True) == ("on", "off", "tp = 1")
-    assert row("sequence parallelism", dataclasses.replace(ALONE, tp=2), sequence_parallel=True) == ("on", "on", "")
+    assert row("sequence parallelism", **TP, sequence_parallel=True) == ("on", "on", "")
 
 
 def test_pipeline_with_its_bubble():
@@ -47,7 +57,7 @@ def test_pipeline_with_its_bubble():
         "bubble 6% with 8 microbatches a step",
     )
     assert row("pipeline", **{**two, "global_batch_size": None})[2] == "bubble 50% with 1 microbatch a step"
-    assert row("pipeline", dataclasses.replace(ALONE, dp=4), **two)[2] == "bubble 33% with 2 microbatches a step"
+    assert row("pipeline", dp=4, **two)[2] == "bubble 33% with 2 microbatches a step"
     assert row("pipeline messages beside compute") == ("on", "off", "pp = 1")
     assert row("pipeline messages beside compute", **two) == ("on", "on", "")
     assert row("pipeline messages beside compute", **two, overlap_p2p_communication=False) == ("off", "off", "")
@@ -61,8 +71,8 @@ def test_context_parallelism_with_its_kernels():
     assert row(name, **four, cp_comm_type=("a2a", "allgather"))[0] == "cp 4, a2a, all_gather"
 
 
-CHUNKS = dataclasses.replace(ALONE, tp=2, tp_overlap="in chunks, gloo", tp_overlap_why="no symmetric memory: no GPU")
-FUSED = dataclasses.replace(ALONE, tp=2, tp_overlap="fused, symmetric memory")
+CHUNKS = dataclasses.replace(ALONE, tp_overlap="in chunks, gloo", tp_overlap_why="no symmetric memory: no GPU")
+FUSED = dataclasses.replace(ALONE, tp_overlap="fused, symmetric memory")
 
 
 def test_tensor_overlap():
@@ -83,18 +93,19 @@ def test_tensor_overlap():
 
 
 def test_tensor_bulk_overlap():
-    name, both, two = "tensor-parallel bulk overlap", "dgrad + wgrad", dataclasses.replace(ALONE, tp=2)
+    name, both, two = "tensor-parallel bulk overlap", "dgrad + wgrad", TP
     off = {"tp_comm_bulk_dgrad": False, "tp_comm_bulk_wgrad": False}
     assert row(name) == (both, "off", "tp = 1")
-    assert row(name, **off) == row(name, two, **off) == ("off", "off", "")
-    assert row(name, two) == (both, "wgrad", "without --sequence-parallel nothing is gathered")
-    assert row(name, two, sequence_parallel=True) == (both, both, "")
-    assert row(name, two, sequence_parallel=True, tp_comm_bulk_wgrad=False) == ("dgrad", "dgrad", "")
-    assert row(name, two, tp_comm_bulk_dgrad=False) == ("wgrad", "wgrad", "")
+    assert row(name, **off) == row(name, **two, **off) == ("off", "off", "")
+    assert row(name, **two) == (both, "wgrad", "without --sequence-parallel nothing is gathered")
+    assert row(name, **two, sequence_parallel=True) == (both, both, "")
+    assert row(name, **two, sequence_parallel=True, tp_comm_bulk_wgrad=False) == ("dgrad", "dgrad", "")
+    assert row(name, **two, tp_comm_bulk_dgrad=False) == ("wgrad", "wgrad", "")
 
 
-FOUR = dataclasses.replace(ALONE, dp=4, backend="gloo")
-SHARED = dataclasses.replace(FOUR, shards=4)
+GLOO = dataclasses.replace(ALONE, backend="gloo")
+FOUR = {"dp": 4, "facts": GLOO}
+SHARED = {"dp": 4, "facts": dataclasses.replace(GLOO, shards=4)}
 ZERO1 = {"use_distributed_optimizer": True}
 ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
 OVERLAPPED = {"overlapped_distributed_optimizer": True}
@@ -102,14 +113,14 @@ OVERLAPPED = {"overlapped_distributed_optimizer": True}
 
 def test_data_parallel_sharding():
     name = "data-parallel sharding"
-    assert row(name) == row(name, FOUR) == ("off", "off", "")
+    assert row(name) == row(name, **FOUR) == ("off", "off", "")
     state = "optimizer state (ZeRO-1)"
-    assert row(name, SHARED, **ZERO1) == row(name, SHARED, **OVERLAPPED) == (state, state, "over 4 ranks")
+    assert row(name, **SHARED, **ZERO1) == row(name, **SHARED, **OVERLAPPED) == (state, state, "over 4 ranks")
     assert row(name, **ZERO1) == (state, "off", "dp = 1: one rank an instance")
     both = "optimizer state, gradients (ZeRO-2)"
-    assert row(name, dataclasses.replace(FOUR, shards=2), **ZERO2) == (both, both, "over 2 ranks")
+    assert row(name, **{**FOUR, "facts": dataclasses.replace(GLOO, shards=2)}, **ZERO2) == (both, both, "over 2 ranks")
     everything = "optimizer state, gradients, parameters (ZeRO-3)"
-    found = row(name, SHARED, data_parallel_sharding_strategy="optim_grads_params")
+    found = row(name, **SHARED, data_parallel_sharding_strategy="optim_grads_params")
     assert found == (everything, everything, "over 4 ranks")
 
 
@@ -117,17 +128,17 @@ def test_gradient_reduction():
     name, late, early = "gradient reduction", "after backward", "overlapped"
     assert row(name) == (late, "off", "dp = 1")
     assert row(name, overlap_grad_reduce=True) == (early, "off", "dp = 1")
-    assert row(name, FOUR) == (late, "after backward: all-reduce, 3 buckets, gloo", "")
-    assert row(name, FOUR, overlap_grad_reduce=True) == (early, "overlapped: all-reduce, 3 buckets, gloo", "")
-    one = dataclasses.replace(SHARED, buckets=1)
-    assert row(name, one, **ZERO1) == (late, "after backward: reduce-scatter, 1 bucket, gloo", "")
-    assert row(name, SHARED, grad_reduce_in_bf16=True, **ZERO2) == (
+    assert row(name, **FOUR) == (late, "after backward: all-reduce, 3 buckets, gloo", "")
+    assert row(name, **FOUR, overlap_grad_reduce=True) == (early, "overlapped: all-reduce, 3 buckets, gloo", "")
+    one = {"dp": 4, "facts": dataclasses.replace(SHARED["facts"], buckets=1)}
+    assert row(name, **one, **ZERO1) == (late, "after backward: reduce-scatter, 1 bucket, gloo", "")
+    assert row(name, **SHARED, grad_reduce_in_bf16=True, **ZERO2) == (
         early,
         "overlapped: reduce-scatter, 3 buckets, gloo, bf16 on the wire",
         "",
     )
-    two = dataclasses.replace(FOUR, shards=2)
-    assert row(name, two, **ZERO1, num_distributed_optimizer_instances=2) == (
+    two = {"dp": 4, "facts": dataclasses.replace(GLOO, shards=2)}
+    assert row(name, **two, **ZERO1, num_distributed_optimizer_instances=2) == (
         late,
         "after backward: reduce-scatter + all-reduce between instances, 3 buckets, gloo",
         "",
@@ -137,9 +148,9 @@ def test_gradient_reduction():
 def test_when_gradients_are_reduced():
     name = "gradients reduced"
     assert row(name) == ("last-microbatch", "off", "dp = 1")
-    assert row(name, FOUR) == ("last-microbatch", "last-microbatch", "")
-    assert row(name, SHARED, **ZERO2) == ("every-microbatch", "every-microbatch", "")
-    assert row(name, SHARED, **OVERLAPPED) == (
+    assert row(name, **FOUR) == ("last-microbatch", "last-microbatch", "")
+    assert row(name, **SHARED, **ZERO2) == ("every-microbatch", "every-microbatch", "")
+    assert row(name, **SHARED, **OVERLAPPED) == (
         "auto",
         "every-microbatch at first",
         "decided after the first steps, and logged",
@@ -148,11 +159,11 @@ def test_when_gradients_are_reduced():
 
 def test_parameter_gather():
     name = "parameter gather"
-    assert row(name) == row(name, FOUR) == ("off", "off", "")
+    assert row(name) == row(name, **FOUR) == ("off", "off", "")
     assert row(name, **ZERO1) == ("after the update", "off", "nothing is shared")
-    assert row(name, SHARED, **ZERO1) == ("after the update", "after the update", "")
-    found = row(name, SHARED, **ZERO1, overlap_param_gather=True)
-    assert found == row(name, SHARED, **OVERLAPPED) == ("overlapped", "overlapped", "")
+    assert row(name, **SHARED, **ZERO1) == ("after the update", "after the update", "")
+    found = row(name, **SHARED, **ZERO1, overlap_param_gather=True)
+    assert found == row(name, **SHARED, **OVERLAPPED) == ("overlapped", "overlapped", "")
 
 
 def test_attention_kernel_is_split_from_its_reason():
@@ -211,8 +222,8 @@ def test_table_is_aligned():
 
 
 def test_every_row_is_one_line():
-    text = format_table(features(make_run(), ALONE))
-    assert len(text.splitlines()) == 1 + len(features(make_run(), ALONE))
+    text = format_table(rows(make_run()))
+    assert len(text.splitlines()) == 1 + len(rows(make_run()))
 
 
 def test_products_of_a_slow_dtype_are_said_to_be_taken_in_fp32():
@@ -251,12 +262,12 @@ class TestOptimizerOffload:
     def test_what_overlap_does_not_hide(self):
         overlap = {**CPU_OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": True}
         assert row(OFFLOAD, FAR, **overlap)[::2] == ("static 1, overlapped", "")
-        ranks = dataclasses.replace(FAR, dp=2, shards=2)
-        assert row(OFFLOAD, ranks, **overlap, use_distributed_optimizer=True)[2] == (
+        ranks = {"dp": 2, "facts": dataclasses.replace(FAR, shards=2)}
+        assert row(OFFLOAD, **ranks, **overlap, use_distributed_optimizer=True)[2] == (
             "backward hides nothing: gradients are reduced after it; "
             "the next forward hides nothing: parameters are gathered before it"
         )
-        assert row(OFFLOAD, ranks, **overlap, overlapped_distributed_optimizer=True)[2] == ""
+        assert row(OFFLOAD, **ranks, **overlap, overlapped_distributed_optimizer=True)[2] == ""
 
 
 def test_optimizer_state():
@@ -288,7 +299,7 @@ def test_more_layers_to_recompute_than_a_stage_has():
 
 
 def test_communication_backend():
-    name, gloo = "communication backend", dataclasses.replace(ALONE, dp=2, backend="gloo")
+    name, gloo = "communication backend", GLOO
     assert row(name) == ("auto", "off", "one process")
     assert row(name, distributed_backend="nccl") == ("nccl", "off", "one process")
     assert row(name, gloo) == ("auto", "gloo", "")
@@ -331,8 +342,8 @@ def test_weight_offload_says_which_layers_and_where():
 
 
 def test_what_nobody_asked_for_is_left_out():
-    rows = [Feature("a", "off", "off", ""), Feature("b", "on", "off", "why"), Feature("c", "auto", "off", "")]
-    assert worth_a_line(rows) == rows[1:]
+    found = [Feature("a", "off", "off", ""), Feature("b", "on", "off", "why"), Feature("c", "auto", "off", "")]
+    assert worth_a_line(found) == found[1:]
 
 
 def test_flags_without_an_effect_have_a_row():
@@ -340,7 +351,7 @@ def test_flags_without_an_effect_have_a_row():
         make_run(("save_interval", "lr"), save_interval=5),
         notes=(Note("--async-save", "on", "saved in the step", "why"),),
     )
-    assert features(run, ALONE)[-2:] == [
+    assert rows(run)[-2:] == [
         Feature("--save-interval", "5", "unused", "nothing is saved"),
         Feature("--async-save", "on", "saved in the step", "why"),
     ]

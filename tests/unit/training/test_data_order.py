@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.batch_schedule import BatchSchedule
 from megatron.core.datasets.sample import Splits
 from megatron.training.data_order import megatron_sizes, warn_of_another_order
-from megatron.training.microbatches import BatchSchedule
 from tests.unit.config.runs import make_run
 
 DATA = {"mock_data": False, "data_path": ("0.3", "/a/one", "0.7", "/a/two"), "data_order": "megatron"}
@@ -16,7 +16,7 @@ DATA = {"mock_data": False, "data_path": ("0.3", "/a/one", "0.7", "/a/two"), "da
 
 def sizes(**changes):
     run = make_run(**{**DATA, "micro_batch_size": 1, "global_batch_size": 4, "eval_iters": 5, **changes})
-    return megatron_sizes(run, BatchSchedule(run.train, 1))
+    return megatron_sizes(run.train, run.eval, BatchSchedule(run.train, 1))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def warned(caplog, monkeypatch, saved=(), here=(), dp=1):
     before, after = (make_run(**{**DATA, "global_batch_size": 8, **dict(changes)}) for changes in (saved, here))
     state = {"config": before.to_dict(), "layout": {"dp": 1}}
     caplog.clear()
-    warn_of_another_order(Path("run/iter_0000005"), state, after, dp)
+    warn_of_another_order(Path("run/iter_0000005"), state, after.to_dict(), dp)
     return "\n".join(dict.fromkeys(caplog.messages))
 
 
@@ -91,5 +91,5 @@ def test_a_checkpoint_from_before_the_flag_was_read_in_the_stable_order(caplog, 
     run = make_run(**DATA)
     config = dataclasses.replace(run, data=dataclasses.replace(run.data, data_order="stable")).to_dict()
     del config["data"]["data_order"], config["data"]["data_sharding"]
-    warn_of_another_order(Path("run"), {"config": config, "layout": {"dp": 1}}, run, 1)
+    warn_of_another_order(Path("run"), {"config": config, "layout": {"dp": 1}}, run.to_dict(), 1)
     assert "--data-order stable there and megatron here" in caplog.text

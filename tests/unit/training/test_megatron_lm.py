@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, forei
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.training.megatron_lm import state_of
 from megatron.training.saved_run import open_saved_run, read_run_state
-from megatron.training.setup import with_vocabulary
 from megatron.training.start import find_start
+from megatron.training.vocabulary import with_vocabulary
 from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.models.test_mcore_optimizer import (

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
-from megatron.training import setup
+from megatron.training import vocabulary
 from tests.unit.config.runs import make_run
 
 CHECKPOINT = Path("iter_0000001")
@@ -22,9 +22,9 @@ def model(monkeypatch):
                 raise CheckpointError("damaged")
             return ModelConfig(**saved)
 
-        monkeypatch.setattr(setup, "saved_model_config", saved_model_config)
+        monkeypatch.setattr(vocabulary, "saved_model_config", saved_model_config)
         run = make_run(given, **{"vocab_size": None, **fields})
-        return setup.with_vocabulary(run, 900, CHECKPOINT).model
+        return vocabulary.with_vocabulary(run, 900, CHECKPOINT).model
 
     return call
 

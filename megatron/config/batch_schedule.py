@@ -19,30 +19,21 @@ class BatchSchedule:
     With --step-batch-size-schedule it is that of the last threshold that is passed; thresholds are tokens, or samples
     where `seq_length` is None. The batch sizes do not depend on dp; only the number of microbatches does.
 
-    Raises ConfigError when a batch size is not a multiple of micro batch size x dp. Of a schedule only the last one is
-    looked at: `check_from` looks at those that are still to come.
+    The flags have passed `config/rules/training.py`, which looks at the last size of --step-batch-size-schedule only:
+    `check_from` checks those that are still to come.
     """
 
     def __init__(self, train: TrainConfig, dp: int, seq_length: int | None = None) -> None:
-        if train.micro_batch_size is None or train.micro_batch_size < 1:
-            raise ConfigError(f"--micro-batch-size is {train.micro_batch_size}; give the samples of a forward pass")
-        if train.train_iters is not None and train.train_samples is not None:
-            raise ConfigError(
-                f"--train-iters {train.train_iters} and --train-samples {train.train_samples} both give the length of "
-                "the run; give one of them"
-            )
+        assert train.micro_batch_size
         self._micro_batch_size, self._dp = train.micro_batch_size, dp
         self._per_microbatch = train.micro_batch_size * dp
         self._train_iters = train.train_iters
         self._train_samples = train.train_samples
         if train.step_batch_size_schedule is not None:
-            self._steps, self._origin = parse_steps(train.step_batch_size_schedule, seq_length), FLAG
-            self._check(self.final_global_batch_size)
+            self._steps = parse_steps(train.step_batch_size_schedule, seq_length)
             return
         final = self._per_microbatch if train.global_batch_size is None else train.global_batch_size
-        self._steps, self._origin = _ramp(train.rampup_batch_size, final), "--rampup-batch-size"
-        for _, size in self._steps:
-            self._check(size)
+        self._steps = _ramp(train.rampup_batch_size, final)
 
     @property
     def final_global_batch_size(self) -> int:
@@ -52,19 +43,21 @@ class BatchSchedule:
     def check_from(self, consumed_samples: int) -> None:
         """Raise ConfigError when a batch size that is still to come is not a multiple of micro batch size x dp."""
         for _, size in self._steps[self._place(consumed_samples) :]:
-            self._check(size)
+            problem = not_whole(f"a step of {FLAG} of", size, self._micro_batch_size, self._dp)
+            if problem is not None:
+                raise ConfigError(problem)
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Samples of the step that starts after `consumed_samples`, over all replicas."""
         return self._steps[self._place(consumed_samples)][1]
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Forward passes of each replica in the step that starts after `consumed_samples`."""
+        """Microbatches per replica in the step that starts after `consumed_samples`."""
         return self.global_batch_size(consumed_samples) // self._per_microbatch
 
     @property
     def final_num_microbatches(self) -> int:
-        """Forward passes of each replica in a step of the final batch size."""
+        """Microbatches per replica in a step of the final batch size."""
         return self.final_global_batch_size // self._per_microbatch
 
     def samples_for(self, iterations: int) -> int:
@@ -87,9 +80,23 @@ class BatchSchedule:
         """Samples that training data must hold: --train-samples itself, or what --train-iters steps read."""
         if self._train_samples is not None:
             return self._train_samples
-        if self._train_iters is None:
-            raise ConfigError("the length of the run is not given; give --train-iters or --train-samples")
+        assert self._train_iters is not None
         return self.samples_for(self._train_iters)
+
+    def last_iteration(self, iteration: int, consumed_samples: int) -> int:
+        """The number of the run's last step, after `iteration` steps that have read `consumed_samples`.
+
+        With --train-samples it is counted from there: the steps up to now may have had another batch size.
+        """
+        if self._train_samples is None:
+            return self.total_iterations
+        return iteration + self.iterations_for(self._train_samples) - self.iterations_for(consumed_samples)
+
+    def samples_left(self, iteration: int, consumed_samples: int) -> int:
+        """Samples that training still reads after `iteration` steps that have read `consumed_samples`."""
+        if self._train_samples is not None:
+            return max(0, self._train_samples - consumed_samples)
+        return self.total_samples - self.samples_for(min(iteration, self.total_iterations))
 
     def _place(self, consumed_samples: int) -> int:
         """Number of the batch size that holds after so many samples."""
@@ -107,30 +114,27 @@ class BatchSchedule:
                 break
         return iterations, samples
 
-    def _check(self, batch_size: int) -> None:
-        if batch_size >= 1 and batch_size % self._per_microbatch == 0:
-            return
-        origin = "" if batch_size == self.final_global_batch_size else f", a step of {self._origin},"
-        raise ConfigError(
-            f"global batch size {batch_size}{origin} is not a multiple of micro batch size {self._micro_batch_size} x "
-            f"dp {self._dp} = {self._per_microbatch}; choose batch sizes (START and INCREMENT of a ramp, "
-            "too) that are, or change --micro-batch-size"
-        )
+
+def not_whole(name: str, size: int, micro_batch_size: int, dp: int) -> str | None:
+    """What is wrong with a batch size that is no whole number of microbatches on each of `dp` replicas; else None.
+
+    name: what the size belongs to, before the number.
+    """
+    unit = micro_batch_size * dp
+    if size % unit == 0:
+        return None
+    return f"{name} {size} is not a multiple of {unit_of(micro_batch_size, dp)}; change one of them"
+
+
+def unit_of(micro_batch_size: int, dp: int) -> str:
+    """Where the samples of one microbatch of all replicas come from, for messages."""
+    return f"--micro-batch-size {micro_batch_size} x data-parallel size {dp} = {micro_batch_size * dp}"
 
 
 def _ramp(asked: tuple[int, ...] | None, final: int) -> tuple[tuple[int, int], ...]:
     """(first sample, batch size) of each batch size of a ramp; a constant one begins at 0."""
     if asked is None:
         return ((0, final),)
-    if len(asked) != 3:
-        raise ConfigError(f"--rampup-batch-size takes START INCREMENT SAMPLES, got {len(asked)} numbers: {asked}")
     start, increment, samples = asked
-    if min(asked) < 1:
-        raise ConfigError(f"--rampup-batch-size takes positive numbers, got {start} {increment} {samples}")
-    if start > final or (final - start) % increment:
-        raise ConfigError(
-            f"--rampup-batch-size {start} {increment} {samples} does not reach --global-batch-size {final}: "
-            f"{final} - {start} must be a multiple of {increment}, and not negative"
-        )
     count = (final - start) // increment
     return tuple((-(-number * samples // max(1, count)), start + number * increment) for number in range(count + 1))

@@ -1,0 +1,70 @@
+"""What a run logs once it is built: its start-up table, its size, and where its memory is."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron.base.log import get_logger
+from megatron.config.features import Facts, features, format_table, worth_a_line
+from megatron.config.settings import RunSettings
+from megatron.kernels.ops.gemm import slow_half
+from megatron.planner.footprint import weight_and_optimizer_footprint
+from megatron.training.logging.footprint import MIB, format_footprint
+from megatron.training.prepare import Prepared
+from megatron.training.trainer import Trainer
+
+log = get_logger(__name__)
+
+
+def announce(trainer: Trainer, settings: RunSettings, prepared: Prepared) -> None:
+    """Log the start-up table, with all rows under --print-flags, and the sizes of the run."""
+    rows = features(trainer.run, settings, _facts(trainer, prepared))
+    log.info("%s", format_table(rows if trainer.run.logging.print_flags else worth_a_line(rows)))
+    _log_sizes(trainer)
+
+
+def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
+    buckets, kernels = trainer.data_parallel.buckets, prepared.shared.kernels
+    dtypes = {bucket.dtype for bucket in buckets}
+    return Facts(
+        device=trainer.device.type,
+        backend=prepared.backend,
+        attention_choice=kernels.attention_choice,
+        block_choice=kernels.block_choice,
+        fusion_missing=kernels.fusion_missing,
+        upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
+        separate_main_grads=dtypes != {torch.float32},
+        buckets=len(buckets),
+        shards=trainer.groups.shard.size,
+        tp_overlap=prepared.shared.overlap.name,
+        tp_overlap_why=prepared.overlap_why,
+        far_chunks=trainer.optimizer.far_chunks,
+        recomputed="" if prepared.balanced is None else str(prepared.balanced),
+    )
+
+
+def _log_sizes(trainer: Trainer) -> None:
+    """Parameters of the first rank, and bytes of weights and optimizer on the device and away from it."""
+    run, groups, buckets = trainer.run, trainer.groups, trainer.data_parallel.buckets
+    count = sum(math.prod(p.info.shape) for p in trainer.parameters.values())
+    log.info(" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)
+    sharding = trainer.data_parallel.settings.shards
+    frozen = sum(math.prod(p.info.shape) for p in trainer.parameters.values() if not p.requires_grad)
+    if frozen:
+        share = 100 * (count - frozen) / count
+        log.info(
+            "training %d of them, %.2f %%: adapters of %s", count - frozen, share, " ".join(run.model.lora_projections)
+        )
+    away = [parameter for bucket in buckets if bucket.home is not None for parameter in bucket.parameters.values()]
+    far_weights = sum(math.prod(parameter.info.shape) for parameter in away)
+    footprint = weight_and_optimizer_footprint(
+        count - frozen, run.model.dtype_name, run.optimizer, groups.shard.size, sharding, frozen=frozen, far=far_weights
+    )
+    log.info(format_footprint(footprint))
+    if far_weights:
+        log.info("weights of %d parameters wait in far memory", far_weights)
+    if trainer.optimizer.far_bytes:
+        near, far = trainer.optimizer.device_bytes / MIB, trainer.optimizer.far_bytes / MIB
+        log.info("of its state and buffers the optimizer has %.2f MB on the device and %.2f MB away from it", near, far)

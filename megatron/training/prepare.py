@@ -1,0 +1,71 @@
+"""What a decoder is built with on this machine: kernels, overlap of tensor-parallel communication, balanced recompute."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.recompute import BALANCED
+from megatron.config.run import RunConfig
+from megatron.config.settings import RunSettings
+from megatron.core.context_parallel.trace import Trace
+from megatron.core.groups import Groups, backend_for
+from megatron.core.streams.streams import Streams
+from megatron.core.tensor_parallel.overlap import choose_overlap
+from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.timeline import Timeline
+from megatron.core.transformer.context import Build
+from megatron.kernels.choose import choose_kernels
+from megatron.training.balanced_recompute import Balanced
+from megatron.training.balanced_recompute import choose as choose_recompute
+from megatron.training.together import together
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """shared: what all layers are built with. The rest is what was chosen for this machine on the way."""
+
+    shared: Build
+    timeline: Timeline
+    streams: Streams
+    backend: str | None  # "nccl" or "gloo"; None in a world of one process
+    overlap_why: str  # why tensor-parallel overlap is not better; empty when it is the best, or was not asked for
+    balanced: Balanced | None = None  # of --recompute-policy balanced
+
+
+def prepare(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Prepared:
+    """Choose kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`."""
+    timeline = Timeline(device)
+    streams = Streams(device, timeline)
+    backend = backend_for(device, run.parallel.distributed_backend) if groups.world.size > 1 else None
+    overlap, overlap_why = choose_overlap(run.parallel, groups.tp, backend, streams)
+    shared = Build(
+        run.model,
+        groups,
+        settings.sequence_parallel,
+        choose_kernels(run.model, device),
+        RngTracker(run.train.seed, groups, device),
+        device,
+        overlap,
+        settings.attention_comm_types,
+        Trace(streams),
+        run.recompute,
+    )
+    return Prepared(shared, timeline, streams, backend, overlap_why)
+
+
+def balance_recompute(run: RunConfig, settings: RunSettings, groups: Groups, prepared: Prepared) -> Prepared:
+    """`prepared` with what --recompute-policy balanced chooses for each layer, where it is given; then collective over
+    the world. Raises ConfigError for too small a budget.
+    """
+    if run.recompute.recompute_policy != BALANCED or run.train.skip_train:
+        return prepared
+    stages = settings.pipeline.stages_of(groups.pp.rank)
+    schedule = settings.pipeline.schedule_of(settings.batches.final_num_microbatches)
+    balanced = together(
+        groups.world, lambda: choose_recompute(run, prepared.shared, groups, stages, schedule, prepared.timeline)
+    )
+    shared = dataclasses.replace(prepared.shared, recompute=balanced.layers)
+    return dataclasses.replace(prepared, shared=shared, balanced=balanced)

@@ -1,0 +1,102 @@
+"""What a process needs before a run is built: device, groups and heartbeat, and folders that no other job writes to."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from megatron.base.errors import ConfigError, UserError
+from megatron.base.log import get_logger
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.context import inner_size
+from megatron.config.data_parallel import data_parallel_settings
+from megatron.config.layout import mesh_of
+from megatron.config.parallel import ParallelConfig
+from megatron.core.device import allow_open_files, choose_device, set_cpu_threads
+from megatron.core.dist_checkpointing.lock import hold
+from megatron.core.groups import Groups, backend_for, connect, create_groups
+from megatron.training.together import together
+
+log = get_logger(__name__)
+
+
+def start_process(
+    parallel: ParallelConfig,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    *,
+    deterministic: bool = False,
+) -> tuple[Groups, torch.device]:
+    """Process groups, with the heartbeat, and device of this process. Collective over the world."""
+    try:
+        device = choose_device(parallel.device, local_rank)
+    except UserError as error:
+        error.on_all_ranks = False  # other hosts may have other devices
+        raise
+    set_cpu_threads(device, local_world_size)
+    allow_open_files()
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    timeout = parallel.distributed_timeout_minutes * 60
+    backend = backend_for(device, parallel.distributed_backend)
+    heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
+    heartbeat.start(on_stall=log.error, on_orphaned=_end_orphan)
+    groups = create_groups(
+        mesh_of(parallel, world_size),
+        rank,
+        heartbeat,
+        timeout,
+        optimizer_instances=data_parallel_settings(parallel).optimizer_instances,
+        context_inner=inner_size(parallel),
+    )
+    return groups, device
+
+
+def _end_orphan(message: str) -> NoReturn:
+    """End this rank at once: whoever could wait for it is gone, and a job started in its place wants its folders."""
+    log.error("this rank ends: %s", message)
+    os._exit(1)
+
+
+def hold_folders(checkpoint: CheckpointConfig, groups: Groups, held: ExitStack) -> None:
+    """Let no other job write to --save and --save-hf until `held` is closed. Collective over the world.
+
+    The first thing a run writes, so it also finds out whether it can. Raises ConfigError and CheckpointError.
+    """
+
+    def hold_all() -> None:
+        for flag, folder in (("--save", checkpoint.save), ("--save-hf", checkpoint.save_hf)):
+            if folder is None:
+                continue
+            try:
+                held.enter_context(hold(Path(folder)))
+            except OSError as error:
+                raise ConfigError(
+                    f"{flag} {folder} cannot be written ({error.strerror}); give another folder"
+                ) from error
+
+    together(groups.world, hold_all if groups.rank == 0 else lambda: None)
+
+
+def open_heartbeat_files(heartbeat_dir: str | None, save: str | None, groups: Groups) -> None:
+    """Keep a file of every rank's phase under --heartbeat-dir or --save, if one is given. Collective over the world.
+
+    Raises ConfigError when it cannot be written.
+    """
+    flag = f"--heartbeat-dir {heartbeat_dir}" if heartbeat_dir else f"--save {save}"
+    directory = heartbeat_dir or (f"{save}/heartbeat" if save else None)
+
+    def write() -> None:
+        try:
+            if directory:
+                groups.heartbeat.write_to(Path(directory))
+        except OSError as error:
+            raise ConfigError(f"{flag} cannot be written ({error.strerror}); give another folder") from error
+
+    together(groups.world, write)
