@@ -363,7 +363,7 @@ def climb_out(folder):
         (lambda folder: put(folder / "metadata.json", b'{"sharded_backend": "zarr"}'), "in the format 'zarr'"),
         (lambda folder: (folder / "metadata.json").unlink(), "in the format torch_dcp or fsdp_dtensor"),
         (lambda folder: put(folder / "common.pt", b"abc"), "common.pt cannot be read"),
-        (lambda folder: torch.save([1], folder / "common.pt"), "is no table of values"),
+        (lambda folder: torch.save([1], folder / "common.pt"), "is not a table of values"),
         (lambda folder: torch.save({"a": 1}, folder / "common.pt"), "holds no arguments"),
     ],
 )
