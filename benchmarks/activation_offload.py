@@ -22,11 +22,12 @@ import torch
 from benchmarks.shape import llama
 from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
+from megatron.config.activation_offload import RESIDENT_LAYERS
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import choose_device, synchronize
 from megatron.core.groups import create_groups
-from megatron.core.memory.activation_offload import NEAR_LAYERS, ActivationOffload, ByRatio, Policy
+from megatron.core.memory.activation_offload import ActivationOffload, ByRatio, Policy
 from megatron.core.memory.copier import Copier, StreamCopier, ThreadCopier, measured_bandwidth
 from megatron.core.memory.layerwise import FirstLayers, mark_layers
 from megatron.core.memory.modulewise import ByModules
@@ -103,7 +104,7 @@ class Trial:
 
 def by_layer(args: argparse.Namespace) -> None:
     """Compares policies on one stage without a pipeline: steps alternate, so that all have the same conditions."""
-    device, moved = choose_device(args.device, 0), args.layers - NEAR_LAYERS
+    device, moved = choose_device(args.device, 0), args.layers - RESIDENT_LAYERS
     ways: dict[str, Policy] = {
         "none": ByRatio(0.0),
         **{f"ratio {ratio}": ByRatio(ratio) for ratio in (0.25, 0.5, 0.75, 1.0)},
@@ -179,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
-    if args.layers <= NEAR_LAYERS:
-        parser.error(f"--layers {args.layers}: the last {NEAR_LAYERS} of a stage stay; give more")
+    if args.layers <= RESIDENT_LAYERS:
+        parser.error(f"--layers {args.layers}: the last {RESIDENT_LAYERS} of a stage stay; give more")
     by_layer(args)
     by_schedule(8, 32)
 

@@ -10,9 +10,9 @@ from megatron.config.recompute import CORE_ATTN
 from megatron.planner.product_memory import LinearMemory
 from megatron.planner.sizes import ATTENTION, BACKWARD, COMMUNICATION, FP32, MASK, NORMS, WORK, Sizes
 from megatron.planner.tally import Tally
+from megatron.spec.work_space import ATTENTION_MATRIX
 
 FUSED, UNFUSED = "fused", "unfused"
-MATRIX = 1 << 24  # of kernels/ops/attention_lse.py, which imports torch
 
 
 @dataclass(frozen=True)
@@ -230,11 +230,11 @@ def _dropped_at_once(sizes: Sizes, comm_type: str) -> tuple[int, int]:
     """Probabilities of the largest block, in forward and in backward, where plain torch drops them."""
     own = sizes.b * sizes.heads * sizes.s**2
     if comm_type == "all_gather":
-        largest = min(max(own, own * (sizes.cp - 1) // 2), MATRIX)
+        largest = min(max(own, own * (sizes.cp - 1) // 2), ATTENTION_MATRIX)
         return largest, largest
     if comm_type == "a2a+p2p":  # at most: longer blocks of fewer heads
         own *= sizes.cp
-    return min(own, MATRIX), min(own // 2, MATRIX)  # a ring's backward has its own block in parts
+    return min(own, ATTENTION_MATRIX), min(own // 2, ATTENTION_MATRIX)  # a ring's backward has its own block in parts
 
 
 def _exchanged(sizes: Sizes, comm_type: str) -> int:

@@ -20,9 +20,7 @@ from megatron.planner.sizes import (
     Sizes,
 )
 from megatron.planner.tally import Tally
-
-# Elements of the loss's fp32 work space (kernels/ops/cross_entropy.py).
-_BLOCK = {True: 1 << 18, False: 1 << 26}  # by Target.cpu
+from megatron.spec.work_space import CROSS_ENTROPY_BLOCK
 
 
 class EmbeddingMemory:
@@ -89,7 +87,9 @@ class HeadMemory:
         kinds = (NORMS, LOGITS)
         self._head = LinearMemory(sizes, kinds, sizes.h, sizes.vocab, True, fusion, False, put_off=split)
         self._kept = sizes.tokens * ((INT64 if sizes.b > 1 else 0) + FP32)  # targets; log-sum-exp
-        rows = max(1, min(sizes.tokens, _BLOCK[sizes.target.cpu] // max(1, sizes.vocab)))
+        rows = max(
+            1, min(sizes.tokens, CROSS_ENTROPY_BLOCK["cpu" if sizes.target.cpu else "cuda"] // max(1, sizes.vocab))
+        )
         self._block = rows * sizes.vocab * FP32
 
     def forward(self, tally: Tally) -> None:

@@ -14,6 +14,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 ALIGN = 64
+NORM_ROW = ALIGN  # elements that the gradient norm sums in fp32: buckets and their slices are whole rows
+# Gradient memories in use at once when none is kept: one that backward writes, the others on the wire.
+GRADIENT_BLOCKS = 4
+IN_FLIGHT = 4  # buckets on the wire at once: enough to keep it busy, and a bound on staging memory
 _FEW = 8
 
 

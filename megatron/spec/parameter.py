@@ -120,3 +120,8 @@ def local_shape(parameter: ParamSpec, size: int) -> tuple[int, ...]:
     if parameter.axis is None:
         return parameter.shape
     return shard(parameter.shape, size, 0, parameter.dim, parameter.own_rows)[0]
+
+
+def local_numel(parameter: ParamSpec, size: int) -> int:
+    """Elements of a rank's piece; see `local_shape`."""
+    return math.prod(local_shape(parameter, size))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.base.log import get_logger
+from megatron.config.activation_offload import RESIDENT_LAYERS
 from megatron.config.recompute import (
     BLOCK,
     CORE_ATTN,
@@ -40,7 +41,6 @@ from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.device import synchronize
 from megatron.core.groups import Groups
-from megatron.core.memory.activation_offload import NEAR_LAYERS
 from megatron.core.memory.copier import measured_bandwidth
 from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.core.parameter import initialize, local_parameters
@@ -105,7 +105,7 @@ def choose(
     kinds = {number: _kind(build, number) for number in numbers}
     first = {kind: number for number, kind in reversed(kinds.items())}
     measured = {kind: _measure(run, build, groups, number, rates) for kind, number in first.items()}
-    near = {number for stage in stages for number in list(stage.layers)[-NEAR_LAYERS:]}
+    near = {number for stage in stages for number in list(stage.layers)[-RESIDENT_LAYERS:]}
     # A chunk of a microbatch keeps what its own stage's layers keep.
     at_once = memory_in_flight(schedule)[groups.pp.rank].activations / max(1, len(stages))
     options = [

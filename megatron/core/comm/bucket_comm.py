@@ -20,8 +20,7 @@ from megatron.core.comm.transport import transport_of
 from megatron.core.groups import Group
 from megatron.core.streams.stream import Operation, Waitable
 from megatron.core.streams.streams import Streams
-
-_IN_FLIGHT = 4  # buckets on the network at once: enough to keep it busy, and a bound on staging memory
+from megatron.spec.buckets import IN_FLIGHT
 
 
 class BucketComm:
@@ -32,8 +31,8 @@ class BucketComm:
         not queue behind reductions. `reduce_in`: dtype of gradients on the network; they are added in fp32 on the CPU."""
         self._shard, self._gather, self._replicas, self._reduce_in = shard, gather, replicas, reduce_in
         self._transport, self._streams = transport_of(streams.device), streams
-        self._reductions = streams.stream("reduce", in_flight=_IN_FLIGHT, high_priority=True)
-        self._gathers = streams.stream("all-gather", in_flight=_IN_FLIGHT, high_priority=True)
+        self._reductions = streams.stream("reduce", in_flight=IN_FLIGHT, high_priority=True)
+        self._gathers = streams.stream("all-gather", in_flight=IN_FLIGHT, high_priority=True)
         self._tag = 0
 
     @property

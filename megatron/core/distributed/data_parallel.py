@@ -45,12 +45,10 @@ from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
-from megatron.spec.buckets import Piece, default_bucket_size, plan_all
+from megatron.spec.buckets import GRADIENT_BLOCKS, Piece, default_bucket_size, plan_all
 
 log = get_logger(__name__)
 
-# Gradient memories in use at once when none is kept: one that backward writes, the others on the wire.
-_BLOCKS = 4
 # Steps before --grad-reduce-mode auto decides: memory reaches its peak, and the first backward is slower than others.
 _FIRST_STEPS = 2
 _PROBES = 3
@@ -85,7 +83,7 @@ class DataParallel:
         self.timeline = self.streams.timeline
         reduce_in = torch.bfloat16 if settings.reduce_in_bf16 else torch.float32
         self._comm = BucketComm(groups.shard, groups.gather, groups.replicas, reduce_in, self.streams)
-        self._blocks = BlockPool(_BLOCKS, device)
+        self._blocks = BlockPool(GRADIENT_BLOCKS, device)
         parameters = {n: p for n, p in reversed(local_parameters(model).items()) if p.requires_grad}
         stages = {n: 0 if stage_of is None else stage_of.get(n) for n in parameters}
         far = {name for name in parameters if homes is not None and homes.takes(name)}
@@ -329,7 +327,7 @@ class DataParallel:
         largest = max((bucket.size for bucket in self.buckets), default=0)  # none where all of this stage is frozen
         size = sum(bucket.size for bucket in self.buckets)
         reduce_seconds = self._probe(largest) * size / largest if largest else 0.0
-        blocks = sum(sorted(bucket.size for bucket in self.buckets)[-_BLOCKS:])
+        blocks = sum(sorted(bucket.size for bucket in self.buckets)[-GRADIENT_BLOCKS:])
         saved = size - size // self._comm.shards - blocks
         slowest = torch.tensor([reduce_seconds, self._backward_seconds], dtype=torch.float64, device=self.device)
         least = torch.tensor([float(headroom(self.device))], dtype=torch.float64, device=self.device)

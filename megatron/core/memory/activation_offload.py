@@ -31,11 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.config.activation_offload import RESIDENT_LAYERS
 from megatron.core.memory.copier import Copier
 from megatron.core.memory.saved import Group, Saved, SavedParameter, Storages
 from megatron.core.memory.tiers import FarMemory
-
-NEAR_LAYERS = 2  # the last ones of a stage, see the note
 
 
 class Policy(Protocol):
@@ -63,7 +62,7 @@ class ByRatio:
 
     def share(self, stage: int, layer: int, layers: int) -> float:
         """See Policy."""
-        return self.whole if layer < layers - NEAR_LAYERS else 0.0
+        return self.whole if layer < layers - RESIDENT_LAYERS else 0.0
 
     def takes(self) -> bool:
         """See Policy."""

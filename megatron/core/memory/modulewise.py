@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 from torch import nn
 
-from megatron.core.memory.activation_offload import NEAR_LAYERS
+from megatron.config.activation_offload import RESIDENT_LAYERS
 
 # part -> (module of a layer, what begins behind it)
 _PARTS = {
@@ -34,7 +34,7 @@ class ByModules:
 
     def share(self, stage: int, layer: int, layers: int) -> float:
         """See Policy."""
-        return 1.0 if layer < layers - NEAR_LAYERS else 0.0
+        return 1.0 if layer < layers - RESIDENT_LAYERS else 0.0
 
     def takes(self) -> bool:
         """See Policy."""

@@ -15,7 +15,7 @@ from megatron.core.optimizer.far_memory import HostMemory
 from megatron.core.optimizer.far_updates import FarUpdates
 from megatron.core.optimizer.placement import Candidate, delay, place
 from megatron.core.optimizer.rates import measure_rates
-from megatron.planner.optimizer_memory import state_bytes
+from megatron.spec.optimizer_state import state_bytes
 
 log = get_logger(__name__)
 _MIB = 1024**2

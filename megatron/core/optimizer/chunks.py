@@ -12,8 +12,8 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.optimizer.precision import DTYPES, Scratch, random_bits, read, split, write
 from megatron.core.optimizer.update_rule import Inputs, Run, update
-from megatron.planner.optimizer_memory import state_layout
 from megatron.spec.buckets import Piece
+from megatron.spec.optimizer_state import state_layout
 
 
 class Chunk:

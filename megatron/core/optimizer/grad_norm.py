@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Groups
-
-_ROW = 64  # buckets and their slices are whole rows
+from megatron.spec.buckets import NORM_ROW
 
 
 def global_norm(tensors: Iterable[Tensor], groups: Groups, device: torch.device) -> float:
@@ -37,9 +36,9 @@ def global_zeros(tensors: Iterable[Tensor], groups: Groups, device: torch.device
 
 
 def _square_sum(tensor: Tensor) -> Tensor:
-    if short := -tensor.numel() % _ROW:
+    if short := -tensor.numel() % NORM_ROW:
         tensor = F.pad(tensor, (0, short))
-    return torch.linalg.vector_norm(tensor.view(-1, _ROW), dim=1).double().square_().sum()
+    return torch.linalg.vector_norm(tensor.view(-1, NORM_ROW), dim=1).double().square_().sum()
 
 
 def _over_model(local: Tensor, groups: Groups) -> tuple[Tensor, int]:

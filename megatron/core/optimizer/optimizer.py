@@ -31,8 +31,8 @@ from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.optimizer.visits import Visits
 from megatron.core.parameter import ParamInfo, Section
-from megatron.planner.optimizer_memory import cut, first_far, is_cut, optimizer_bytes
 from megatron.spec.buckets import Piece
+from megatron.spec.optimizer_state import cut, first_far, is_cut, optimizer_bytes
 
 ON_DEVICE = OffloadSettings()
 

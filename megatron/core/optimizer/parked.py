@@ -16,7 +16,7 @@ from megatron.core.optimizer.copies import Copies, Event
 from megatron.core.optimizer.far_memory import DiskMemory, Held, HostMemory
 from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
-from megatron.planner.optimizer_memory import STAGED
+from megatron.spec.optimizer_state import STAGED
 
 
 class ParkedStates:

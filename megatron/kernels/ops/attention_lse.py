@@ -25,6 +25,7 @@ from megatron.kernels.backends import flash
 from megatron.kernels.ops import attention_lse_cpu, attention_lse_cuda
 from megatron.kernels.ops.attention_rule import Drop, Rule
 from megatron.kernels.ops.gemm import slow_half
+from megatron.spec.work_space import ATTENTION_MATRIX
 
 
 class Forward(Protocol):
@@ -46,10 +47,6 @@ class Backward(Protocol):
     def __call__(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
     ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-# A kernel with dropout materializes this many elements of the probabilities at a time.
-MATRIX = 1 << 24
 
 
 class BlockKernel(NamedTuple):
@@ -154,9 +151,9 @@ def with_dropout(kernel: BlockKernel) -> BlockKernel:
 
 
 def _some_rows(q: Tensor, t: int, rule: Rule) -> Iterator[tuple[slice, int, Rule]]:
-    """Yields (queries, number of the t keys they may see, their rule), with at most MATRIX probabilities at a time."""
+    """Yields (queries, number of the t keys they may see, their rule), with at most ATTENTION_MATRIX probabilities at a time."""
     s, b, n, _ = q.shape
-    step = max(1, MATRIX // (b * n * t))
+    step = max(1, ATTENTION_MATRIX // (b * n * t))
     for start in range(0, s, step):
         stop = min(s, start + step)
         reach = t if rule.offset is None else min(t, rule.offset + stop)

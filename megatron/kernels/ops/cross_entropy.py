@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of fp32 workspace: small enough for a CPU core's cache, large enough to fill a GPU.
-_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
+from megatron.spec.work_space import CROSS_ENTROPY_BLOCK
 
 
 def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -59,5 +58,5 @@ def _local_targets(targets: Tensor, first: int, v: int) -> tuple[Tensor, Tensor]
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
     n, v = logits.shape
-    rows = max(1, _BLOCK.get(logits.device.type, 1 << 22) // v)
+    rows = max(1, CROSS_ENTROPY_BLOCK.get(logits.device.type, 1 << 22) // v)
     return (slice(start, min(start + rows, n)) for start in range(0, n, rows))

@@ -7,18 +7,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.activation_offload import RESIDENT_LAYERS
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.schedule import Kind, Schedule
 from megatron.schedule.simulate import Costs, Timeline, simulate
 
-NEAR_LAYERS = 2  # of a stage whose layers move one by one
 _STEPS = 20  # ratios that `largest_hidden_ratio` tries
 _SAME = 1 + 1e-6  # step times that count as one
 
 
 def share_by_layer(layers: int, ratio: float) -> float:
     """Of a stage's activations, what stays near after its forward where layers move one by one; layers alike."""
-    return 1.0 - ratio * max(0, layers - NEAR_LAYERS) / layers
+    return 1.0 - ratio * max(0, layers - RESIDENT_LAYERS) / layers
 
 
 def peak_chunks(p: int, v: int, rank: int, ratio: float, layers: int) -> float:
@@ -81,7 +81,7 @@ def largest_hidden_ratio(schedule: Schedule, stages: Sequence[StageTimes], out: 
 def _moves_layers(schedule: Schedule, stages: Sequence[StageTimes]) -> bool:
     """Whether some group is moved by no action, and has layers to move."""
     counts = Counter(action.kind for actions in schedule.actions for action in actions)
-    return counts[Kind.OFFLOAD] < counts[Kind.FORWARD] and any(stage.layers > NEAR_LAYERS for stage in stages)
+    return counts[Kind.OFFLOAD] < counts[Kind.FORWARD] and any(stage.layers > RESIDENT_LAYERS for stage in stages)
 
 
 def _play(schedule: Schedule, stages: Sequence[StageTimes], offload: float, reload: float) -> Timeline:

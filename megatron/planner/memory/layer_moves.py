@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from megatron.config.activation_offload import RESIDENT_LAYERS
 from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM
 from megatron.config.run import RunConfig
 from megatron.planner.activations import layer_bytes
-from megatron.planner.memory.activation_offload import NEAR_LAYERS
 from megatron.planner.sizes import RESIDUAL, Sizes, place_of
 from megatron.planner.tally import Tally
 from megatron.schedule.partition import Stage
@@ -102,7 +102,7 @@ def layer_moves(run: RunConfig, sizes: Sizes, stage: Stage, layer: Bytes, embedd
         start += len(group)
     if layers and stage.embedding and offload.kind != "modules":
         saved[0].update({kind: size for kind, size in embedding.items() if kind != RESIDUAL})
-    moved, share = max(0, layers - NEAR_LAYERS), 0.0
+    moved, share = max(0, layers - RESIDENT_LAYERS), 0.0
     if offload.kind == "layers":
         moved, share = min(offload.cpu_offloading_num_layers, layers), 1.0
     elif offload.kind == "ratio":

@@ -97,11 +97,11 @@ def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMem
     states = [state_memory(run, target, settings.stages_of(rank), dp) for rank in range(settings.placement.num_ranks)]
     whole, by_layer = (
         {
-            stage.number: stage_memory(run, sizes, stage, settings, state.far, by_layer=layers)
+            stage.number: stage_memory(run, sizes, stage, settings, state.offloaded, by_layer=moves_by_layer)
             for rank, state in enumerate(states)
             for stage in settings.stages_of(rank)
         }
-        for layers in (False, True)
+        for moves_by_layer in (False, True)
     )
     return [_rank(run, rank, settings, whole, by_layer, sizes, state, dp) for rank, state in enumerate(states)]
 
@@ -154,7 +154,7 @@ def _rank(
         tally.brief(COMMUNICATION, state.at_end)
     with tally.doing("update"):
         tally.brief(WORK, state.norm)
-        tally.brief(COMMUNICATION, state.visits)
+        tally.brief(COMMUNICATION, state.prefetched)
     in_files = run.optimizer_offload.offload_dir is not None
     kept = [sum(whole[s.number].forward.net.get(kind, 0) for kind in ACTIVATIONS) for s in stages]
     return RankMemory(
@@ -166,8 +166,8 @@ def _rank(
         start,
         sum(kept),
         memory_in_flight(schedule)[rank].activations,
-        state.optimizer.host + far.most + (0 if in_files else state.far_slices),
-        state.optimizer.disk + (state.far_slices if in_files else 0),
+        state.optimizer.host + far.most + (0 if in_files else state.offloaded_slices),
+        state.optimizer.disk + (state.offloaded_slices if in_files else 0),
     )
 
 

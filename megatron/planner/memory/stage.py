@@ -12,14 +12,14 @@ from megatron.config.run import RunConfig
 from megatron.planner.attention_memory import AttentionMemory
 from megatron.planner.ends_memory import EmbeddingMemory, HeadMemory
 from megatron.planner.layer_memory import LayerMemory
-from megatron.planner.memory.far_weights import FarBuckets
 from megatron.planner.memory.layer_moves import LayerMoves, Leaving, Returning, keeper, layer_moves
+from megatron.planner.memory.offloaded_weights import OffloadedBuckets
 from megatron.planner.sizes import ATTENTION, BACKWARD, COMMUNICATION, RESIDUAL, Sizes, comm_type
 from megatron.planner.tally import Profile, Tally, profile_of
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import Kind
 
-NONE_FAR = FarBuckets()
+NONE_OFFLOADED = OffloadedBuckets()
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ def stage_memory(
     sizes: Sizes,
     stage: Stage,
     settings: PipelineSettings,
-    far: FarBuckets = NONE_FAR,
+    offloaded: OffloadedBuckets = NONE_OFFLOADED,
     *,
     by_layer: bool = True,
 ) -> StageMemory:
-    """Of one of the run's stages. far: weights of it that live in host memory. by_layer: what the flags move of its
-    activations moves layer by layer; else nothing of them moves here."""
+    """The memory of one of the run's stages. offloaded: its weights that live in host memory. by_layer: the activations that
+    the flags offload move layer by layer; else none of them move here."""
     split = settings.schedule.splits_backward
     model = run.model
     modules = run.recompute.modules
@@ -77,7 +77,7 @@ def stage_memory(
     @contextmanager
     def read(tally: Tally, layers: Sequence[int], *, again: bool = False) -> Iterator[None]:
         """Weights of these layers are there for the body."""
-        whole = far.beside(layers, again=again)
+        whole = offloaded.fetched(layers, again=again)
         tally.take(COMMUNICATION, whole)
         yield
         tally.free(COMMUNICATION, whole)

@@ -283,7 +283,7 @@ class TestDropout:
 
     @rules
     def test_some_rows_at_a_time(self, lengths, rule, monkeypatch):
-        monkeypatch.setattr(attention_lse, "MATRIX", 2 * 4 * lengths[1] * 2)  # two queries
+        monkeypatch.setattr(attention_lse, "ATTENTION_MATRIX", 2 * 4 * lengths[1] * 2)  # two queries
         kernel = attention_lse.with_dropout(attention_lse.cpu)
         data, rule = inputs(*lengths), rule._replace(drop=drop_of(*lengths))
         out, lse = attention_lse.reference.forward(*data, rule)

@@ -12,7 +12,7 @@ from megatron.core.optimizer.chunks import Chunk
 from megatron.core.optimizer.copies import Copies
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import freeze_all_but_adapters
-from megatron.planner.optimizer_memory import first_far, optimizer_bytes
+from megatron.spec.optimizer_state import first_far, optimizer_bytes
 from tests.parallel.strategies import make_run
 from tests.unit.models.builds import GPT, LLAMA
 

@@ -1,6 +1,5 @@
 """The memory plan: its parts against the model's own tensors, and its peak against what torch allocates."""
 
-import dataclasses
 import importlib.util
 import itertools
 import subprocess
@@ -12,14 +11,12 @@ import pytest
 from benchmarks.memory_report import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
 from megatron.base.errors import ConfigError
 from megatron.command_line.read import parse
-from megatron.config.model import ModelConfig
 from megatron.config.pipeline import pipeline_settings
-from megatron.core.parameter import local_parameters
 from megatron.planner.activations import Place, layer_bytes
 from megatron.planner.attention_memory import AttentionMemory
 from megatron.planner.layer_memory import LayerMemory
 from megatron.planner.memory.plan import num_microbatches, plan_memory
-from megatron.planner.parameters import rank_buckets, rank_parameters
+from megatron.planner.memory.state import rank_buckets
 from megatron.planner.sizes import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -36,9 +33,8 @@ from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.partition import whole_model
 from megatron.schedule.validate import chunks_near
 from megatron.spec.buckets import default_bucket_size
-from tests import pool
+from megatron.spec.decoder import decoder_spec
 from tests.unit.config.runs import make_run
-from tests.unit.models.builds import make_model
 
 ROOT = Path(__file__).parents[3]
 CUDA, CPU, WIDE = Target(cpu=False), Target(cpu=True), Target(cpu=True, wide=True)
@@ -89,36 +85,14 @@ class TestTally:
         assert dict(tally.top) == {"x": 10} and tally.now["y"] == 1
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", [{}, {"qk_layernorm": True, "num_query_groups": 2, "group_query_attention": True}])
-@pytest.mark.parametrize("like", [{}, LLAMA_LIKE])
-def test_parameters_are_the_models(tied, kind, like):
-    run = make_run(**{**like, **kind, "untie_embeddings_and_output_weights": not tied, "max_position_embeddings": 32})
-    model = make_model(dataclasses.asdict(run.model), pool.groups())
-    expected = {name: parameter.numel() for name, parameter in local_parameters(model).items()}
-    planned = rank_parameters(run.model, 1, [whole_model(2)])
-    assert {name: weight.numel for name, weight in planned.items()} == expected
-    assert list(planned) == list(expected), "the order decides what lies in which bucket"
-
-
-def test_pipeline_ranks_hold_the_whole_model_once_and_a_tied_embedding_twice():
-    run = make_run(pipeline_model_parallel_size=2, num_layers=4, max_position_embeddings=32)
-    settings = pipeline_settings(run.parallel, 4)
-    first, last = (rank_parameters(run.model, 1, settings.stages_of(rank)) for rank in (0, 1))
-    whole = rank_parameters(run.model, 1, [whole_model(4)])
-    assert set(first) | set(last) == set(whole)
-    assert set(first) & set(last) == {"embedding.word_embeddings.weight"}
-    assert first["embedding.word_embeddings.weight"].on_both_ends
-
-
 def test_buckets_are_padded_and_whole():
     run = make_run(**LLAMA_LIKE)
-    weights = rank_parameters(run.model, 1, [whole_model(2)])
-    buckets = rank_buckets(weights, None, 3)
-    assert [name for bucket in buckets for name in bucket.offsets] == list(reversed(weights))
+    parameters = decoder_spec(run.model).rank_parameters([whole_model(2)])
+    numels = {name: placed.spec.numel for name, placed in parameters.items()}
+    buckets = rank_buckets(parameters, numels, (), None, 3)
+    assert [name for bucket in buckets for name in bucket.offsets] == list(reversed(parameters))
     assert all(bucket.size % (64 * 3) == 0 for bucket in buckets)
-    numel = sum(weight.numel for weight in weights.values())
-    assert len(buckets) > 1 and max(b.size for b in buckets) >= default_bucket_size(numel, 3)
+    assert len(buckets) > 1 and max(b.size for b in buckets) >= default_bucket_size(sum(numels.values()), 3)
 
 
 MODULES = [(), ("norm",), ("mlp_act",), ("core_attn",), ("mlp",), ("norm", "mlp_act", "core_attn"), ("mlp", "norm")]
@@ -415,13 +389,3 @@ class TestTool:
             "assert 'torch' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code, "memory", *self.FLAGS], cwd=ROOT, check=True, capture_output=True)
-
-
-def test_a_model_config_alone_is_enough_for_parameters():
-    config = dataclasses.replace(ModelConfig(), num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16)
-    config = dataclasses.replace(config, max_position_embeddings=4, make_vocab_size_divisible_by=1)
-    planned = rank_parameters(config, 1, [whole_model(1)])
-    # Embeddings; per layer two norms, QKV, projection, two products with biases; the final norm.
-    layer = 2 * 16 + (24 * 8 + 24) + (64 + 8) + (32 * 8 + 32) + (32 * 8 + 8)
-    assert sum(weight.numel for weight in planned.values()) == 16 * 8 + 4 * 8 + layer + 16
-    assert planned["embedding.word_embeddings.weight"].numel == 16 * 8

@@ -1,9 +1,11 @@
 """The description of the decoder against the modules that are built from it."""
 
+import dataclasses
 import itertools
 
 import pytest
 
+from megatron.config.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parameter import local_parameters
 from megatron.schedule.partition import Stage, partition
@@ -61,3 +63,19 @@ def test_models_are_the_same_when_their_descriptions_are():
     others = [{"squared_relu": True}, {"num_layers": 3}, {"ffn_hidden_size": 96}, {"add_bias_linear": False}]
     described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]
     assert all(one != other for one, other in itertools.combinations(described, 2))
+
+
+def test_pipeline_ranks_hold_the_whole_model_once_and_a_tied_embedding_twice():
+    spec = decoder_spec(make_build({**VARIANTS["tied"], "num_layers": 4}, pool.groups()).config)
+    first, last = (spec.rank_parameters([stage]) for stage in partition(4, range(2)))
+    assert set(first) | set(last) == set(spec.parameters())
+    assert set(first) & set(last) == {"embedding.word_embeddings.weight"}
+
+
+def test_a_model_config_alone_is_enough_for_the_number_of_parameters():
+    config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    config = dataclasses.replace(config, max_position_embeddings=4, make_vocab_size_divisible_by=1)
+    parameters = decoder_spec(config).parameters()
+    # Embeddings; per layer two norms, QKV, projection, and the MLP's two GEMMs with biases; the final norm.
+    layer = 2 * 16 + (24 * 8 + 24) + (64 + 8) + (32 * 8 + 32) + (32 * 8 + 8)
+    assert sum(parameter.numel for parameter in parameters.values()) == 16 * 8 + 4 * 8 + layer + 16
