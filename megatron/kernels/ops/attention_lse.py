@@ -151,7 +151,7 @@ def with_dropout(kernel: BlockKernel) -> BlockKernel:
 
 
 def _some_rows(q: Tensor, t: int, rule: Rule) -> Iterator[tuple[slice, int, Rule]]:
-    """Yields (queries, number of the t keys they may see, their rule), with at most ATTENTION_MATRIX probabilities at a time."""
+    """Yields (queries, number of keys they may see, their rule), with at most ATTENTION_MATRIX probabilities at a time."""
     s, b, n, _ = q.shape
     step = max(1, ATTENTION_MATRIX // (b * n * t))
     for start in range(0, s, step):

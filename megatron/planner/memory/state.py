@@ -111,7 +111,7 @@ def rank_buckets(
 ) -> list[BucketLayout]:
     """The buckets of these parameters, in the order in which backward completes them. numels: local elements. on_host:
     names of those whose weights live in host memory."""
-    backward = dict(reversed(parameters.items()))
+    backward = dict(reversed(list(parameters.items())))
     kinds = {name: (placed.stage, placed.on_both_ends, name in on_host) for name, placed in backward.items()}
     size = bucket_size or default_bucket_size(sum(numels.values()), shards)
     return plan_all({name: numels[name] for name in backward}, kinds, size, shards)
