@@ -27,12 +27,13 @@ from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import choose_device, synchronize
 from megatron.core.groups import create_groups
-from megatron.core.memory.activation_offload import ActivationOffload, ByRatio, Policy
-from megatron.core.memory.copier import Copier, StreamCopier, ThreadCopier, measured_bandwidth
-from megatron.core.memory.layerwise import FirstLayers, mark_layers
-from megatron.core.memory.modulewise import ByModules
-from megatron.core.memory.tiers import FarMemory
+from megatron.core.offload.activations import ActivationOffload, attach_to_layers
+from megatron.core.offload.bandwidth import measure_bandwidth
+from megatron.core.offload.copy_engine import CopyEngine
+from megatron.core.offload.host_pool import HostPool
+from megatron.core.offload.policies import ByModules, ByRatio, ChosenLayers, OffloadPolicy
 from megatron.core.parameter import initialize, local_parameters
+from megatron.core.streams.streams import Streams
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build
@@ -51,20 +52,18 @@ from megatron.training.step import tensors_of, weighted_loss
 class Trial:
     """One offload policy on one model."""
 
-    def __init__(self, args: argparse.Namespace, policy: Policy, device: torch.device) -> None:
+    def __init__(self, args: argparse.Namespace, policy: OffloadPolicy, device: torch.device) -> None:
         run = RunConfig(model=llama(args))
         groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
         kernels, rng = choose_kernels(run.model, device), RngTracker(1, groups, device)
         self.model = build_gpt(Build(run.model, groups, False, kernels, rng, device))
         initialize(local_parameters(self.model), 1)
         layers = list(self.model.decoder.layers.values())
-        timeline = Timeline(device)
-        copier: Copier = StreamCopier(device, timeline) if device.type == "cuda" else ThreadCopier(timeline)
-        far = FarMemory(pinned=device.type == "cuda")
-        self.offload = ActivationOffload(policy, copier, far, self.model, {0: args.layers}, device)
-        mark_layers(self.offload, layers)
+        pool, engine = HostPool(pinned=device.type == "cuda"), CopyEngine(Streams(device, Timeline(device)))
+        self.offload = ActivationOffload(policy, engine, pool, self.model, {0: args.layers}, device)
+        attach_to_layers(self.offload, layers)
         if isinstance(policy, ByModules):
-            policy.mark(layers)
+            policy.attach(layers)
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(args.vocab, (args.samples, args.seq + 1), generator=generator).to(device)
         self.batch, self._device = make_batch(ids, -1, DataConfig()), device
@@ -105,10 +104,10 @@ class Trial:
 def by_layer(args: argparse.Namespace) -> None:
     """Compares policies on one stage without a pipeline: steps alternate, so that all have the same conditions."""
     device, moved = choose_device(args.device, 0), args.layers - RESIDENT_LAYERS
-    ways: dict[str, Policy] = {
+    ways: dict[str, OffloadPolicy] = {
         "none": ByRatio(0.0),
         **{f"ratio {ratio}": ByRatio(ratio) for ratio in (0.25, 0.5, 0.75, 1.0)},
-        f"first {moved} of {args.layers} layers": FirstLayers(moved),
+        f"first {moved} of {args.layers} layers": ChosenLayers({0: range(moved)}),
         "core_attn, mlp_act": ByModules(["core_attn", "mlp_act"]),
     }
     trials = {name: Trial(args, policy, device) for name, policy in ways.items()}
@@ -119,8 +118,8 @@ def by_layer(args: argparse.Namespace) -> None:
             trial.timed()
     gradients = {name: [p.grad for p in trial.model.parameters()] for name, trial in trials.items()}
     plain = trials["none"]
-    copier = ThreadCopier(Timeline(device)) if device.type == "cpu" else StreamCopier(device, Timeline(device))
-    out, back = measured_bandwidth(copier, FarMemory(pinned=device.type == "cuda"), device)
+    engine = CopyEngine(Streams(device, Timeline(device)))
+    out, back = measure_bandwidth(engine, HostPool(pinned=device.type == "cuda"), device)
     print(
         f"{args.layers} layers (hidden {args.hidden}, {args.heads} heads, {args.kv_heads} groups, MLP {args.ffn}), "
         f"{args.samples} x {args.seq} tokens, {args.dtype}, {device.type}, torch {torch.__version__}, {args.rounds} steps "
@@ -134,10 +133,10 @@ def by_layer(args: argparse.Namespace) -> None:
         steps = len(trial.seconds) + 1
         same = "yes" if all(map(torch.equal, gradients[name], gradients["none"])) else "NO"
         ratio = statistics.median(trial.seconds) / statistics.median(plain.seconds)
-        out_a_step = trial.offload.bytes_out / steps / 2**20
-        far, peak = trial.offload.far.nbytes / 2**20, trial.peak() / 2**20
+        out_a_step = trial.offload.offloaded_bytes / steps / 2**20
+        on_host, peak = trial.offload.pool.nbytes / 2**20, trial.peak() / 2**20
         median = 1e3 * statistics.median(trial.seconds)
-        print(f"| {name} | {out_a_step:.1f} | {far:.1f} | {peak:.1f} | {median:.0f} | {ratio:.2f} | {same} |")
+        print(f"| {name} | {out_a_step:.1f} | {on_host:.1f} | {peak:.1f} | {median:.0f} | {ratio:.2f} | {same} |")
 
 
 def by_schedule(p: int, m: int) -> None:

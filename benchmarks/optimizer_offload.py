@@ -72,7 +72,7 @@ class Side:
         started, worked = time.perf_counter(), time.process_time()
         for _ in range(count):
             self._step(self._batch, 1e-4, 0.1)
-        self.data_parallel.settle()
+        self.data_parallel.synchronize()
         synchronize(self._device)
         return (time.perf_counter() - started) / count, (time.process_time() - worked) / count
 
@@ -136,7 +136,7 @@ def report(args: argparse.Namespace, sides: dict[str, Side]) -> None:
     for name, side in sides.items():
         ratio = statistics.median(a / b for (a, _), (b, _) in zip(times[name], base, strict=True))
         step, work = (1e3 * statistics.median(column) for column in zip(*times[name], strict=True))
-        near, away = side.optimizer.device_bytes / MIB, side.optimizer.far_bytes / MIB
+        near, away = side.optimizer.device_bytes / MIB, side.optimizer.host_bytes / MIB
         print(f"| {name} | {step:.0f} | {ratio:.2f} | {work:.0f} | {near:.1f} | {away:.1f} |")
 
 

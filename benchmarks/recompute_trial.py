@@ -19,17 +19,18 @@ from megatron.config.run import RunConfig
 from megatron.config.train import TrainConfig
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import create_groups
-from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import initialize, local_parameters
+from megatron.core.recompute.saved_bytes import saved_bytes
+from megatron.core.streams.streams import Streams
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
-from megatron.training.activation_offload import build_step_offload
 from megatron.training.balanced_recompute import Balanced, choose
 from megatron.training.batch import Batch
 from megatron.training.logging.timers import Timers
+from megatron.training.offload import build_step_offload
 from megatron.training.setup import build_gpt
 from megatron.training.step import TrainStep, weighted_loss
 
@@ -44,7 +45,7 @@ class Trial:
     ) -> None:
         run = _run(args, recompute)
         groups = create_groups(Mesh.create(1), 0, Heartbeat(0), 60.0)
-        timeline, kernels = Timeline(device), choose_kernels(run.model, device)
+        streams, kernels = Streams(device, Timeline(device)), choose_kernels(run.model, device)
         shared = Build(
             run.model, groups, False, kernels, RngTracker(1, groups, device), device, recompute=run.recompute
         )
@@ -52,7 +53,7 @@ class Trial:
         stages = pipeline.stages_of(0)
         self.balanced: Balanced | None = None
         if recompute.recompute_policy == BALANCED:
-            self.balanced = choose(run, shared, groups, stages, pipeline.schedule_of(1), timeline)
+            self.balanced = choose(run, shared, groups, stages, pipeline.schedule_of(1), streams)
             shared = dataclasses.replace(shared, recompute=self.balanced.layers)
         self._model = build_gpt(shared, stages)
         initialize(local_parameters(self._model), 1)
@@ -60,7 +61,7 @@ class Trial:
         optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=False)
         moved = self.balanced.layers.moved if self.balanced is not None else ()
         parameter_of = data_parallel.parameter_of
-        self._offload = build_step_offload(run, self._model, groups, timeline, parameter_of, moved)
+        self._offload = build_step_offload(run, self._model, groups, streams, parameter_of, moved)
         self._step = TrainStep(
             self._model,
             data_parallel,

@@ -25,11 +25,12 @@ ROWS = (
     ("megatron.core.timeline", "megatron.core.parameter", "megatron.core.datasets"),
     ("megatron.core.streams",),
     ("megatron.core.comm", "megatron.core.dist_checkpointing"),
+    ("megatron.core.offload",),
     (
         "megatron.core.tensor_parallel",
         "megatron.core.context_parallel",
         "megatron.core.distributed",
-        "megatron.core.memory",
+        "megatron.core.recompute",
         "megatron.core.pipeline_parallel",
     ),
     ("megatron.core.transformer", "megatron.core.optimizer"),

@@ -86,7 +86,7 @@ class Ours(System):
 
     def finish(self) -> None:
         """Waits for parameters."""
-        self._data_parallel.settle()
+        self._data_parallel.synchronize()
 
     def memory(self) -> int:
         """Bytes of gradients, communication buffers and moments."""

@@ -55,17 +55,17 @@ class GradSlot:
     needs no pass over memory and the first GEMM no read. Memory that is not kept between backward passes is taken from
     `provide` (which sets `main_grad` of every parameter of the bucket) when the first of them is written.
 
-    While `put_off` holds a list, weight gradients are not computed but appended to it as jobs; `waiting` counts those of
+    While `deferred` holds a list, weight gradients are not computed but appended to it as jobs; `waiting` counts those of
     this parameter that have not run.
     """
 
-    __slots__ = ("_main_grad", "_provide", "fresh", "put_off", "waiting", "written")
+    __slots__ = ("_main_grad", "_provide", "deferred", "fresh", "waiting", "written")
 
     def __init__(self, provide: Callable[[], None]) -> None:
         self._main_grad: Tensor | None = None
         self._provide = provide
         self.fresh = True
-        self.put_off: list[Callable[[], None]] | None = None
+        self.deferred: list[Callable[[], None]] | None = None
         self.waiting = 0
         self.written: Callable[[], None] = lambda: None  # called when a job has run
 
@@ -83,12 +83,12 @@ class GradSlot:
 
     def write(self, kernel: Callable[[Tensor, bool], None]) -> None:
         """Run `kernel(main_grad, overwrite)`, which computes a gradient and writes or accumulates it; now or later."""
-        if self.put_off is None:
+        if self.deferred is None:
             kernel(self.main_grad, self.fresh)
             self.fresh = False
             return
         self.waiting += 1
-        self.put_off.append(lambda: self._run(kernel))
+        self.deferred.append(lambda: self._run(kernel))
 
     @torch.no_grad()
     def _run(self, kernel: Callable[[Tensor, bool], None]) -> None:

@@ -40,7 +40,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         shards=trainer.groups.shard.size,
         tp_overlap=prepared.shared.overlap.name,
         tp_overlap_why=prepared.overlap_why,
-        far_chunks=trainer.optimizer.far_chunks,
+        far_chunks=trainer.optimizer.cpu_chunks,
         recomputed="" if prepared.balanced is None else str(prepared.balanced),
     )
 
@@ -57,14 +57,20 @@ def _log_sizes(trainer: Trainer) -> None:
         log.info(
             "training %d of them, %.2f %%: adapters of %s", count - frozen, share, " ".join(run.model.lora_projections)
         )
-    away = [parameter for bucket in buckets if bucket.home is not None for parameter in bucket.parameters.values()]
-    far_weights = sum(math.prod(parameter.info.shape) for parameter in away)
+    offloaded = [each for bucket in buckets if bucket.offloaded is not None for each in bucket.parameters.values()]
+    host_weights = sum(math.prod(parameter.info.shape) for parameter in offloaded)
     footprint = weight_and_optimizer_footprint(
-        count - frozen, run.model.dtype_name, run.optimizer, groups.shard.size, sharding, frozen=frozen, far=far_weights
+        count - frozen,
+        run.model.dtype_name,
+        run.optimizer,
+        groups.shard.size,
+        sharding,
+        frozen=frozen,
+        far=host_weights,
     )
     log.info(format_footprint(footprint))
-    if far_weights:
-        log.info("weights of %d parameters wait in far memory", far_weights)
-    if trainer.optimizer.far_bytes:
-        near, far = trainer.optimizer.device_bytes / MIB, trainer.optimizer.far_bytes / MIB
-        log.info("of its state and buffers the optimizer has %.2f MB on the device and %.2f MB away from it", near, far)
+    if host_weights:
+        log.info("%d parameters offloaded to host memory", host_weights)
+    if trainer.optimizer.host_bytes:
+        on_device, on_host = trainer.optimizer.device_bytes / MIB, trainer.optimizer.host_bytes / MIB
+        log.info("optimizer states and buffers: %.2f MB on the device and %.2f MB offloaded", on_device, on_host)

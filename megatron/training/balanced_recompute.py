@@ -1,13 +1,14 @@
-"""--recompute-policy balanced: what each layer keeps, computes again or moves away, from what that costs and saves here.
+"""--recompute-policy balanced: choose per layer what to keep, recompute or offload, from measured times and bytes.
 
 Before the model is built, one layer of each kind runs on random numbers of a microbatch's shape, apart from the model: bytes
-that autograd keeps are counted, forward and backward are timed with and without each part recomputed, and so are copies
-to far memory. planner/memory/balance.py then picks what every layer of this rank does. Nothing of it changes a result.
+that autograd saves are counted, forward and backward are timed with and without each part recomputed, and so are copies
+to host memory. planner/memory/balance.py then chooses for every layer of this rank. None of this changes a result.
 
-[Note: what a move costs]
-The time by which a copy takes longer than what runs beside it: out, the forward of a layer, a third of its time; back in,
-the backward. The last layers of a stage stay (core/memory/activation_offload.py says why). On a device that computes in host
-memory a move there saves nothing, so layers move only where --offload-dir names other memory.
+[Note: cost of offloading a layer]
+The time by which a copy exceeds the computation that it is overlapped with: the forward of a layer, a third of its time, for
+the copy to the host, and the backward for the reload. The last layers of a stage stay on the device (RESIDENT_LAYERS in
+core/offload/policies.py). Offloading saves nothing where the device computes in host memory, so on the CPU layers are
+offloaded only to files, if --offload-dir is given.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.device import synchronize
 from megatron.core.groups import Groups
-from megatron.core.memory.copier import measured_bandwidth
-from megatron.core.memory.saved_bytes import saved_bytes
+from megatron.core.offload.bandwidth import measure_bandwidth
 from megatron.core.parameter import initialize, local_parameters
-from megatron.core.timeline import Timeline
+from megatron.core.recompute.saved_bytes import saved_bytes
+from megatron.core.streams.streams import Streams
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, Positions
 from megatron.core.transformer.lora import freeze_all_but_adapters
@@ -54,12 +55,12 @@ from megatron.planner.memory.front_report import MIB, draw, table
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import Schedule
 from megatron.schedule.validate import memory_in_flight
-from megatron.training.activation_offload import copying
 from megatron.training.batch import part_of
+from megatron.training.offload import build_pool_and_engine
 
 log = get_logger(__name__)
 
-_ROUNDS = 7  # timed, after one that is not
+_ROUNDS = 7  # timed rounds, after a warm-up
 WHOLE_LAYER = RecomputeConfig(recompute_granularity=FULL, recompute_method=BLOCK, recompute_num_layers=1)
 
 
@@ -79,9 +80,9 @@ _SETS = tuple(
 
 
 class Balanced(NamedTuple):
-    """What every layer of this rank does, and what that was chosen for.
+    """The choice for every layer of this rank, and its cost.
 
-    choice: its bytes are those of all microbatches held at once, its seconds those of one. keep: bytes without recompute.
+    choice: bytes of all microbatches held at once, seconds of one. keep: bytes if nothing is recomputed or offloaded.
     """
 
     layers: LayerChoices
@@ -89,27 +90,31 @@ class Balanced(NamedTuple):
     keep: int
 
     def __str__(self) -> str:
-        """How many layers do what, for the start-up table."""
+        """Number of layers per option, for the start-up table."""
         return ", ".join(f"{count} x {name}" for name, count in self.choice.counts().items())
 
 
 def choose(
-    run: RunConfig, build: Build, groups: Groups, stages: Sequence[Stage], schedule: Schedule, timeline: Timeline
+    run: RunConfig, build: Build, groups: Groups, stages: Sequence[Stage], schedule: Schedule, streams: Streams
 ) -> Balanced:
     """Measure and choose. Raises ConfigError for too small a budget.
 
     Communication: that of the layers, and two max all-reduces of some numbers: the ranks of a stage choose alike.
     """
-    rates = _seconds_a_byte(run, build, timeline)
+    rates = _seconds_per_byte(run, streams)
     numbers = [number for stage in stages for number in stage.layers]
     kinds = {number: _kind(build, number) for number in numbers}
     first = {kind: number for number, kind in reversed(kinds.items())}
     measured = {kind: _measure(run, build, groups, number, rates) for kind, number in first.items()}
-    near = {number for stage in stages for number in list(stage.layers)[-RESIDENT_LAYERS:]}
+    resident = {number for stage in stages for number in list(stage.layers)[-RESIDENT_LAYERS:]}
     # A chunk of a microbatch keeps what its own stage's layers keep.
     at_once = memory_in_flight(schedule)[groups.pp.rank].activations / max(1, len(stages))
     options = [
-        [_at_once(way.option, at_once) for way in measured[kinds[number]][0] if not (way.moves and number in near)]
+        [
+            _at_once(way.option, at_once)
+            for way in measured[kinds[number]][0]
+            if not (way.offloads and number in resident)
+        ]
         for number in numbers
     ]
     ways = {way.option.name: way for found, _ in measured.values() for way in found}
@@ -129,7 +134,7 @@ def choose(
     _report(run, groups, choices, chosen, budget, seconds)
     picked = {number: ways[option.name] for number, option in zip(numbers, chosen.options, strict=True)}
     configs = {number: way.config for number, way in picked.items()}
-    moved = frozenset(number for number, way in picked.items() if way.moves)
+    moved = frozenset(number for number, way in picked.items() if way.offloads)
     return Balanced(LayerChoices(configs, moved), chosen, keep)
 
 
@@ -157,16 +162,16 @@ def _kind(build: Build, number: int) -> tuple[int | None, str]:
 
 
 def _at_once(option: Option, times: float) -> Option:
-    """Of all microbatches that a rank holds at once."""
+    """The option's bytes for all microbatches that a rank holds at once."""
     return dataclasses.replace(option, nbytes=int(option.nbytes * times))
 
 
 class Way(NamedTuple):
-    """An option of a layer and what it stands for. moves: what is kept waits in far memory."""
+    """An option of a layer and its recompute flags. offloads: what the layer saves is offloaded to host memory."""
 
     option: Option
     config: RecomputeConfig
-    moves: bool = False
+    offloads: bool = False
 
 
 def _measure(
@@ -174,7 +179,7 @@ def _measure(
 ) -> tuple[list[Way], float]:
     """The options of a layer, and the seconds of its forward and backward without any.
 
-    rates: seconds a byte out and in, where layers may move.
+    rates: seconds per byte to the host and to the device, if layers may be offloaded.
     """
     with build.rng.replay(build.rng.snapshot()):  # the run draws the numbers it would draw anyway
         keep = _Probe(run, build, groups, number, KEEP_ALL)
@@ -198,23 +203,23 @@ def _measure(
     ]
     ways.append(Way(Option("layer", sizes[-1], seconds[str(WHOLE_LAYER)]), WHOLE_LAYER))
     if rates is not None:
-        ways += [Way(_moved(way.option, alone, out, back), way.config, moves=True) for way in ways]
+        ways += [Way(_offloaded(way.option, alone, out, back), way.config, offloads=True) for way in ways]
     return ways, alone
 
 
-def _moved(option: Option, alone: float, out: float, back: float) -> Option:
-    """The same with all that it keeps in far memory; see the note."""
+def _offloaded(option: Option, alone: float, out: float, back: float) -> Option:
+    """The same option with everything that it keeps offloaded; see the note."""
     exposed = max(0.0, option.nbytes * out - alone / 3) + max(0.0, option.nbytes * back - 2 * alone / 3)
-    return Option(f"{option.name} (moved)", 0, option.seconds + exposed)
+    return Option(f"{option.name} (offloaded)", 0, option.seconds + exposed)
 
 
-def _seconds_a_byte(run: RunConfig, build: Build, timeline: Timeline) -> tuple[float, float] | None:
-    """Of copies out and in; None where layers do not move."""
-    if build.device.type != "cuda" and run.optimizer_offload.offload_dir is None:
+def _seconds_per_byte(run: RunConfig, streams: Streams) -> tuple[float, float] | None:
+    """Seconds per byte of copies to the host and to the device; None where layers are not offloaded."""
+    if streams.device.type != "cuda" and run.optimizer_offload.offload_dir is None:
         return None
-    far, copier = copying(run, build.device, timeline)
-    out, back = measured_bandwidth(copier, far, build.device)
-    return 1 / out, 1 / back
+    pool, engine = build_pool_and_engine(run, streams)
+    to_host, to_device = measure_bandwidth(engine, pool, streams.device)
+    return 1 / to_host, 1 / to_device
 
 
 def _name(config: RecomputeConfig) -> str:
@@ -222,7 +227,7 @@ def _name(config: RecomputeConfig) -> str:
 
 
 class _Probe:
-    """One layer of this run, with weights of its own, and what it is given."""
+    """One layer of this run, with weights and inputs of its own."""
 
     def __init__(self, run: RunConfig, build: Build, groups: Groups, number: int, recompute: RecomputeConfig) -> None:
         self._number, self._device = number, build.device
@@ -248,7 +253,7 @@ class _Probe:
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
 
     def seconds(self) -> float:
-        """Of a forward and a backward."""
+        """Seconds of a forward and a backward."""
         synchronize(self._device)
         started = time.perf_counter()
         out = self._forward()
@@ -257,7 +262,7 @@ class _Probe:
         return time.perf_counter() - started
 
     def saved_bytes(self) -> int:
-        """What a forward keeps for its backward: distinct storages, without parameters and what all layers share."""
+        """Bytes that a forward saves for backward: distinct storages, without parameters and tensors shared by layers."""
         shared = [*self._block.parameters(), *(self._positions.rotary or ())]
         if self._positions.segments is not None:
             shared.append(self._positions.segments)

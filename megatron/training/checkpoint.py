@@ -51,7 +51,7 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
     assert run.checkpoint.save
     root, iteration = Path(run.checkpoint.save), trainer.state.iteration
     log.info(format_saving(iteration, root, datetime.now()))
-    trainer.data_parallel.settle()
+    trainer.data_parallel.synchronize()
     tensors = _weights(trainer.parameters, trainer.data_parallel, groups)
     if run.checkpoint.save_optim:
         tensors += optimizer_tensors(trainer.optimizer.pieces(), trainer.parameters, groups)
@@ -231,12 +231,12 @@ def _weights(parameters: dict[str, Parameter], data_parallel: DataParallel, grou
 
     What stays must be loaded whole, also where ranks share its optimizer: nothing gathers it before the first update.
     """
-    come_and_go = data_parallel.come_and_go
-    staying = {name: parameter for name, parameter in parameters.items() if name not in come_and_go}
+    sharded_names = data_parallel.sharded_names
+    staying = {name: parameter for name, parameter in parameters.items() if name not in sharded_names}
     return model_tensors(staying, groups) + [
         sharded
         for number, (piece, tensor) in enumerate(data_parallel.weights())
-        if piece.name in come_and_go
+        if piece.name in sharded_names
         for sharded in _flat(MODEL_PREFIX + piece.name, tensor, piece, parameters[piece.name].info, groups, number)
     ]
 

@@ -35,7 +35,7 @@ def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
         report = trainer.train_step()
         for callback in callbacks:
             reason = callback.after_step(trainer, report) or reason
-    trainer.data_parallel.settle()  # the last step's parameters may still be on their way
+    trainer.data_parallel.synchronize()  # the last step's parameters may still be on their way
     for callback in reversed(callbacks):
         callback.end(trainer, reason)
     return reason

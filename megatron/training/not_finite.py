@@ -42,7 +42,7 @@ class NotFinite:
 
 def first_weight(trainer: Trainer) -> str | None:
     """Name of the first parameter of the model that is not finite. Communication: one gather of names over the world."""
-    trainer.data_parallel.settle()
+    trainer.data_parallel.synchronize()
     frozen = ((name, p.detach()) for name, p in trainer.parameters.items() if p.slot is None)
     trained = ((piece.name, tensor) for piece, tensor in trainer.data_parallel.weights())
     bad = _not_finite(frozen) | _not_finite(trained)

@@ -28,7 +28,6 @@ class Prepared:
     """shared: what all layers are built with. The rest is what was chosen for this machine on the way."""
 
     shared: Build
-    timeline: Timeline
     streams: Streams
     backend: str | None  # "nccl" or "gloo"; None in a world of one process
     overlap_why: str  # why tensor-parallel overlap is not better; empty when it is the best, or was not asked for
@@ -37,8 +36,7 @@ class Prepared:
 
 def prepare(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Prepared:
     """Choose kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`."""
-    timeline = Timeline(device)
-    streams = Streams(device, timeline)
+    streams = Streams(device, Timeline(device))
     backend = backend_for(device, run.parallel.distributed_backend) if groups.world.size > 1 else None
     overlap, overlap_why = choose_overlap(run.parallel, groups.tp, backend, streams)
     shared = Build(
@@ -53,7 +51,7 @@ def prepare(run: RunConfig, settings: RunSettings, groups: Groups, device: torch
         Trace(streams),
         run.recompute,
     )
-    return Prepared(shared, timeline, streams, backend, overlap_why)
+    return Prepared(shared, streams, backend, overlap_why)
 
 
 def balance_recompute(run: RunConfig, settings: RunSettings, groups: Groups, prepared: Prepared) -> Prepared:
@@ -65,7 +63,7 @@ def balance_recompute(run: RunConfig, settings: RunSettings, groups: Groups, pre
     stages = settings.pipeline.stages_of(groups.pp.rank)
     schedule = settings.pipeline.schedule_of(settings.batches.final_num_microbatches)
     balanced = together(
-        groups.world, lambda: choose_recompute(run, prepared.shared, groups, stages, schedule, prepared.timeline)
+        groups.world, lambda: choose_recompute(run, prepared.shared, groups, stages, schedule, prepared.streams)
     )
     shared = dataclasses.replace(prepared.shared, recompute=balanced.layers)
     return dataclasses.replace(prepared, shared=shared, balanced=balanced)

@@ -50,7 +50,7 @@ class ProfileTimeline:
 
     def _write(self, trainer: Trainer) -> None:
         self._recording = False
-        trainer.data_parallel.settle()
+        trainer.data_parallel.synchronize()
         ranks = gather_objects(trainer.data_parallel.timeline.stop(), trainer.groups.world)
         trainer.groups.heartbeat.during_wait = unmeasured
         if trainer.groups.rank == 0:

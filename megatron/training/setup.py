@@ -25,13 +25,12 @@ from megatron.core.parameter import local_parameters
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.schedule.partition import Stage
-from megatron.training.activation_offload import build_step_offload
 from megatron.training.announce import announce
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
-from megatron.training.far_weights import build_far_weights
 from megatron.training.initial_weights import initial_weights
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.logging.timers import Timers
+from megatron.training.offload import build_step_offload, build_weight_offload
 from megatron.training.prepare import Prepared, balance_recompute, prepare
 from megatron.training.readers import build_readers
 from megatron.training.start import find_start, settle_files
@@ -130,7 +129,7 @@ def build_optimizer(
         {name: stage for name in local_parameters(model) if (stage := model.stage_of(name)) is not None},
         prepared.streams,
         late_updates=offload.overlap,
-        homes=together(groups.world, lambda: build_far_weights(run, model, device, prepared.timeline)),
+        weight_offload=together(groups.world, lambda: build_weight_offload(run, model, prepared.streams)),
     )
     optimizer = together(
         groups.world,
@@ -162,7 +161,7 @@ def build_step(
     moved = () if prepared.balanced is None else prepared.balanced.layers.moved
     offload = together(
         groups.world,
-        lambda: build_step_offload(run, model, groups, prepared.timeline, data_parallel.parameter_of, moved),
+        lambda: build_step_offload(run, model, groups, prepared.streams, data_parallel.parameter_of, moved),
     )
     return TrainStep(
         model,

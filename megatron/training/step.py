@@ -21,9 +21,9 @@ from megatron.core.pipeline_parallel.engine import Engine
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.schedule.schedule import Action, Kind
-from megatron.training.activation_offload import StepOffload
 from megatron.training.batch import Batch, part_of, part_of_batch
 from megatron.training.logging.timers import Timers
+from megatron.training.offload import StepOffload
 
 # [Note: gradient scale]
 # The objective of a step is  L = sum over all tokens t of the global batch of  w_t * loss_t,  with
@@ -159,7 +159,7 @@ class Training(Evaluation):
             self._timers("backward-compute", level=2),
             span,
             self._reading(Kind.INPUT_GRAD, stage),
-            self._data_parallel.weights_put_off() as jobs,
+            self._data_parallel.deferred_weight_grads() as jobs,
         ):
             run()
         self._put_off[stage, microbatch] = jobs

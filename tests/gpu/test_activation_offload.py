@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from megatron.core.memory.activation_offload import ActivationOffload, ByRatio
-from megatron.core.memory.copier import StreamCopier, measured_bandwidth
-from megatron.core.memory.layerwise import FirstLayers, mark_layers
-from megatron.core.memory.modulewise import ByModules
-from megatron.core.memory.tiers import FarMemory
+from megatron.core.offload.activations import ActivationOffload, attach_to_layers
+from megatron.core.offload.bandwidth import measure_bandwidth
+from megatron.core.offload.copy_engine import CopyEngine
+from megatron.core.offload.host_pool import HostPool
+from megatron.core.offload.policies import ByModules, ByRatio, ChosenLayers
+from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from tests import pool
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
@@ -29,11 +30,11 @@ def run(policy, whole=False, steps=3):
     """(gradients, peak bytes of the last step above its beginning, blocks by step). `whole`: moved by actions."""
     model = make_model(FIELDS, pool.groups(), device=CUDA)
     layers = list(model.decoder.layers.values())
-    far = FarMemory(pinned=True)
-    offload = ActivationOffload(policy, StreamCopier(CUDA, Timeline(CUDA)), far, model, {0: LAYERS}, CUDA)
-    mark_layers(offload, layers)
+    host_pool = HostPool(pinned=True)
+    offload = ActivationOffload(policy, CopyEngine(Streams(CUDA, Timeline(CUDA))), host_pool, model, {0: LAYERS}, CUDA)
+    attach_to_layers(offload, layers)
     if isinstance(policy, ByModules):
-        policy.mark(layers)
+        policy.attach(layers)
     ids, made, peak = make_ids(2, LENGTH).to(CUDA), [], 0
     for _ in range(steps):
         torch.cuda.synchronize()
@@ -53,7 +54,7 @@ def run(policy, whole=False, steps=3):
         loss.backward()
         offload.end_step()
         peak = torch.cuda.max_memory_allocated() - begun
-        made.append(far.made)
+        made.append(host_pool.num_allocated)
     return [p.grad.clone() for p in model.parameters()], peak, made
 
 
@@ -70,7 +71,7 @@ def test_a_ratio_changes_no_bit(ratio, whole, reference):
     assert made[0] > 0 and made[0] == made[-1], "no page is locked after the first step"
 
 
-@pytest.mark.parametrize("policy", [FirstLayers(LAYERS - 2), ByModules(["core_attn", "mlp_act"])])
+@pytest.mark.parametrize("policy", [ChosenLayers({0: range(LAYERS - 2)}), ByModules(["core_attn", "mlp_act"])])
 def test_layers_and_modules_change_no_bit(policy, reference):
     gradients, peak, _ = run(policy)
     assert all(map(torch.equal, gradients, reference[0]))
@@ -84,13 +85,13 @@ def test_layers_that_move_give_up_memory_during_the_forward(reference):
 
 def test_what_came_back_and_is_never_read_harms_nobody():
     """Its memory is freed while the copy may be under way: nothing else may be given it before."""
-    copier, far = StreamCopier(CUDA, Timeline(CUDA)), FarMemory(pinned=True)
+    engine, host_pool = CopyEngine(Streams(CUDA, Timeline(CUDA))), HostPool(pinned=True)
     n = 1 << 28
-    block = far.take(n)
+    block = host_pool.take(n)
     block.bytes.fill_(9)
     for _ in range(3):
         near = torch.empty(n, dtype=torch.uint8, device=CUDA)
-        copier.back("unread", [(block.bytes, near)], block)
+        engine.to_device("unread", [(block.bytes, near)], block)
         del near
         other = torch.zeros(n, dtype=torch.uint8, device=CUDA)
         torch.cuda.synchronize()
@@ -98,15 +99,15 @@ def test_what_came_back_and_is_never_read_harms_nobody():
 
 
 def test_blocks_are_pinned_exact_and_unpinned_with_the_pool():
-    far = FarMemory(pinned=True)
-    block = far.take(1_000_003)
+    host_pool = HostPool(pinned=True)
+    block = host_pool.take(1_000_003)
     assert block.bytes.is_pinned() and block.bytes.numel() == 1_000_003
-    far.discard(block)
+    host_pool.discard(block)
     del block
-    again = far.take(1_000_003)
+    again = host_pool.take(1_000_003)
     assert again.bytes.is_pinned()
 
 
 def test_bandwidth_is_measured():
-    out, back = measured_bandwidth(StreamCopier(CUDA, Timeline(CUDA)), FarMemory(pinned=True), CUDA)
+    out, back = measure_bandwidth(CopyEngine(Streams(CUDA, Timeline(CUDA))), HostPool(pinned=True), CUDA)
     assert out > 1e9 and back > 1e9

@@ -24,7 +24,7 @@ def gradients_of(settings, groups, device):
     model = make_model(LLAMA, groups, device=device)
     data_parallel = make_data_parallel(model, groups, bucket_size=1000, **settings)
     accumulate(model, data_parallel, [ids.to(device) for ids in make_ids(8, 16).chunk(2)])
-    data_parallel.settle()
+    data_parallel.synchronize()
     return pieces(data_parallel)
 
 

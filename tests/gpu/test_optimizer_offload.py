@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from megatron.config.optimizer_offload import STATES, UPDATE, OffloadSettings
-from megatron.core.optimizer.copies import Copies
-from megatron.core.optimizer.far_memory import HostMemory
+from megatron.core.offload.copy_engine import CopyEngine
+from megatron.core.offload.host_pool import HostPool
+from megatron.core.streams.streams import Streams
+from megatron.core.timeline import Timeline
 from tests import pool
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
 from tests.unit.models.builds import LLAMA, accumulate, make_data_parallel, make_ids, make_model, make_optimizer
@@ -35,7 +37,7 @@ def trained(fields, offload, steps=20):
     for step in range(steps):
         accumulate(model, data_parallel, [ids.to(CUDA) for ids in make_ids(4, 16, seed=step % 3).chunk(2)])
         assert optimizer.step(1e-3, 0.1, decoupled_lr=5e-4).applied
-    data_parallel.settle()
+    data_parallel.synchronize()
     return torch.cat([parameter.detach().flatten().float() for parameter in model.parameters()])
 
 
@@ -59,7 +61,7 @@ def test_states_that_wait_change_no_bit(fields):
     assert trained(fields, WAITING).equal(trained(fields, OffloadSettings()))
 
 
-def test_far_memory_is_pinned_whatever_its_dtype():
+def test_host_memory_is_pinned_for_every_dtype():
     """A conversion of a pinned tensor is not pinned: then no copy runs beside compute, and nobody notices."""
     low = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     for options in ({}, low):
@@ -67,27 +69,28 @@ def test_far_memory_is_pinned_whatever_its_dtype():
             groups = pool.groups()
             data_parallel = make_data_parallel(make_model(fields, groups, device=CUDA), groups, late_updates=True)
             optimizer = make_optimizer(data_parallel, groups, offload=FAR["all, overlapped"], **options)
-            far = optimizer.far
-            held = [tensor for chunk in far.chunks for tensor in chunk.state.values()]
-            travelling = [*far._gradients.values(), *far._staging.values()]
-            assert held and travelling and all(tensor.is_pinned() for tensor in held + travelling)
+            cpu = optimizer.cpu
+            states = [tensor for chunk in cpu.chunks for tensor in chunk.state.values()]
+            buffers = [tensor for _, tensor in (*cpu._gradients.values(), *cpu._buffers.values())]
+            assert states and buffers and all(tensor.is_pinned() for tensor in states + buffers)
 
 
 def test_all_far_leaves_nothing_on_the_device():
     _, _, optimizer = made(BF16, FAR["all"])
-    assert optimizer.device_bytes == 0 and optimizer.far_bytes > 0
+    assert optimizer.device_bytes == 0 and optimizer.host_bytes > 0
 
 
 def test_copies_wait_for_what_they_are_told():
-    """A late writer, and a reader that comes back: events, not luck."""
-    copies, size = Copies(CUDA), 1 << 24
-    far = HostMemory(pinned=True).take({"far": (size, torch.float32)}).tensors["far"]
-    near, back = torch.zeros(size, device=CUDA), torch.zeros(size, device=CUDA)
+    """A late writer, and a reader of what was copied back: events, not luck."""
+    streams, size = Streams(CUDA, Timeline(CUDA)), 1 << 24
+    engine = CopyEngine(streams)
+    block, tensors = HostPool(pinned=True).take_tensors({"host": (size, torch.float32)})
+    first, second = torch.zeros(size, device=CUDA), torch.zeros(size, device=CUDA)
     torch.cuda._sleep(50_000_000)
-    near.fill_(3.0)
-    left = copies.out(far, near, copies.mark())
-    arrived = copies.into(back, far, left)
-    copies.device_waits(arrived)
-    assert float(back.sum()) == 3.0 * size
-    copies.host_waits(left)
-    assert far.eq(3.0).all()
+    first.fill_(3.0)
+    offloaded = engine.to_host("test", [(first, tensors["host"])], block, [streams.mark()])
+    reloaded = engine.to_device("test", [(tensors["host"], second)], block, [])
+    reloaded.wait()
+    assert float(second.sum()) == 3.0 * size
+    offloaded.synchronize()
+    assert tensors["host"].eq(3.0).all()

@@ -73,7 +73,7 @@ class Run:
 
     def weights(self):
         """As `boxes_of`, when all of the last step has arrived."""
-        self.data_parallel.settle()
+        self.data_parallel.synchronize()
         return boxes_of(self.data_parallel)
 
     def seen(self):

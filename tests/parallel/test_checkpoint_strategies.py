@@ -136,14 +136,14 @@ def move(rank, size, fields):
 def saved_at_once(rank, size, fields):
     """Weights by slices right after a step whose gathers are late on rank 1 and saved at once; the evaluation then."""
     trainer = built(size, fields)
-    publish = trainer.data_parallel.publish
+    publish = trainer.data_parallel.mark_updated
 
     def late(bucket, finish=None):
         if rank == 1:
             time.sleep(0.01)
         publish(bucket, finish)
 
-    trainer.data_parallel.publish = late
+    trainer.data_parallel.mark_updated = late
     trainer.train_step()
     trainer.train_step()
     save_checkpoint(trainer)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.context_parallel import ring
-from megatron.core.memory.saved_bytes import saved_bytes
+from megatron.core.recompute.saved_bytes import saved_bytes
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_lse import BlockKernel
 from tests import pool

@@ -177,14 +177,14 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(name):
 def read_after_a_step(rank, size, settings, how):
     """What is seen right after a step while rank 1 is late with its slices, and what is there once all is settled."""
     run = make_run(settings, fields=TIED)
-    publish = run.data_parallel.publish
+    publish = run.data_parallel.mark_updated
 
     def late(bucket, finish=None):
         if rank == 1:
             time.sleep(0.02)
         publish(bucket, finish)
 
-    run.data_parallel.publish = late
+    run.data_parallel.mark_updated = late
     x, seen = torch.ones(4, 32), []
     for number in range(2):
         run.step(run.batches(number), LR, DECAY)
@@ -195,7 +195,7 @@ def read_after_a_step(rank, size, settings, how):
             seen.append(borrowed.detach().tolist())
         else:
             seen.append(evaluate(run.model, lambda: run.batches(7), 1, run.groups))
-    run.data_parallel.settle()
+    run.data_parallel.synchronize()
     found = whole_everywhere(run)
     exact = nn.functional.linear(x, found["embedding.word_embeddings.weight"]).tolist() if how == "borrowed" else None
     return seen, exact
@@ -242,7 +242,7 @@ def few_elements(rank, size, settings):
         differentiate(data_parallel, total, last=True)
         data_parallel.finish_reduction()
         norms.append(optimizer.step(0.5, 0.0).grad_norm)
-    data_parallel.settle()
+    data_parallel.synchronize()
     owned = [
         (piece.name, piece.start, elements.tolist()) for piece, elements in data_parallel.weights() if len(elements)
     ]

@@ -156,7 +156,7 @@ def memory(rank, size, settings):
     data_parallel = make_data_parallel(model, groups, bucket_size=1000, **settings)
     for _ in range(2):
         accumulate(model, data_parallel, make_ids(6, 16).split(2))
-    data_parallel.settle()
+    data_parallel.synchronize()
     buckets = data_parallel.buckets
     gradients = {b.grad_shard.untyped_storage().data_ptr(): b.grad_shard.untyped_storage().nbytes() for b in buckets}
     weights = {b.param_shard.untyped_storage().data_ptr(): b.param_shard.untyped_storage().nbytes() for b in buckets}
@@ -210,7 +210,7 @@ def overflow_in_a_slice(rank, size, settings):
         data_parallel.buckets[0].grad_shard[0] = float("inf")
     before = [part.clone() for _, part in data_parallel.weights()]
     update = optimizer.step(1e-2, 0.1)
-    data_parallel.settle()
+    data_parallel.synchronize()
     kept = all(part.equal(old) for (_, part), old in zip(data_parallel.weights(), before, strict=True))
     return update.applied, kept, all(tensor.eq(0).all() for _, _, tensor in optimizer.pieces())
 

@@ -44,7 +44,7 @@ def trained(rank, size, run, layout):
     trainer = build(under(run, layout), groups, torch.device("cpu"))
     before = boxes_of(trainer.data_parallel)
     losses = [trainer.train_step().loss for _ in range(STEPS)]
-    trainer.data_parallel.settle()
+    trainer.data_parallel.synchronize()
     return losses, before, boxes_of(trainer.data_parallel)
 
 

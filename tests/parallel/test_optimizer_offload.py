@@ -111,7 +111,7 @@ def session(rank, size, fields, steps, save_after=None):
         losses.append(trainer.train_step().loss)
         if number == save_after:
             save_checkpoint(trainer)
-    trainer.data_parallel.settle()
+    trainer.data_parallel.synchronize()
     digest = {}
     for _, key, tensor in trainer.optimizer.pieces():
         digest[key] = digest.get(key, 0.0) + float(np.abs(tensor.double().numpy()).sum())

@@ -72,7 +72,7 @@ def trained(run, layout):
     groups = pool.groups(tp=layout.tp, cp=layout.cp, pp=layout.pp, instances=instances, inner=inner)
     trainer = build(run, groups, CPU)
     losses = [trainer.train_step().loss for _ in range(run.train.train_iters)]
-    trainer.data_parallel.settle()
+    trainer.data_parallel.synchronize()
     return losses, [(piece.name, part.clone()) for piece, part in trainer.data_parallel.weights()], trainer
 
 

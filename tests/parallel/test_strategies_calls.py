@@ -16,11 +16,11 @@ def step_calls(rank, size, settings, fields):
     """(calls of the second step, bytes a rank sends by operation, sizes of the buckets)"""
     run = make_run(settings, fields=fields)
     run.steps(1, MICROBATCHES)
-    run.data_parallel.settle()
+    run.data_parallel.synchronize()
     batches = run.batches(1, MICROBATCHES)
     with run.groups.heartbeat.record() as calls:
         run.step(batches, 1e-3, 0.1)
-        run.data_parallel.settle()
+        run.data_parallel.synchronize()
     found = []
     for call in calls:
         (elements,) = call.shape or (1,)

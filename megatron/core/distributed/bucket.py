@@ -1,4 +1,4 @@
-"""A bucket: parameters whose gradients are reduced, whose values are stepped and gathered together."""
+"""A bucket: parameters whose gradients are reduced together, and whose values are updated and gathered together."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.home import Home, Travel
+from megatron.core.offload.weights import OffloadedShard, WeightOffload
 from megatron.core.parameter import GradSlot, Parameter, ParamInfo, Section
+from megatron.core.streams.stream import Work
 from megatron.spec.buckets import ALIGN, BucketLayout, Piece, owned_pieces, round_up
 
 K = TypeVar("K", bound=Hashable)
@@ -18,14 +19,14 @@ K = TypeVar("K", bound=Hashable)
 class Bucket:
     """Memory of a run of parameters, flat, and this rank's slice of it.
 
-    whole [size]: values in the parameters' dtype; every parameter is a view of it. After `shard_params` it is there only
-    between `make_whole` and `drop_whole`, and parameters are empty otherwise.
-    param_shard [size / shards]: this rank's slice, which its optimizer updates: a view of `whole`, or the only copy. With
-    a `home` it lies there, in host memory.
+    whole [size]: values in the parameters' dtype; every parameter is a view of it. After `shard_params` it exists only
+    between `unshard` and `reshard`, and parameters are empty otherwise.
+    param_shard [size / shards]: this rank's slice, which its optimizer updates: a view of `whole`, or the only copy. It is
+    in host memory if the bucket is `offloaded`.
     grads [size], fp32: gradients; every parameter's slot writes there. Kept for the whole run or, after
-    `keep_grads(False)`, taken from `take` when the first gradient is written and given up to be reduced (`detach`).
+    `keep_grads(False)`, taken from `take` when the first gradient is written and handed over to be reduced (`detach`).
     grad_shard [size / shards], fp32: this rank's slice of the reduced gradient: a view of `grads` when those are kept.
-    pieces: what this rank's slice holds, in order; each lies within one section of its parameter.
+    pieces: the parts of parameters in this rank's slice, in order; each lies within one section of its parameter.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class Bucket:
         `stage`: the pipeline stage whose backward completes it; None when several do."""
         self.index, self.parameters, self.layout, self.stage = index, parameters, layout, stage
         self.pieces = [part for piece in owned_pieces(layout, rank, shards) for part in self._by_section(piece)]
-        self.missing = 0  # gradients that this backward pass has not brought yet
+        self.missing = 0  # gradients that this backward pass has not computed yet
         self._rank, self._shards, self._take = rank, shards, take
         self._shard_is_fresh = True
         first = next(iter(parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         self._whole: Tensor | None = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
         self.param_shard = self._own(self._whole)
-        self.home: Home | None = None
+        self.offloaded: OffloadedShard | None = None
         self.grads: Tensor | None = None
         self._block: Tensor | None = None
         self.grad_shard = torch.empty(0)
@@ -81,7 +82,7 @@ class Bucket:
         return flat[start : start + numel].view(self.parameters[name].info.shape)
 
     def section_of(self, piece: Piece) -> Section:
-        """Whose elements the piece's are; of `pieces`, none reaches into a second section."""
+        """The section that the piece's elements belong to; no element of `pieces` reaches into a second one."""
         return self.parameters[piece.name].info.section_at(piece.start)
 
     def runs(self, key: Callable[[ParamInfo, Section], K]) -> list[tuple[int, int, K]]:
@@ -108,33 +109,36 @@ class Bucket:
         return self._whole
 
     def parameter_at(self, offset: int) -> Parameter | None:
-        """Whose element of `whole` this is; None for padding."""
+        """The parameter that owns this element of `whole`; None for padding."""
         for name, start in self.layout.offsets.items():
             if start <= offset < start + self.layout.numels[name]:
                 return self.parameters[name]
         return None
 
-    def shard_params(self, home: Home | None = None) -> None:
-        """Keep only this rank's slice of the parameters from now on: on the device, or in `home`, which holds it already."""
-        self.param_shard = self._own(self.whole).clone() if home is None else home.shard
-        self.home = home
-        self.drop_whole()
+    def shard_params(self, offload: WeightOffload | None = None) -> None:
+        """Keep only this rank's slice of the parameters from now on: on the device, or offloaded to host memory."""
+        if offload is None:
+            self.param_shard = self._own(self.whole).clone()
+        else:
+            self.offloaded = offload.offload(self.label, self.param_shard)
+            self.param_shard = self.offloaded.shard
+        self.reshard()
 
-    def make_whole(self) -> Travel | None:
+    def unshard(self) -> Work | None:
         """Allocate `whole` with this rank's slice in it, for the others to be gathered; parameters are views of it.
 
-        The slice is there, or, from a home, when the copy that is returned is.
+        An offloaded slice is there after the copy that is returned.
         """
         self._whole = torch.empty(self.size, dtype=self.dtype, device=self.device)
         for name, parameter in self.parameters.items():
             parameter.data = self.view_of(self._whole, name)
         own = self._own(self._whole)
-        if self.home is not None:
-            return self.home.bring(own)
+        if self.offloaded is not None:
+            return self.offloaded.to_device(own)
         own.copy_(self.param_shard)
         return None
 
-    def drop_whole(self) -> None:
+    def reshard(self) -> None:
         """Free `whole`; parameters are empty."""
         self._whole = None
         for parameter in self.parameters.values():

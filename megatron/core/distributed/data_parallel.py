@@ -1,17 +1,17 @@
 """Data parallelism of one model: gradients go in as backward writes them, current parameters come out where they are read.
 
 [Note: a step]
-    begin_step                                  gradients are forgotten
+    begin_step                                  gradients are cleared
     a microbatch: begin_backward, backward, end_backward
                                                 with overlap a bucket leaves when its last gradient is written.
                                                 A pipeline rank does so for each of its stages; one that splits its
-                                                backward runs it within `weights_put_off`, and the jobs later instead
+                                                backward runs it within `deferred_weight_grads`, and the jobs later
     finish_reduction                            every bucket's `grad_shard` holds the sum over all replicas
-    the optimizer: a bucket's `param_shard` is written, then `publish`, bucket by bucket in forward order
+    the optimizer: a bucket's `param_shard` is written, then `mark_updated`, bucket by bucket in forward order
     end_step                                    without overlap: all parameters are gathered now
-With overlap the next forward waits for a bucket where it first reads one of its parameters: see param_gate.py, and
-param_window.py for parameters that are sharded themselves, or live away from the device. Whatever reads parameters
-another way (saving) calls `settle` first.
+With overlap the next forward waits for a bucket where it first reads one of its parameters: see param_gatherer.py, and
+param_unsharder.py for parameters that are sharded or offloaded themselves. Code that reads parameters in another way
+(saving) calls `synchronize` first.
 
 [Note: order]
 Buckets are reduced in one fixed order, the expected order of backward, whatever order gradients come in: a bucket that is
@@ -36,12 +36,12 @@ from megatron.config.data_parallel import AUTO, EVERY, LAST, DataParallelSetting
 from megatron.core.comm.bucket_comm import BucketComm
 from megatron.core.comm.collectives import Handle, all_reduce, barrier
 from megatron.core.device import headroom, synchronize
-from megatron.core.distributed.block_pool import BlockPool
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.home import Homes
-from megatron.core.distributed.params import Params
+from megatron.core.distributed.gradient_pool import GradientPool
+from megatron.core.distributed.param_router import ParamRouter
 from megatron.core.distributed.reduce_mode import Measured, choose_mode
 from megatron.core.groups import Groups
+from megatron.core.offload.weights import WeightOffload
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
@@ -67,7 +67,7 @@ class DataParallel:
         streams: Streams | None = None,
         *,
         late_updates: bool = False,
-        homes: Homes | None = None,
+        weight_offload: WeightOffload | None = None,
     ) -> None:
         """Sharding is over `groups.shard`: create_groups must have been told the settings' `optimizer_instances`.
 
@@ -75,7 +75,7 @@ class DataParallel:
         use are left out and reduced at the end of the step. Without it all are of stage 0.
         streams: for its communication, drawn in their timeline; by default its own.
         late_updates: the optimizer may finish buckets after the step, where they are read.
-        homes: of parameters that live away from the device, in buckets of their own.
+        weight_offload: of parameters that live in host memory, in buckets of their own.
         """
         self.settings = settings
         self._groups, self.device = groups, device
@@ -83,11 +83,11 @@ class DataParallel:
         self.timeline = self.streams.timeline
         reduce_in = torch.bfloat16 if settings.reduce_in_bf16 else torch.float32
         self._comm = BucketComm(groups.shard, groups.gather, groups.replicas, reduce_in, self.streams)
-        self._blocks = BlockPool(GRADIENT_BLOCKS, device)
+        self._blocks = GradientPool(GRADIENT_BLOCKS, device)
         parameters = {n: p for n, p in reversed(local_parameters(model).items()) if p.requires_grad}
         stages = {n: 0 if stage_of is None else stage_of.get(n) for n in parameters}
-        far = {name for name in parameters if homes is not None and homes.takes(name)}
-        self.buckets = self._make_buckets(parameters, stages, far, settings.bucket_size)
+        offloaded = {name for name in parameters if weight_offload is not None and weight_offload.includes(name)}
+        self.buckets = self._make_buckets(parameters, stages, offloaded, settings.bucket_size)
         self.microbatches = 0  # of this step
         self._reducing = False
         self._last = False  # nothing is added to what is reduced now
@@ -97,16 +97,16 @@ class DataParallel:
         self._unreduced: set[int] = set()  # of this step
         self._reductions: deque[tuple[Tensor | None, Handle]] = deque()  # with the memory that is free afterwards
         self._without: set[str] = set()
-        self._params = Params(
+        self._params = ParamRouter(
             model,
             self.buckets,
             self._comm,
             sharded=settings.shards == "optim_grads_params" and self._comm.shards > 1,
-            homes=homes,
+            offload=weight_offload,
             overlap=settings.overlap_gather,
             late_updates=late_updates,
         )
-        self.come_and_go = self._params.come_and_go  # names of parameters that are empty while nobody reads them
+        self.sharded_names = self._params.sharded_names  # names of parameters that are empty while they are not in use
         # Where nothing is shared there is no shard to keep instead.
         self._undecided = settings.mode == AUTO and self._comm.shards > 1
         self.keeps_grads = settings.mode == LAST or self._comm.shards == 1
@@ -169,14 +169,14 @@ class DataParallel:
         self._reducing, self._stage = False, None
 
     @contextlib.contextmanager
-    def weights_put_off(self) -> Iterator[list[Callable[[], None]]]:
-        """Backward in the body computes no weight gradients of linear layers: they are the jobs of the list."""
+    def deferred_weight_grads(self) -> Iterator[list[Callable[[], None]]]:
+        """A backward in the body defers the weight gradients of linear layers: they become jobs of the yielded list."""
         jobs: list[Callable[[], None]] = []
-        self._put_off(jobs)
+        self._defer_weight_grads(jobs)
         self._params.begin_backward()
         yield jobs
         self._params.end_backward()
-        self._put_off(None)
+        self._defer_weight_grads(None)
 
     def finish_reduction(self) -> None:
         """Wait until every bucket's `grad_shard` holds the sum over all replicas.
@@ -196,7 +196,7 @@ class DataParallel:
         for bucket in self.buckets:
             if bucket.on_both_ends:
                 all_reduce(bucket.grad_shard, self._groups.ends)
-        self._params.settle()
+        self._params.synchronize()
 
     def without_gradient(self) -> list[str]:
         """Parameters that got no gradient in some backward of this step, in name order."""
@@ -223,31 +223,32 @@ class DataParallel:
             for piece in bucket.pieces:
                 yield piece, bucket.param_shard[piece.at : piece.at + piece.stop - piece.start]
 
-    def publish(self, bucket: Bucket, finish: Callable[[], None] | None = None) -> None:
-        """The bucket's `param_shard` has been updated, here and on all ranks: with overlap it starts to be gathered.
+    def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None = None) -> None:
+        """The bucket's `param_shard` is updated, here and on all ranks. With overlap: start to gather it.
 
-        With `finish` it has been when that returns: called in `end_step`, or with `late_updates` before the bucket is read.
+        With `finish` the update is deferred, and done when `finish` returns, which is called in `end_step`, or with
+        `late_updates` before the bucket is read.
         """
-        self._params.publish(bucket, finish)
+        self._params.mark_updated(bucket, finish)
 
     def end_step(self) -> None:
-        """All buckets have been published. Without overlap: gather the parameters, an all-gather a bucket, and wait."""
+        """All buckets are marked as updated. Without overlap: gather the parameters, one all-gather per bucket, and wait."""
         self._params.end_step()
 
     def parameter_of(self, tensor: Tensor) -> Parameter | None:
-        """The parameter that a tensor is a part of, if that is one that comes and goes."""
+        """The sharded or offloaded parameter that a tensor is a view of, or None."""
         return self._params.parameter_of(tensor)
 
-    def settle(self) -> None:
-        """Return when nothing is in flight and every parameter is current, or its shard where parameters come and go."""
-        self._params.settle()
+    def synchronize(self) -> None:
+        """Return when nothing is in flight and every parameter is current, or its shard if it is sharded or offloaded."""
+        self._params.synchronize()
 
     def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
         assert isinstance(parameter, Parameter) and parameter.slot is not None
         if parameter.grad is not None:  # autograd accumulated it: norm weights, biases
             parameter.slot.add(parameter.grad)
             parameter.grad = None
-        self._params.been_through(bucket)
+        self._params.mark_done(bucket)
         if bucket.stage != self._stage or parameter.slot.waiting:
             return
         bucket.missing -= 1
@@ -255,15 +256,15 @@ class DataParallel:
             while self._left and self._left[0].missing == 0:
                 self._reduce(self._left.popleft())
 
-    def _put_off(self, jobs: list[Callable[[], None]] | None) -> None:
+    def _defer_weight_grads(self, jobs: list[Callable[[], None]] | None) -> None:
         for bucket in self.buckets:
             for parameter in bucket.parameters.values():
                 assert parameter.slot is not None
-                parameter.slot.put_off = jobs
+                parameter.slot.deferred = jobs
 
     def _reduce(self, bucket: Bucket) -> None:
         self._unreduced.discard(bucket.index)
-        self._params.settle_update(bucket)
+        self._params.finish_update(bucket)
         self._without.update(bucket.fill_missing())
         then: list[Callable[[], None]] = []
         block = None if self.keeps_grads else bucket.detach()
@@ -362,15 +363,19 @@ class DataParallel:
                     part.copy_(total)
 
     def _make_buckets(
-        self, parameters: dict[str, Parameter], stages: dict[str, int | None], far: set[str], bucket_size: int | None
+        self,
+        parameters: dict[str, Parameter],
+        stages: dict[str, int | None],
+        offloaded: set[str],
+        bucket_size: int | None,
     ) -> list[Bucket]:
-        """Buckets of one stage and dtype each, near or `far`, in the order in which backward completes them.
+        """Buckets in the order in which backward completes them, each of one stage and dtype, offloaded or not.
 
-        What is on both ends of the pipeline is cut alike there: it has a bucket of its own.
+        Parameters on both ends of the pipeline have a bucket of their own, so that both ends split it alike.
         """
         shards, rank = self._groups.shard.size, self._groups.shard.rank
         size = bucket_size or default_bucket_size(sum(p.numel() for p in parameters.values()), shards)
-        kinds = {n: (stages[n], p.dtype, p.info.on_both_ends, n in far) for n, p in parameters.items()}
+        kinds = {n: (stages[n], p.dtype, p.info.on_both_ends, n in offloaded) for n, p in parameters.items()}
         layouts = plan_all({n: p.numel() for n, p in parameters.items()}, kinds, size, shards)
         return [
             Bucket(

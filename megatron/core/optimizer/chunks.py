@@ -20,14 +20,14 @@ class Chunk:
     """Elements start .. stop of the slice, multiples of 64.
 
     state: its stored tensors by key, flat, wherever they live: moments, and "master", or "remainder" and "ties" (see
-    precision.py). An fp32 model is its own master as long as the device updates it. is_far: the CPU updates it, in far
+    precision.py). An fp32 model is its own master as long as the device updates it. on_cpu: the CPU updates it, in host
     memory.
     """
 
     def __init__(self, config: OptimizerConfig, bucket: Bucket, start: int, stop: int) -> None:
         self.bucket, self.start, self.stop = bucket, start, stop
         self.half = bucket.param_shard.dtype != torch.float32
-        self.is_far = False
+        self.on_cpu = False
         self.state: dict[str, Tensor] = {}
         self.runs = [
             Run(max(first, start) - start, min(last, stop) - start, *kind)
@@ -37,13 +37,18 @@ class Chunk:
         self._config = config
 
     @property
+    def label(self) -> str:
+        """Its name in timelines."""
+        return f"{self.bucket.label} from {self.start}"
+
+    @property
     def size(self) -> int:
         """Elements."""
         return self.stop - self.start
 
     @property
     def parameters(self) -> Tensor:
-        """[size] of the model, in its dtype: on the device, or where its bucket's home is."""
+        """[size] of the model, in its dtype: on the device, or in host memory where the bucket is offloaded."""
         return self.bucket.param_shard[self.start : self.stop]
 
     @property
@@ -53,31 +58,31 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Of its state."""
+        """Bytes of its state."""
         return sum(tensor.nbytes for tensor in self.state.values())
 
-    def shapes(self, *, far: bool) -> dict[str, tuple[int, torch.dtype]]:
+    def shapes(self, *, on_cpu: bool) -> dict[str, tuple[int, torch.dtype]]:
         """(elements, dtype) of each stored tensor, in either place."""
-        layout = state_layout(self._config, half=self.half, far=far)
+        layout = state_layout(self._config, half=self.half, far=on_cpu)
         return {key: (self.size // share, DTYPES[dtype]) for key, (dtype, share) in layout.items()}
 
     def on_device(self) -> dict[str, Tensor]:
         """Undefined tensors for its state on the device."""
         device = self.bucket.device
-        return {k: torch.empty(n, dtype=dtype, device=device) for k, (n, dtype) in self.shapes(far=False).items()}
+        return {k: torch.empty(n, dtype=dtype, device=device) for k, (n, dtype) in self.shapes(on_cpu=False).items()}
 
-    def begin(self, state: dict[str, Tensor], *, far: bool) -> None:
+    def begin(self, state: dict[str, Tensor], *, on_cpu: bool) -> None:
         """Take undefined tensors as `state`: moments become zero, masters the parameters."""
-        self.state, self.is_far = state, far
+        self.state, self.on_cpu = state, on_cpu
         for tensor in state.values():
             tensor.zero_()
         self.master_from_parameters()
 
-    def move(self, state: dict[str, Tensor], *, far: bool) -> None:
+    def move(self, state: dict[str, Tensor], *, on_cpu: bool) -> None:
         """Go on in another place. An fp32 model's masters come out of its parameters, and are left in them."""
         for key, tensor in state.items():
             tensor.copy_(self.state.get(key, self.parameters))
-        self.state, self.is_far = state, far
+        self.state, self.on_cpu = state, on_cpu
 
     def step(
         self, stored: Mapping[str, Tensor], gradient: Tensor, parameters: Tensor, scratch: Scratch, inputs: Inputs
@@ -104,18 +109,13 @@ class Chunk:
             self.state["remainder"].zero_()
             self.state["ties"].zero_()
 
-    def parameters_from_master(self) -> None:
-        """Round the master into the model's weights."""
-        if "master" in self.state:
-            self.parameters.copy_(self.state["master"])
-
     def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
         """(piece, key, its elements) in fp32, for a checkpoint: views of the state, or copies in host memory.
 
         Keys are those of an unpacked state: moments, and "master" unless the model is fp32.
         """
         values = self._unpacked()
-        for piece in self._cut_pieces():
+        for piece in self._owned_pieces():
             for key, flat in values.items():
                 yield piece, key, flat[self._place(piece)]
 
@@ -125,7 +125,7 @@ class Chunk:
         An fp32 model's masters are its weights, which have been loaded before.
         """
         master = torch.zeros(self.size)
-        for piece in self._cut_pieces():
+        for piece in self._owned_pieces():
             for key, tensor in self.state.items():
                 if tensor.dtype == torch.bfloat16:
                     tensor[self._place(piece)] = pieces[piece.name, piece.start, key].to(tensor)
@@ -137,7 +137,7 @@ class Chunk:
         if not self.half:
             self.master_from_parameters()
 
-    def _cut_pieces(self) -> Iterator[Piece]:
+    def _owned_pieces(self) -> Iterator[Piece]:
         """The parts of parameters that lie in this chunk; `at` counts from the beginning of the slice."""
         for piece in self.bucket.pieces:
             first, last = max(self.start, piece.at), min(self.stop, piece.at + piece.stop - piece.start)

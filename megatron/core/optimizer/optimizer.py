@@ -1,8 +1,8 @@
 """AdamW or SGD on this rank's slices of the buckets, with fp32 masters where the model is in half precision.
 
 One optimizer for every sharding: a slice is the whole bucket when nothing is sharded. A slice is one chunk; with offload, or
-state that is stored in less than fp32, it is cut into several. Chunks whose state is near are stepped by the device here;
-far_updates.py steps those of the CPU meanwhile, and parked.py brings state that waits far away to the device.
+state that is stored in less than fp32, it is split into several. The device updates its chunks here, while
+cpu_optimizer.py updates those of the CPU. offloaded_states.py copies offloaded states to the device for their update.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,16 +21,17 @@ from megatron.config.optimizer_offload import STATES, UPDATE, OffloadSettings
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
-from megatron.core.optimizer.auto_offload import AutoOffload
+from megatron.core.offload.copy_engine import CopyEngine
+from megatron.core.offload.host_pool import HostPool
+from megatron.core.optimizer.auto_placement import AutoPlacement
 from megatron.core.optimizer.chunks import Chunk
-from megatron.core.optimizer.far_memory import DiskMemory, HostMemory
-from megatron.core.optimizer.far_updates import FarUpdates
+from megatron.core.optimizer.cpu_optimizer import CpuOptimizer
 from megatron.core.optimizer.grad_norm import global_norm, global_zeros
 from megatron.core.optimizer.loss_scale import LossScale
-from megatron.core.optimizer.parked import ParkedStates
+from megatron.core.optimizer.offloaded_states import OffloadedStates
 from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
-from megatron.core.optimizer.visits import Visits
+from megatron.core.optimizer.weight_prefetch import WeightPrefetch
 from megatron.core.parameter import ParamInfo, Section
 from megatron.spec.buckets import Piece
 from megatron.spec.optimizer_state import cut, first_far, is_cut, optimizer_bytes
@@ -39,7 +41,7 @@ ON_DEVICE = OffloadSettings()
 
 @dataclass(frozen=True)
 class Update:
-    """What one step did. `applied` is False when gradients were not finite; nothing was changed then."""
+    """The result of one step. `applied` is False if gradients were not finite; nothing has changed then."""
 
     applied: bool
     grad_norm: float  # of the unscaled gradient, before clipping
@@ -58,24 +60,25 @@ class Optimizer:
         fp16: bool,
         offload: OffloadSettings = ON_DEVICE,
     ) -> None:
-        """Raises ConfigError when --offload-dir cannot hold what it has to. No communication."""
+        """Raises ConfigError when --offload-dir has too little room. No communication."""
         self.loss_scale = LossScale(config, fp16)
         self._config, self._data_parallel, self._groups = config, data_parallel, groups
         self._device = data_parallel.device
         self._scratch = Scratch(self._device)
         self.steps = 0  # updates applied so far: adam's bias correction counts them
-        self.chunks = self._cut(offload.chunk_size if is_cut(config, offload) else None)
-        self.far: FarUpdates | None = None
-        self.parked: ParkedStates | None = None
-        self._auto: AutoOffload | None = None
+        self.chunks = self._split(offload.chunk_size if is_cut(config, offload) else None)
+        self.cpu: CpuOptimizer | None = None
+        self.offloaded_states: OffloadedStates | None = None
+        self._auto: AutoPlacement | None = None
         if offload.mode == UPDATE:
             self._offload_updates(offload)
         elif offload.mode == STATES:
             order = [chunk for bucket in reversed(data_parallel.buckets) for chunk in self.chunks[bucket.index]]
-            self.parked = ParkedStates(order, self._memory(offload), self._device)
+            engine = CopyEngine(data_parallel.streams)
+            self.offloaded_states = OffloadedStates(order, self._state_pool(offload), engine, self._device)
         else:
             for chunk in self._all():
-                chunk.begin(chunk.on_device(), far=False)
+                chunk.begin(chunk.on_device(), on_cpu=False)
 
     def step(
         self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None, count_zeros: bool = False
@@ -89,22 +92,23 @@ class Optimizer:
             norm = self._norm(bucket.grad_shard for bucket in buckets) / scale
         if not math.isfinite(norm) and (self._config.check_for_nan_in_loss_and_grad or self.loss_scale.dynamic):
             self.loss_scale.update(overflow=True)
-            if self.far is not None:
-                self.far.discard()
+            if self.cpu is not None:
+                self.cpu.skip_step()
             return Update(False, norm, None)
         num_zeros = global_zeros(self._counted_gradients(), self._groups, self._device) if count_zeros else None
         clip = self._config.clip_grad
         divisor = scale * max(1.0, norm / clip) if clip > 0 else scale
         inputs = Inputs(self.steps + 1, lr, lr if decoupled_lr is None else decoupled_lr, weight_decay, divisor)
         if self._auto is not None:
-            self._auto.replace()
-        if self.far is not None:
-            self.far.start(inputs)
-        visits = Visits((bucket for bucket in reversed(buckets) if self._near(bucket)), self._reads_weights)
+            self._auto.adjust()
+        if self.cpu is not None:
+            self.cpu.start(inputs)
+        updated_here = (bucket for bucket in reversed(buckets) if self._device_chunks(bucket))
+        prefetch = WeightPrefetch(updated_here, self._reads_weights)
         for bucket in reversed(buckets):
             with timeline.span("step", bucket.label):
-                self._step_near(bucket, visits, inputs)
-            self._data_parallel.publish(bucket, self._finish(bucket))
+                self._update_on_device(bucket, prefetch, inputs)
+            self._data_parallel.mark_updated(bucket, self._finish(bucket))
         self._data_parallel.end_step()
         if self._auto is not None:
             self._auto.end_step()
@@ -114,7 +118,7 @@ class Optimizer:
 
     def params_norm(self) -> float:
         """2-norm of all parameters (of the masters). Communication as `global_norm`."""
-        self._settle()
+        self._synchronize()
         return global_norm(self._counted_masters(), self._groups, self._device)
 
     def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
@@ -122,46 +126,40 @@ class Optimizer:
 
         Views of the state, or copies in host memory where it is stored in less: after writing into those call `load`.
         """
-        self._settle()
+        self._synchronize()
         for chunk in self._all():
             yield from chunk.pieces()
 
     def load(self, pieces: Iterable[tuple[Piece, str, Tensor]]) -> None:
-        """Make what was written into `pieces`, and the weights that were loaded beside them, the state."""
+        """Take over the values that were written into `pieces`. The weights have been loaded before."""
         by_place = {(piece.name, piece.start, key): tensor for piece, key, tensor in pieces}
         for chunk in self._all():
             chunk.load(by_place)
 
     def masters_from_parameters(self) -> None:
         """Rebuild the fp32 masters from the model's weights, after weights were loaded without optimizer state."""
-        self._settle()
+        self._synchronize()
         for chunk in self._all():
             chunk.master_from_parameters()
 
-    def parameters_from_masters(self) -> None:
-        """Round the masters into this rank's slices of the model's weights."""
-        self._settle()
-        for chunk in self._all():
-            chunk.parameters_from_master()
-
     @property
-    def far_chunks(self) -> tuple[int, int]:
-        """(chunks that the CPU updates, all)"""
+    def cpu_chunks(self) -> tuple[int, int]:
+        """(chunks that the CPU updates, all chunks)"""
         chunks = list(self._all())
-        return sum(chunk.is_far for chunk in chunks), len(chunks)
+        return sum(chunk.on_cpu for chunk in chunks), len(chunks)
 
     @property
     def device_bytes(self) -> int:
-        """Of state on the device, and of its buffers there."""
-        here = sum(chunk.nbytes for chunk in self._all() if self.parked is None and not chunk.is_far)
-        return here + self._scratch.nbytes + (self.parked.staging_bytes if self.parked else 0)
+        """Bytes of states and buffers on the device."""
+        here = sum(chunk.nbytes for chunk in self._all() if self.offloaded_states is None and not chunk.on_cpu)
+        return here + self._scratch.nbytes + (self.offloaded_states.buffer_bytes if self.offloaded_states else 0)
 
     @property
-    def far_bytes(self) -> int:
-        """Of state away from the device, and of what is on its way."""
-        return sum(owner.nbytes for owner in (self.far, self.parked) if owner is not None)
+    def host_bytes(self) -> int:
+        """Bytes of states and buffers in host memory or on disk."""
+        return sum(owner.nbytes for owner in (self.cpu, self.offloaded_states) if owner is not None)
 
-    def _cut(self, chunk_size: int | None) -> list[list[Chunk]]:
+    def _split(self, chunk_size: int | None) -> list[list[Chunk]]:
         """The chunks of every bucket's slice, by the bucket's index."""
         return [
             [Chunk(self._config, bucket, *each) for each in cut(len(bucket.param_shard), chunk_size or bucket.size)]
@@ -169,73 +167,75 @@ class Optimizer:
         ]
 
     def _offload_updates(self, offload: OffloadSettings) -> None:
-        host = self._host()
-        self.far = FarUpdates(self._memory(offload), host, self._device, overlap=offload.overlap)
+        buffers, streams = self._host_pool(), self._data_parallel.streams
+        engine = CopyEngine(streams)
+        self.cpu = CpuOptimizer(self._state_pool(offload), buffers, engine, streams, overlap=offload.overlap)
         chunks = list(self._all())
-        for chunk, is_far in zip(chunks, first_far([chunk.size for chunk in chunks], offload.far), strict=True):
-            if is_far:
-                self.far.take(chunk)
+        for chunk, on_cpu in zip(chunks, first_far([chunk.size for chunk in chunks], offload.far), strict=True):
+            if on_cpu:
+                self.cpu.take(chunk)
             else:
-                chunk.begin(chunk.on_device(), far=False)
+                chunk.begin(chunk.on_device(), on_cpu=False)
         if offload.overlap:
-            self._data_parallel.when_reduced(self.far.send_gradients)
+            self._data_parallel.when_reduced(self.cpu.send_gradients)
         if offload.is_auto:
-            self._auto = AutoOffload(self._config, offload, self.far, chunks, host, self._data_parallel)
+            self._auto = AutoPlacement(self._config, offload, self.cpu, chunks, buffers, engine, self._data_parallel)
 
-    def _host(self) -> HostMemory:
-        return HostMemory(pinned=self._device.type == "cuda")
+    def _host_pool(self) -> HostPool:
+        return HostPool(pinned=self._device.type == "cuda")
 
-    def _memory(self, offload: OffloadSettings) -> HostMemory | DiskMemory:
+    def _state_pool(self, offload: OffloadSettings) -> HostPool:
         if offload.directory is None:
-            return self._host()
+            return self._host_pool()
         slices = [len(bucket.param_shard) for bucket in self._data_parallel.buckets]
         half = any(bucket.dtype != torch.float32 for bucket in self._data_parallel.buckets)
-        return DiskMemory(offload.directory, optimizer_bytes(slices, self._config, offload, half=half).disk)
+        needed = optimizer_bytes(slices, self._config, offload, half=half).disk
+        return HostPool(pinned=False, directory=Path(offload.directory), needed=needed)
 
-    def _near(self, bucket: Bucket) -> list[Chunk]:
+    def _device_chunks(self, bucket: Bucket) -> list[Chunk]:
         """The chunks that the device updates."""
-        return [chunk for chunk in self.chunks[bucket.index] if not chunk.is_far]
+        return [chunk for chunk in self.chunks[bucket.index] if not chunk.on_cpu]
 
     def _reads_weights(self, bucket: Bucket) -> bool:
-        """Whether an update needs the weights, which otherwise its masters are."""
+        """Whether the update reads the model weights (False with fp32 masters)."""
         return bucket.dtype == torch.float32 or self._config.main_params_dtype != "fp32"
 
-    def _step_near(self, bucket: Bucket, visits: Visits, inputs: Inputs) -> None:
-        chunks = self._near(bucket)
+    def _update_on_device(self, bucket: Bucket, prefetch: WeightPrefetch, inputs: Inputs) -> None:
+        chunks = self._device_chunks(bucket)
         if not chunks:
             return
-        weights = visits.enter(bucket)
+        weights = prefetch.fetch(bucket)
         for chunk in chunks:
             parameters = weights[chunk.start : chunk.stop]
-            if self.parked is not None:
-                self.parked.update(chunk, parameters, self._scratch, inputs)
+            if self.offloaded_states is not None:
+                self.offloaded_states.update(chunk, parameters, self._scratch, inputs)
             else:
                 chunk.step(chunk.state, chunk.gradient, parameters, self._scratch, inputs)
-        visits.leave(bucket, weights, [(chunk.start, chunk.stop) for chunk in chunks])
+        prefetch.store(bucket, weights, [(chunk.start, chunk.stop) for chunk in chunks])
 
     def _finish(self, bucket: Bucket) -> Callable[[], None] | None:
-        """What completes the bucket's update; None when it is complete."""
-        if self.far is None or not any(chunk.is_far for chunk in self.chunks[bucket.index]):
+        """A function that waits for the end of the bucket's update; None if the update is complete."""
+        if self.cpu is None or not any(chunk.on_cpu for chunk in self.chunks[bucket.index]):
             return None
-        return functools.partial(self.far.finish, bucket)
+        return functools.partial(self.cpu.finish, bucket)
 
-    def _settle(self) -> None:
-        """All state is current, wherever it is, and so are weights in far memory."""
-        if self.far is not None:
-            self.far.settle()
-        if self.parked is not None:
-            self.parked.settle()
+    def _synchronize(self) -> None:
+        """Block the host until all states and offloaded weights are current."""
+        if self.cpu is not None:
+            self.cpu.synchronize()
+        if self.offloaded_states is not None:
+            self.offloaded_states.synchronize()
         for bucket in self._data_parallel.buckets:
-            if bucket.home is not None:
-                bucket.home.settle()
+            if bucket.offloaded is not None:
+                bucket.offloaded.synchronize()
 
     def _all(self) -> Iterator[Chunk]:
-        """In the order of backward."""
+        """All chunks in the order of backward."""
         for chunks in self.chunks:
             yield from chunks
 
     def _norm(self, slices: Iterable[Tensor]) -> float:
-        """2-norm of flat tensors, one of each bucket's slice."""
+        """2-norm of flat tensors, one per bucket's slice."""
         buckets = self._data_parallel.buckets
         counted = (
             tensor[start:stop]

@@ -1,17 +1,18 @@
-"""Which chunks are far under --optimizer-offload-policy auto: a cost model, and decisions that do not flutter. Pure.
+"""Which chunks the CPU updates under --optimizer-offload-policy auto: a cost model and decisions with hysteresis. Pure.
 
-[Note: what a far chunk costs]
-Far chunks are updated one after the other in forward order. A chunk has until its bucket is read: with overlap that is the
-forward time of all that lies before it, without it the end of the step. What ends later than it is needed holds the step
-up, and the largest such delay is what the far chunks cost. So two things decide, and size alone does not: how much work is
-far, and how late it is needed. The latest needed go first, the earliest needed come back first (the order in which jobs with
-deadlines miss the least: Jackson, "Scheduling a production line to minimize maximum tardiness", 1955).
+[Note: cost of a CPU chunk]
+The CPU updates its chunks one after the other in forward order. A chunk has time until its bucket is read: with overlap the
+forward time of everything before it, without overlap only until the end of the step. An update that ends too late delays the
+step, and the largest such delay is the cost of all CPU chunks. So the cost depends on how much work the CPU has and on how
+late its results are needed, not on sizes alone. The chunks that are needed last are offloaded first, and those that are
+needed first return first (the order that minimises the largest tardiness: Jackson, "Scheduling a production line to minimize
+maximum tardiness", 1955).
 
 [Note: when chunks move]
-`free` is what was left on the device at the peak of the step that just ended, so it falls with longer samples and rises
-again after them. Below the threshold chunks leave until the threshold would be free. They come back only while twice the
-threshold would stay free, and only if the step gains by it: hidden work may stay where it is. What lies between is left
-alone.
+`free` is the device memory that was left at the peak of the step that has just ended, so it falls with longer samples and
+rises again after them. Below the threshold, chunks are offloaded until the threshold would be free. They return only while
+twice the threshold would stay free, and only if the step becomes faster by it: overlapped work may stay where it is. Between
+the two thresholds nothing moves.
 """
 
 from __future__ import annotations
@@ -19,28 +20,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GAIN = 0.01  # of the far work's time: less is not worth a move
+GAIN = 0.01  # of the chunk's update time: a smaller gain is not worth a move
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured at start-up. Bytes a second out of and into the device, elements a second of the CPU's update."""
+    """Measured at start-up: bytes per second to the host and to the device, elements per second of the CPU's update."""
 
-    out: float
-    into: float
+    to_host: float
+    to_device: float
     update: float
 
     def seconds(self, elements: int, result_bytes: int, *, overlap: bool) -> float:
-        """One far chunk. With overlap its gradient comes during backward and costs nothing here."""
-        gradient = 0.0 if overlap else 4 * elements / self.out
-        return gradient + elements / self.update + result_bytes / self.into
+        """Seconds to update one chunk on the CPU. With overlap its gradient is copied during backward and costs nothing."""
+        gradient = 0.0 if overlap else 4 * elements / self.to_host
+        return gradient + elements / self.update + result_bytes / self.to_device
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A chunk, by what matters here. device_bytes: of its state when near. seconds: of its far update.
+    """A chunk's properties that decide its placement.
 
-    slack: seconds from the end of the step until the next forward reads it.
+    device_bytes: of its state on the device. seconds: of its update on the CPU. slack: seconds from the end of the step
+    until the next forward reads its parameters.
     """
 
     device_bytes: int
@@ -48,31 +50,31 @@ class Candidate:
     slack: float
 
 
-def delay(candidates: Sequence[Candidate], far: Sequence[bool]) -> float:
-    """Seconds by which these far chunks hold up a step. `candidates` in forward order."""
+def delay(candidates: Sequence[Candidate], on_cpu: Sequence[bool]) -> float:
+    """Seconds by which the CPU's chunks delay a step. `candidates` in forward order."""
     done = worst = 0.0
-    for candidate, is_far in zip(candidates, far, strict=True):
-        done += candidate.seconds * is_far
-        worst = max(worst, (done - candidate.slack) * is_far)
+    for candidate, offloaded in zip(candidates, on_cpu, strict=True):
+        done += candidate.seconds * offloaded
+        worst = max(worst, (done - candidate.slack) * offloaded)
     return worst
 
 
-def place(candidates: Sequence[Candidate], far: Sequence[bool], free: int, threshold: int) -> list[bool]:
-    """Which chunks are far from now on; see the notes. `candidates` in forward order, `far`: as they are now."""
-    found = list(far)
+def place(candidates: Sequence[Candidate], on_cpu: Sequence[bool], free: int, threshold: int) -> list[bool]:
+    """Which chunks the CPU updates from now on; see the notes. `candidates` in forward order, `on_cpu`: as they are now."""
+    found = list(on_cpu)
     for number in reversed(range(len(candidates))):
         if free >= threshold:
             break
         if not found[number]:
             found[number] = True
             free += candidates[number].device_bytes
-    if found != list(far):
+    if found != list(on_cpu):
         return found
     for number, candidate in enumerate(candidates):
         left = free - candidate.device_bytes
         if not found[number] or left < 2 * threshold:
             continue
-        nearer = [*found[:number], False, *found[number + 1 :]]
-        if delay(candidates, found) - delay(candidates, nearer) >= GAIN * candidate.seconds:
-            found, free = nearer, left
+        returned = [*found[:number], False, *found[number + 1 :]]
+        if delay(candidates, found) - delay(candidates, returned) >= GAIN * candidate.seconds:
+            found, free = returned, left
     return found

@@ -11,7 +11,7 @@ import contextlib
 
 from torch import Tensor
 
-from megatron.core.memory.checkpoint import checkpoint
+from megatron.core.recompute.rerun import checkpoint
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.kernels.ops.attention import AttentionKernel
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shard, to_shards
-from megatron.core.memory.checkpoint import checkpoint
 from megatron.core.parameter import Parameter
+from megatron.core.recompute.rerun import checkpoint
 from megatron.core.tensor_parallel.gemm_last import Prologue
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import Build

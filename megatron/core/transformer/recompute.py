@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megatron.core.memory.checkpoint import Random, checkpoint
+from megatron.core.recompute.rerun import Random, checkpoint
 from megatron.core.tensor_parallel.linear import RowParallelLinear
 
 

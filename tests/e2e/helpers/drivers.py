@@ -89,7 +89,7 @@ def nan_weight(argv):
 
     def spoil(step, number):
         if number == int(os.environ["FAULTY_STEP"]):
-            step._data_parallel.settle()
+            step._data_parallel.synchronize()
             for piece, elements in step._data_parallel.weights():
                 if piece.name == NAN_WEIGHT and piece.start == 0:
                     elements[0] = math.nan

@@ -8,8 +8,8 @@ import torch
 from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import STATES, UPDATE, OffloadSettings
+from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.optimizer.chunks import Chunk
-from megatron.core.optimizer.copies import Copies
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.spec.optimizer_state import first_far, optimizer_bytes
@@ -39,7 +39,7 @@ def trained(run, steps=STEPS):
     """(losses, norms, name -> parameter, (name, element, key) -> state)"""
     losses, norms = run.steps(steps)
     norm = run.optimizer.params_norm()
-    run.data_parallel.settle()
+    run.data_parallel.synchronize()
     return losses, norms, {n: p.detach().clone() for n, p in local_parameters(run.model).items()}, state_of(run), norm
 
 
@@ -78,7 +78,7 @@ def on_device():
 def test_the_same_bits_as_on_the_device(mode, fields, on_device):
     run = make_run({}, fields=fields, offload=MODES[mode])
     assert_same(trained(run), on_device(fields))
-    far, chunks = run.optimizer.far_chunks
+    far, chunks = run.optimizer.cpu_chunks
     share = {"0": 0.3, "a": 1.0, "s": 0.0}[mode[0]]
     assert chunks > 20 and abs(far - share * chunks) < 2
 
@@ -99,7 +99,7 @@ def test_with_a_loss_scale_and_skipped_steps():
     for mode in (OffloadSettings(), settings(0.6, overlap=True), settings(0.6), settings(mode=STATES)):
         run = make_run({}, offload=mode, **fp16)
         updates = [run.step(run.batches(n), 5e-3, 0.1)[1].applied for n in range(STEPS)]
-        run.data_parallel.settle()
+        run.data_parallel.synchronize()
         results.append((updates, torch.cat([p.detach().flatten() for p in run.model.parameters()])))
     assert False in results[0][0][:-1] and results[0][0].count(True) > 5
     for updates, parameters in results[1:]:
@@ -116,7 +116,7 @@ def test_a_parameter_without_a_gradient_is_updated_as_on_the_device(on_device):
         for number in range(4):
             parameter.requires_grad_(number % 2 == 0)
             run.steps(1, first=number)
-        run.data_parallel.settle()
+        run.data_parallel.synchronize()
         found.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
     assert found[0].equal(found[1])
 
@@ -128,7 +128,7 @@ def test_adapters_alone():
     for mode in (OffloadSettings(), settings(0.5, overlap=True), settings(mode=STATES)):
         run = make_run({}, fields=fields, before=lambda m: freeze_all_but_adapters(local_parameters(m)), offload=mode)
         losses, _ = run.steps(6)
-        run.data_parallel.settle()
+        run.data_parallel.synchronize()
         found.append((losses, torch.cat([p.detach().flatten() for p in run.model.parameters()])))
     assert all(losses == found[0][0] and parameters.equal(found[0][1]) for losses, parameters in found)
     assert found[0][0][3] != found[0][0][0]
@@ -140,8 +140,8 @@ def test_nothing_offloaded_costs_nothing():
     before = set(threading.enumerate())
     none = make_run({}, fields=BF16, offload=OffloadSettings(mode="off", far=0.0, chunk_size=CHUNK))
     none.steps(2)
-    assert none.optimizer.far is none.optimizer.parked is None and none.optimizer.far_bytes == 0
-    assert none.optimizer.far_chunks == (0, len(none.data_parallel.buckets))
+    assert none.optimizer.cpu is none.optimizer.offloaded_states is None and none.optimizer.host_bytes == 0
+    assert none.optimizer.cpu_chunks == (0, len(none.data_parallel.buckets))
     assert none.optimizer.device_bytes == plain.optimizer.device_bytes
     assert set(threading.enumerate()) <= before
 
@@ -169,9 +169,9 @@ def test_bytes_are_the_planned_ones(fields, optimizer):
             continue
         run = make_run({}, fields=fields, offload=mode, **optimizer)
         run.steps(1)
-        run.data_parallel.settle()
+        run.data_parallel.synchronize()
         plan = planned(run, mode, **optimizer)
-        assert (run.optimizer.device_bytes, run.optimizer.far_bytes) == (plan.device + plan.staging, plan.host), mode
+        assert (run.optimizer.device_bytes, run.optimizer.host_bytes) == (plan.device + plan.staging, plan.host), mode
 
 
 def test_bytes_by_hand():
@@ -209,10 +209,10 @@ class TestDisk:
                 chunk.nbytes
                 for chunks in run.optimizer.chunks
                 for chunk in chunks
-                if mode.mode == STATES or chunk.is_far
+                if mode.mode == STATES or chunk.on_cpu
             )
             assert_same(trained(run), on_device(BF16))
-            assert run.optimizer.far_bytes == plan.disk + plan.host
+            assert run.optimizer.host_bytes == plan.disk + plan.host
             assert list(tmp_path.iterdir()) == [], "files have no name, so none can be left"
 
     def test_a_missing_folder(self, tmp_path):
@@ -227,8 +227,8 @@ class TestDisk:
 
     def test_a_full_disk(self, tmp_path, monkeypatch):
         room = type("Room", (), {"f_bavail": 10, "f_frsize": 100})
-        monkeypatch.setattr("megatron.core.optimizer.far_memory.os.statvfs", lambda path: room)
-        with pytest.raises(ConfigError, match=r"has 1000 bytes free and a rank's part of the optimizer takes \d{6}"):
+        monkeypatch.setattr("megatron.core.offload.host_pool.os.statvfs", lambda path: room)
+        with pytest.raises(ConfigError, match=r"has 1000 bytes free and this rank offloads \d{6}"):
             make_run({}, fields=SMALL, offload=settings(directory=str(tmp_path)))
 
 
@@ -238,25 +238,25 @@ class TestOrder:
     @pytest.fixture
     def events(self, monkeypatch):
         found = []
-        for name in ("out", "into"):
-            plain = getattr(Copies, name)
+        for name in ("to_host", "to_device"):
+            plain = getattr(CopyEngine, name)
 
-            def recorded(self, to, source, after, name=name, plain=plain):
-                found.append((name, threading.current_thread().name.split("_")[0]))
-                return plain(self, to, source, after)
+            def recorded(self, *args, name=name, plain=plain):
+                found.append((name, threading.current_thread().name))
+                return plain(self, *args)
 
-            monkeypatch.setattr(Copies, name, recorded)
+            monkeypatch.setattr(CopyEngine, name, recorded)
         return found
 
     def test_overlapped_gradients_leave_before_the_step_and_results_come_back_after_it(self, events):
         run = make_run({"overlap_reduce": True}, fields=SMALL, offload=settings(overlap=True))
-        far = run.optimizer.far
-        chunks = run.optimizer.far_chunks[0]
+        cpu = run.optimizer.cpu
+        chunks = run.optimizer.cpu_chunks[0]
         run.step.forward_backward(run.batches(0))
-        far.settle()
-        assert events == [("out", "far-updates")] * chunks, "every gradient left during backward"
+        cpu.synchronize()
+        assert events == [("to_host", "cpu-optimizer")] * chunks, "every gradient left during backward"
         gate = threading.Event()
-        far._thread.submit(gate.wait)
+        cpu._thread.run(gate.wait, "gate", after=())
         run.optimizer.step(1e-3, 0.0)
         assert len(events) == chunks, "the step returned, and no chunk was updated"
         embedding = run.model.embedding.word_embeddings
@@ -266,18 +266,21 @@ class TestOrder:
         assert reader.is_alive(), "who reads a parameter waits for it"
         gate.set()
         reader.join(10)
-        assert not reader.is_alive() and 0 < events.count(("into", "far-updates")) <= chunks
-        run.data_parallel.settle()
-        assert events.count(("into", "far-updates")) == chunks and events.count(("out", "far-updates")) == chunks
+        assert not reader.is_alive() and 0 < events.count(("to_device", "cpu-optimizer")) <= chunks
+        run.data_parallel.synchronize()
+        assert (
+            events.count(("to_device", "cpu-optimizer")) == chunks
+            and events.count(("to_host", "cpu-optimizer")) == chunks
+        )
 
     def test_in_sequence_two_gradients_are_ahead(self, events):
         run = make_run({}, fields=SMALL, offload=settings())
         run.step.forward_backward(run.batches(0))
         assert events == []
         run.optimizer.step(1e-3, 0.0)
-        kinds = "".join(name[0] for name, _ in events)
-        count = run.optimizer.far_chunks[0]
-        assert kinds == "oo" + "io" * (count - 2) + "ii"
+        kinds = "".join(name.removeprefix("to_")[0] for name, _ in events)
+        count = run.optimizer.cpu_chunks[0]
+        assert kinds == "hh" + "dh" * (count - 2) + "dd"
 
     def test_an_error_of_the_thread_reaches_the_run(self, monkeypatch):
         run = make_run({}, fields=SMALL, offload=settings())

@@ -73,7 +73,7 @@ def test_size_is_not_what_decides():
 
 
 def test_rates():
-    rates = Rates(out=400.0, into=200.0, update=10.0)
+    rates = Rates(to_host=400.0, to_device=200.0, update=10.0)
     assert rates.seconds(100, 200, overlap=False) == 1.0 + 10.0 + 1.0
     assert rates.seconds(100, 200, overlap=True) == 11.0
 
@@ -85,7 +85,7 @@ class Meter:
         self.empty, self._run = 0, run
 
     def free(self):
-        near = [chunk for chunks in self._run.optimizer.chunks for chunk in chunks if not chunk.is_far]
+        near = [chunk for chunks in self._run.optimizer.chunks for chunk in chunks if not chunk.on_cpu]
         return self.empty - sum(chunk.nbytes for chunk in near)
 
     def reset(self):
@@ -100,17 +100,17 @@ def test_a_run_follows_its_memory_up_and_down():
     run = make_run({}, fields=SMALL, offload=mode)
     owner = run.optimizer
     meter = owner._auto.meter = Meter(run)
-    total = owner.far_chunks[1]
-    state = owner.far_bytes
+    total = owner.cpu_chunks[1]
+    state = owner.host_bytes
     seen = []
     for number, empty in enumerate([0, 10**9, 10**9, 70_000, 70_000, 10**9, 0, 0]):
         meter.empty = empty
         assert run.steps(1, first=number) == plain.steps(1, first=number)
-        seen.append(owner.far_chunks[0])
+        seen.append(owner.cpu_chunks[0])
         assert meter.free() >= threshold or seen[-1] == total
     assert seen[:3] == [total, 0, 0], "everything begins far, and is near when there is room"
     assert 0 < seen[3] == seen[4] < total and seen[5:] == [0, total, total]
-    assert owner.far_bytes <= state + 4 * 5 * 1280, "what came near left nothing behind but staging"
+    assert owner.host_bytes <= state + 4 * 5 * 1280, "what came near left nothing behind but staging"
     for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
         assert ours.equal(theirs)
 
@@ -121,10 +121,10 @@ def test_what_comes_near_leaves_far_memory():
     run.optimizer._auto.meter = meter = Meter(run)
     meter.empty = 10**9
     run.steps(3)
-    far = [chunk for chunks in run.optimizer.chunks for chunk in chunks if chunk.is_far]
-    assert len(far) < run.optimizer.far_chunks[1]
-    assert run.optimizer.far_bytes == sum(chunk.nbytes + 4 * chunk.size for chunk in far), "states and gradients"
-    run.data_parallel.settle()
+    far = [chunk for chunks in run.optimizer.chunks for chunk in chunks if chunk.on_cpu]
+    assert len(far) < run.optimizer.cpu_chunks[1]
+    assert run.optimizer.host_bytes == sum(chunk.nbytes + 4 * chunk.size for chunk in far), "states and gradients"
+    run.data_parallel.synchronize()
 
 
 def test_peak_meter():

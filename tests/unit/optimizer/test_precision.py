@@ -91,7 +91,7 @@ def run_of(mode=None, **optimizer):
 
 def parameters_after(run, steps=20):
     losses, _ = run.steps(steps)
-    run.data_parallel.settle()
+    run.data_parallel.synchronize()
     return losses, torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.config.recompute import KEEP_ALL
-from megatron.core.memory.saved_bytes import saved_bytes
 from megatron.core.parameter import initialize, local_parameters
+from megatron.core.recompute.saved_bytes import saved_bytes
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Positions
 from megatron.kernels.ops import attention

@@ -1,0 +1,95 @@
+"""Routes each bucket to its owner: ParamGatherer (resident parameters) or ParamUnsharder (sharded or offloaded ones)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from megatron.core.comm.bucket_comm import BucketComm
+from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.param_gatherer import ParamGatherer
+from megatron.core.distributed.param_unsharder import ParamUnsharder
+from megatron.core.offload.weights import WeightOffload
+from megatron.core.parameter import Parameter
+
+
+class ParamRouter:
+    """Presents both owners as one. With both, the order of gathers still is the same on all ranks: the model's reads.
+
+    sharded_names: names of the parameters that are empty while they are not in use.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: list[Bucket],
+        comm: BucketComm,
+        *,
+        sharded: bool,
+        offload: WeightOffload | None,
+        overlap: bool,
+        late_updates: bool,
+    ) -> None:
+        """sharded: all parameters are sharded over ranks. The rest as for ParamGatherer and ParamUnsharder."""
+        not_resident, resident = list[Bucket](), list[Bucket]()
+        for bucket in buckets:
+            offloads = offload is not None and offload.includes(next(iter(bucket.parameters)))
+            if sharded or offloads:
+                bucket.shard_params(offload if offloads else None)
+                not_resident.append(bucket)
+            else:
+                resident.append(bucket)
+        self._owners: list[ParamGatherer | ParamUnsharder] = []
+        self._owner_of: dict[int, ParamGatherer | ParamUnsharder] = {}
+        self.sharded_names = frozenset(name for bucket in not_resident for name in bucket.parameters)
+        if not_resident:
+            self._add(ParamUnsharder(model, not_resident, comm, late_updates=late_updates), not_resident)
+        if resident:
+            self._add(ParamGatherer(model, resident, comm, overlap=overlap, late_updates=late_updates), resident)
+
+    def _add(self, owner: ParamGatherer | ParamUnsharder, buckets: list[Bucket]) -> None:
+        self._owners.append(owner)
+        self._owner_of.update(dict.fromkeys((bucket.index for bucket in buckets), owner))
+
+    def parameter_of(self, tensor: Tensor) -> Parameter | None:
+        """The sharded or offloaded parameter that a tensor is a view of, or None."""
+        found = (owner.parameter_of(tensor) for owner in self._owners)
+        return next((parameter for parameter in found if parameter is not None), None)
+
+    def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None) -> None:
+        """The bucket's `param_shard` is updated, at once or when `finish` returns."""
+        self._owner_of[bucket.index].mark_updated(bucket, finish)
+
+    def end_step(self) -> None:
+        """All buckets are marked as updated."""
+        for owner in self._owners:
+            owner.end_step()
+
+    def begin_step(self, microbatches: int) -> None:
+        """`microbatches`: forwards of each stage until the next update."""
+        for owner in self._owners:
+            owner.begin_step(microbatches)
+
+    def begin_backward(self) -> None:
+        """A backward begins, or the half of a split one that reads parameters."""
+        for owner in self._owners:
+            owner.begin_backward()
+
+    def mark_done(self, bucket: Bucket) -> None:
+        """Backward is done with the values of one more of the bucket's parameters."""
+        self._owner_of[bucket.index].mark_done(bucket)
+
+    def end_backward(self) -> None:
+        """Free what backward has unsharded."""
+        for owner in self._owners:
+            owner.end_backward()
+
+    def synchronize(self) -> None:
+        """Wait for everything in flight."""
+        for owner in self._owners:
+            owner.synchronize()
+
+    def finish_update(self, bucket: Bucket) -> None:
+        """Wait for this bucket's deferred update."""
+        self._owner_of[bucket.index].finish_update(bucket)

@@ -1,1 +1,0 @@
-"""Memory against time: what is recomputed, and what waits in far memory."""

@@ -1,0 +1,109 @@
+"""Which saved activations are offloaded: a share of all, certain layers, or certain modules of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+from torch import nn
+
+from megatron.config.activation_offload import RESIDENT_LAYERS
+
+# Part of a layer -> (the module whose forward begins it, the part that begins when that forward ends). The names are those
+# of Megatron-LM's --offload-modules.
+_PARTS = {
+    "attn_norm": ("input_layernorm", None),
+    "qkv_linear": ("self_attention.linear_qkv", "core_attn"),
+    "attn_proj": ("self_attention.linear_proj", None),
+    "mlp_norm": ("pre_mlp_layernorm", None),
+    "mlp_fc1": ("mlp.linear_fc1", "mlp_act"),
+    "mlp_fc2": ("mlp.linear_fc2", None),
+}
+
+
+class OffloadPolicy(Protocol):
+    """Decides what ActivationOffload offloads."""
+
+    @property
+    def schedule_ratio(self) -> float:
+        """Share of a microbatch's activations that one OFFLOAD action of the pipeline schedule offloads; 0: no such
+        actions."""
+        ...
+
+    def layer_ratio(self, stage: int, layer: int, num_layers: int) -> float:
+        """Share of a layer's offloadable bytes to offload. `layer`: index among the `num_layers` layers of its stage."""
+        ...
+
+    def is_offloadable(self) -> bool:
+        """Whether a tensor that is saved now may be offloaded."""
+        ...
+
+
+class ByRatio:
+    """Offloads a share of the bytes that each layer or microbatch saves."""
+
+    def __init__(self, ratio: float) -> None:
+        self.schedule_ratio = ratio
+
+    def layer_ratio(self, stage: int, layer: int, num_layers: int) -> float:
+        """See OffloadPolicy."""
+        return self.schedule_ratio if layer < num_layers - RESIDENT_LAYERS else 0.0
+
+    def is_offloadable(self) -> bool:
+        """See OffloadPolicy."""
+        return True
+
+
+class ChosenLayers:
+    """Offloads everything that certain layers save.
+
+    This is the activation half of Transformer Engine's CPU offload, which takes the first N of a stage's L layers.
+    N = L - 2 needs as little memory as N = L - 1, and copies less.
+    """
+
+    schedule_ratio = 0.0
+
+    def __init__(self, layers: Mapping[int, Collection[int]]) -> None:
+        """Stage -> indices of its offloaded layers among all layers of the stage."""
+        self._layers = layers
+
+    def layer_ratio(self, stage: int, layer: int, num_layers: int) -> float:
+        """See OffloadPolicy."""
+        return 1.0 if layer in self._layers.get(stage, ()) else 0.0
+
+    def is_offloadable(self) -> bool:
+        """See OffloadPolicy."""
+        return True
+
+
+class ByModules:
+    """Offloads what is saved while certain parts of a layer run, in all layers but the last two.
+
+    A part lasts from the beginning of one module's forward to the beginning or the end of another's. So attention between
+    its two projections and the activation between the MLP's are parts, too.
+    """
+
+    schedule_ratio = 0.0
+
+    def __init__(self, parts: Collection[str]) -> None:
+        self._parts = frozenset(parts)
+        self._current: str | None = None
+
+    def layer_ratio(self, stage: int, layer: int, num_layers: int) -> float:
+        """See OffloadPolicy."""
+        return 1.0 if layer < num_layers - RESIDENT_LAYERS else 0.0
+
+    def is_offloadable(self) -> bool:
+        """See OffloadPolicy."""
+        return self._current in self._parts
+
+    def attach(self, layers: Iterable[nn.Module]) -> None:
+        """Register hooks on the layers' modules that track which part runs."""
+        for layer in layers:
+            for part, (path, following) in _PARTS.items():
+                module = layer.get_submodule(path)
+                module.register_forward_pre_hook(lambda *_, part=part: self._enter(part))
+                module.register_forward_hook(lambda *_, following=following: self._enter(following))
+
+    def _enter(self, part: str | None) -> None:
+        self._current = part

@@ -1,0 +1,227 @@
+"""Updates chunks of the optimizer on the CPU, in a thread, while the device updates the others.
+
+[Note: a step of the CPU optimizer]
+    a bucket is reduced     with overlap: gradients of its CPU chunks are copied out, overlapped with the rest of backward
+    `start`                 the thread takes the chunks one by one in forward order: it waits for the gradient, updates the
+                            states, and copies the rounded masters into the parameters
+    `finish` of a bucket    waits for its parameters: to be called before they are gathered or read
+With overlap every CPU chunk has a gradient buffer. Without overlap two are enough: while one chunk is updated, the gradient
+of the next one is copied. Two buffers hold results. The thread runs jobs in the order of submission, and gradient copies are
+submitted before updates, so a job only ever waits for copies, and every buffer is free when its turn comes: a gradient
+buffer after the update that read it, a result buffer after its last copy to the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.bucket import Bucket
+from megatron.core.offload.copy_engine import CopyEngine
+from megatron.core.offload.host_pool import HostBlock, HostPool
+from megatron.core.optimizer.chunks import Chunk
+from megatron.core.optimizer.precision import Scratch
+from megatron.core.optimizer.update_rule import Inputs
+from megatron.core.streams.stream import Work
+from megatron.core.streams.streams import Streams
+from megatron.planner.optimizer_memory import STAGED
+
+Buffer = tuple[HostBlock, Tensor]
+
+
+class CpuOptimizer:
+    """Owns the states of the chunks that the CPU updates, and the thread that updates them."""
+
+    def __init__(
+        self, states: HostPool, buffers: HostPool, engine: CopyEngine, streams: Streams, *, overlap: bool
+    ) -> None:
+        """states, buffers: memory of the states, and of gradients and results that are copied."""
+        self.overlap = overlap
+        self._states, self._pool, self._engine, self._streams = states, buffers, engine, streams
+        self._thread = streams.host_stream("cpu-optimizer")
+        self._scratch = Scratch(torch.device("cpu"))
+        self._blocks: dict[Chunk, HostBlock] = {}
+        self._gradients: dict[Chunk, Buffer] = {}  # with overlap
+        self._buffers: dict[tuple[str, int], Buffer] = {}
+        self._gradient_copies: dict[Chunk, Work] = {}
+        self._requested: set[Chunk] = set()  # chunks whose gradient copy was submitted in this step
+        self._result_copies: list[Work | None] = [None] * STAGED  # the last copy out of each result buffer
+        self._parameter_copies: dict[Chunk, Work] = {}  # of this step
+        self._jobs: defaultdict[int, list[Work]] = defaultdict(list)  # of this step, by bucket
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """In forward order, the order of their updates."""
+        return sorted(self._blocks, key=lambda chunk: (-chunk.bucket.index, chunk.start))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of offloaded states, gradient and result buffers, and work space for conversion."""
+        buffers = [tensor for _, tensor in (*self._gradients.values(), *self._buffers.values())]
+        return sum(chunk.nbytes for chunk in self._blocks) + sum(t.nbytes for t in buffers) + self._scratch.nbytes
+
+    def take(self, chunk: Chunk) -> None:
+        """Move a chunk from the device to the CPU. Only between steps."""
+        block, states = self._states.take_tensors(chunk.shapes(on_cpu=True))
+        if chunk.state:
+            chunk.move(states, on_cpu=True)
+        else:
+            chunk.begin(states, on_cpu=True)
+        self._blocks[chunk] = block
+        if self.overlap:
+            self._gradients[chunk] = self._new_buffer(chunk.size, torch.float32)
+        largest = max(self._blocks, key=lambda each: each.size)
+        for slot in range(min(STAGED, len(self._blocks))):
+            self._result(slot, largest)
+            if not self.overlap:
+                self._buffer("gradient", slot, largest.size, torch.float32)
+
+    def give_back(self, chunk: Chunk) -> None:
+        """Move a chunk to the device and free its host memory. Only between steps."""
+        self._wait_for_gradients()
+        chunk.move(chunk.on_device(), on_cpu=False)
+        self._states.discard(self._blocks.pop(chunk))
+        if chunk in self._gradients:
+            self._pool.discard(self._gradients.pop(chunk)[0])
+        self._gradient_copies.pop(chunk, None)
+        self._requested.discard(chunk)
+
+    def send_gradients(self, bucket: Bucket) -> None:
+        """The bucket's gradient is reduced when the work queued on the current stream is done. Any thread may call this."""
+        if bucket.on_both_ends:
+            return  # the two ends are summed later
+        after = self._streams.mark()
+        for chunk in self._blocks:
+            if chunk.bucket is bucket:
+                self._request_gradient(chunk, after)
+
+    def start(self, inputs: Inputs) -> None:
+        """Start to update all chunks. Gradients are final, and work that the device queues later does not read parameters
+        before `finish`."""
+        now, order = self._streams.mark(), self.chunks
+        if self.overlap:
+            for chunk in order:
+                if chunk in self._requested:
+                    self._submit(chunk, functools.partial(self._copy_changed_gradient, chunk, now))
+                else:
+                    self._request_gradient(chunk, now)
+        for number, chunk in enumerate(order):
+            self._submit(chunk, functools.partial(self._update, order, number, inputs, now))
+        self._requested.clear()
+
+    def finish(self, bucket: Bucket) -> None:
+        """Order the work that is queued on the current stream from now on behind the update of the bucket's parameters."""
+        for job in self._jobs.pop(bucket.index, ()):
+            job.wait()
+        for chunk in self.chunks:
+            if chunk.bucket is bucket and (copy := self._parameter_copies.pop(chunk, None)) is not None:
+                copy.wait()
+
+    def synchronize(self) -> None:
+        """Block the host until the thread and its result copies are done: states may be read and moved."""
+        for jobs in list(self._jobs.values()):
+            for job in jobs:
+                job.wait()
+        for copy in self._result_copies:
+            if copy is not None:
+                copy.synchronize()
+
+    def skip_step(self) -> None:
+        """Forget the gradients of this step: there is no update."""
+        self._wait_for_gradients()
+        self._gradient_copies.clear()
+        self._requested.clear()
+        self._jobs.clear()
+
+    def _wait_for_gradients(self) -> None:
+        self.synchronize()
+        for copy in self._gradient_copies.values():
+            copy.synchronize()
+
+    def _request_gradient(self, chunk: Chunk, after: Work) -> None:
+        self._requested.add(chunk)
+        self._submit(chunk, functools.partial(self._copy_gradient, chunk, self._gradients[chunk], after))
+
+    def _submit(self, chunk: Chunk, job: Callable[[], None]) -> None:
+        self._jobs[chunk.bucket.index].append(self._thread.run(job, chunk.label, after=()))
+
+    def _copy_gradient(self, chunk: Chunk, buffer: Buffer, after: Work) -> None:
+        block, gradient = buffer
+        pairs = [(chunk.gradient, gradient)]
+        self._gradient_copies[chunk] = self._engine.to_host(f"gradient of {chunk.label}", pairs, block, [after])
+
+    def _copy_changed_gradient(self, chunk: Chunk, after: Work) -> None:
+        """Copy what has changed since the bucket was reduced: gradients that were partial over tp have been summed."""
+        block, gradient = self._gradients[chunk]
+        pairs = []
+        for start, stop, partial in chunk.bucket.runs(lambda info, section: section.partial):
+            first, last = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
+            if partial and first < last:
+                pairs.append((chunk.gradient[first:last], gradient[first:last]))
+        if pairs:
+            self._gradient_copies[chunk] = self._engine.to_host(f"gradient of {chunk.label}", pairs, block, [after])
+
+    def _update(self, order: Sequence[Chunk], number: int, inputs: Inputs, now: Work) -> None:
+        chunk, slot = order[number], number % STAGED
+        block = self._blocks[chunk]
+        if number + 1 < len(order):
+            self._blocks[order[number + 1]].read_ahead()
+        gradient = self._arrived_gradient(order, number, now)
+        result_block, result = self._result(slot, chunk)
+        if (copy := self._result_copies[slot]) is not None:
+            copy.synchronize()
+        chunk.step(chunk.state, gradient, result, self._scratch, inputs)
+        block.write_back()
+        if chunk.bucket.offloaded is None:
+            pairs = [(result, chunk.parameters)]
+            copy = self._engine.to_device(f"parameters of {chunk.label}", pairs, result_block, [now])
+            self._result_copies[slot] = self._parameter_copies[chunk] = copy
+        if not self.overlap and number + STAGED < len(order):
+            self._fill(order, number + STAGED, now)
+
+    def _arrived_gradient(self, order: Sequence[Chunk], number: int, now: Work) -> Tensor:
+        """Wait for the gradient of a chunk."""
+        chunk = order[number]
+        if not self.overlap and number == 0:
+            for first in range(min(STAGED, len(order))):
+                self._fill(order, first, now)
+        self._gradient_copies.pop(chunk).synchronize()
+        _, gradient = self._gradients[chunk] if self.overlap else self._gradient_buffer(order, number)
+        return gradient
+
+    def _fill(self, order: Sequence[Chunk], number: int, now: Work) -> None:
+        self._copy_gradient(order[number], self._gradient_buffer(order, number), now)
+
+    def _gradient_buffer(self, order: Sequence[Chunk], number: int) -> Buffer:
+        return self._buffer("gradient", number % STAGED, order[number].size, torch.float32)
+
+    def _result(self, slot: int, chunk: Chunk) -> Buffer:
+        """Where the update writes the chunk's new parameters, and their copy to the device reads them.
+
+        fp32 masters are copied directly unless they are on disk. Offloaded weights are updated in place: nothing has been
+        copied from them since backward.
+        """
+        if chunk.bucket.offloaded is not None:
+            return self._blocks[chunk], chunk.parameters
+        if not chunk.half and not self._states.is_on_disk:
+            return self._blocks[chunk], chunk.state["master"]
+        dtype = chunk.bucket.param_shard.dtype
+        return self._buffer(f"result {dtype}", slot, chunk.size, dtype)
+
+    def _buffer(self, kind: str, slot: int, size: int, dtype: torch.dtype) -> Buffer:
+        """One of a pair of buffers that grow to the largest chunk."""
+        found = self._buffers.get((kind, slot))
+        if found is None or len(found[1]) < size:
+            if found is not None:
+                self._pool.discard(found[0])
+            found = self._buffers[kind, slot] = self._new_buffer(size, dtype)
+        block, tensor = found
+        return block, tensor[:size]
+
+    def _new_buffer(self, size: int, dtype: torch.dtype) -> Buffer:
+        block, tensors = self._pool.take_tensors({"buffer": (size, dtype)})
+        return block, tensors["buffer"]

@@ -1,0 +1,1 @@
+"""Activation recompute, and the measure of what a forward saves."""
