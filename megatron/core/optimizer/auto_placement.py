@@ -19,7 +19,7 @@ from megatron.core.optimizer.chunks import Chunk
 from megatron.core.optimizer.cpu_optimizer import CpuOptimizer
 from megatron.core.optimizer.placement import Candidate, Rates, delay, place
 from megatron.core.optimizer.update_rule import Inputs, Run, update
-from megatron.planner.optimizer_memory import state_bytes, state_layout
+from megatron.spec.optimizer_state import state_bytes, state_layout
 
 log = get_logger(__name__)
 _MIB = 1024**2

@@ -28,7 +28,7 @@ from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.streams.stream import Work
 from megatron.core.streams.streams import Streams
-from megatron.planner.optimizer_memory import STAGED
+from megatron.spec.optimizer_state import STAGED
 
 Buffer = tuple[HostBlock, Tensor]
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer.chunks import Chunk
 from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.streams.stream import Work
-from megatron.planner.optimizer_memory import STAGED
+from megatron.spec.optimizer_state import STAGED
 
 
 class OffloadedStates:
