@@ -35,7 +35,9 @@ def test_empty_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "data", [gzip.compress(b"x" * 99999)[:-20], b"no gzip", gzip.compress(b"x" * 9)[:-6] + b"abcdef"]
+    "data",
+    [gzip.compress(b"x" * 99999)[:-20], b"no gzip", gzip.compress(b"x" * 9)[:-6] + b"abcdef"],
+    ids=["cut short", "no gzip", "wrong checksum"],  # not the bytes, which hold the time
 )
 def test_damaged_gzip_is_named(tmp_path, data):
     (tmp_path / "a.jsonl.gz").write_bytes(data)
