@@ -1,4 +1,4 @@
-"""Activations and weights that wait in far memory, and what the flags amount to."""
+"""Flags of activation and weight offload, and the settings that they imply."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_nor
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffloadConfig:
-    """Which of what a forward saves moves to host memory until its backward, in one of three ways; and which weights wait
-    there for their forward, backward and update."""
+    """The activations that move to host memory until their backward, in one of three ways, and the offloaded weights."""
 
     pipeline_offload_ratio: str | None = flag(
         None,
-        "share of the activations, 0 to 1, that waits in host memory for its backward; copied beside compute as the "
-        "pipeline's schedule leaves room for, or layer by layer; auto is the largest that costs no time, measured in the "
+        "fraction of the activations, 0 to 1, that is offloaded to host memory until its backward; overlapped as the "
+        "pipeline's schedule permits, or layer by layer; auto is the largest that costs no time, measured in the "
         "first steps",
         aliases=("--kaimm-offload-activation-ratio",),
         metavar="X|auto",
@@ -33,12 +32,12 @@ class ActivationOffloadConfig:
     )
     cpu_offloading_weights: bool = flag(
         False,
-        "keep the weights of each stage's first --cpu-offloading-num-layers layers in host memory; they visit the device "
-        "for their forward, backward and update",
+        "keep the weights of each stage's first --cpu-offloading-num-layers layers in host memory, and copy each layer's "
+        "weights to the device for forward, backward and update",
     )
     cpu_offloading_num_layers: int = flag(
         0,
-        "how many layers of a stage --cpu-offloading and --cpu-offloading-weights move; the others stay",
+        "number of layers per stage that --cpu-offloading and --cpu-offloading-weights offload",
         within=COUNT_OR_NONE,
         needs=Need(
             lambda run: run.activation_offload.cpu_offloading or run.activation_offload.cpu_offloading_weights,
@@ -47,11 +46,11 @@ class ActivationOffloadConfig:
         ),
     )
     fine_grained_activation_offloading: bool = flag(
-        False, "keep what --offload-modules save in host memory, in all layers of a stage but the last two"
+        False, "offload the activations of --offload-modules, in all layers of a stage but the last two"
     )
     offload_modules: tuple[str, ...] | None = flag(
         None,
-        "parts of a layer whose activations move",
+        "parts of a layer whose activations are offloaded",
         choices=OFFLOAD_MODULES,
         nargs="+",
         metavar="PART",
@@ -64,7 +63,7 @@ class ActivationOffloadConfig:
 
     @property
     def kind(self) -> str | None:
-        """ "ratio", "layers" or "modules"; None where nothing moves. Conflicting flags are refused before, by rules."""
+        """The way of offloading: "ratio", "layers" or "modules"; None without offload. Rules reject conflicting flags."""
         if self.cpu_offloading:
             return "layers"
         if self.fine_grained_activation_offloading:
@@ -73,11 +72,11 @@ class ActivationOffloadConfig:
 
     @property
     def far_weight_layers(self) -> int:
-        """How many layers of a stage, from the first on, have their weights in host memory."""
+        """Number of layers of a stage, from the first on, whose weights are in host memory."""
         return self.cpu_offloading_num_layers if self.cpu_offloading_weights else 0
 
     @property
     def ratio(self) -> float | None:
-        """--pipeline-offload-ratio as a number; None for auto. Raises ValueError for what is neither."""
+        """--pipeline-offload-ratio as a number; None for auto. Raises ValueError for any other text."""
         given = self.pipeline_offload_ratio
         return None if given == AUTO else float(given or 0.0)

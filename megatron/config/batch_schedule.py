@@ -77,7 +77,7 @@ class BatchSchedule:
 
     @property
     def total_samples(self) -> int:
-        """Samples that training data must hold: --train-samples itself, or what --train-iters steps read."""
+        """Number of samples that training reads: --train-samples itself, or the sum over --train-iters steps."""
         if self._train_samples is not None:
             return self._train_samples
         assert self._train_iters is not None
@@ -118,7 +118,7 @@ class BatchSchedule:
 def not_whole(name: str, size: int, micro_batch_size: int, dp: int) -> str | None:
     """What is wrong with a batch size that is no whole number of microbatches on each of `dp` replicas; else None.
 
-    name: what the size belongs to, before the number.
+    `name` is printed before the number.
     """
     unit = micro_batch_size * dp
     if size % unit == 0:

@@ -1,4 +1,4 @@
-"""What --step-batch-size-schedule means."""
+"""Parses --step-batch-size-schedule."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SUFFIX = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_steps(text: str, seq_length: int | None) -> tuple[tuple[int, int], ...]:
-    """(first sample, batch size) of each step, in order, from "THRESHOLD:BATCH_SIZE THRESHOLD:BATCH_SIZE ...".
+    """Returns (first sample, batch size) of each step, in order, from "THRESHOLD:BATCH_SIZE THRESHOLD:BATCH_SIZE ...".
 
-    As in Megatron-LM: thresholds are tokens, of samples of `seq_length` and rounded down to whole ones, or samples where
-    that is None; numbers may end in K, M, B or T; commas are spaces; entries need no order. Raises ConfigError.
+    As in Megatron-LM, thresholds are tokens in samples of `seq_length`, rounded down to whole samples, or samples if it
+    is None; numbers may end in K, M, B or T; commas are spaces; entries may have any order. Raises ConfigError.
     """
     steps = []
     for entry in text.replace(",", " ").split():

@@ -1,4 +1,4 @@
-"""What is saved and loaded."""
+"""Flags of saving and loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOADS = Need(lambda run: run.checkpoint.load is not None, "nothing is loaded", 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints live in DIR/iter_0000100/ and DIR/latest_checkpointed_iteration.txt names the newest."""
+    """Checkpoints are in DIR/iter_0000100/, and DIR/latest_checkpointed_iteration.txt names the newest."""
 
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
     save_interval: int | None = flag(
@@ -25,7 +25,7 @@ class CheckpointConfig:
         needs=SAVES,
     )
     save_retain: int | None = flag(None, "keep only this many newest checkpoints", within=COUNT, needs=SAVES)
-    load: str | None = flag(None, "folder to continue from; a fresh run when it holds no checkpoint", metavar="DIR")
+    load: str | None = flag(None, "folder to continue from; a new run if it holds no checkpoint", metavar="DIR")
     pretrained_checkpoint: str | None = flag(
         None,
         "folder of a checkpoint whose weights to start from, as with --finetune, while --load (without it: --save) "
@@ -35,13 +35,13 @@ class CheckpointConfig:
     load_hf: str | None = flag(
         None,
         "start from the weights of this Hugging Face model; its config.json gives the model's shape, its tokenizer is "
-        "used unless another is given. A checkpoint in --load goes before it, so that a run can be started again",
+        "used unless another is given. A checkpoint in --load takes precedence, so that a run can be started again",
         metavar="DIR",
     )
     load_adapter: str | None = flag(
         None,
-        "go on with the LoRA adapter in this folder, as PEFT saves it, on the model of --load-hf, --pretrained-checkpoint "
-        "or --load; its adapter_config.json gives rank, alpha and projections. A checkpoint of this run goes before it",
+        "continue with the LoRA adapter in this PEFT folder on the model of --load-hf, --pretrained-checkpoint "
+        "or --load; its adapter_config.json gives rank, alpha and projections. A checkpoint of this run takes precedence",
         metavar="DIR",
     )
     save_hf: str | None = flag(
@@ -49,17 +49,17 @@ class CheckpointConfig:
     )
     ckpt_step: int | None = flag(None, "load this iteration instead of the newest", within=COUNT, needs=_LOADS)
     exit_on_missing_checkpoint: bool = flag(
-        False, "stop when --load holds no checkpoint, instead of starting fresh", needs=_LOADS
+        False, "stop if --load holds no checkpoint, instead of starting a new run", needs=_LOADS
     )
     finetune: bool = flag(
-        False, "load weights only and start at iteration 0 with fresh optimizer, data and random state", needs=_LOADS
+        False, "load weights only and start at iteration 0 with new optimizer, data and random state", needs=_LOADS
     )
     save_optim: bool = on_by_default(when_off="do not save the optimizer's state", needs=SAVES)
     save_rng: bool = on_by_default(when_off="do not save the random state", needs=SAVES)
-    load_optim: bool = on_by_default(when_off="start with a fresh optimizer state", needs=_CONTINUES)
-    load_rng: bool = on_by_default(when_off="start with a fresh random state", needs=_CONTINUES)
+    load_optim: bool = on_by_default(when_off="start with a new optimizer state", needs=_CONTINUES)
+    load_rng: bool = on_by_default(when_off="start with a new random state", needs=_CONTINUES)
     use_checkpoint_args: bool = flag(
-        False, "take the model's shape from the checkpoint; then no flag may give it", needs=_CONTINUES
+        False, "take the model's shape from the checkpoint; then no flag may set it", needs=_CONTINUES
     )
 
     @property

@@ -1,4 +1,4 @@
-"""What the flags of context parallelism together mean: how each layer's attention communicates."""
+"""The communication of each layer's attention, as the flags of context parallelism imply it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from megatron.config.parallel import ParallelConfig
 
 
 def attention_comm_types(parallel: ParallelConfig, num_layers: int) -> tuple[str, ...]:
-    """p2p, all_gather, a2a or a2a+p2p for each layer. Raises ConfigError when there are neither one nor one a layer."""
+    """Returns p2p, all_gather, a2a or a2a+p2p for each layer. Raises ConfigError unless there is one value or one per
+    layer.
+    """
     types = tuple("all_gather" if kind == "allgather" else kind for kind in parallel.cp_comm_type)
     if len(types) not in (1, num_layers):
         raise ConfigError(
@@ -19,9 +21,9 @@ def attention_comm_types(parallel: ParallelConfig, num_layers: int) -> tuple[str
 
 
 def inner_size(parallel: ParallelConfig) -> int:
-    """Neighbouring ranks of a2a+p2p that exchange heads; 1 without --hierarchical-context-parallel-sizes.
+    """Returns the number of neighbouring ranks that exchange heads in a2a+p2p; 1 without the hierarchical sizes.
 
-    Raises ConfigError for sizes that do not make up cp.
+    Raises ConfigError for sizes whose product is not cp.
     """
     sizes, cp = parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size
     if sizes is None:
@@ -35,9 +37,10 @@ def inner_size(parallel: ParallelConfig) -> int:
 
 
 def copies_of_keys(query_heads: int, key_heads: int, size: int) -> int:
-    """How often each key and value head is sent, so that each of `size` ranks gets whole heads with their queries.
+    """Returns how often each key and value head is sent, so that each of `size` ranks gets whole heads with their
+    queries.
 
-    Heads as a rank holds them, after tensor parallelism. Raises ConfigError when no number does it.
+    Heads are counted per rank, after tensor parallelism. Raises ConfigError if no number works.
     """
     if query_heads % size == 0 and key_heads % size == 0:
         return 1

@@ -44,7 +44,7 @@ _HUGGING_FACE = Need(
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the model reads. Paths name `.bin/.idx` pairs without the extension."""
+    """The input of the model. Paths name `.bin/.idx` pairs without the extension."""
 
     seq_length: int | None = flag(None, "tokens in a training sample", within=SIZE)
     data_path: tuple[str, ...] | None = flag(
@@ -70,22 +70,22 @@ class DataConfig:
     )
     mock_data: bool = flag(False, "random tokens instead of a dataset, to try a configuration")
     data_cache_path: str | None = flag(
-        None, "folder for sample indices; default a cache folder beside each dataset", needs=_FILES
+        None, "folder for sample indices; default a cache folder next to each dataset", needs=_FILES
     )
     num_workers: int = flag(
-        2, "processes a rank that prepare batches; 0 prepares them in the training process", within=WORKERS_OR_NONE
+        2, "processes per rank that prepare batches; 0 prepares them in the training process", within=WORKERS_OR_NONE
     )
     dataloader_type: str = flag(
         "single",
-        "single: samples in the order of the shuffled index, every epoch shuffled by itself; "
-        "cyclic: one fixed shuffle, repeated, or with --data-order megatron a new draw in every epoch",
+        "single: samples in the order of the shuffled index, every epoch shuffled separately; "
+        "cyclic: one fixed shuffle, repeated, or with --data-order megatron a new one in every epoch",
         choices=("single", "cyclic"),
         needs=_FILES,
     )
     data_order: str = flag(
         "stable",
         "stable: sample n depends on the seed and n alone, so a longer run, or one with other batches, reads the same "
-        "samples first; megatron: Megatron-LM's samples in its order, to go on with a run of it, which depend on the "
+        "samples first; megatron: Megatron-LM's samples in its order, to continue one of its runs; they depend on the "
         "length of the run",
         choices=("stable", "megatron"),
         needs=Need(
@@ -119,16 +119,16 @@ class DataConfig:
         False,
         "no loss on end-of-document tokens in the input",
         needs=Need(
-            lambda run: not run.data.sft, "a dataset of conversations marks what has loss", "use pretrain_gpt.py"
+            lambda run: not run.data.sft, "a dataset of conversations marks the tokens with loss", "use pretrain_gpt.py"
         ),
     )
     sft: bool = flag(
         False,
-        "train on instruction data: samples of whole conversations, loss on the tokens their dataset marks "
+        "train on instruction data: samples of whole conversations, loss on the tokens that their dataset marks "
         "(finetune.py sets it)",
     )
     sft_packing: bool = on_by_default(
-        when_off="one conversation a sample, filled up to --seq-length, instead of as many as fit",
+        when_off="one conversation per sample, padded to --seq-length, instead of as many as fit",
         needs=Need(lambda run: run.data.sft, "samples are cut from documents", "use finetune.py"),
     )
 
@@ -144,7 +144,7 @@ class TokenizerConfig:
 
     tokenizer_type: str | None = flag(
         None,
-        "kind of tokenizer; PretrainedFromHF is another name of HuggingFaceTokenizer; default GPT2BPETokenizer beside "
+        "kind of tokenizer; PretrainedFromHF is another name of HuggingFaceTokenizer; default GPT2BPETokenizer with "
         "--vocab-file and --merge-file",
         choices=(
             "HuggingFaceTokenizer",
@@ -169,8 +169,8 @@ class TokenizerConfig:
     )
     chat_template: str | None = flag(
         None,
-        "in the place of the tokenizer's own template: chatml, or a file with a Jinja template; default for instruction "
-        "data the one it was made with",
+        "replaces the tokenizer's own template: chatml, or a file with a Jinja template; default for instruction "
+        "data the one used to make it",
         needs=_HUGGING_FACE,
     )
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", needs=_GPT2)
@@ -180,18 +180,18 @@ class TokenizerConfig:
     )
     tiktoken_num_special_tokens: int = flag(
         1000,
-        "ids that TikTokenizer keeps for special tokens, first in its vocabulary",
+        "ids that TikTokenizer reserves for special tokens, first in its vocabulary",
         within=SIZE_OR_NONE,
         needs=_TIKTOKEN,
     )
     tokenizer_hf_include_special_tokens: bool = on_by_default(
         when_off="tools/preprocess_data.py: no special tokens that HuggingFaceTokenizer puts around each text, such as a "
-        "beginning-of-sequence token; nothing else adds them by itself anyway",
+        "beginning-of-sequence token; no other program adds them",
         name="--tokenizer-hf-no-include-special-tokens",
     )
     null_tokenizer_eod_id: int | None = flag(
         None,
-        "the id of NullTokenizer that ends a document; default the last one, --vocab-size less one",
+        "the id of NullTokenizer that ends a document; default the last one, --vocab-size - 1",
         within=SIZE_OR_NONE,
     )
     trust_remote_code: bool = flag(
@@ -199,7 +199,9 @@ class TokenizerConfig:
     )
 
     def with_type_of_files(self) -> TokenizerConfig:
-        """The same with the type that the files imply where none is given: as in Megatron-LM, both files of GPT-2's."""
+        """Returns the configuration with the type that its files imply, if none is given: as in Megatron-LM, both of
+        GPT-2's.
+        """
         if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
             return dataclasses.replace(self, tokenizer_type="GPT2BPETokenizer")
         return self

@@ -1,4 +1,4 @@
-"""What the flags of data parallelism amount to."""
+"""The settings that the flags of data parallelism imply."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ LAST, EVERY, AUTO = "last-microbatch", "every-microbatch", "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelSettings:
-    """shards: "no_shard", "optim", "optim_grads" or "optim_grads_params": what the ranks share instead of copying.
+    """Settings of data parallelism.
 
-    mode: when gradients are reduced; "auto" may still become either. instances: of the sharded optimizer. bucket_size:
-    elements, None for the default.
+    `shards` is "no_shard", "optim", "optim_grads" or "optim_grads_params": the state that is sharded instead of
+    replicated. `mode` is the time of gradient reduction; "auto" is resolved during the run. `instances` is the number
+    of instances of the sharded optimizer. `bucket_size` is in elements, None for the default.
     """
 
     shards: str = "no_shard"
@@ -28,12 +29,12 @@ class DataParallelSettings:
 
     @property
     def optimizer_instances(self) -> int | None:
-        """As `create_groups` takes it: None when nothing is sharded."""
+        """The value for `create_groups`: None if nothing is sharded."""
         return None if self.shards == "no_shard" else self.instances
 
 
 def data_parallel_settings(parallel: ParallelConfig) -> DataParallelSettings:
-    """The settings that the flags ask for. Conflicting flags are refused before, by rules."""
+    """Returns the settings that the flags ask for. Rules reject conflicting flags."""
     overlapped = parallel.overlapped_distributed_optimizer
     shards = parallel.data_parallel_sharding_strategy
     if shards is None:
@@ -48,7 +49,7 @@ def data_parallel_settings(parallel: ParallelConfig) -> DataParallelSettings:
     return DataParallelSettings(
         shards=shards,
         mode=mode,
-        # Gradients that are not kept must leave as soon as they are complete.
+        # Gradients that are not kept must be reduced as soon as they are complete.
         overlap_reduce=overlapped or parallel.overlap_grad_reduce or mode != LAST,
         overlap_gather=overlapped or parallel.overlap_param_gather or shards == "optim_grads_params",
         reduce_in_bf16=parallel.grad_reduce_in_bf16,
@@ -58,6 +59,6 @@ def data_parallel_settings(parallel: ParallelConfig) -> DataParallelSettings:
 
 
 def splits_backward(parallel: ParallelConfig) -> bool:
-    """Whether the pipeline's schedule computes gradients of inputs and of weights at different times."""
+    """Returns whether the pipeline's schedule computes gradients of inputs and of weights at different times."""
     schedule = schedule_or_default(parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank)
     return parallel.pipeline_model_parallel_size > 1 and schedule.splits_backward

@@ -1,4 +1,4 @@
-"""The start-up table: each parallel, kernel and numerics feature as asked for, as in effect, and if not why not."""
+"""The start-up table: each parallel, kernel and numerics feature as requested and as in effect, with the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAYERS_THAT_STAY = 2  # of a stage, where layers are offloaded one by one
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What set-up found out about this machine and the objects it built."""
+    """Facts about this machine and the objects that set-up has built."""
 
     device: str  # device type: "cpu" or "cuda"
     backend: str | None  # "nccl" or "gloo"; None in a world of one process
@@ -42,13 +42,13 @@ class Facts:
     )
     tp_overlap: str  # how products and tensor-parallel communication are interleaved; "off" when they are not
     tp_overlap_why: str  # why not better; empty when it is the best there is, or was not asked for
-    recomputed: str = ""  # what the layers of this rank recompute, where they differ
+    recomputed: str = ""  # the recompute of this rank's layers, if they differ
     far_chunks: tuple[int, int] = (0, 0)  # chunks of optimizer state that the CPU updates, and all
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One row of the table. `why` is empty when the run does what was asked for."""
+    """One row of the table. `why` is empty if the run does what was requested."""
 
     name: str
     asked: str
@@ -57,7 +57,7 @@ class Feature:
 
 
 def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Feature]:
-    """The rows that exist in this version, in a fixed order. Pure: nothing is looked up or changed."""
+    """Returns all rows in a fixed order. Pure: nothing is looked up or changed."""
     model, parallel, trains = run.model, run.parallel, not run.train.skip_train
     cp, mesh, data_parallel = parallel.context_parallel_size, settings.mesh, settings.data_parallel
     replicas = mesh.dp * cp
@@ -93,7 +93,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
 
 
 def worth_a_line(rows: Sequence[Feature]) -> list[Feature]:
-    """The rows of what was asked for or is in effect."""
+    """Returns the rows of features that are requested or in effect."""
     return [row for row in rows if (row.asked, row.in_effect) != ("off", "off")]
 
 
@@ -128,7 +128,7 @@ def _tensor_overlap(parallel: ParallelConfig, transformer_impl: str, facts: Fact
     name = "tensor-parallel overlap"
     if not parallel.tp_comm_overlap:
         return Feature(name, "off", "off", "")
-    # Without sequence parallelism nothing is gathered, and what is reduced stays whole.
+    # Without sequence parallelism nothing is gathered, and the reduced tensor is not sharded.
     gather = parallel.tp_comm_overlap_ag and parallel.sequence_parallel
     reduction = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
     asked = " + ".join(["all-gather"] * gather + [reduction] * parallel.tp_comm_overlap_rs)
@@ -153,7 +153,7 @@ def _tensor_bulk_overlap(parallel: ParallelConfig, mesh: Mesh) -> Feature:
 
 
 def _pipeline(settings: RunSettings) -> Feature:
-    """With the bubble of a step, were a layer's gradients as much work as its forward each."""
+    """Returns the row with the bubble of a step, assuming that each gradient takes as long as the forward."""
     name, pipeline, p = "pipeline", settings.pipeline, settings.mesh.pp
     if p == 1:
         return Feature(name, "off", "off", "")
@@ -195,7 +195,7 @@ def _recompute(recompute: RecomputeConfig, pipeline: PipelineSettings, facts: Fa
 
 
 def _largest_stage(pipeline: PipelineSettings) -> int:
-    """Layers of the pipeline stage that has the most."""
+    """Returns the number of layers of the largest pipeline stage."""
     return max(len(stage.layers) for stage in pipeline.stages)
 
 

@@ -1,5 +1,6 @@
-"""How a dataclass field says what its command-line flag is: `command_line/arguments.py` generates the parser from this,
-and `config/rules` hold the flag to it."""
+"""Declares the command-line flag of a dataclass field: `command_line/arguments.py` generates the parser from it, and
+`config/rules` check its values.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from megatron.config.interval import Interval
 class Need:
     """A condition without which a flag has no effect.
 
-    holds: of a RunConfig, whether the condition holds; the type is Any because RunConfig consists of the classes that
-    hold the flags. reason: completes "--x has no effect: ...". fix: follows "remove it, or ...".
+    `holds` checks the condition for a RunConfig; its argument has the type Any because RunConfig consists of the classes
+    that declare the flags. `reason` completes "--x has no effect: ...". `fix` follows "remove it, or ...".
     """
 
     holds: Callable[[Any], bool]
@@ -23,18 +24,18 @@ class Need:
     fix: str
 
     def reason_in(self, run: Any) -> str:
-        """Why the flag has no effect in a run."""
+        """Returns the reason why the flag has no effect in a run."""
         return self.reason if isinstance(self.reason, str) else self.reason(run)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """What a command line needs beyond the field's type and default.
+    """The properties of a flag that a command line needs in addition to the field's type and default.
 
-    name: spelling when it is not the field's own (`--no-x` is derived for booleans that default to True).
-    aliases: other spellings accepted. choices: allowed values. nargs: "+", "*" or a count for tuple fields.
-    within: numbers that are allowed. needs: conditions without which the flag has no effect; the first that fails is
-    told.
+    `name` is the spelling if it is not derived from the field (`--no-x` is derived for booleans that default to True).
+    `aliases` are other accepted spellings. `choices` are the allowed values. `nargs` is "+", "*" or a count for tuple
+    fields. `within` is the interval of allowed numbers. `needs` are conditions without which the flag has no effect; the
+    first that fails is reported.
     """
 
     help: str
@@ -59,7 +60,7 @@ def flag(
     within: Interval | None = None,
     needs: Need | tuple[Need, ...] = (),
 ) -> Any:
-    """A dataclass field that is also a command-line flag."""
+    """Returns a dataclass field that is also a command-line flag."""
     found = Flag(
         help=help,
         name=name,
@@ -74,12 +75,14 @@ def flag(
 
 
 def on_by_default(*, when_off: str, name: str | None = None, needs: Need | tuple[Need, ...] = ()) -> Any:
-    """A boolean field that is True unless its flag, `--no-x` or `name`, is typed. when_off: what the run then does."""
+    """Returns a boolean field that is True unless its flag, `--no-x` or `name`, is typed. `when_off` is the help text."""
     return flag(True, when_off, name=name, needs=needs)
 
 
 def spelling(spec: Field[Any]) -> str:
-    """The flag as it is typed: `--a-b` for field `a_b`, `--no-a-b` for a boolean that is on by default, or its own."""
+    """Returns the flag as typed: `--a-b` for field `a_b`, `--no-a-b` for a boolean that is on by default, or its own
+    name.
+    """
     found = flag_of(spec)
     if found is not None and found.name is not None:
         return found.name
@@ -88,6 +91,6 @@ def spelling(spec: Field[Any]) -> str:
 
 
 def flag_of(spec: Field[Any]) -> Flag | None:
-    """The flag of a dataclass field, or None for a field that is set by the program."""
+    """Returns the flag of a dataclass field, or None for a field that the program sets."""
     found = spec.metadata.get("flag")
     return found if isinstance(found, Flag) else None

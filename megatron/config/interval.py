@@ -1,4 +1,4 @@
-"""Which numbers a flag takes, of training and of the tools alike."""
+"""Intervals of the numbers that flags accept, for training and for the tools."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """Numbers that pass, and how to say it after "must be". Infinity and NaN never pass."""
+    """A set of accepted numbers, and its description after "must be". Infinity and NaN are never accepted."""
 
     words: str
     _holds: Callable[[float], bool]
 
     def holds(self, value: float) -> bool:
-        """Whether `value` passes."""
+        """Returns whether `value` is accepted."""
         return (isinstance(value, int) or math.isfinite(value)) and self._holds(value)
 
 
 def between(low: int, high: int) -> Interval:
-    """Both ends pass."""
+    """Returns the interval that includes both ends."""
     return Interval(f"from {low} to {high}", lambda x: low <= x <= high)
 
 
@@ -31,9 +31,8 @@ FRACTION = Interval("from 0 to 1", lambda x: 0 <= x <= 1)
 SHARE = Interval("above 0 and at most 1", lambda x: 0 < x <= 1)
 ABOVE_ONE = Interval("above 1", lambda x: x > 1)
 AT_LEAST_ONE = Interval("1 or more", lambda x: x >= 1)
-# Far above what anybody uses, and low enough that neither a product of sizes overflows nor a machine is taken down by a
-# slip of the finger: sizes of tensors, things that are counted off one by one, processes, and layers, each of which is
-# an object.
+# Larger than any realistic value, and small enough that no product of sizes overflows and a typing error does not
+# exhaust the machine: sizes of tensors, counts, processes, and layers, each of which is an object.
 SIZE, SIZE_OR_NONE = between(1, 2**27), between(0, 2**27)
 COUNT, COUNT_OR_NONE = between(1, 10**12), between(0, 10**12)
 WORKERS, WORKERS_OR_NONE = between(1, 1024), between(0, 1024)

@@ -1,6 +1,7 @@
-"""A choice for each layer as Megatron-LM's flags write it: "every N-th layer", or a list of 0 and 1.
+"""Parses a choice per layer in Megatron-LM's notation: "every N-th layer", or a list of 0 and 1.
 
-A list may be written with + and *, as in ([1]*5+[0])*4. It is read, never run: nothing but these two is understood.
+A list may be written with + and *, as in ([1]*5+[0])*4. It is parsed, never executed: only these two operators are
+allowed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ _WANTED = "is neither a whole number N nor a list of 0 and 1 such as [1,1,0] or 
 
 
 def layer_pattern(text: str, num_layers: int) -> int | tuple[int, ...]:
-    """N, or one 0 or 1 a layer. Raises ValueError with what is wrong; the flag and `text` belong before it."""
+    """Returns N, or one 0 or 1 per layer. Raises ValueError with the reason, to be printed after the flag and `text`."""
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
-    except (SyntaxError, RecursionError, MemoryError):  # the parser's own limits on what is nested too deeply
+    except (SyntaxError, RecursionError, MemoryError):  # the parser's own limits on nesting
         raise ValueError(_WANTED) from None
     if isinstance(found, int):
         if found < 1:
@@ -49,11 +50,11 @@ def _value(node: ast.expr, longest: int) -> int | list[int]:
 
 
 def _repeated(part: list[int], times: int, longest: int) -> list[int]:
-    """Checked before it is made: [1]*1000000000 is a slip of the finger, not a reason to run out of memory."""
+    """Repeats a list after checking its length: [1]*1000000000 is a typing error, not a reason to run out of memory."""
     if len(part) * times > longest:
         raise ValueError(_wrong_length(len(part) * times, longest))
     return part * times
 
 
 def _wrong_length(found: int, num_layers: int) -> str:
-    return f"is for {found} layers, but --num-layers is {num_layers}; give one 0 or 1 a layer"
+    return f"is for {found} layers, but --num-layers is {num_layers}; give one 0 or 1 per layer"

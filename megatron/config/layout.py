@@ -1,4 +1,4 @@
-"""From sizes on the command line to the mesh of a job."""
+"""Converts sizes on the command line to the mesh of a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron.config.parallel import ParallelConfig
 
 
 def mesh_of(parallel: ParallelConfig, world_size: int) -> Mesh:
-    """The mesh that the sizes cut the world into. Raises ConfigError when they do not divide it."""
+    """Returns the mesh of `world_size` processes. Raises ConfigError if the sizes do not divide it."""
     return Mesh.create(
         world_size,
         tp=parallel.tensor_model_parallel_size,

@@ -1,4 +1,4 @@
-"""Which projections --lora-target-modules names. The names are PEFT's; those of our fused layers stand for their parts."""
+"""The projections named by --lora-target-modules: PEFT's names, and names of fused layers for all of their projections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ LORA_TARGETS = (*PROJECTIONS, *_SEVERAL)
 
 
 def lora_projections(names: Sequence[str], *, gated: bool) -> tuple[str, ...]:
-    """The projections that get an adapter, in the order of a layer. `gated`: the MLP has a gate. Raises ConfigError."""
+    """Returns the projections with an adapter, in the order of a layer. `gated`: the MLP has a gate. Raises
+    ConfigError.
+    """
     asked = {projection for name in names for projection in _SEVERAL.get(name, (name,))}
     if not gated:
         if "gate_proj" in names:

@@ -11,8 +11,8 @@ from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, LAYERS,
 from megatron.config.lora import LORA_TARGETS, lora_projections
 from megatron.config.window import attention_windows, keys_in_window
 
-# How the model is run and what is added to it, not what it is: with --use-checkpoint-args these stay the run's own, all
-# others are the checkpoint's.
+# Fields that describe how the model is run or extended, not the model itself: with --use-checkpoint-args these are the
+# run's own, all others the checkpoint's.
 RUNTIME_FIELDS = (
     "attention_dropout",
     "hidden_dropout",
@@ -27,7 +27,7 @@ RUNTIME_FIELDS = (
     "transformer_impl",
     "gradient_accumulation_fusion",
 )
-# How the vocabulary is padded and what becomes of that, which a format without padding leaves to each run.
+# Fields about the padding of the vocabulary, which a format without padding leaves to each run.
 PADDING_FIELDS = ("make_vocab_size_divisible_by", "fixed_padded_vocab_size", "mask_padded_vocabulary")
 
 
@@ -53,7 +53,7 @@ _ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "there are no adap
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What the model is, whatever machine it runs on. `None` in a field means "derive it": see the properties."""
+    """The model, independent of the machine. `None` in a field means that it is derived: see the properties."""
 
     num_layers: int | None = flag(None, "number of transformer layers", within=LAYERS)
     hidden_size: int | None = flag(None, "width of the hidden states", within=SIZE)
@@ -171,12 +171,12 @@ class ModelConfig:
     )
     window_attn_skip_freq: str | None = flag(
         None,
-        "layers that have full attention beside --window-size: a number N for every N-th layer, or a list with one "
-        "number a layer, 1 for the window and 0 for full attention, such as [1,1,0,1] or ([1]*5+[0])*4",
+        "layers with full attention despite --window-size: a number N for every N-th layer, or a list with one "
+        "number per layer, 1 for the window and 0 for full attention, such as [1,1,0,1] or ([1]*5+[0])*4",
         metavar="PATTERN",
         needs=Need(lambda run: run.model.window is not None, "every layer has full attention", "give --window-size"),
     )
-    untie_embeddings_and_output_weights: bool = flag(False, "give the output head a weight of its own")
+    untie_embeddings_and_output_weights: bool = flag(False, "use separate weights for the output head")
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", within=BELOW_ONE)
     hidden_dropout: float = flag(
         0.1, "dropout on the output of attention and MLP, before the residual is added", within=BELOW_ONE
@@ -188,7 +188,7 @@ class ModelConfig:
         name="--disable-output-scale-init",
     )
     lora_rank: int | None = flag(
-        None, "train low-rank adapters (LoRA) of this rank beside the linear layers, and nothing else", within=SIZE
+        None, "train low-rank adapters (LoRA) of this rank for the linear layers, and nothing else", within=SIZE
     )
     lora_alpha: float = flag(16.0, "adapters' outputs are multiplied by this / rank", within=POSITIVE, needs=_ADAPTERS)
     lora_dropout: float = flag(0.0, "dropout on adapters' inputs", within=BELOW_ONE, needs=_ADAPTERS)
@@ -243,23 +243,24 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one attention head."""
+        """Number of channels of one attention head."""
         assert self.hidden_size and self.num_attention_heads
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads; as many as query heads without GQA."""
+        """Number of key/value heads; equal to the query heads without GQA."""
         assert self.num_attention_heads
         return (self.num_query_groups or 1) if self.group_query_attention else self.num_attention_heads
 
     def local_kv_heads(self, tp: int) -> int:
-        """Key/value heads that each of `tp` ranks holds: at least one."""
+        """Returns the number of key/value heads on each of `tp` ranks, at least one."""
         return max(1, self.num_kv_heads // tp)
 
     def kv_head_holders(self, tp: int) -> int:
-        """Of `tp` ranks, the neighbours that hold the same key/value head, and divide its query heads: 1 where each holds
-        heads of its own."""
+        """Returns how many of `tp` neighbouring ranks hold the same key/value head and divide its query heads; 1 if
+        none is shared.
+        """
         return max(1, tp // self.num_kv_heads)
 
     @property
@@ -272,7 +273,7 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the head: as many as were asked for, or `vocab_size` rounded up."""
+        """Rows of the embedding and of the head: the requested number, or `vocab_size` rounded up."""
         if self.fixed_padded_vocab_size is not None:
             return self.fixed_padded_vocab_size
         assert self.vocab_size
@@ -281,7 +282,7 @@ class ModelConfig:
 
     @property
     def softmax_size(self) -> int:
-        """Rows of the head that take part in the softmax: those of ids, or with padding unmasked all."""
+        """Rows of the head in the softmax: one per id, or all of them if padding is not masked."""
         assert self.vocab_size
         return self.vocab_size if self.mask_padded_vocabulary else self.padded_vocab_size
 
@@ -292,9 +293,9 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated channels of a head (0 without rotary embedding). Raises ConfigError unless they are pairs.
+        """Rotated channels of a head (0 without rotary embedding). Raises ConfigError unless they form pairs.
 
-        Megatron-LM and transformers round an odd number up, but take the frequencies of the odd number.
+        Megatron-LM and transformers round an odd number up, but compute the frequencies from the odd number.
         """
         if self.position_embedding_type not in ("rope", "yarn"):
             return 0
@@ -308,12 +309,14 @@ class ModelConfig:
 
     @property
     def window(self) -> int | None:
-        """Keys that a query of a layer with a sliding window sees, its own included; None without --window-size."""
+        """Number of keys that a query sees in a layer with a sliding window, including its own; None without
+        --window-size.
+        """
         return keys_in_window(self.window_size)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """`window` of each layer; None where the layer has full attention."""
+        """`window` of each layer; None for layers with full attention."""
         assert self.num_layers
         return attention_windows(self.window_size, self.window_attn_skip_freq, self.num_layers)
 
@@ -324,7 +327,9 @@ class ModelConfig:
 
     @property
     def tanh_gelu(self) -> bool:
-        """Whether a GELU is its tanh approximation. Megatron-LM's defaults: exact where there is no bias to fuse it with."""
+        """Whether GELU is its tanh approximation. As in Megatron-LM, the default is exact if there is no bias to fuse
+        with.
+        """
         return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
 
     @property

@@ -1,4 +1,4 @@
-"""What was asked for on the command line and has no effect on the results."""
+"""A flag on the command line that has no effect on the results."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Note:
-    """A flag that is accepted and not in effect: a row of the start-up table, and a refusal with --strict-flags."""
+    """A flag that is accepted but not in effect: a row of the start-up table, and an error with --strict-flags."""
 
     flag: str
-    asked: str  # its values as they were typed; "on" for a switch
-    here: str  # what is in effect instead
+    asked: str  # the behaviour in effect instead
+    here: str  # the behaviour in effect instead
     why: str
 
     @property
     def refusal(self) -> str:
-        """The line that --strict-flags ends the run with."""
+        """The error line with --strict-flags."""
         words = "" if self.asked == "on" else f" {self.asked}"
         return f"{self.flag}{words} is not in effect: {self.here} ({self.why}); remove it, or --strict-flags"

@@ -51,7 +51,7 @@ _LOADED_SCHEDULE = Need(
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How parameters are updated."""
+    """The update of parameters."""
 
     optimizer: str = flag(
         "adam",
@@ -91,7 +91,7 @@ class OptimizerConfig:
     )
     main_params_dtype: str = flag(
         "fp32",
-        "bf16 stores only what the bf16 weights lack of the fp32 masters, the lower 16 bits; the update is the same",
+        "bf16 stores only the lower 16 bits of the fp32 masters, which complete the bf16 weights; the update is the same",
         choices=("fp32", "bf16"),
     )
     weight_decay: float = flag(
@@ -136,7 +136,7 @@ class OptimizerConfig:
         needs=_DYNAMIC_LOSS_SCALE,
     )
     check_for_nan_in_loss_and_grad: bool = on_by_default(
-        when_off="apply a step whose gradients hold NaN or infinity; by default it is skipped, and said",
+        when_off="apply a step whose gradients hold NaN or infinity; by default it is skipped, with a log line",
         needs=Need(
             lambda run: not run.model.fp16 or run.optimizer.loss_scale is not None,
             "dynamic loss scaling has to find overflows",
@@ -157,7 +157,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How the learning rate moves. Lengths are in iterations with --train-iters and in samples with --train-samples."""
+    """The learning-rate schedule. Lengths are in iterations with --train-iters and in samples with --train-samples."""
 
     lr: float | None = flag(None, "peak learning rate", within=NOT_NEGATIVE)
     min_lr: float = flag(0.0, "learning rate after the decay", within=NOT_NEGATIVE, needs=_LR_DECAY)
@@ -225,13 +225,13 @@ class ScheduleConfig:
     )
     override_opt_param_scheduler: bool = flag(
         False,
-        "take the schedule from the flags although the checkpoint was made with another one",
+        "take the schedule from the flags even if the checkpoint has another one",
         aliases=("--override-opt_param-scheduler",),
         needs=_LOADED_SCHEDULE,
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
-        "take the schedule from the checkpoint although the flags give another one",
+        "take the schedule from the checkpoint even if the flags give another one",
         aliases=("--use-checkpoint-opt_param-scheduler",),
         needs=_LOADED_SCHEDULE,
     )

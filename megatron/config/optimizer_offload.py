@@ -1,4 +1,4 @@
-"""Where the optimizer's state lives and who steps it, and what the flags amount to."""
+"""Flags about the placement and the update of the optimizer's state, and the settings that they imply."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def _updates_on_cpu(run: Any, policy: str | None = None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOffloadConfig:
-    """Masters and moments away from the device."""
+    """Offload of masters and moments."""
 
     optimizer_cpu_offload: bool = flag(
         False, "keep masters and moments of a part of the model in host memory, where the CPU updates them"
     )
     optimizer_offload_policy: str | None = flag(
         None,
-        "which part: static is --optimizer-offload-fraction of it; auto is what the device has no room for, measured and "
-        "moved during the run; default static, and auto with --optimizer hybridadam",
+        "part to offload: static is --optimizer-offload-fraction of it; auto is the part that does not fit, measured and "
+        "adapted during the run; default static, and auto with --optimizer hybridadam",
         choices=("static", "auto"),
         needs=Need(lambda run: _updates_on_cpu(run), "the device updates everything", "add --optimizer-cpu-offload"),
     )
     optimizer_offload_fraction: float = flag(
         1.0,
-        "share of the elements that --optimizer-offload-policy static offloads",
+        "fraction of the elements that --optimizer-offload-policy static offloads",
         within=FRACTION,
         needs=Need(
             lambda run: _updates_on_cpu(run, "static"),
@@ -67,7 +67,7 @@ class OptimizerOffloadConfig:
     )
     optimizer_offload_auto_threshold: int = flag(
         2 * 1024 * _MIB,
-        "bytes of device memory that --optimizer-offload-policy auto keeps free; chunks come back when twice as much would "
+        "bytes of device memory that --optimizer-offload-policy auto keeps free; chunks return if twice as much would "
         "stay free",
         within=COUNT_OR_NONE,
         needs=Need(
@@ -80,7 +80,7 @@ class OptimizerOffloadConfig:
     )
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
         False,
-        "copy gradients out while backward runs, and update while the next forward runs until it reads a parameter",
+        "overlap copies of gradients with backward, and the update with the next forward until it reads a parameter",
         needs=Need(
             lambda run: _updates_on_cpu(run) and _offloads_optimizer(run),
             lambda run: (
@@ -94,18 +94,19 @@ class OptimizerOffloadConfig:
     )
     offload_dir: str | None = flag(
         None,
-        "keep what is offloaded in files of this folder instead of in host memory",
+        "offload to files in this folder instead of host memory",
         needs=Need(lambda run: _offloads(run), "nothing is offloaded", "add --optimizer-cpu-offload"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
-    """mode: "off"; "update": the CPU updates far chunks; "states": the device updates all, states wait far away.
+    """Settings of optimizer offload.
 
-    far: share of the elements that begin far away. is_auto: chunks move during the run. chunk_size: elements.
-    threshold: bytes. overlap: far chunks are updated beside backward and the next forward. directory: of the files that
-    are the far memory, None for host memory.
+    `mode` is "off"; "update": the CPU updates the offloaded chunks; or "states": all chunks are offloaded between steps
+    and updated on the device. `far` is the fraction of the elements that is offloaded at the start. With `is_auto` chunks
+    move during the run. `chunk_size` is in elements, `threshold` in bytes. With `overlap` offloaded chunks are updated
+    during backward and the next forward. `directory` holds the offloaded files, None for host memory.
     """
 
     mode: str = OFF
@@ -139,10 +140,10 @@ def offload_settings(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig
 
 
 def updates_on_cpu(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig) -> bool:
-    """Whether the flags ask for updates on the CPU; a fraction of 0 asks for none of them all the same."""
+    """Returns whether the flags ask for updates on the CPU, even for a fraction of 0."""
     return offload.optimizer_cpu_offload or optimizer.optimizer == "hybridadam"
 
 
 def policy_of(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig) -> str:
-    """static or auto."""
+    """Returns static or auto."""
     return offload.optimizer_offload_policy or ("auto" if optimizer.optimizer == "hybridadam" else "static")

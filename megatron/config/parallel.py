@@ -1,4 +1,4 @@
-"""How the job is cut over processes, and what carries its messages."""
+"""Flags about the layout of the job over processes, and its communication."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SHARDED = Need(
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Axis sizes and communication. Data parallelism is what is left: world size / (tp x cp x pp)."""
+    """Axis sizes and communication. The data-parallel size is the rest: world size / (tp x cp x pp)."""
 
     tensor_model_parallel_size: int = flag(1, "processes that share each layer (tp)", within=RANKS)
     sequence_parallel: bool = flag(False, "shard activations outside tensor-parallel layers along the sequence over tp")
     tp_comm_overlap: bool = flag(
         False,
-        "cut tensor-parallel communication into pieces that travel beside the products that need them",
+        "split tensor-parallel communication into chunks that are overlapped with their GEMMs",
         needs=Need(
             lambda run: (
                 run.parallel.tp_comm_overlap_rs or (run.parallel.sequence_parallel and run.parallel.tp_comm_overlap_ag)
@@ -45,7 +45,7 @@ class ParallelConfig:
         ),
     )
     tp_comm_overlap_ag: bool = on_by_default(
-        when_off="--tp-comm-overlap leaves all-gathers whole",
+        when_off="do not split all-gathers with --tp-comm-overlap",
         needs=Need(
             lambda run: run.parallel.tp_comm_overlap and run.parallel.sequence_parallel,
             lambda run: "nothing is gathered" if run.parallel.tp_comm_overlap else "nothing is cut into pieces",
@@ -53,11 +53,11 @@ class ParallelConfig:
         ),
     )
     tp_comm_overlap_rs: bool = on_by_default(
-        when_off="--tp-comm-overlap leaves reduce-scatters and all-reduces whole",
+        when_off="do not split reduce-scatters and all-reduces with --tp-comm-overlap",
         needs=Need(lambda run: run.parallel.tp_comm_overlap, "nothing is cut into pieces", "add --tp-comm-overlap"),
     )
     tp_comm_bulk_dgrad: bool = on_by_default(
-        when_off="in backward, gather a column-parallel layer's input before its input-gradient product, not beside it",
+        when_off="in backward, gather a column-parallel layer's input before its input-gradient GEMM, not overlapped",
         needs=Need(lambda run: run.parallel.sequence_parallel, "nothing is gathered", "add --sequence-parallel"),
     )
     tp_comm_bulk_wgrad: bool = on_by_default(
@@ -73,14 +73,17 @@ class ParallelConfig:
         needs=_PIPELINE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "cut each pipeline rank's layers into virtual stages of this many layers", within=LAYERS, needs=_PIPELINE
+        None,
+        "split each pipeline rank's layers into virtual stages of this many layers",
+        within=LAYERS,
+        needs=_PIPELINE,
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "cut each pipeline rank's layers into this many virtual stages", within=LAYERS, needs=_PIPELINE
+        None, "split each pipeline rank's layers into this many virtual stages", within=LAYERS, needs=_PIPELINE
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None,
-        "microbatches that a virtual stage takes before the next stage of its rank has its turn (interleaved); default pp",
+        "microbatches that a virtual stage processes before the next stage of its rank (interleaved); default pp",
         aliases=("--microbatch-group-size-per-vp-stage",),
         within=COUNT,
         needs=Need(
@@ -91,7 +94,7 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = flag(
         None,
-        "the stages written out: E embedding, t layer, L loss, | ends a stage, (..)*n repeats, as in 'Et*3|(tttt|)*6tttL'",
+        "the stages explicitly: E embedding, t layer, L loss, | ends a stage, (..)*n repeats, as in 'Et*3|(tttt|)*6tttL'",
         metavar="LAYOUT",
         needs=_PIPELINE,
     )
@@ -108,12 +111,12 @@ class ParallelConfig:
         False, "head and loss take a layer's place when layers are shared between stages", needs=_LAYERS_SHARED_OUT
     )
     overlap_p2p_communication: bool = on_by_default(
-        when_off="wait for each message between pipeline stages instead of sending it beside compute", needs=_PIPELINE
+        when_off="wait for each message between pipeline stages instead of overlapping it with compute", needs=_PIPELINE
     )
     context_parallel_size: int = flag(1, "processes that share each sequence (cp)", within=RANKS)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
-        "how attention gets at the whole sequence, for all layers or one value a layer: keys and values travel round a "
+        "how attention reaches the whole sequence, for all layers or one value per layer: keys and values pass round a "
         "ring (p2p), are gathered (all_gather), heads are exchanged for tokens (a2a), or a2a between neighbours and "
         "rings between those (a2a+p2p)",
         choices=("p2p", "all_gather", "allgather", "a2a", "a2a+p2p"),
@@ -123,7 +126,7 @@ class ParallelConfig:
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         None,
-        "of a2a+p2p: neighbours that exchange heads, and ranks of a ring; their product is cp",
+        "for a2a+p2p: number of neighbours that exchange heads, and of ranks in a ring; their product is cp",
         nargs="+",
         within=RANKS,
         needs=Need(
@@ -137,24 +140,24 @@ class ParallelConfig:
         None, "processes that share each expert (etp); only 1 so far; default tp", within=RANKS
     )
     use_distributed_optimizer: bool = flag(
-        False, "share the optimizer's state over dp: reduce-scatter gradients, all-gather parameters (ZeRO-1)"
+        False, "shard the optimizer's state over dp: reduce-scatter gradients, all-gather parameters (ZeRO-1)"
     )
     overlap_grad_reduce: bool = flag(False, "reduce a bucket of gradients as soon as backward has written it")
     overlap_param_gather: bool = flag(
-        False, "all-gather updated parameters while others are updated and beside the next forward", needs=_SHARDED
+        False, "overlap the all-gather of parameters with the update of others and the next forward", needs=_SHARDED
     )
     overlapped_distributed_optimizer: bool = flag(
         False, "the sharded optimizer with both overlaps and --grad-reduce-mode auto"
     )
     data_parallel_sharding_strategy: str | None = flag(
         None,
-        "what dp ranks share instead of copying: nothing, the optimizer's state (ZeRO-1), gradients too (ZeRO-2), "
+        "state that is sharded over dp ranks: none, the optimizer's state (ZeRO-1), gradients too (ZeRO-2), "
         "parameters too (ZeRO-3); default by the flags above",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
     grad_reduce_mode: str | None = flag(
         None,
-        "reduce gradients once a step and keep the whole fp32 gradient, or after every microbatch and keep only a "
+        "reduce gradients once per step and keep the full fp32 gradient, or after every microbatch and keep only a "
         "shard; auto keeps it if memory allows; default auto with --overlapped-distributed-optimizer, else "
         "last-microbatch",
         choices=("auto", "last-microbatch", "every-microbatch"),
@@ -183,8 +186,8 @@ class ParallelConfig:
         None, "collective library; default nccl on CUDA; always gloo on CPU", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(
-        10.0, "a collective that waits longer ends the job and names who is missing", within=MINUTES
+        10.0, "a collective that waits longer ends the job and names the missing ranks", within=MINUTES
     )
     heartbeat_dir: str | None = flag(
-        None, "folder for one small file a rank with its phase, rewritten every second; default SAVE/heartbeat"
+        None, "folder for one small file per rank with its phase, rewritten every second; default SAVE/heartbeat"
     )

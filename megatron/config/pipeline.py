@@ -1,4 +1,4 @@
-"""What the pipeline flags together mean: the schedule and the stages of a run."""
+"""The schedule and the stages of a run, as the pipeline flags imply them."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class PipelineSettings:
     overlap: bool
 
     def schedule_of(self, num_microbatches: int) -> Schedule:
-        """The actions of a training step, transfers included, which are checked before anyone runs them.
+        """Returns the actions of a training step, including transfers, after checking them.
 
-        Raises ConfigError when the schedule does not work with so many microbatches.
+        Raises ConfigError if the schedule does not support so many microbatches.
         """
         return _with_transfers(self, num_microbatches)
 
     def evaluation_of(self, num_microbatches: int) -> Schedule:
-        """The same for an evaluation: forwards only."""
+        """Returns the actions of an evaluation: forwards only."""
         return _with_transfers(self, num_microbatches, evaluation=True)
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
-        """The stages that a pipeline rank holds, in model order."""
+        """Returns the stages of a pipeline rank, in model order."""
         return tuple(self.stages[number] for number in self.placement.stages_of(rank))
 
 
-ONE_STAGE = PipelineSettings(ONE_F_ONE_B, round_robin(1), (), None, overlap=True)  # of a model that is not cut
+ONE_STAGE = PipelineSettings(ONE_F_ONE_B, round_robin(1), (), None, overlap=True)  # for a model with a single stage
 
 
 def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSettings:
-    """Raises ConfigError for flags that contradict each other or do not fit the number of layers."""
+    """Returns the settings. Raises ConfigError for flags that contradict each other or the number of layers."""
     p = parallel.pipeline_model_parallel_size
     if p == 1:
         return dataclasses.replace(ONE_STAGE, stages=(whole_model(num_layers),))
@@ -73,7 +73,7 @@ def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSett
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
         parallel.overlap_p2p_communication,
     )
-    settings.schedule_of(1)  # checks what is left
+    settings.schedule_of(1)  # checks the remaining conditions
     for rank in range(p):
         if not any(stage.layers or stage.embedding or stage.head for stage in settings.stages_of(rank)):
             raise ConfigError(f"pipeline rank {rank} would hold nothing; give it a layer, or use fewer ranks")
@@ -82,7 +82,7 @@ def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSett
 
 @functools.lru_cache(maxsize=16)
 def _with_transfers(settings: PipelineSettings, num_microbatches: int, *, evaluation: bool = False) -> Schedule:
-    """Cached: a run has few numbers of microbatches, and a large schedule takes a while to build and to check."""
+    """Builds and checks a schedule. Cached, because a run has few numbers of microbatches and this takes time."""
     p, stages = settings.placement.num_ranks, settings.placement.num_stages
     computations = settings.schedule.build(p, num_microbatches, v=stages // p, group=settings.group)
     schedule = with_transfers(forward_only(computations) if evaluation else computations, overlap=settings.overlap)
@@ -91,13 +91,13 @@ def _with_transfers(settings: PipelineSettings, num_microbatches: int, *, evalua
 
 
 def _virtual_stages(parallel: ParallelConfig, num_layers: int) -> int | None:
-    """Virtual stages per rank as the flags ask for them."""
+    """Returns the virtual stages per rank that the flags ask for."""
     p, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     per_stage = parallel.num_layers_per_virtual_pipeline_stage
     per_rank = parallel.num_virtual_stages_per_pipeline_rank
     if per_stage is not None and per_rank is not None:
         raise ConfigError(
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; give one"
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank set the same; give one"
         )
     if per_stage is not None:
         if num_layers % (p * per_stage):

@@ -1,4 +1,4 @@
-"""Activation recompute: what is computed again in backward instead of being kept, and what the flags amount to."""
+"""Flags of activation recompute, and the settings that they imply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL, SELECTIVE = "full", "selective"
 BALANCED = "balanced"
 UNIFORM, BLOCK = "uniform", "block"
 CORE_ATTN, NORM, MLP_ACT, WHOLE_MLP = "core_attn", "norm", "mlp_act", "mlp"
-# Parts of a layer, in the order in which they run.
+# The parts of a layer, in the order in which they run.
 RECOMPUTE_MODULES = (CORE_ATTN, NORM, MLP_ACT, WHOLE_MLP)
 _OTHER_NAMES = {"layernorm": NORM}  # Megatron-LM's
 
@@ -29,11 +29,11 @@ _WHOLE_LAYERS = Need(
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """Whole layers (full), or parts of all layers."""
+    """Recompute of whole layers (full), or of parts of all layers."""
 
     recompute_granularity: str | None = flag(
         None,
-        "what is computed again in backward: whole layers (full), or the --recompute-modules of every layer (selective)",
+        "recompute in backward: whole layers (full), or the --recompute-modules of every layer (selective)",
         choices=(FULL, SELECTIVE),
     )
     recompute_method: str | None = flag(
@@ -52,7 +52,7 @@ class RecomputeConfig:
     recompute_modules: tuple[str, ...] | None = flag(
         None,
         "parts of a layer, with selective: attention between its projections (core_attn), both norms (norm), the MLP's "
-        "activation (mlp_act), the whole MLP (mlp); norm and mlp_act cost no matrix product; default core_attn",
+        "activation (mlp_act), the whole MLP (mlp); norm and mlp_act recompute no GEMM; default core_attn",
         choices=(*RECOMPUTE_MODULES, *_OTHER_NAMES),
         nargs="+",
         metavar="MODULE",
@@ -65,13 +65,13 @@ class RecomputeConfig:
     recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
     recompute_policy: str | None = flag(
         None,
-        "balanced: measure at start what recomputing each part of a layer costs and saves here, and let every layer "
-        "keep, recompute or offload what meets --activation-memory-budget at the least time",
+        "balanced: measure at start the cost and the saving of recomputing each part of a layer, and choose per layer "
+        "what to keep, recompute or offload: the fastest plan within --activation-memory-budget",
         choices=(BALANCED,),
     )
     activation_memory_budget: float | None = flag(
         None,
-        "what the layers of a rank may keep for backward: bytes, or up to 1 the share of what they keep without recompute",
+        "limit of the activations on a rank: bytes, or up to 1 the fraction of those without recompute",
         metavar="BYTES|SHARE",
         within=POSITIVE,
         needs=_BALANCED,
@@ -79,10 +79,8 @@ class RecomputeConfig:
     activation_memory_plot: str | None = flag(
         None, "draw memory against time of --recompute-policy balanced here, as a PNG", metavar="FILE", needs=_BALANCED
     )
-    kaimm_recompute_norm: bool = flag(False, "norm of --recompute-modules, beside what is named there")
-    kaimm_recompute_mlp_activation_func: bool = flag(
-        False, "mlp_act of --recompute-modules, beside what is named there"
-    )
+    kaimm_recompute_norm: bool = flag(False, "adds norm to --recompute-modules")
+    kaimm_recompute_mlp_activation_func: bool = flag(False, "adds mlp_act to --recompute-modules")
 
     @property
     def is_full(self) -> bool:
@@ -91,7 +89,7 @@ class RecomputeConfig:
 
     @property
     def modules(self) -> frozenset[str]:
-        """Parts of every layer that are recomputed, of RECOMPUTE_MODULES."""
+        """The parts of every layer that are recomputed, a subset of RECOMPUTE_MODULES."""
         found = set[str]()
         if self.recompute_granularity == SELECTIVE or self.recompute_activations:
             found |= {_OTHER_NAMES.get(name, name) for name in self.recompute_modules or (CORE_ATTN,)}
@@ -102,11 +100,11 @@ class RecomputeConfig:
         return frozenset(found)
 
     def parts_of(self, layer: int) -> frozenset[str]:
-        """`modules` of the layer of this number: the same for all."""
+        """Returns `modules`, which is the same for every layer."""
         return self.modules
 
     def groups(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
-        """The layers of a stage in order, cut into (layers, whether they are recomputed as one)."""
+        """Returns the layers of a stage in order, divided into (layers, whether they are recomputed as one)."""
         if not self.is_full:
             return [(layers, False)]
         assert self.recompute_num_layers
@@ -117,7 +115,7 @@ class RecomputeConfig:
         return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
 
     def __str__(self) -> str:
-        """For the start-up table."""
+        """Returns the text for the start-up table."""
         if self.recompute_policy == BALANCED:
             return f"balanced, budget {self.activation_memory_budget:g}"
         if self.is_full:
@@ -129,20 +127,20 @@ class RecomputeConfig:
 
 @dataclass(frozen=True)
 class LayerChoices:
-    """What each layer recomputes, by its number, where they differ; read as a RecomputeConfig is.
+    """The recompute of each layer, by number, if layers differ; it is used like a RecomputeConfig.
 
-    moved: layers of which all that is kept waits in far memory.
+    `moved` are the layers whose saved activations are all offloaded.
     """
 
     of_layer: Mapping[int, RecomputeConfig]
     moved: frozenset[int] = frozenset()
 
     def parts_of(self, layer: int) -> frozenset[str]:
-        """Parts of one layer that are recomputed, of RECOMPUTE_MODULES."""
+        """Returns the parts of one layer that are recomputed, a subset of RECOMPUTE_MODULES."""
         return self.of_layer[layer].modules
 
     def groups(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
-        """See RecomputeConfig: each layer is one."""
+        """Returns each layer as a group, see RecomputeConfig."""
         return [((number,), self.of_layer[number].is_full) for number in layers]
 
 

@@ -1,4 +1,4 @@
-"""The whole configuration of a run. Only set-up sees it; a component is handed its own part."""
+"""The whole configuration of a run. Components get only their own part of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Every part of a run's configuration, and which fields the user gave explicitly."""
+    """All parts of a run's configuration, and the names of the fields that the user gave explicitly."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -39,12 +39,12 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    given: frozenset[str] = frozenset()  # names of fields that were set on the command line, not defaulted
-    notes: tuple[Note, ...] = ()  # flags that were typed and change no result
-    already: tuple[str, ...] = ()  # flags that were typed and ask for what every run does
+    given: frozenset[str] = frozenset()  # names of fields that were set on the command line
+    notes: tuple[Note, ...] = ()  # typed flags that change no result
+    already: tuple[str, ...] = ()  # typed flags that ask for the behaviour of every run
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """JSON-ready: part name -> field name -> value."""
+        """Returns a JSON-ready dictionary: part name -> field name -> value."""
         return {name: dataclasses.asdict(getattr(self, name)) for name in PARTS}
 
     def pipeline_settings(self) -> PipelineSettings:
@@ -57,7 +57,7 @@ class RunConfig:
         return data_parallel_settings(self.parallel)
 
     def value(self, name: str) -> Any:
-        """Value of the flag field `name`, whichever part holds it."""
+        """Returns the value of the flag field `name` of any part."""
         part, spec = flag_fields()[name]
         return getattr(getattr(self, part), spec.name)
 
@@ -81,7 +81,7 @@ PARTS: dict[str, type[Any]] = {
 
 @functools.cache
 def flag_fields() -> dict[str, tuple[str, Field[Any]]]:
-    """Every flag of a run: field name -> (part that holds it, field), in the order of the classes. Names are unique."""
+    """Returns every flag of a run: field name -> (its part, field), in the order of the classes. Names are unique."""
     return {
         spec.name: (part, spec)
         for part, cls in PARTS.items()
@@ -91,5 +91,5 @@ def flag_fields() -> dict[str, tuple[str, Field[Any]]]:
 
 
 def flag_name(field_name: str) -> str:
-    """How the user types the flag of this field, for messages."""
+    """Returns the flag of this field as the user types it, for messages."""
     return spelling(flag_fields()[field_name][1])

@@ -1,4 +1,4 @@
-"""The settings of a run: what its flags amount to together on its processes, worked out once and passed down in parts."""
+"""The settings of a run that its flags imply on its processes: computed once and passed down in parts."""
 
 from __future__ import annotations
 

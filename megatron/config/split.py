@@ -1,4 +1,4 @@
-"""What --split means."""
+"""Parses --split."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _OTHER_NOTATION = re.compile(r"[^\W\d]|[-+]")  # letters, signs and underscores:
 
 
 def split_shares(text: str) -> tuple[float, float, float]:
-    """Shares of training, validation and test, normalised to 1, from up to three numbers such as "969,30,1".
+    """Returns the fractions of training, validation and test, normalised to 1, from up to three numbers like
+    "969,30,1".
 
-    As in Megatron-LM, whatever stands around the numbers does not matter, spaces and quotes that a script passes on
-    above all. Raises ConfigError.
+    As in Megatron-LM, other text around the numbers is ignored, especially spaces and quotes that a script passes on.
+    Raises ConfigError.
     """
     try:
         shares = [] if _OTHER_NOTATION.search(text) else [float(word) for word in _NUMBER.findall(text)]
@@ -27,7 +28,7 @@ def split_shares(text: str) -> tuple[float, float, float]:
         raise ConfigError(
             f"--split '{text}' must be up to three decimal numbers with a sum above 0, such as {DEFAULT_SPLIT}"
         )
-    # Not `sum`, which rounds otherwise from Python 3.12 on: a last bit may move a document to another split.
+    # Not `sum`, which rounds differently since Python 3.12: the last bit may move a document to another split.
     total = reduce(add, shares)
     train, valid, test = (share / total for share in shares + [0.0] * (3 - len(shares)))
     return train, valid, test

@@ -17,7 +17,7 @@ _WANDB = Need(lambda run: run.logging.wandb_project is not None, "Weights & Bias
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What the loop does."""
+    """The length of the run, its batches and its end."""
 
     micro_batch_size: int | None = flag(None, "samples in one forward pass of one replica", within=SIZE)
     global_batch_size: int | None = flag(
@@ -25,7 +25,7 @@ class TrainConfig:
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
-        "START INCREMENT SAMPLES: begin with START samples a step and add INCREMENT in equal intervals over SAMPLES",
+        "START INCREMENT SAMPLES: begin with START samples per step and add INCREMENT in equal intervals over SAMPLES",
         nargs=3,
         metavar="N",
         within=SIZE,
@@ -41,12 +41,14 @@ class TrainConfig:
     seed: int = flag(1234, "seed of initial weights, data order and dropout", within=SEED)
     calculate_per_token_loss: bool = flag(
         False,
-        "weigh every token of the global batch alike, instead of every sample "
-        "(they differ only when samples have different numbers of unmasked tokens)",
+        "weight every token of the global batch equally, instead of every sample "
+        "(they differ only if samples have different numbers of unmasked tokens)",
     )
     exit_interval: int | None = flag(None, "save and exit after an iteration that is a multiple of this", within=COUNT)
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", within=MINUTES)
-    exit_signal_handler: bool = on_by_default(when_off="do not catch SIGTERM and SIGUSR1 to save and exit; die at once")
+    exit_signal_handler: bool = on_by_default(
+        when_off="do not catch SIGTERM and SIGUSR1 to save and exit; exit immediately"
+    )
     skip_train: bool = flag(False, "evaluate only")
     manual_gc: bool = flag(
         False, "run Python's garbage collector only every --manual-gc-interval steps, on all ranks at once"
@@ -60,7 +62,7 @@ class TrainConfig:
     deterministic_mode: bool = flag(False, "choose deterministic kernels, and stop where there is none")
     max_consecutive_nan_iterations: int = flag(
         10,
-        "stop with an error after so many iterations in a row whose gradients were not finite, those aside that lower "
+        "stop with an error after so many consecutive iterations with non-finite gradients, except those that lower "
         "fp16's loss scale; 0 never stops",
         within=COUNT_OR_NONE,
     )
@@ -70,7 +72,7 @@ class TrainConfig:
 
     @property
     def final_global_batch_size(self) -> int | None:
-        """Samples of a step at the end of a ramp or a schedule; None where it is one microbatch of each replica."""
+        """Samples per step at the end of a ramp or a schedule; None if it is one microbatch per replica."""
         if self.step_batch_size_schedule is None:
             return self.global_batch_size
         return parse_steps(self.step_batch_size_schedule, None)[-1][1]
@@ -78,7 +80,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Validation and test loss."""
+    """Evaluation of validation and test loss."""
 
     eval_interval: int | None = flag(
         None,
@@ -95,14 +97,14 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is printed and written while training."""
+    """Output during training."""
 
     print_flags: bool = flag(False, "list the value of every flag at the start, and every row of the start-up table")
     strict_flags: bool = flag(
         False, "stop for a flag that is accepted without an effect here, instead of listing it in the start-up table"
     )
     log_interval: int = flag(100, "steps between log lines", within=COUNT)
-    log_throughput: bool = flag(False, "print model TFLOP/s/GPU in its Megatron-LM place of the line, too")
+    log_throughput: bool = flag(False, "also print model TFLOP/s/GPU at Megatron-LM's position in the line")
     log_params_norm: bool = flag(False, "print the norm of all parameters")
     log_num_zeros_in_grad: bool = flag(False, "print the number of zeros in the gradient")
     log_memory_interval: int | None = flag(
@@ -110,19 +112,17 @@ class LoggingConfig:
     )
     log_memory: bool = flag(
         False,
-        "print the planned beside the measured peak of memory of each pipeline rank every --log-interval steps",
+        "print the planned and the measured peak of memory of each pipeline rank every --log-interval steps",
         needs=Need(lambda run: not run.model.lora_rank, "the memory of adapters is not planned", "remove --lora-rank"),
     )
     log_progress: bool = flag(False, "append starts and saves to SAVE/progress.txt", needs=SAVES)
-    progress_bar: bool = on_by_default(
-        when_off="no progress bar (it is off by itself when the output is not a terminal)"
-    )
+    progress_bar: bool = on_by_default(when_off="no progress bar (it is off if the output is not a terminal)")
     timing_log_level: int = flag(
         0, "0: iteration time only; 1: also the parts of a step; 2: also every forward and backward", choices=(0, 1, 2)
     )
     profile_timeline: str | None = flag(
         None,
-        "write a Chrome trace of some steps here, and log where their time went: compute, exposed communication, bubble",
+        "write a Chrome trace of some steps here, and log their fractions of compute, exposed communication, bubble",
     )
     profile_step_start: int = flag(
         3, "first step, counted from the start of this run, in the --profile-timeline", within=COUNT, needs=_TIMELINE

@@ -1,7 +1,8 @@
-"""Sliding-window attention as its flags write it: how far back a query looks, and in which layers.
+"""Parses the flags of sliding-window attention: the size of the window, and the layers that have it.
 
-The flags are Megatron-LM's: --window-size LEFT,RIGHT counts the tokens beside the query's own, so that Hugging Face's
-`sliding_window` W (i - j < W) is W-1,0. In --window-attn-skip-freq a 1 is a layer with the window, a 0 one without.
+The flags are Megatron-LM's: --window-size LEFT,RIGHT counts the tokens other than the query's own, so that Hugging
+Face's `sliding_window` W (i - j < W) is W-1,0. In --window-attn-skip-freq a 1 is a layer with the window, a 0 one
+without.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from megatron.config.layer_pattern import layer_pattern
 
 
 def keys_in_window(size: str | None) -> int | None:
-    """Keys that a query sees, its own included; None: all up to its own. Raises ConfigError."""
+    """Returns the number of keys that a query sees, including its own; None: all up to its own. Raises ConfigError."""
     if size is None:
         return None
     try:
@@ -28,7 +29,7 @@ def keys_in_window(size: str | None) -> int | None:
 
 
 def attention_windows(size: str | None, skip: str | None, num_layers: int) -> tuple[int | None, ...]:
-    """`keys_in_window` of each layer; `skip` is --window-attn-skip-freq. Raises ConfigError."""
+    """Returns `keys_in_window` of each layer; `skip` is --window-attn-skip-freq. Raises ConfigError."""
     window = keys_in_window(size)
     if window is None or skip is None:
         return (window,) * num_layers

@@ -1,4 +1,4 @@
-"""Rules about the offload of activations and weights. See `rules_model` for what a rule is."""
+"""Rules about the offload of activations and weights. See rules/model.py for the form of a rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def offload_ratio_is_a_share(run: RunConfig, world_size: int) -> str | None:
 
 
 def one_way_of_activation_offload(run: RunConfig, world_size: int) -> str | None:
-    """A saved tensor moves for one reason."""
+    """Only one flag selects the offloaded activations."""
     offload = run.activation_offload
     given = [
         name
@@ -44,7 +44,7 @@ def one_way_of_activation_offload(run: RunConfig, world_size: int) -> str | None
 
 
 def offloaded_layers_exist(run: RunConfig, world_size: int) -> str | None:
-    """--cpu-offloading moves some layers of every stage that has any, and leaves the last one: its backward comes first."""
+    """--cpu-offloading offloads some layers of every stage except the last, whose backward comes first."""
     number = run.activation_offload.cpu_offloading_num_layers
     if not run.activation_offload.cpu_offloading:
         return None
@@ -64,7 +64,7 @@ def offloaded_layers_exist(run: RunConfig, world_size: int) -> str | None:
 
 
 def offloaded_modules_are_given(run: RunConfig, world_size: int) -> str | None:
-    """--fine-grained-activation-offloading moves something."""
+    """--fine-grained-activation-offloading offloads something."""
     offload = run.activation_offload
     if not offload.fine_grained_activation_offloading:
         return None
@@ -80,7 +80,7 @@ def offloaded_modules_are_given(run: RunConfig, world_size: int) -> str | None:
 
 
 def offloaded_modules_keep_something(run: RunConfig, world_size: int) -> str | None:
-    """What is recomputed is not kept, and cannot move."""
+    """Recomputed activations are not saved, so they cannot be offloaded."""
     offload, recompute = run.activation_offload, run.recompute
     if not offload.fine_grained_activation_offloading:
         return None
@@ -88,12 +88,12 @@ def offloaded_modules_keep_something(run: RunConfig, world_size: int) -> str | N
     for name in recompute.modules:
         gone |= _KEPT_NO_MORE.get(name, set())
     if found := [part for part in offload.offload_modules or () if part in gone]:
-        return f"--offload-modules {' '.join(found)} names what recompute ({recompute}) keeps nothing of; remove one of them"
+        return f"--offload-modules {' '.join(found)} names parts that recompute ({recompute}) does not save; remove one of them"
     return None
 
 
 def offloaded_weights_exist(run: RunConfig, world_size: int) -> str | None:
-    """--cpu-offloading-weights moves some layers of every stage that has any, perhaps all of them."""
+    """--cpu-offloading-weights offloads some layers of every stage, possibly all of them."""
     offload = run.activation_offload
     number = offload.cpu_offloading_num_layers
     if not offload.cpu_offloading_weights or offload.cpu_offloading:
@@ -109,7 +109,7 @@ def offloaded_weights_exist(run: RunConfig, world_size: int) -> str | None:
 
 
 def offloaded_weights_are_trained(run: RunConfig, world_size: int) -> str | None:
-    """Only buckets have a home away from the device, and frozen weights lie in none."""
+    """Only buckets can be offloaded, and frozen weights are in none."""
     if not (run.activation_offload.cpu_offloading_weights and run.model.lora_rank):
         return None
     return (
@@ -124,5 +124,5 @@ RULES = (
     offloaded_modules_keep_something,
     offloaded_weights_are_trained,
 )
-# Of the model's shape: they have to wait for it.
+# These depend on the model's shape and are checked after it is known.
 SHAPE_RULES = (offloaded_layers_exist, offloaded_weights_exist, offloaded_modules_are_given)

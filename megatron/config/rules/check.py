@@ -37,11 +37,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(run: RunConfig, world_size: int) -> None:
-    """Raise ConfigError with every rule that `run` breaks on `world_size` processes, a line for each. Pure; the same on
-    every rank.
+    """Raises ConfigError with every rule that `run` breaks on `world_size` processes, one line each.
 
-    With --use-checkpoint-args the rules about the model's shape are left out while `run.model` has none: call this again
-    once the checkpoint's shape is in it.
+    Pure; the same on every rank. With --use-checkpoint-args the rules about the model's shape are skipped while
+    `run.model` has none: call this again once it has the checkpoint's shape.
     """
     broken = problems(run, world_size)
     if broken:
@@ -49,7 +48,7 @@ def check(run: RunConfig, world_size: int) -> None:
 
 
 def problems(run: RunConfig, world_size: int) -> list[str]:
-    """A line for each rule that `run` breaks."""
+    """Returns one line for each rule that `run` breaks."""
     of_shape = (*rules_model.SHAPE_RULES, *rules_activation_offload.SHAPE_RULES)
     waiting = of_shape if rules_model.shape_is_pending(run) else ()
     found: list[str] = []
@@ -61,14 +60,14 @@ def problems(run: RunConfig, world_size: int) -> list[str]:
         except Exception:
             if not found:
                 raise
-            continue  # it relies on what an earlier rule has found broken, and cannot judge
+            continue  # it relies on a condition that an earlier rule has found broken
         if problem is not None:
             found.append(problem)
     return list(dict.fromkeys(found))
 
 
 def check_vocabulary(model: ModelConfig, parallel: ParallelConfig, tokenizer_vocab_size: int) -> None:
-    """The later check, once the tokenizer is read: its ids fit the model, and tp divides the padded vocabulary.
+    """Checks, once the tokenizer is read, that its ids fit the model and tp divides the padded vocabulary.
 
     `model.vocab_size` may still be None: then it is the tokenizer's. Raises ConfigError.
     """

@@ -1,4 +1,4 @@
-"""Rules about what a run reads and writes: data, tokenizer, checkpoints. See `rules_model` for what a rule is."""
+"""Rules about the files of a run: data, tokenizer, checkpoints. See rules/model.py for the form of a rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.split import DEFAULT_SPLIT, split_shares
 
 
 def one_data_source(run: RunConfig, world_size: int) -> str | None:
-    """Random tokens, one dataset that is split, or one dataset a split."""
+    """The data is random tokens, one dataset that is split, or one dataset per split."""
     d = run.data
     per_split = [
         name
@@ -25,7 +25,8 @@ def one_data_source(run: RunConfig, world_size: int) -> str | None:
     if d.mock_data and d.data_path is not None:
         return "--mock-data and --data-path exclude each other; give one of them"
     if d.mock_data or d.data_path is not None:
-        return None  # both go before data paths of each split, as in Megatron-LM: rules_needs makes notes of those
+        # both override the data paths of each split, as in Megatron-LM: rules/needs.py makes notes of those
+        return None
     if not per_split:
         return "there is no data; give --data-path, --train-data-path or --mock-data"
     if per_split and d.train_data_path is None and not run.train.skip_train:
@@ -86,7 +87,7 @@ def end_of_document_is_an_id(run: RunConfig, world_size: int) -> str | None:
 
 
 def conversations_are_read(run: RunConfig, world_size: int) -> str | None:
-    """Instruction data comes from files, and says itself what is trained on."""
+    """Instruction data comes from files, and itself marks the tokens to train on."""
     if not run.data.sft:
         return None
     if run.data.mock_data:
@@ -95,7 +96,7 @@ def conversations_are_read(run: RunConfig, world_size: int) -> str | None:
 
 
 def pretrained_is_only_the_start(run: RunConfig, world_size: int) -> str | None:
-    """--pretrained-checkpoint begins a run, once; --finetune begins it anew each time, and --load-hf elsewhere."""
+    """--pretrained-checkpoint starts a run once; --finetune starts anew each time, and --load-hf from another model."""
     c = run.checkpoint
     if c.pretrained_checkpoint is not None and c.load_hf is not None:
         return "--pretrained-checkpoint and --load-hf both give the first weights; give one of them"
@@ -115,7 +116,7 @@ def saves_have_an_interval(run: RunConfig, world_size: int) -> str | None:
 
 
 def exports_are_not_checkpoints(run: RunConfig, world_size: int) -> str | None:
-    """Both are called iter_0000100: in one folder an export would take the place of its checkpoint."""
+    """Both are called iter_0000100: in one folder an export would replace its checkpoint."""
     c = run.checkpoint
     if c.save is not None and c.save_hf is not None and Path(c.save).absolute() == Path(c.save_hf).absolute():
         return f"--save {c.save} and --save-hf {c.save_hf} are the same folder; give --save-hf one of its own"
@@ -123,7 +124,7 @@ def exports_are_not_checkpoints(run: RunConfig, world_size: int) -> str | None:
 
 
 def one_schedule_wins(run: RunConfig, world_size: int) -> str | None:
-    """Either the flags' schedule or the checkpoint's is taken when they differ."""
+    """If the flags' schedule and the checkpoint's differ, only one may take precedence."""
     s = run.schedule
     if s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler:
         return (

@@ -1,7 +1,7 @@
-"""Rules about the model's shape and numerics, and how it is cut over processes.
+"""Rules about the model's shape and numerics, and its layout over processes.
 
-A rule is a function of the run and its world size that returns None, or one line with what is wrong and the fix. Rules
-run in order, RULES before SHAPE_RULES: a later one may rely on what an earlier one has seen to.
+A rule is a function of the run and its world size that returns None, or one line with the problem and the fix. Rules
+run in order, RULES before SHAPE_RULES: a later one may rely on conditions that an earlier one has checked.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from megatron.config.window import attention_windows
 
 
 def shape_is_pending(run: RunConfig) -> bool:
-    """The checkpoint of --use-checkpoint-args has not been read yet: SHAPE_RULES wait for it."""
+    """Returns whether SHAPE_RULES must wait, because the checkpoint of --use-checkpoint-args has not been read yet."""
     return run.checkpoint.use_checkpoint_args and run.model.num_layers is None
 
 
 def one_source_of_shape(run: RunConfig, world_size: int) -> str | None:
-    """The shape comes from the checkpoint or from a Hugging Face model; flags beside the latter would be ignored.
+    """The shape comes from the checkpoint or from a Hugging Face model; flags in addition to the latter would be
+    ignored.
 
-    Beside --use-checkpoint-args Megatron-LM ignores the flags, too: rules_needs makes notes of them.
+    With --use-checkpoint-args Megatron-LM ignores such flags, too: rules/needs.py makes notes of them.
     """
     if run.checkpoint.use_checkpoint_args and run.checkpoint.load_hf is not None:
         return "--use-checkpoint-args and --load-hf both give the model's shape; remove one of them"
@@ -68,7 +69,7 @@ def shape_is_given(run: RunConfig, world_size: int) -> str | None:
 
 
 def only_supported_parallelism(run: RunConfig, world_size: int) -> str | None:
-    """The mesh has every axis; these have no engine yet."""
+    """The mesh has every axis; these are not implemented yet."""
     p = run.parallel
     sizes = {
         "--expert-model-parallel-size": p.expert_model_parallel_size,
@@ -88,7 +89,7 @@ def world_is_divisible(run: RunConfig, world_size: int) -> str | None:
 
 
 def backend_fits_device(run: RunConfig, world_size: int) -> str | None:
-    """NCCL moves CUDA memory only. Where --device auto finds none, gloo takes its place, and the table says so."""
+    """NCCL only supports CUDA memory. If --device auto finds none, gloo replaces it, and the table reports it."""
     if run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu":
         return "--distributed-backend nccl cannot run on --device cpu; use gloo"
     return None
@@ -122,7 +123,7 @@ def heads_divide_hidden(run: RunConfig, world_size: int) -> str | None:
 
 
 def groups_divide_heads(run: RunConfig, world_size: int) -> str | None:
-    """Every key/value head serves as many query heads."""
+    """Every key/value head serves equally many query heads."""
     m = run.model
     assert m.num_attention_heads
     if m.num_attention_heads % m.num_kv_heads:
@@ -157,7 +158,7 @@ def tp_divides_layers(run: RunConfig, world_size: int) -> str | None:
 
 
 def sequence_parallel_divides_sequence(run: RunConfig, world_size: int) -> str | None:
-    """Sequence parallelism cuts the sequence into tp equal parts; context parallelism pads it before."""
+    """Sequence parallelism divides the sequence into tp equal parts; context parallelism pads it first."""
     seq, tp = run.data.seq_length, run.parallel.tensor_model_parallel_size
     assert seq
     if run.parallel.sequence_parallel and run.parallel.context_parallel_size == 1 and seq % tp:
@@ -169,7 +170,7 @@ def sequence_parallel_divides_sequence(run: RunConfig, world_size: int) -> str |
 
 
 def sequence_fits_positions(run: RunConfig, world_size: int) -> str | None:
-    """The model's positions cover a sample; for rotary embeddings this is the context the model is meant for."""
+    """The model's positions cover a sample; for rotary embeddings this is the context for which the model was trained."""
     seq, longest = run.data.seq_length, run.model.max_position_embeddings
     assert seq
     if longest is not None and seq > longest:
@@ -189,7 +190,7 @@ def windows_fit_layers(run: RunConfig, world_size: int) -> str | None:
 
 
 def adapters_have_a_place(run: RunConfig, world_size: int) -> str | None:
-    """LoRA adapts projections that the model has, of a model that comes from somewhere."""
+    """LoRA adapts projections that the model has, of a model with trained weights."""
     c = run.checkpoint
     try:
         projections = run.model.lora_projections
@@ -204,7 +205,7 @@ def adapters_have_a_place(run: RunConfig, world_size: int) -> str | None:
 
 
 def rotary_rotates(run: RunConfig, world_size: int) -> str | None:
-    """Channels are rotated in pairs: at least two of a head."""
+    """Channels are rotated in pairs: at least two per head."""
     try:
         _ = run.model.rotary_dim
     except ConfigError as error:
@@ -229,7 +230,7 @@ def one_rotary_scaling(run: RunConfig, world_size: int) -> str | None:
 
 
 def rotary_pairs_exist(run: RunConfig, world_size: int) -> str | None:
-    """Which channels are a pair matters where channels are rotated."""
+    """The pairing of channels matters only if channels are rotated."""
     m = run.model
     if m.rotary_interleaved and not m.rotary_dim:
         return (
@@ -260,7 +261,7 @@ def layers_fill_the_pipeline(run: RunConfig, world_size: int) -> str | None:
 
 
 def heads_fit_context_parallelism(run: RunConfig, world_size: int) -> str | None:
-    """Each layer has a way to the whole sequence, and what it exchanges can be shared out."""
+    """Each layer's attention reaches the whole sequence, and the heads that it exchanges can be divided."""
     p, m = run.parallel, run.model
     if p.context_parallel_size == 1:
         return None
@@ -280,7 +281,7 @@ def heads_fit_context_parallelism(run: RunConfig, world_size: int) -> str | None
 
 
 def padding_holds_vocabulary(run: RunConfig, world_size: int) -> str | None:
-    """Each id has a row of the embedding. Skipped while the vocabulary is not known."""
+    """Each id has a row of the embedding. Skipped while the vocabulary is unknown."""
     size, rows = run.model.vocab_size, run.model.fixed_padded_vocab_size
     if size is not None and rows is not None and rows < size:
         return (
@@ -290,7 +291,7 @@ def padding_holds_vocabulary(run: RunConfig, world_size: int) -> str | None:
 
 
 def tp_divides_vocabulary(run: RunConfig, world_size: int) -> str | None:
-    """Each tensor-parallel rank holds as many rows of the embedding. Skipped while the vocabulary is not known."""
+    """Each tensor-parallel rank holds equally many rows of the embedding. Skipped while the vocabulary is unknown."""
     if run.model.vocab_size is None:
         return None
     tp, rows = run.parallel.tensor_model_parallel_size, run.model.padded_vocab_size

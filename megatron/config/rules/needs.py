@@ -1,12 +1,12 @@
-"""No silent flag: one that only matters under a condition is named where the condition does not hold.
+"""Reports flags without effect: one that only matters under a condition is named if the condition does not hold.
 
-The conditions stand on the field, as its `needs` (config/flag.py). A flag of Megatron-LM is a row of the start-up table
-then, since its users' command lines hold many such flags (--save-interval without --save). A flag of this program's own
-is an error, and so is any with --strict-flags.
+The conditions are part of the field, as its `needs` (config/flag.py). A flag of Megatron-LM is then a row of the start-up
+table, because its users' command lines hold many such flags (--save-interval without --save). A flag of this program's
+own is an error, and so is any with --strict-flags.
 
-Only flags that the user typed are judged (`RunConfig.given`): defaults and presets may hold values that this run does
-not use. A flag that asks for what the run does anyway is honoured, and so needs nothing: --no-load-optim with --finetune,
-say. What depends on the number of processes or on the machine is a row of the start-up table instead
+Only flags that the user typed are checked (`RunConfig.given`): defaults and presets may hold values that this run does
+not use. A flag that asks for the run's behaviour anyway is honoured, and so needs nothing: --no-load-optim with
+--finetune, for example. Conditions on the number of processes or on the machine are rows of the start-up table instead
 (--sequence-parallel with tp 1). --skip-train asks for less than the script describes, so flags of training may stay.
 """
 
@@ -18,7 +18,7 @@ from megatron.config.model import RUNTIME_FIELDS
 from megatron.config.note import Note
 from megatron.config.run import RunConfig, flag_fields, flag_name
 
-# Of all fields of a model's shape, before their own: Megatron-LM, too, takes the checkpoint's.
+# For all fields of a model's shape, before their own conditions: Megatron-LM also takes the checkpoint's.
 _SHAPE_OF_FLAGS = Need(
     lambda run: not run.checkpoint.use_checkpoint_args,
     "--use-checkpoint-args takes the model's shape from the checkpoint",
@@ -27,7 +27,7 @@ _SHAPE_OF_FLAGS = Need(
 
 
 def unneeded(run: RunConfig) -> dict[str, Need]:
-    """Fields of flags that were typed and have no effect in this run, with the first thing that they would need."""
+    """Returns the fields of typed flags that have no effect in this run, with the first condition that fails."""
     found: dict[str, Need] = {}
     for name, (part, spec) in flag_fields().items():
         flag = flag_of(spec)
@@ -41,7 +41,7 @@ def unneeded(run: RunConfig) -> dict[str, Need]:
 
 
 def own_flags_have_an_effect(run: RunConfig, world_size: int) -> str | None:
-    """A flag that only this program has, and that was typed, changes what the run does."""
+    """A typed flag that only this program has changes the behaviour of the run."""
     for name, need in unneeded(run).items():
         if run.logging.strict_flags or flag_name(name) not in read_flags():
             return f"{flag_name(name)} has no effect: {need.reason_in(run)}; remove it, or {need.fix}"
@@ -49,7 +49,7 @@ def own_flags_have_an_effect(run: RunConfig, world_size: int) -> str | None:
 
 
 def notes(run: RunConfig) -> list[Note]:
-    """Megatron-LM's flags that were typed and have no effect in this run: it ignores them, too, and scripts give them."""
+    """Returns Megatron-LM's typed flags without effect in this run: it ignores them, too, and scripts give them."""
     return [
         Note(flag_name(name), _shown(run.value(name)), "unused", need.reason_in(run))
         for name, need in unneeded(run).items()

@@ -1,15 +1,15 @@
-"""Rules about where optimizer state lives and what it is stored in. See `rules_model` for what a rule is."""
+"""Rules about the placement and the dtypes of optimizer state. See rules/model.py for the form of a rule."""
 
 from __future__ import annotations
 
 from megatron.config.optimizer_offload import updates_on_cpu
 from megatron.config.run import RunConfig
 
-_ALIGN = 64  # elements: chunks are cut where vectors and rows of the gradient's norm are
+_ALIGN = 64  # elements: chunks begin at boundaries of vectors and of rows of the gradient's norm
 
 
 def one_optimizer_offload(run: RunConfig, world_size: int) -> str | None:
-    """Either the CPU updates, or the device updates what waits in host memory."""
+    """Either the CPU updates offloaded state, or the device does."""
     if run.optimizer_offload.offload_optimizer_states and updates_on_cpu(run.optimizer, run.optimizer_offload):
         asked = "--optimizer hybridadam" if run.optimizer.optimizer == "hybridadam" else "--optimizer-cpu-offload"
         return f"{asked} updates on the CPU and --offload-optimizer-states on the device; remove one of them"
@@ -17,7 +17,7 @@ def one_optimizer_offload(run: RunConfig, world_size: int) -> str | None:
 
 
 def cpu_offload_is_adam(run: RunConfig, world_size: int) -> str | None:
-    """The CPU's kernel is adam's."""
+    """The CPU's kernel implements adam only."""
     if run.optimizer_offload.optimizer_cpu_offload and run.optimizer.rule != "adam":
         return (
             f"--optimizer-cpu-offload updates with adam, and --optimizer is {run.optimizer.optimizer}; give --optimizer "
@@ -36,7 +36,7 @@ def chunks_are_aligned(run: RunConfig, world_size: int) -> str | None:
 
 
 def low_precision_state_is_allowed(run: RunConfig, world_size: int) -> str | None:
-    """As in Megatron-LM one flag allows bf16 state, and others say which; it is adam's."""
+    """As in Megatron-LM one flag allows bf16 state, and others select it; only adam supports it."""
     o = run.optimizer
     asked = [name for name, dtype in _dtypes(run) if dtype != "fp32"]
     if asked and not o.use_precision_aware_optimizer:
@@ -47,17 +47,17 @@ def low_precision_state_is_allowed(run: RunConfig, world_size: int) -> str | Non
 
 
 def remainders_have_weights(run: RunConfig, world_size: int) -> str | None:
-    """A remainder completes a bf16 weight beside it."""
+    """A remainder completes a bf16 weight on the same device."""
     if run.optimizer.main_params_dtype == "fp32":
         return None
     if not run.model.bf16:
         return (
-            "--main-params-dtype bf16 stores what bf16 weights lack of their masters, and the weights are "
+            "--main-params-dtype bf16 completes bf16 weights to fp32 masters, and the weights are "
             f"{run.model.dtype_name}; add --bf16, or remove it"
         )
     if updates_on_cpu(run.optimizer, run.optimizer_offload):
         return (
-            "--main-params-dtype bf16 needs the weights beside it, and the CPU updates masters in host memory, where they "
+            "--main-params-dtype bf16 needs the weights on the same device, and the CPU updates masters in host memory, where they "
             "are fp32; remove it, or give --offload-optimizer-states instead of offloaded updates"
         )
     return None

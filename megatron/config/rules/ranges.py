@@ -1,4 +1,4 @@
-"""Which values a field may hold, whatever the other fields are. They stand on the field: see config/flag.py."""
+"""Checks that the value of each field is allowed, independent of other fields. See config/flag.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def numbers_are_in_range(run: RunConfig, world_size: int) -> str | None:
 
 
 def values_are_known(run: RunConfig, world_size: int) -> str | None:
-    """Fields with a list of choices hold one of them, wherever the value came from: a preset passes no parser."""
+    """Fields with choices hold one of them, also if the value is from a preset, which no parser checks."""
     for name, (_, spec) in flag_fields().items():
         found = flag_of(spec)
         if found is None or found.choices is None:
@@ -33,7 +33,7 @@ def values_are_known(run: RunConfig, world_size: int) -> str | None:
 
 
 def _values(run: RunConfig, name: str) -> tuple[Any, ...]:
-    """The field's value, the elements of a tuple, or nothing when it is not set."""
+    """Returns the field's value, the elements of a tuple, or nothing if it is not set."""
     value = run.value(name)
     if value is None:
         return ()

@@ -1,4 +1,4 @@
-"""Rules about activation recompute. Their form is that of rules_model.py."""
+"""Rules about activation recompute. See rules/model.py for the form of a rule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron.config.run import RunConfig
 
 
 def full_recompute_is_complete(run: RunConfig, world_size: int) -> str | None:
-    """How whole layers are grouped has no default."""
+    """The grouping of whole layers has no default."""
     r = run.recompute
     wanted = {"--recompute-method": r.recompute_method, "--recompute-num-layers": r.recompute_num_layers}
     missing = [name for name, value in wanted.items() if value is None]
@@ -20,7 +20,7 @@ def full_recompute_is_complete(run: RunConfig, world_size: int) -> str | None:
 
 
 def full_recompute_is_alone(run: RunConfig, world_size: int) -> str | None:
-    """A layer that is recomputed keeps no part."""
+    """A layer that is recomputed as a whole keeps no parts."""
     r = run.recompute
     parts = {
         "--recompute-activations": r.recompute_activations,
@@ -29,19 +29,19 @@ def full_recompute_is_alone(run: RunConfig, world_size: int) -> str | None:
     }
     given = [name for name, on in parts.items() if on]
     if r.is_full and given:
-        return f"{', '.join(given)} asks for parts of what --recompute-granularity full recomputes whole; remove one"
+        return f"{', '.join(given)} asks for parts of layers that --recompute-granularity full recomputes whole; remove one"
     return None
 
 
 def recomputed_parts_are_apart(run: RunConfig, world_size: int) -> str | None:
-    """The MLP holds its activation."""
+    """The activation is a part of the MLP, so only one of the two may be recomputed."""
     if {WHOLE_MLP, MLP_ACT} <= run.recompute.modules:
         return "--recompute-modules mlp recomputes the whole MLP, mlp_act a part of it; remove one of them"
     return None
 
 
 def balanced_recompute_is_alone(run: RunConfig, world_size: int) -> str | None:
-    """It says what every layer does."""
+    """Balanced recompute excludes the manual recompute flags."""
     r = run.recompute
     if r.recompute_policy != BALANCED:
         return None
@@ -59,7 +59,7 @@ def balanced_recompute_is_alone(run: RunConfig, world_size: int) -> str | None:
 
 
 def balanced_recompute_has_a_budget(run: RunConfig, world_size: int) -> str | None:
-    """There is no default."""
+    """The memory budget has no default."""
     if run.recompute.recompute_policy == BALANCED and run.recompute.activation_memory_budget is None:
         return (
             "--recompute-policy balanced needs --activation-memory-budget, bytes or a share; give 0.5 for half of all"

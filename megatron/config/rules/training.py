@@ -1,4 +1,4 @@
-"""Rules about the length of the run, its batches, schedule and optimizer. See `rules_model` for what a rule is."""
+"""Rules about the length of the run, its batches, schedule and optimizer. See rules/model.py for the form of a rule."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron.config.data_parallel import EVERY, splits_backward
 from megatron.config.layout import mesh_of
 from megatron.config.run import RunConfig
 
-MOST_MICROBATCHES = 65536  # of a step: each is an action of the schedule, which is made before the first step
+MOST_MICROBATCHES = 65536  # per step: each is an action of the schedule, which is built before the first step
 
 
 def one_length(run: RunConfig, world_size: int) -> str | None:
-    """A run is so many steps or so many samples long; an evaluation needs neither."""
+    """The length of a run is in steps or in samples; an evaluation needs neither."""
     iters, samples = run.train.train_iters, run.train.train_samples
     if iters is not None and samples is not None:
         return f"--train-iters {iters} and --train-samples {samples} exclude each other; give one of them"
@@ -30,7 +30,7 @@ def learning_rate_is_given(run: RunConfig, world_size: int) -> str | None:
 
 
 def step_schedule_is_alone(run: RunConfig, world_size: int) -> str | None:
-    """It is a schedule, and says what every step reads."""
+    """A batch-size schedule determines the batch of every step, so no other flag may."""
     t = run.train
     if t.step_batch_size_schedule is None:
         return None
@@ -47,7 +47,7 @@ def step_schedule_is_alone(run: RunConfig, world_size: int) -> str | None:
 
 
 def batches_are_whole(run: RunConfig, world_size: int) -> str | None:
-    """Every global batch size of the run is a number of microbatches on every replica."""
+    """Every global batch size of the run is a whole number of microbatches per replica."""
     t, dp = run.train, mesh_of(run.parallel, world_size).dp
     assert t.micro_batch_size
     size, name = t.final_global_batch_size or 0, "--global-batch-size"
@@ -68,7 +68,7 @@ def batches_are_whole(run: RunConfig, world_size: int) -> str | None:
 
 
 def rampup_reaches_batch_size(run: RunConfig, world_size: int) -> str | None:
-    """The ramp goes from START to the global batch size in whole increments."""
+    """The ramp increases from START to the global batch size in whole increments."""
     ramp, end = run.train.rampup_batch_size, run.train.global_batch_size
     if ramp is None:
         return None
@@ -88,7 +88,7 @@ def rampup_reaches_batch_size(run: RunConfig, world_size: int) -> str | None:
 
 
 def sharding_is_consistent(run: RunConfig, world_size: int) -> str | None:
-    """The flags that choose what dp ranks share do not contradict each other."""
+    """The flags that select the sharded state do not contradict each other."""
     p = run.parallel
     shards, mode = p.data_parallel_sharding_strategy, p.grad_reduce_mode
     if shards == "no_shard" and (p.use_distributed_optimizer or p.overlapped_distributed_optimizer):
@@ -114,7 +114,7 @@ def sharding_is_consistent(run: RunConfig, world_size: int) -> str | None:
 
 
 def pipeline_carries_sharding(run: RunConfig, world_size: int) -> str | None:
-    """What a pipeline does with gradients and parameters leaves some of data parallelism out."""
+    """Some sharding and reduction modes are incompatible with a pipeline."""
     p, settings = run.parallel, run.data_parallel_settings()
     if p.pipeline_model_parallel_size == 1:
         return None
@@ -144,7 +144,7 @@ def instances_divide_replicas(run: RunConfig, world_size: int) -> str | None:
 
 
 def lengths_are_in_one_unit(run: RunConfig, world_size: int) -> str | None:
-    """The schedule counts what the length of the run counts: iterations or samples."""
+    """The schedule and the length of the run have the same unit: iterations or samples."""
     s = run.schedule
     iterations = {
         "--lr-decay-iters": s.lr_decay_iters,
@@ -216,7 +216,7 @@ def learning_rates_are_ordered(run: RunConfig, world_size: int) -> str | None:
 
 
 def decoupled_learning_rates_are_ordered(run: RunConfig, world_size: int) -> str | None:
-    """The peak of the word embeddings and the output layer is not below their minimum, where there is a decay."""
+    """The peak for the word embeddings and the output layer is not below their minimum, if there is a decay."""
     s = run.schedule
     if s.decoupled_lr is None or s.lr_decay_style == "constant" or s.decoupled_minimum <= s.decoupled_lr:
         return None

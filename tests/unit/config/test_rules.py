@@ -281,7 +281,7 @@ CASES = [
         {**PP2, "num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2},
         {**PP2, "num_layers_per_virtual_pipeline_stage": 2},
         2,
-        ["say the same"],
+        ["set the same"],
     ),
     (
         rules_model.layers_fill_the_pipeline,
