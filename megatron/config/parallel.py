@@ -61,8 +61,8 @@ class ParallelConfig:
         needs=Need(lambda run: run.parallel.sequence_parallel, "nothing is gathered", "add --sequence-parallel"),
     )
     tp_comm_bulk_wgrad: bool = on_by_default(
-        when_off="in backward, reduce a column-parallel layer's input gradient before its weight-gradient product, not "
-        "beside it",
+        when_off="in backward, reduce a column-parallel layer's input gradient before its weight-gradient GEMM, not "
+        "overlapped",
     )
     pipeline_model_parallel_size: int = flag(1, "processes that hold different layers (pp)", within=RANKS)
     pipeline_schedule: str | None = flag(

@@ -88,7 +88,7 @@ def offloaded_modules_keep_something(run: RunConfig, world_size: int) -> str | N
     for name in recompute.modules:
         gone |= _KEPT_NO_MORE.get(name, set())
     if found := [part for part in offload.offload_modules or () if part in gone]:
-        return f"--offload-modules {' '.join(found)} names parts that recompute ({recompute}) does not save; remove one of them"
+        return f"--offload-modules {' '.join(found)} names parts that recompute ({recompute}) does not save; remove one"
     return None
 
 

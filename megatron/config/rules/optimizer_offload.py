@@ -57,7 +57,7 @@ def remainders_have_weights(run: RunConfig, world_size: int) -> str | None:
         )
     if updates_on_cpu(run.optimizer, run.optimizer_offload):
         return (
-            "--main-params-dtype bf16 needs the weights on the same device, and the CPU updates masters in host memory, where they "
+            "--main-params-dtype bf16 needs the weights with them, and the CPU updates masters in host memory, where they "
             "are fp32; remove it, or give --offload-optimizer-states instead of offloaded updates"
         )
     return None
