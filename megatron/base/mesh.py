@@ -87,10 +87,6 @@ class Mesh:
         bases = self._offsets([a for a in view if a not in axes], strides)
         return [tuple(base + offset for offset in offsets) for base in bases]
 
-    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Returns the rank list along `axes` that contains `rank`."""
-        return next(ranks for ranks in self.groups(*axes) if rank in ranks)
-
     def optimizer_groups(self, instances: int) -> dict[str, list[tuple[int, ...]]]:
         """Returns the rank lists of "shard", "gather" and "replicas" for `instances` of the sharded optimizer.
 

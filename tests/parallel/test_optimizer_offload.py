@@ -92,8 +92,8 @@ FIELDS = {
     "overlapped_distributed_optimizer": True,
     "grad_reduce_mode": "last-microbatch",
 }
-FAR = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}
-PARKED = {"offload_optimizer_states": True}
+ON_CPU = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}
+STATES_OFFLOADED = {"offload_optimizer_states": True}
 
 
 def built(size, fields):
@@ -131,21 +131,21 @@ PP2 = {"pipeline_model_parallel_size": 2}  # tied embeddings on both ends
 @pytest.mark.parametrize(
     "layout", [PP2, {**PP2, "grad_reduce_mode": "every-microbatch"}], ids=["pp", "every microbatch"]
 )
-@pytest.mark.parametrize("offload", [FAR, PARKED], ids=["far", "parked"])
+@pytest.mark.parametrize("offload", [ON_CPU, STATES_OFFLOADED], ids=["on the CPU", "states"])
 def test_a_pipeline_with_tied_ends(layout, offload):
     expected = pool.run(4, session, layout, 6)
     assert_state(pool.run(4, session, {**layout, **offload}, 6), expected)
 
 
 LOADS = {
-    "the same": (2, FAR),
-    "nothing far": (2, {}),
-    "all far, dp 1": (1, {**FAR, "optimizer_offload_fraction": 1.0, "micro_batch_size": 8}),
+    "the same": (2, ON_CPU),
+    "nothing offloaded": (2, {}),
+    "all on the CPU, dp 1": (1, {**ON_CPU, "optimizer_offload_fraction": 1.0, "micro_batch_size": 8}),
     "auto, on disk": (
         2,
         {"optimizer": "hybridadam", "optimizer_offload_auto_threshold": 10**12, "offload_dir": "here"},
     ),
-    "parked, tp 2": (2, {**PARKED, "tensor_model_parallel_size": 2}),
+    "states, tp 2": (2, {**STATES_OFFLOADED, "tensor_model_parallel_size": 2}),
 }
 
 
@@ -153,7 +153,7 @@ LOADS = {
 def saved(tmp_path_factory):
     """(folder, losses after the checkpoint) of a run that updates a half of its state on the CPU."""
     folder = str(tmp_path_factory.mktemp("offload"))
-    ranks = pool.run(2, session, {**FAR, "hidden_dropout": 0.0, "save": folder}, 6, 3)
+    ranks = pool.run(2, session, {**ON_CPU, "hidden_dropout": 0.0, "save": folder}, 6, 3)
     return folder, ranks
 
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_continues_under_another_fraction_and_layout(saved, layout)
     world, fields = LOADS[layout]
     fields = {**fields, "offload_dir": folder} if "offload_dir" in fields else fields
     ranks = pool.run(world, session, {**fields, "hidden_dropout": 0.0, "load": folder}, 3)
-    if layout in ("the same", "nothing far", "auto, on disk"):
+    if layout in ("the same", "nothing offloaded", "auto, on disk"):
         assert_state(ranks, [(losses[3:], *rest) for losses, *rest in expected])
     else:
         # Other layouts round bf16 activations elsewhere; a stale master or step would show at once.
@@ -186,7 +186,7 @@ def masters(rank, size, fields):
     return all(same) and bool(same), [trainer.train_step().loss for _ in range(2)]
 
 
-@pytest.mark.parametrize("offload", [FAR, PARKED], ids=["far", "parked"])
+@pytest.mark.parametrize("offload", [ON_CPU, STATES_OFFLOADED], ids=["on the CPU", "states"])
 def test_weights_without_optimizer_state_rebuild_the_masters(saved, offload):
     """A master that is not rebuilt takes the model back to its beginning at the first step."""
     folder, expected = saved

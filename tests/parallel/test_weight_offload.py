@@ -1,4 +1,4 @@
-"""Weights in far memory, and activations that move beside parameters that come and go, change no bit."""
+"""Offloaded weights, and activation offload together with sharded or offloaded parameters, change no bit."""
 
 import dataclasses
 
@@ -32,13 +32,13 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 GEMM_LAST = {"kaimm_recompute_norm": True, "kaimm_recompute_mlp_activation_func": True}
 ZERO_1 = {"overlapped_distributed_optimizer": True, "grad_reduce_mode": "last-microbatch"}
 ZERO_3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
-FAR_UPDATES = {
+CPU_UPDATES = {
     "optimizer_cpu_offload": True,
     "optimizer_offload_chunk_size": 1024,
     "overlap_cpu_optimizer_d2h_h2d": True,
 }
-SOME_FAR = {**FAR_UPDATES, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": False}
-PARKED = {"offload_optimizer_states": True, "optimizer_offload_chunk_size": 1024}
+SOME_ON_CPU = {**CPU_UPDATES, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": False}
+STATES_OFFLOADED = {"offload_optimizer_states": True, "optimizer_offload_chunk_size": 1024}
 REMAINDERS = {"main_params_dtype": "bf16", "use_precision_aware_optimizer": True}
 
 
@@ -107,7 +107,7 @@ def trained(rank, size, run, steps=STEPS):
 
 
 class Alive:
-    """`most`: buckets of parameters that come and go which were in memory at once, whoever held them."""
+    """`most`: the largest number of unsharded buckets that were in memory at once, whatever held them."""
 
     def __enter__(self):
         self.most, self._made, self._plain = 0, [], Bucket.unshard
@@ -132,15 +132,15 @@ CASES = {
     "activations too, 4 microbatches": Case(BOTH, accumulation=4),
     "full recompute, activations by ratio": Case(RATIO, FULL),
     "GEMM-last, bf16, tied, biases": Case(BOTH, GEMM_LAST, family="gpt", bf16=True),
-    "far updates, overlapped": Case(TWO, FAR_UPDATES, bf16=True),
-    "far updates, fp32": Case(ALL, FAR_UPDATES),
-    "half of the updates far": Case(ALL, SOME_FAR, bf16=True, accumulation=2),
-    "states in host memory": Case(TWO, PARKED),
+    "far updates, overlapped": Case(TWO, CPU_UPDATES, bf16=True),
+    "far updates, fp32": Case(ALL, CPU_UPDATES),
+    "half of the updates far": Case(ALL, SOME_ON_CPU, bf16=True, accumulation=2),
+    "states in host memory": Case(TWO, STATES_OFFLOADED),
     "masters as remainders": Case(TWO, REMAINDERS, bf16=True),
 }
 PAIRS = {
     "ZeRO-3": Case(TWO, ZERO_3, Layout(1, 2), accumulation=4),
-    "ZeRO-3, bf16, activations, far updates": Case(BOTH, {**ZERO_3, **FAR_UPDATES}, Layout(1, 2), bf16=True),
+    "ZeRO-3, bf16, activations, far updates": Case(BOTH, {**ZERO_3, **CPU_UPDATES}, Layout(1, 2), bf16=True),
     "ZeRO-3, activations alone": Case({"pipeline_offload_ratio": "1"}, {**ZERO_3, **GEMM_LAST}, Layout(1, 2)),
     "ZeRO-3, activations alone, recompute": Case({"pipeline_offload_ratio": "0.5"}, {**ZERO_3, **FULL}, Layout(1, 2)),
     "ZeRO-1, overlapped": Case(TWO, ZERO_1, Layout(1, 2), accumulation=2),

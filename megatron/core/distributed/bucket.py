@@ -158,7 +158,7 @@ class Bucket:
             self.grad_shard = torch.zeros(self.size // self._shards, dtype=torch.float32, device=self.device)
 
     def clear(self) -> None:
-        """Forget the gradient; the next writer overwrites."""
+        """Clear the gradient: the next writer overwrites it."""
         self._shard_is_fresh = True
         for parameter in self.parameters.values():
             assert parameter.slot is not None
@@ -175,7 +175,7 @@ class Bucket:
         return without
 
     def detach(self) -> Tensor:
-        """Give up the block of gradient memory, and forget what was written; the next writer takes a new block."""
+        """Hand over the block of gradient memory. The gradient is cleared, and its next writer takes a new block."""
         self.grads = None
         for parameter in self.parameters.values():
             assert parameter.slot is not None
@@ -211,7 +211,7 @@ class Bucket:
             parameter.slot.main_grad = self.view_of(grads, name)
 
     def _by_section(self, piece: Piece) -> Iterator[Piece]:
-        """The piece, cut where a section of the parameter ends."""
+        """The piece, split where a section of the parameter ends."""
         for section in self.parameters[piece.name].info.sections:
             start, stop = max(piece.start, section.start), min(piece.stop, section.start + section.numel)
             if start < stop:

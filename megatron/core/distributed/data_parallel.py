@@ -1,9 +1,9 @@
-"""Data parallelism of one model: gradients go in as backward writes them, current parameters come out where they are read.
+"""Data parallelism of one model: reduces gradients as backward writes them, and gathers parameters before they are read.
 
 [Note: a step]
     begin_step                                  gradients are cleared
     a microbatch: begin_backward, backward, end_backward
-                                                with overlap a bucket leaves when its last gradient is written.
+                                                with overlap a bucket is reduced when its last gradient is written.
                                                 A pipeline rank does so for each of its stages; one that splits its
                                                 backward runs it within `deferred_weight_grads`, and the jobs later
     finish_reduction                            every bucket's `grad_shard` holds the sum over all replicas
@@ -14,9 +14,9 @@ param_unsharder.py for parameters that are sharded or offloaded themselves. Code
 (saving) calls `synchronize` first.
 
 [Note: order]
-Buckets are reduced in one fixed order, the expected order of backward, whatever order gradients come in: a bucket that is
-complete waits until those before it are, and one that never gets all its gradients leaves at the end of backward, with
-zeros for those. So ranks can never wait for different buckets.
+Buckets are reduced in one fixed order, the expected order of backward, in whichever order gradients are computed. A bucket
+that is complete waits until all buckets before it are complete, and one that never gets all its gradients is reduced at the
+end of backward, with zeros for the missing ones. So ranks can never wait for different buckets.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class DataParallel:
         self.buckets = self._make_buckets(parameters, stages, offloaded, settings.bucket_size)
         self.microbatches = 0  # of this step
         self._reducing = False
-        self._last = False  # nothing is added to what is reduced now
+        self._last = False  # this backward adds the last contribution to the gradients that it reduces
         self._when_reduced: Callable[[Bucket], None] | None = None
         self._stage: int | None = None  # whose backward is under way
         self._left: deque[Bucket] = deque()  # buckets of it that are still to be reduced, in order
@@ -121,10 +121,10 @@ class DataParallel:
                 parameter.slot.written = functools.partial(self._arrived, bucket, parameter)
 
     def when_reduced(self, callback: Callable[[Bucket], None]) -> None:
-        """From now on `callback(bucket)` is called once a step: its `grad_shard` holds the sum over all replicas.
+        """From now on `callback(bucket)` is called once per step: its `grad_shard` holds the sum over all replicas.
 
-        Not yet what `finish_reduction` adds up: gradients that are parts over tp, and those of both ends. On the CPU on
-        some thread when the sum is there, on CUDA when it is queued on the current stream.
+        Gradients that `finish_reduction` sums are not final yet: those partial over tp, and those of both ends. On the CPU
+        the callback runs on some thread after the sum, on CUDA when the sum is queued on the current stream.
         """
         self._when_reduced = callback
 
@@ -158,7 +158,7 @@ class DataParallel:
             self._backward_seconds, self._waited_seconds = -time.perf_counter(), 0.0
 
     def end_backward(self, *, last: bool) -> None:
-        """After it: what has to leave now leaves. Communication: see `finish_reduction`."""
+        """After a microbatch's backward: start the reductions that are due. Communication: see `finish_reduction`."""
         if self._undecided:
             synchronize(self.device)
             self._backward_seconds += time.perf_counter() - self._waited_seconds

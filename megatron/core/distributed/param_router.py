@@ -81,7 +81,7 @@ class ParamRouter:
         self._owner_of[bucket.index].mark_done(bucket)
 
     def end_backward(self) -> None:
-        """Free what backward has unsharded."""
+        """Free the buckets that backward has unsharded."""
         for owner in self._owners:
             owner.end_backward()
 

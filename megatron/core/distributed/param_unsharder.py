@@ -225,7 +225,7 @@ class _Unshard:
         self._is_done = False
 
     def wait(self) -> None:
-        """Order what the caller does next behind it."""
+        """Order later work of the caller behind it."""
         if self._is_done:
             return
         if self._copy is not None:

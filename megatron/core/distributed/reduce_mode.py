@@ -1,4 +1,4 @@
-"""Whether gradients are reduced once a step or after every microbatch: what each costs, and which to take.
+"""Whether gradients are reduced once per step or after every microbatch: the cost of each mode, and the choice.
 
 Once a step: traffic R, the time of one reduction, of which the last backward (time B) hides up to B; the whole fp32 gradient
 is kept. After every microbatch: g microbatches bring g x R, and each backward hides up to B of it; only a shard is kept, and
@@ -20,8 +20,8 @@ class Measured:
     """The slowest rank's times and the smallest rank's room. Bytes and seconds."""
 
     gradient_bytes: int  # of the whole fp32 gradient
-    extra_bytes: int  # what keeping it takes beyond what reducing every microbatch takes
-    reduce_seconds: float  # R, all buckets with nothing beside them
+    extra_bytes: int  # memory for keeping it, beyond that for reducing every microbatch
+    reduce_seconds: float  # R, all buckets, not overlapped with anything
     backward_seconds: float  # B, without waiting for communication
     headroom_bytes: int
 

@@ -1,12 +1,12 @@
-"""Activation offload: what a forward saves is kept in host memory until its backward, as far as a policy asks for it.
+"""Activation offload: tensors that a forward saves are kept in host memory until its backward, as a policy decides.
 
 [Note: per-microbatch and per-layer offload]
-A pipeline's schedule offloads all that one microbatch saves in a stage at a time, by its OFFLOAD and RELOAD actions
+A pipeline's schedule offloads all tensors of one microbatch in a stage at a time, by its OFFLOAD and RELOAD actions
 (schedule/offload_pass.py). Each copy is overlapped with a computation of the rank, forward or backward.
 
 Where a backward follows too soon for that (always without a pipeline, and on its last ranks), and for policies that name
-layers or modules, a group is what one layer saves. It is copied out during the next layer's forward, so memory is freed
-while the stage's forward still runs. In backward, the first read of a layer's tensors starts the reload of the layer before
+layers or modules, a group holds the tensors of one layer. It is offloaded during the next layer's forward, so memory is
+freed while the stage's forward still runs. In backward, the first read of a layer's tensors starts the reload of the layer before
 it, which is overlapped with one layer's backward. The last two layers stay on the device, see RESIDENT_LAYERS.
 
 [Note: tensors that are not offloaded]
@@ -34,11 +34,11 @@ from megatron.core.offload.host_pool import HostPool
 from megatron.core.offload.policies import OffloadPolicy
 from megatron.core.offload.saved_tensors import SavedParameter, SavedView, StorageGroup, StorageIndex
 
-Handle = Tensor | SavedView | SavedParameter  # what autograd keeps in place of a saved tensor
+Handle = Tensor | SavedView | SavedParameter  # kept by autograd in place of a saved tensor
 
 
 class ActivationOffload:
-    """Offloads what forwards save. Implements the engine's OFFLOAD and RELOAD actions.
+    """Offloads tensors that forwards save. Implements the engine's OFFLOAD and RELOAD actions.
 
     saved_bytes: bytes that one microbatch of each stage saved last. offloaded_bytes: total of all offloads so far.
     """
@@ -172,7 +172,7 @@ class _StageForward:
         self.group, self.started, self.saved = owner.new_group(name, None), list[StorageGroup](), 0
         self._name, self._owner, self._num_layers, self._scheduled = name, owner, num_layers, scheduled
         self._index, self._groups = StorageIndex(), [self.group]
-        self._layer: int | None = None  # None before the first layer; what is saved there belongs to that layer's group
+        self._layer: int | None = None  # None before the first layer, to whose group earlier tensors belong
         self._due = 0.0  # bytes that should have been offloaded so far
 
     def pack(self, tensor: Tensor) -> Handle:

@@ -65,9 +65,13 @@ class HostBlock:
             self._pages.madvise(mmap.MADV_WILLNEED)
 
     def write_back(self) -> None:
-        """The host has changed the block: write a file's pages in the background, so that the kernel may drop them."""
+        """Write a file's changed pages in the background, after the last copy, so that the kernel may drop them."""
         if self._file is not None:
-            self._writer.submit(os.fdatasync, self._file.fileno())
+            self._writer.submit(self._flush, self._file.fileno())
+
+    def _flush(self, file: int) -> None:
+        self.synchronize()
+        os.fdatasync(file)
 
 
 class HostPool:
@@ -75,7 +79,7 @@ class HostPool:
 
     def __init__(self, *, pinned: bool, directory: Path | None = None, needed: int = mmap.PAGESIZE) -> None:
         """pinned: page-lock the memory, for asynchronous copies of a CUDA device. directory: blocks are files there,
-        without a name, so that they vanish with the process. needed: bytes that will be taken at least.
+        without a name, so that they vanish with the process. needed: bytes that are known to be taken.
 
         Raises ConfigError for a folder that cannot be written or has less room than `needed`.
         """

@@ -22,7 +22,7 @@ _PARTS = {
 
 
 class OffloadPolicy(Protocol):
-    """Decides what ActivationOffload offloads."""
+    """Decides which tensors ActivationOffload offloads."""
 
     @property
     def schedule_ratio(self) -> float:
@@ -77,7 +77,7 @@ class ChosenLayers:
 
 
 class ByModules:
-    """Offloads what is saved while certain parts of a layer run, in all layers but the last two.
+    """Offloads tensors that are saved while certain parts of a layer run, in all layers but the last two.
 
     A part lasts from the beginning of one module's forward to the beginning or the end of another's. So attention between
     its two projections and the activation between the MLP's are parts, too.

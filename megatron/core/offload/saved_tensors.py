@@ -157,7 +157,7 @@ class StorageGroup:
         self._offload, self.offloaded = self._engine.to_host(self.name, pairs, self._block), nbytes
 
     def finish_offload(self) -> None:
-        """Wait for the copy to the host and free the device memory of what was offloaded."""
+        """Wait for the copy to the host and free the device memory of the offloaded bytes."""
         if self._offload is None:
             return
         self._offload.wait()
@@ -204,7 +204,7 @@ def split(sizes: Sequence[int], nbytes: int) -> list[int]:
             heads[number] = sizes[number]
             left -= sizes[number]
     if left:
-        # All that did not fit are larger than what is left.
+        # All storages that did not fit are larger than the rest.
         smallest = next(number for number in reversed(by_size) if not heads[number])
         heads[smallest] = left
     return heads

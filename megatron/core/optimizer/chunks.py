@@ -120,7 +120,7 @@ class Chunk:
                 yield piece, key, flat[self._place(piece)]
 
     def load(self, pieces: Mapping[tuple[str, int, str], Tensor]) -> None:
-        """Take over what was written into the tensors of `pieces`, by (name, start, key), where they are copies.
+        """Take over the values that were written into the tensors of `pieces`, by (name, start, key), where they are copies.
 
         An fp32 model's masters are its weights, which have been loaded before.
         """

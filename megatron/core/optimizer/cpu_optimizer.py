@@ -7,7 +7,7 @@
     `finish` of a bucket    waits for its parameters: to be called before they are gathered or read
 With overlap every CPU chunk has a gradient buffer. Without overlap two are enough: while one chunk is updated, the gradient
 of the next one is copied. Two buffers hold results. The thread runs jobs in the order of submission, and gradient copies are
-submitted before updates, so a job only ever waits for copies, and every buffer is free when its turn comes: a gradient
+submitted before updates, so a job only ever waits for copies, and every buffer is free when it is used again: a gradient
 buffer after the update that read it, a result buffer after its last copy to the device.
 """
 
@@ -155,7 +155,7 @@ class CpuOptimizer:
         self._gradient_copies[chunk] = self._engine.to_host(f"gradient of {chunk.label}", pairs, block, [after])
 
     def _copy_changed_gradient(self, chunk: Chunk, after: Work) -> None:
-        """Copy what has changed since the bucket was reduced: gradients that were partial over tp have been summed."""
+        """Copy again the gradients that have changed since the bucket was reduced: sums of those partial over tp."""
         block, gradient = self._gradients[chunk]
         pairs = []
         for start, stop, partial in chunk.bucket.runs(lambda info, section: section.partial):

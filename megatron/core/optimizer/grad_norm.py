@@ -1,4 +1,4 @@
-"""The global gradient norm: every parameter of the model counted exactly once, wherever its copies and pieces lie."""
+"""The global gradient norm: every parameter of the model counted exactly once, on whichever ranks it lies."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def global_norm(tensors: Iterable[Tensor], groups: Groups, device: torch.device)
     """2-norm over the model of flat tensors that this rank counts: `ParamInfo.held_first`.
 
     Rows of 64 elements are summed in fp32, rows in fp64, and the norm is rounded to fp32. Which rows follow one another
-    depends on the cut, but their order moves the sixteenth digit of the sum, and the norm keeps seven. So the norm does not
-    depend on buckets and slices, and clipping is bit-identical under every sharding. `device`: where communication
+    depends on the sharding, but their order moves the sixteenth digit of the sum, and the norm keeps seven. So the norm
+    does not depend on buckets and slices, and clipping is bit-identical under every sharding. `device`: where communication
     takes place. Communication: see `_over_model`. Synchronises the host with the device.
     """
     squares = [_square_sum(tensor).to(device) for tensor in tensors]

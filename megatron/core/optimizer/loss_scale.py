@@ -37,7 +37,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good_steps, "hysteresis": self._hysteresis}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Inverse of `state`; a fixed scale stays what the flags say."""
+        """Inverse of `state`; a fixed scale keeps the value of its flag."""
         if self.dynamic:
             self.value = state["value"]
             self._good_steps, self._hysteresis = int(state["good_steps"]), int(state["hysteresis"])

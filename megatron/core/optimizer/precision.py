@@ -1,7 +1,7 @@
 """Optimizer state in less than fp32: how it is stored, and how it becomes fp32 for an update or a checkpoint.
 
 [Note: masters as remainders]
-A bf16 weight is the upper half of its fp32 master, rounded to nearest, so the lower half beside it is nearly all that is
+A bf16 weight is the upper half of its fp32 master, rounded to nearest, so the lower half is nearly all that is
 missing (the idea of Zamirai et al., arXiv 2010.06192, and of Transformer Engine's FusedAdam). Nearly: with r the lower 16
 bits, the upper half is the weight's bits for r < 0x8000 and those less one for r > 0x8000, but r = 0x8000 lies in the
 middle and was rounded to even, up or down. An even weight has one master more than 16 bits can tell apart. One further bit
@@ -10,7 +10,7 @@ an element says which ties were rounded up. So masters are exact, and training i
 [Note: moments in bf16]
 The mean of gradients is rounded to nearest: a tenth of it is new in every step, far above bf16's half step of 2^-9. Of the
 mean of squares a thousandth is new: nearest rounding would keep it where it is. It is rounded at random, up with a
-probability of the part that is cut off, so that its expectation is right. The random bits are a hash of (parameter, global
+probability of the part that is dropped, so that its expectation is right. The random bits are a hash of (parameter, global
 index, step): they do not depend on the layout, nor on who computes, and a resumed run draws the same.
 """
 

@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one step needs beside tensors. step: 1 for the first update. divisor: of the gradients.
+    """The scalars of one step. step: 1 for the first update. divisor: of the gradients.
 
     decoupled_lr: the learning rate of the word embeddings and of the output layer; lr is that of all others.
     """

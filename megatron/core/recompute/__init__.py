@@ -1,1 +1,1 @@
-"""Activation recompute, and the measure of what a forward saves."""
+"""Activation recompute, and a count of the bytes that a forward saves."""

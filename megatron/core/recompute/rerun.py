@@ -1,15 +1,15 @@
-"""Activation recompute: a region of the forward keeps its inputs alone and runs again when backward comes to it.
+"""Activation recompute: a region of the forward saves only its inputs, and runs again in backward.
 
 Chen et al., arXiv 1604.06174. As in PyTorch's non-reentrant checkpoint, the graph is the one of a forward without
-regions: only what its nodes saved is exchanged for tickets, and the second run fills them. So a gradient takes the same
-path, hooks of parameters and modules fire where they always do, and weight gradients may be put off.
+regions: only the tensors that its nodes saved are replaced by handles, and the second run provides them. So a gradient takes
+the same path, hooks of parameters and modules fire where they always do, and weight gradients may be deferred.
 
 [Note: the second run]
-It saves as many tensors as the first did, in the same order: it has the same inputs, parameters and random numbers. It
-begins when backward first asks for one of them, on the stream of the node that asks (autograd runs a node on the stream of
-its forward), and ends with the last one, so what follows in the region is not run again. Each is handed out once: memory
-goes as backward goes through the region. Communication of the region is repeated; all ranks of a group repeat it at the
-same place, as their graphs are alike.
+It saves as many tensors as the first run, in the same order, because it has the same inputs, parameters and random numbers.
+It starts when backward first reads one of them, on the stream of the node that reads it (autograd runs a node on the stream
+of its forward), and ends with the last saved tensor, so the rest of the region is not run again. Each tensor is handed out
+once, so memory is freed as backward proceeds through the region. Communication of the region is repeated; all ranks of a
+group repeat it at the same point, because their graphs are alike.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Random(Protocol):
     """Streams of random numbers (core/tensor_parallel/random.py)."""
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Where the streams are now."""
+        """The present state of the streams."""
         ...
 
     def replay(self, snapshot: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Within it they start from there; afterwards they are where they were."""
+        """A context in which the streams start from the snapshot; afterwards their state is restored."""
         ...
 
 
@@ -46,22 +46,22 @@ def checkpoint(
     source: tuple[Restore, Sequence[Tensor]] | None = None,
     again: Callable[..., T] | None = None,
 ) -> T:
-    """`function(*inputs)`, which keeps nothing for backward but the inputs; without gradients simply that.
+    """Compute `function(*inputs)` and save only the inputs for backward.
 
-    Random numbers have to come from streams of `rng`. `source`: keep these tensors instead, from which the callable makes
-    the inputs again, bit for bit; it is not differentiated. `again`: runs the second time; saves the same, and may skip
-    what only the result needs.
+    Random numbers must come from streams of `rng`. `source`: save these tensors instead of the inputs; the callable
+    restores the inputs from them, bit for bit, and is not differentiated. `again`: the function of the second run; it saves
+    the same tensors, and may skip computations that only the result needs. Without gradients, only call the function.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
     restore, kept = source or (None, inputs)
     region = _Region(again or function, inputs, kept, restore, rng)
-    with saved_tensors_hooks(region.pack, _Ticket.redeem):
+    with saved_tensors_hooks(region.pack, _Handle.tensor):
         return function(*inputs)
 
 
 class _Region:
-    """What one run of a function saved, and its second run."""
+    """The tensors that one run of a function saved, and its second run."""
 
     def __init__(
         self,
@@ -78,22 +78,22 @@ class _Region:
         self._saved = 0  # tensors
         self._again: dict[int, Tensor] | None = None
 
-    def pack(self, tensor: Tensor) -> _Ticket:
-        """Of the first run: a saved tensor is forgotten."""
+    def pack(self, tensor: Tensor) -> _Handle:
+        """Replace a tensor that the first run saves by a handle."""
         self._saved += 1
-        return _Ticket(self, self._saved - 1)
+        return _Handle(self, self._saved - 1)
 
     def take(self, number: int) -> Tensor:
-        """What the first run saved as its tensor of this number, once."""
+        """The saved tensor of this number. May be called once per number."""
         if self._again is None:
             self._again = {}
             self._run_again(self._again)
-        assert number in self._again, f"tensor {number} of {self._saved} of a recomputed region is asked for twice"
+        assert number in self._again, f"tensor {number} of {self._saved} of a recomputed region is read twice"
         return self._again.pop(number)
 
     def _run_again(self, found: dict[int, Tensor]) -> None:
         def keep(tensor: Tensor) -> None:
-            # Without its history: of the second run only values are needed.
+            # Without its history: only values of the second run are needed.
             found[len(found)] = tensor.detach()
             if len(found) == self._saved:
                 raise _Complete
@@ -112,21 +112,21 @@ class _Region:
         raise AssertionError(f"a region saved {self._saved} tensors, and {len(found)} when it ran again")
 
 
-class _Ticket:
-    """What a node of the graph holds in place of a tensor it saved."""
+class _Handle:
+    """Stands for a saved tensor in a node of the graph."""
 
     __slots__ = ("_number", "_region")
 
     def __init__(self, region: _Region, number: int) -> None:
         self._region, self._number = region, number
 
-    def redeem(self) -> Tensor:
-        """The tensor."""
+    def tensor(self) -> Tensor:
+        """The saved tensor."""
         return self._region.take(self._number)
 
 
 class _Keep(torch.autograd.Function):
-    """Saves tensors as any node does, so that what moves saved tensors elsewhere finds them. Has no backward.
+    """Saves tensors as any node does, so that activation offload finds them. Has no backward.
 
     The first argument requires a gradient, so that there is a node even if the others do not.
     """
@@ -138,7 +138,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Complete(Exception):
-    """The second run has saved all that the first one did."""
+    """The second run has saved as many tensors as the first one."""
 
 
 def _never(kept: None) -> Tensor:

@@ -1,4 +1,4 @@
-"""How much memory autograd keeps of a forward."""
+"""Counts the bytes that a forward saves for its backward."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,9 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 def saved_bytes(forward: Callable[[], object], apart_from: Iterable[Tensor] = ()) -> int:
     """Bytes of the distinct storages that `forward` saves for its backward.
 
-    Storages of `apart_from` (parameters, tables that layers share) are not counted. What `forward` returns must hold
-    the graph: while it lives, no address is used twice. Hooks that are entered inside (recompute, offload) take
-    their tensors out of the count, as they take them out of autograd's hands.
+    Storages of `apart_from` (parameters, tables that layers share) are not counted. The result of `forward` must hold
+    the graph: while it lives, no address is used twice. Tensors that hooks inside of `forward` handle (recompute,
+    offload) are not counted, because autograd does not save them.
     """
     known = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
     sizes: dict[int, int] = {}

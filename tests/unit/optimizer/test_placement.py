@@ -115,7 +115,7 @@ def test_a_run_follows_its_memory_up_and_down():
         assert ours.equal(theirs)
 
 
-def test_what_comes_near_leaves_far_memory():
+def test_chunks_that_return_leave_host_memory():
     mode = OffloadSettings(mode=UPDATE, far=1.0, is_auto=True, overlap=True, chunk_size=1280, threshold=1)
     run = make_run({"overlap_reduce": True}, fields=SMALL, offload=mode)
     run.optimizer._auto.meter = meter = Meter(run)
