@@ -6,8 +6,8 @@ A pipeline's schedule offloads all tensors of one microbatch in a stage at a tim
 
 Where a backward follows too soon for that (always without a pipeline, and on its last ranks), and for policies that name
 layers or modules, a group holds the tensors of one layer. It is offloaded during the next layer's forward, so memory is
-freed while the stage's forward still runs. In backward, the first read of a layer's tensors starts the reload of the layer before
-it, which is overlapped with one layer's backward. The last two layers stay on the device, see RESIDENT_LAYERS.
+freed while the stage's forward still runs. In backward, the first read of a layer's tensors starts the reload of the layer
+before it, which is overlapped with one layer's backward. The last two layers stay on the device, see RESIDENT_LAYERS.
 
 [Note: tensors that are not offloaded]
 Parameters, buffers of the model and the batch are in memory anyway. Of a sharded or offloaded parameter, autograd keeps a
