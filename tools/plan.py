@@ -30,7 +30,6 @@ from megatron.planner.memory.plan import plan_memory
 from megatron.planner.memory.table import MIB, memory_headline, notes, table_rows
 from megatron.planner.schedule.plot import draw, write_trace
 from megatron.planner.schedule.report import report
-from megatron.planner.sizes import Target
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES, schedule_or_default
@@ -38,6 +37,7 @@ from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.simulate import Costs, Timeline, simulate
 from megatron.schedule.spec import Formula, Times
 from megatron.schedule.validate import chunks_near
+from megatron.spec.memory.sizes import Target
 
 MS = 1e-3
 TABLE_RANKS = 8  # columns of a table of memory

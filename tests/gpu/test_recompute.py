@@ -5,10 +5,10 @@ import torch
 
 from megatron.config.recompute import KEEP_ALL
 from megatron.core.transformer.context import Positions
-from megatron.planner.activations import Place, stage_bytes
 from tests import pool
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
 from tests.unit.models.builds import GPT, LLAMA, backward, gradients, losses, make_data_parallel, make_ids, make_model
+from tests.unit.spec import planned
 from tests.unit.transformer.test_recompute import DROPOUT, MODES, UNFUSED
 
 pytestmark = NEEDS_CUDA
@@ -47,7 +47,7 @@ def test_flash_attention():
             assert (found[1][name] - gradient).norm() <= 2.0**-7 * gradient.norm(), (mode, name)
 
 
-def test_what_the_planner_says_is_kept():
+def test_planned_bytes_are_kept():
     """Memory that the layers' forward leaves allocated, up to the allocator's blocks and what flash keeps of its state."""
     b, t = 4, 512
     fields = {**FLASH, "num_layers": 3, "max_position_embeddings": t}
@@ -67,5 +67,6 @@ def test_what_the_planner_says_is_kept():
         before = torch.cuda.memory_allocated()
         out = forward()
         found = torch.cuda.memory_allocated() - before - out.nbytes
-        planned = stage_bytes(model._build.config, recompute, Place(t, b), range(3))
-        assert planned <= found <= planned + 3 * 20 * 512, mode
+        config = model._build.config
+        kept = planned.kept_by_layers(config, planned.sizes_for(config, planned.CUDA, t, b), recompute, range(3))
+        assert kept <= found <= kept + 3 * 20 * 512, mode

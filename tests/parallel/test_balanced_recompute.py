@@ -8,25 +8,29 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.rules.check import check
-from megatron.planner.activations import Place, layer_bytes
+from megatron.planner.memory.sizes import sizes_of
+from megatron.spec.memory.sizes import Target
 from megatron.training import balanced_recompute
 from tests import pool
 from tests.parallel.test_recompute import STEPS, make, trained
+from tests.unit.spec import planned
 
 
 def balanced(budget, plot=None):
     return RecomputeConfig(recompute_policy="balanced", activation_memory_budget=budget, activation_memory_plot=plot)
 
 
-def kept(trainer, layout):
+def layer_bytes(model, sizes, modules):
+    """Bytes that a layer keeps which computes `modules` again in backward."""
+    return sum(planned.layer_memory(model, sizes, modules).kept_by_part().values())
+
+
+def kept(trainer):
     """(layer -> what it recomputes, on this rank; the bytes that all then keep, as a share of all they could)"""
     run, found = trainer.run, trainer.model.decoder._recompute.of_layer
-    kernel = "math" if run.model.attention_dropout else "fused"
-    place = Place(run.data.seq_length, run.train.micro_batch_size, layout.tp, layout.sequence_parallel, kernel, "cpu")
-    keeps = sum(layer_bytes(run.model, RecomputeConfig(), place).values())
-    whole = run.train.micro_batch_size * run.data.seq_length * run.model.hidden_size * 4
-    whole //= layout.tp if layout.sequence_parallel else 1
-    kept = [whole if c.is_full else sum(layer_bytes(run.model, c, place).values()) for c in found.values()]
+    sizes = sizes_of(run, Target(cpu=True))
+    keeps = layer_bytes(run.model, sizes, frozenset())
+    kept = [sizes.residual if c.is_full else layer_bytes(run.model, sizes, c.modules) for c in found.values()]
     return {number: str(config) for number, config in found.items()}, sum(kept) / (keeps * len(kept))
 
 
@@ -42,7 +46,7 @@ def differs(rank, size, case, budget, steps):
     """(losses, whether the run is the same with a budget, and see `kept`)"""
     run, layout = make(case, steps)
     losses, same, trainer = compared(run, layout, recompute=balanced(budget))
-    return losses, same, kept(trainer, layout)
+    return losses, same, kept(trainer)
 
 
 # The second layout's budget is one that only whole layers meet.

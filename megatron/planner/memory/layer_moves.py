@@ -14,13 +14,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from megatron.config.activation_offload import RESIDENT_LAYERS
-from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM
-from megatron.config.run import RunConfig
-from megatron.planner.activations import layer_bytes
-from megatron.planner.sizes import RESIDUAL, Sizes, place_of
-from megatron.planner.tally import Tally
+from megatron.config.activation_offload import RESIDENT_LAYERS, ActivationOffloadConfig
+from megatron.config.recompute import NORM, RecomputeConfig
 from megatron.schedule.partition import Stage
+from megatron.spec.memory.layer import LayerMemory
+from megatron.spec.memory.sizes import Sizes
+from megatron.spec.memory.trace import (
+    ATTN_NORM,
+    ATTN_PROJ,
+    CORE_ATTN,
+    MLP_ACT,
+    MLP_FC1,
+    MLP_FC2,
+    MLP_NORM,
+    QKV_LINEAR,
+    RESIDUAL,
+    MemoryTrace,
+    profile_of,
+)
 
 Bytes = Mapping[str, int]  # by kind
 
@@ -46,8 +57,8 @@ class LayerMoves:
 class Leaving:
     """Follows the memory that groups give up in a forward."""
 
-    def __init__(self, tally: Tally, moves: LayerMoves) -> None:
-        self._tally, self._moves, self._gone = tally, moves, 0
+    def __init__(self, trace: MemoryTrace, moves: LayerMoves) -> None:
+        self._trace, self._moves, self._gone = trace, moves, 0
 
     def layer_begins(self, place: int) -> None:
         """The layer at this place of the stage, or a region that is computed again and begins with it."""
@@ -57,22 +68,22 @@ class Leaving:
         """The last group stays."""
         self._leave(len(self._moves.away) - 1)
         if self._gone:
-            self._tally.free(RESIDUAL, self._moves.held)
+            self._trace.free(RESIDUAL, self._moves.held)
 
     def _leave(self, stop: int) -> None:
         for place in range(self._gone, stop):
             for kind, size in self._moves.away[place].items():
-                self._tally.free(kind, size)
+                self._trace.free(kind, size)
             if place == 0:
-                self._tally.take(RESIDUAL, self._moves.held)
+                self._trace.take(RESIDUAL, self._moves.held)
         self._gone = max(self._gone, stop)
 
 
 class Returning:
     """Follows the memory that groups take again in a backward."""
 
-    def __init__(self, tally: Tally, moves: LayerMoves) -> None:
-        self._tally, self._moves, self._back = tally, moves, set[int]()
+    def __init__(self, trace: MemoryTrace, moves: LayerMoves) -> None:
+        self._trace, self._moves, self._back = trace, moves, set[int]()
 
     def asked(self, place: int) -> None:
         """Backward reads something of this layer's group."""
@@ -81,7 +92,7 @@ class Returning:
                 continue
             self._back.add(number)
             for kind, size in self._moves.away[number].items():
-                self._tally.take(kind, size)
+                self._trace.take(kind, size)
 
 
 def keeper(first: int) -> int:
@@ -89,16 +100,23 @@ def keeper(first: int) -> int:
     return max(0, first - 1)
 
 
-def layer_moves(run: RunConfig, sizes: Sizes, stage: Stage, layer: Bytes, embedding: Bytes) -> LayerMoves:
-    """layer, embedding: what their forwards leave behind."""
-    offload, layers = run.activation_offload, len(stage.layers)
+def layer_moves(
+    offload: ActivationOffloadConfig,
+    recompute: RecomputeConfig,
+    sizes: Sizes,
+    stage: Stage,
+    layer: LayerMemory,
+    embedding: Bytes,
+) -> LayerMoves:
+    """embedding: bytes that the embedding's forward leaves behind."""
+    layers, kept = len(stage.layers), profile_of(layer.forward).net
     saved, start = [Counter[str]() for _ in range(layers)], 0
-    for group, again in run.recompute.groups(stage.layers):
+    for group, again in recompute.groups(stage.layers):
         if again:
             saved[keeper(start)][RESIDUAL] += sizes.residual
         else:
             for place in range(start, start + len(group)):
-                saved[place].update(layer)
+                saved[place].update(kept)
         start += len(group)
     if layers and stage.embedding and offload.kind != "modules":
         saved[0].update({kind: size for kind, size in embedding.items() if kind != RESIDUAL})
@@ -108,23 +126,23 @@ def layer_moves(run: RunConfig, sizes: Sizes, stage: Stage, layer: Bytes, embedd
     elif offload.kind == "ratio":
         share = offload.ratio or 0.0  # auto begins with 0
     elif offload.kind == "modules":
-        share = _share_of_parts(run, sizes)
+        share = _share_of_parts(offload, recompute.modules, layer)
     away = [{kind: int(share * size) for kind, size in group.items()} for group in saved[:moved]]
     return LayerMoves([*away, *({} for _ in range(layers - moved))], sizes.residual)
 
 
-def _share_of_parts(run: RunConfig, sizes: Sizes) -> float:
-    """Of what a layer saves. A storage moves with any part that saves it; a linear layer saves what was fused into it."""
-    again, place = run.recompute.modules, place_of(run, sizes)
-    parts = layer_bytes(run.model, run.recompute, place)
-    named = set(run.activation_offload.offload_modules or ())
-    for what, part, linear in (
-        (NORM, "attn_norm", "qkv_linear"),
-        (NORM, "mlp_norm", "mlp_fc1"),
-        (MLP_ACT, "mlp_act", "mlp_fc2"),
+def _share_of_parts(offload: ActivationOffloadConfig, again: frozenset[str], layer: LayerMemory) -> float:
+    """The share of the bytes that a layer saves. A storage moves with any part that saves it; a linear layer saves the input
+    of the norm or activation that it computes again."""
+    parts = layer.kept_by_part()
+    named = set(offload.offload_modules or ())
+    for name, part, linear in (
+        (NORM, ATTN_NORM, QKV_LINEAR),
+        (NORM, MLP_NORM, MLP_FC1),
+        (MLP_ACT, MLP_ACT, MLP_FC2),
     ):
-        if what in again and linear in named:
+        if name in again and linear in named:
             named.add(part)
-    if "core_attn" in named and CORE_ATTN not in again and place.attention == "fused":
-        named.add("attn_proj")  # its input is the output that a fused kernel saves
+    if CORE_ATTN in named and layer.core_saves_output:
+        named.add(ATTN_PROJ)  # its input is the output that a fused kernel saves
     return sum(parts[name] for name in named) / sum(parts.values())

@@ -1,7 +1,7 @@
 """The memory of a run before it starts: every rank's use, by kind, at the moment when it is largest.
 
-A step is played: state that is always there, then the rank's own list of actions, each of which takes and frees what
-its profile says (stage_memory.py), then the update. So the peak has a place: an action of the schedule, a layer, and what
+A step is replayed: state that is always there, then the rank's own list of actions, each of which takes and frees the
+bytes of its profile (stage.py), then the update. So the peak has a place: an action of the schedule, a layer, and what
 it was doing there. Figures are bytes that tensors ask for; what an allocator rounds and keeps free, and what libraries
 take beside it (CUDA's context, NCCL, gloo), come on top.
 """
@@ -16,28 +16,26 @@ from megatron.base.errors import ConfigError
 from megatron.config.layout import mesh_of
 from megatron.config.pipeline import PipelineSettings, pipeline_settings
 from megatron.config.run import RunConfig
-from megatron.planner.memory.far_activations import FarTally, far_of, with_moves
+from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by, with_moves
+from megatron.planner.memory.sizes import sizes_of
 from megatron.planner.memory.stage import StageMemory, stage_memory
 from megatron.planner.memory.state import StateMemory, state_memory
-from megatron.planner.sizes import (
-    ACTIVATIONS,
-    BATCH,
-    COMMUNICATION,
-    FP32,
-    GRADIENTS,
-    INT64,
-    MASK,
-    OPTIMIZER,
-    PARAMETERS,
-    WORK,
-    Sizes,
-    Target,
-    sizes_of,
-)
-from megatron.planner.tally import Profile, Tally
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
 from megatron.schedule.validate import memory_in_flight
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.memory.sizes import FP32, INT64, MASK, Sizes, Target
+from megatron.spec.memory.trace import (
+    ACTIVATIONS,
+    BATCH,
+    COMMUNICATION,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    WORK,
+    MemoryTrace,
+    Profile,
+)
 
 _NAMES = {
     Kind.FORWARD: "forward",
@@ -93,11 +91,13 @@ def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMem
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_position_embeddings=positions))
     dp = mesh_of(run.parallel, world_size).dp
     settings = pipeline_settings(run.parallel, layers)
-    sizes = sizes_of(run, target)
+    sizes, spec = sizes_of(run, target), decoder_spec(run.model)
     states = [state_memory(run, target, settings.stages_of(rank), dp) for rank in range(settings.placement.num_ranks)]
     whole, by_layer = (
         {
-            stage.number: stage_memory(run, sizes, stage, settings, state.offloaded, by_layer=moves_by_layer)
+            stage.number: stage_memory(
+                spec, sizes, stage, run.recompute, run.activation_offload, state.offloaded, by_layer=moves_by_layer
+            )
             for rank, state in enumerate(states)
             for stage in settings.stages_of(rank)
         }
@@ -123,60 +123,60 @@ def _rank(
     dp: int,
 ) -> RankMemory:
     microbatches, stages = num_microbatches(run, dp), settings.stages_of(rank)
-    schedule = with_moves(run, settings.schedule_of(microbatches))
-    tally = Tally()
-    tally.take(PARAMETERS, state.parameters)
-    tally.take(GRADIENTS, state.gradients)
-    tally.take(OPTIMIZER, state.optimizer.device + state.optimizer.staging)
-    tally.take(COMMUNICATION, state.blocks)
-    start = sum(tally.now.values())
-    tally.take(BATCH, microbatches * _batch(sizes))
-    tally.take(COMMUNICATION, state.gathered)
-    far = FarTally(tally, far_of(run, schedule, rank), whole, by_layer)
+    schedule = with_moves(run.activation_offload, settings.schedule_of(microbatches))
+    trace = MemoryTrace()
+    trace.take(PARAMETERS, state.parameters)
+    trace.take(GRADIENTS, state.gradients)
+    trace.take(OPTIMIZER, state.optimizer.device + state.optimizer.staging)
+    trace.take(COMMUNICATION, state.blocks)
+    start = sum(trace.now.values())
+    trace.take(BATCH, microbatches * _batch(sizes))
+    trace.take(COMMUNICATION, state.gathered)
+    offload = OffloadTrace(trace, offloaded_by(run.activation_offload, schedule, rank), whole, by_layer)
     last = {action.stage: action for action in schedule.actions[rank] if action.kind in COMPUTE}
     sent = 0  # bytes that have left, and are freed when the next message leaves; gloo's thread does so at once
     for action in schedule.actions[rank]:
         if action.kind in SENDS:
-            tally.free(COMMUNICATION, sizes.residual if sizes.target.cpu else sent)
+            trace.free(COMMUNICATION, sizes.residual if sizes.target.cpu else sent)
             sent = sizes.residual
             continue
         if action.kind in COPIES:
-            far.move(action)
+            offload.move(action)
             continue
         if action.kind in RECEIVES:
-            tally.take(COMMUNICATION, sizes.residual)
+            trace.take(COMMUNICATION, sizes.residual)
         elif action.kind in COMPUTE:
-            _compute(tally, action, far.profile(action), state.staging if last[action.stage] == action else 0)
-            far.after(action)
-    tally.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
-    tally.free(COMMUNICATION, state.gathered)
-    with tally.doing("reduction of gradients"):
-        tally.brief(COMMUNICATION, state.at_end)
-    with tally.doing("update"):
-        tally.brief(WORK, state.norm)
-        tally.brief(COMMUNICATION, state.prefetched)
+            _compute(trace, action, offload.profile(action), state.staging if last[action.stage] == action else 0)
+            offload.after(action)
+    trace.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
+    trace.free(COMMUNICATION, state.gathered)
+    with trace.doing("reduction of gradients"):
+        trace.use(COMMUNICATION, state.at_end)
+    with trace.doing("update"):
+        trace.use(WORK, state.norm)
+        trace.use(COMMUNICATION, state.prefetched)
     in_files = run.optimizer_offload.offload_dir is not None
     kept = [sum(whole[s.number].forward.net.get(kind, 0) for kind in ACTIVATIONS) for s in stages]
     return RankMemory(
         rank,
         stages,
         state.numel,
-        dict(tally.top),
-        tally.moment,
+        dict(trace.top),
+        trace.moment,
         start,
         sum(kept),
         memory_in_flight(schedule)[rank].activations,
-        state.optimizer.host + far.most + (0 if in_files else state.offloaded_slices),
+        state.optimizer.host + offload.most + (0 if in_files else state.offloaded_slices),
         state.optimizer.disk + (state.offloaded_slices if in_files else 0),
     )
 
 
-def _compute(tally: Tally, action: Action, profile: Profile, staging: int) -> None:
+def _compute(trace: MemoryTrace, action: Action, profile: Profile, staging: int) -> None:
     """staging: bytes of reductions that are under way beside it."""
-    with tally.doing(f"{_NAMES[action.kind]} of microbatch {action.microbatch}"):
-        tally.take(COMMUNICATION, staging)
-        tally.play(profile)
-        tally.free(COMMUNICATION, staging)
+    with trace.doing(f"{_NAMES[action.kind]} of microbatch {action.microbatch}"):
+        trace.take(COMMUNICATION, staging)
+        trace.replay(profile)
+        trace.free(COMMUNICATION, staging)
 
 
 def _batch(sizes: Sizes) -> int:

@@ -1,4 +1,4 @@
-"""What a pipeline stage does to memory in the forward and the backward of one microbatch."""
+"""The memory of a pipeline stage in the forward and the backward of one microbatch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.config.pipeline import PipelineSettings
-from megatron.config.run import RunConfig
-from megatron.planner.attention_memory import AttentionMemory
-from megatron.planner.ends_memory import EmbeddingMemory, HeadMemory
-from megatron.planner.layer_memory import LayerMemory
+from megatron.config.activation_offload import ActivationOffloadConfig
+from megatron.config.recompute import RecomputeConfig
 from megatron.planner.memory.layer_moves import LayerMoves, Leaving, Returning, keeper, layer_moves
 from megatron.planner.memory.offloaded_weights import OffloadedBuckets
-from megatron.planner.sizes import ATTENTION, BACKWARD, COMMUNICATION, RESIDUAL, Sizes, comm_type
-from megatron.planner.tally import Profile, Tally, profile_of
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import Kind
+from megatron.spec.decoder import DecoderSpec
+from megatron.spec.memory.ends import EmbeddingMemory, HeadMemory
+from megatron.spec.memory.layer import LayerMemory
+from megatron.spec.memory.sizes import Sizes
+from megatron.spec.memory.trace import (
+    ATTENTION,
+    BACKWARD,
+    COMMUNICATION,
+    RESIDUAL,
+    MemoryTrace,
+    Profile,
+    profile_of,
+)
 
 NONE_OFFLOADED = OffloadedBuckets()
 
@@ -26,13 +34,13 @@ NONE_OFFLOADED = OffloadedBuckets()
 class StageMemory:
     """A profile for each kind of computation of a schedule. Tensors that pass between stages count as communication.
 
-    away: bytes that have left, layer by layer, when the forward is over.
+    offloaded: bytes that have been offloaded, layer by layer, when the forward is over.
     """
 
     forward: Profile
     backward: Profile
     weight_grad: Profile | None  # the rest, where the backward is split
-    away: int = 0
+    offloaded: int = 0
 
     def of(self, kind: Kind) -> Profile:
         """The profile of a computation."""
@@ -45,109 +53,109 @@ class StageMemory:
 
 
 def stage_memory(
-    run: RunConfig,
+    spec: DecoderSpec,
     sizes: Sizes,
     stage: Stage,
-    settings: PipelineSettings,
+    recompute: RecomputeConfig,
+    offload: ActivationOffloadConfig,
     offloaded: OffloadedBuckets = NONE_OFFLOADED,
     *,
     by_layer: bool = True,
 ) -> StageMemory:
-    """The memory of one of the run's stages. offloaded: its weights that live in host memory. by_layer: the activations that
-    the flags offload move layer by layer; else none of them move here."""
-    split = settings.schedule.splits_backward
-    model = run.model
-    modules = run.recompute.modules
-    attention = AttentionMemory(model, sizes, comm_type(run), modules, split=split)
-    layer = LayerMemory(model, sizes, attention, modules, split=split)
-    embedding, head = EmbeddingMemory(model, sizes), HeadMemory(model, sizes, split=split)
+    """The memory of one stage of the decoder.
+
+    offloaded: its weights that live in host memory. by_layer: the activations that the flags offload move layer by layer;
+    else none of them move here.
+    """
+    rotary = spec.rotary.channels if spec.rotary is not None else 0
+    layer = LayerMemory(spec.layers[0], sizes, rotary, recompute.modules)
+    embedding, head = EmbeddingMemory(spec.embedding, sizes), HeadMemory(spec, sizes)
     layer_forward = profile_of(layer.forward)
     layer_backward = {owned: profile_of(functools.partial(layer.backward, owned=owned)) for owned in (True, False)}
     # Of a layer in a group that is computed again only the output stays, and of the group that of its last layer.
     kept = {**layer_forward.net, RESIDUAL: layer_forward.net[RESIDUAL] - sizes.residual}
-    forget = Profile({kind: -size for kind, size in kept.items()}, {}, "")
-    groups = run.recompute.groups(stage.layers)
-    offloads = run.activation_offload.kind is not None
+    forget = Profile({kind: -size for kind, size in kept.items()}, {}, "", {})
+    groups = recompute.groups(stage.layers)
     moves = LayerMoves([{}] * len(stage.layers), 0)
     if by_layer:
-        moves = layer_moves(run, sizes, stage, layer_forward.net, profile_of(embedding.forward).net)
+        moves = layer_moves(offload, recompute, sizes, stage, layer, profile_of(embedding.forward).net)
     place = {number: place for place, number in enumerate(stage.layers)}
-    tables = 2 * sizes.s * (sizes.rotary // 2) * sizes.e
+    tables = 2 * sizes.s * (rotary // 2) * sizes.e
 
     @contextmanager
-    def read(tally: Tally, layers: Sequence[int], *, again: bool = False) -> Iterator[None]:
+    def read(trace: MemoryTrace, layers: Sequence[int], *, again: bool = False) -> Iterator[None]:
         """Weights of these layers are there for the body."""
         whole = offloaded.fetched(layers, again=again)
-        tally.take(COMMUNICATION, whole)
+        trace.take(COMMUNICATION, whole)
         yield
-        tally.free(COMMUNICATION, whole)
+        trace.free(COMMUNICATION, whole)
 
-    def forward(tally: Tally) -> None:
+    def forward(trace: MemoryTrace) -> None:
         if not stage.embedding:
-            tally.free(COMMUNICATION, sizes.residual)
-            tally.take(RESIDUAL, sizes.residual)
-        tally.take(ATTENTION, tables)
+            trace.free(COMMUNICATION, sizes.residual)
+            trace.take(RESIDUAL, sizes.residual)
+        trace.take(ATTENTION, tables)
         if stage.embedding:
-            with tally.doing("embedding"):
-                embedding.forward(tally)
-        leaving = Leaving(tally, moves)
+            with trace.doing("embedding"):
+                embedding.forward(trace)
+        leaving = Leaving(trace, moves)
         for group, again in groups:
             for number in group:
                 if not again or number == group[0]:
                     leaving.layer_begins(place[number])
-                with tally.doing(f"layer {number}"), read(tally, [number]):
-                    tally.play(layer_forward)
+                with trace.doing(f"layer {number}"), read(trace, [number]):
+                    trace.replay(layer_forward)
                 if again:
-                    tally.play(forget)
+                    trace.replay(forget)
             if again:
-                tally.free(RESIDUAL, sizes.residual * (len(group) - 1))
+                trace.free(RESIDUAL, sizes.residual * (len(group) - 1))
         if stage.head:
-            with tally.doing("head"):
-                head.forward(tally)
+            with trace.doing("head"):
+                head.forward(trace)
         else:
-            tally.free(RESIDUAL, sizes.residual)
-            tally.take(COMMUNICATION, sizes.residual)
+            trace.free(RESIDUAL, sizes.residual)
+            trace.take(COMMUNICATION, sizes.residual)
         leaving.forward_ends()
         if not stage.layers:
-            tally.free(ATTENTION, tables)
+            trace.free(ATTENTION, tables)
 
-    def backward(tally: Tally) -> None:
-        returning = Returning(tally, moves)
+    def backward(trace: MemoryTrace) -> None:
+        returning = Returning(trace, moves)
         if stage.head:
             returning.asked(len(stage.layers) - 1)
-            with tally.doing("head"):
-                head.backward(tally)
+            with trace.doing("head"):
+                head.backward(trace)
         elif not stage.layers:
-            tally.take(BACKWARD, sizes.residual)
+            trace.take(BACKWARD, sizes.residual)
         for group, again in reversed(groups):
-            with read(tally, group if again else (), again=again):
+            with read(trace, group if again else (), again=again):
                 if again:
                     returning.asked(keeper(place[group[0]]))
                     for number in group:
-                        with tally.doing(f"layer {number} again"):
-                            tally.play(layer_forward)
-                    tally.free(RESIDUAL, sizes.residual)  # the second run ends before its output
+                        with trace.doing(f"layer {number} again"):
+                            trace.replay(layer_forward)
+                    trace.free(RESIDUAL, sizes.residual)  # the second run ends before its output
                 for number in reversed(group):
                     if not again:
                         returning.asked(place[number])
-                    with tally.doing(f"layer {number}"), read(tally, () if again else [number]):
-                        tally.play(layer_backward[stage.head or number != stage.layers[-1]])
+                    with trace.doing(f"layer {number}"), read(trace, () if again else [number]):
+                        trace.replay(layer_backward[stage.head or number != stage.layers[-1]])
         if stage.layers:
-            tally.free(ATTENTION, tables)
+            trace.free(ATTENTION, tables)
         if stage.embedding:
-            with tally.doing("embedding"):
-                embedding.backward(tally)
+            with trace.doing("embedding"):
+                embedding.backward(trace)
         else:
             # The engine holds the stage's input until the end; offload leaves it without its memory.
-            tally.brief(COMMUNICATION, 0 if offloads else sizes.residual)
-            tally.free(BACKWARD, sizes.residual)
-            tally.take(COMMUNICATION, sizes.residual)
+            trace.use(COMMUNICATION, 0 if offload.kind is not None else sizes.residual)
+            trace.free(BACKWARD, sizes.residual)
+            trace.take(COMMUNICATION, sizes.residual)
         if not stage.head:
-            tally.free(COMMUNICATION, sizes.residual)  # the gradient that came
+            trace.free(COMMUNICATION, sizes.residual)  # the gradient that came
 
     before, after = profile_of(forward), profile_of(backward)
-    if not split:
+    if not sizes.split_backward:
         return StageMemory(before, after, None, moves.nbytes)
     kinds = {*before.net, *after.net} - {COMMUNICATION}
     left = {kind: -before.net.get(kind, 0) - after.net.get(kind, 0) for kind in kinds}
-    return StageMemory(before, after, Profile(left, {}, "weight gradients"), moves.nbytes)
+    return StageMemory(before, after, Profile(left, {}, "weight gradients", {}), moves.nbytes)

@@ -18,7 +18,6 @@ from megatron.config.data_parallel import LAST, data_parallel_settings
 from megatron.config.optimizer_offload import UPDATE, offload_settings
 from megatron.config.run import RunConfig
 from megatron.planner.memory.offloaded_weights import OffloadedBuckets, offloaded_buckets
-from megatron.planner.sizes import FP32, Target
 from megatron.schedule.partition import Stage
 from megatron.spec.buckets import (
     GRADIENT_BLOCKS,
@@ -29,6 +28,7 @@ from megatron.spec.buckets import (
     plan_all,
 )
 from megatron.spec.decoder import Placed, decoder_spec
+from megatron.spec.memory.sizes import FP32, Target
 from megatron.spec.optimizer_state import OptimizerBytes, optimizer_bytes
 from megatron.spec.parameter import local_numel
 
@@ -103,7 +103,7 @@ def state_memory(run: RunConfig, target: Target, stages: Sequence[Stage], dp: in
 
 
 def rank_buckets(
-    parameters: Mapping[str, Placed],
+    parameters: dict[str, Placed],
     numels: Mapping[str, int],
     on_host: Collection[str],
     bucket_size: int | None,

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,29 +13,26 @@ from benchmarks.memory_report import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, RATIO
 from megatron.base.errors import ConfigError
 from megatron.command_line.read import parse
 from megatron.config.pipeline import pipeline_settings
-from megatron.planner.activations import Place, layer_bytes
-from megatron.planner.attention_memory import AttentionMemory
-from megatron.planner.layer_memory import LayerMemory
 from megatron.planner.memory.plan import num_microbatches, plan_memory
+from megatron.planner.memory.sizes import sizes_of
 from megatron.planner.memory.state import rank_buckets
-from megatron.planner.sizes import (
+from megatron.schedule.offload_pass import with_offload
+from megatron.schedule.partition import whole_model
+from megatron.schedule.validate import chunks_near
+from megatron.spec.buckets import default_bucket_size
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.memory.sizes import Target
+from megatron.spec.memory.trace import (
     ACTIVATIONS,
     COMMUNICATION,
     GRADIENTS,
     KINDS,
     OPTIMIZER,
     PARAMETERS,
-    Target,
-    place_of,
-    sizes_of,
+    profile_of,
 )
-from megatron.planner.tally import Profile, Tally, profile_of
-from megatron.schedule.offload_pass import with_offload
-from megatron.schedule.partition import whole_model
-from megatron.schedule.validate import chunks_near
-from megatron.spec.buckets import default_bucket_size
-from megatron.spec.decoder import decoder_spec
 from tests.unit.config.runs import make_run
+from tests.unit.spec import planned
 
 ROOT = Path(__file__).parents[3]
 CUDA, CPU, WIDE = Target(cpu=False), Target(cpu=True), Target(cpu=True, wide=True)
@@ -48,41 +46,6 @@ def peak(target=CUDA, world=1, **fields):
     """The plan of the only pipeline rank, or of all."""
     ranks = plan_memory(make_run(**fields), world, target)
     return ranks if len(ranks) > 1 else ranks[0]
-
-
-class TestTally:
-    def test_the_peak_has_a_place(self):
-        tally = Tally()
-        with tally.doing("a"):
-            tally.take("x", 5)
-            with tally.doing("b"):
-                tally.brief("y", 7)
-        tally.free("x", 2)
-        assert (dict(tally.top), tally.moment, tally.now["x"]) == ({"x": 5, "y": 7}, "a: b", 3)
-
-    def test_a_profile_is_what_its_events_are(self):
-        def work(tally):
-            with tally.doing("inner"):
-                tally.free("x", 3)
-                tally.take("y", 4)
-                tally.brief("z", 2)
-
-        apart, together = Tally(), Tally()
-        for tally in (apart, together):
-            tally.take("x", 3)
-        with apart.doing("outer"):
-            work(apart)
-        with together.doing("outer"):
-            together.play(profile_of(work))
-        assert +apart.now == +together.now == {"y": 4}
-        assert apart.moment == together.moment == "outer: inner"
-        assert sum(apart.top.values()) == sum(together.top.values()) == 6
-
-    def test_a_profile_below_the_peak_changes_nothing_about_it(self):
-        tally = Tally()
-        tally.brief("x", 10)
-        tally.play(Profile({"y": 1}, {"y": 2}, "later"))
-        assert dict(tally.top) == {"x": 10} and tally.now["y"] == 1
 
 
 def test_buckets_are_padded_and_whole():
@@ -105,6 +68,7 @@ MODELS = {
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "position_embedding_type": "none",
         "num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 4,
     },
+    "layer norm, fp32 residual, 1p": {"bf16": True, "fp32_residual_connection": True, "apply_layernorm_1p": True},
     "squared relu, fp32 residual": {
         **LLAMA_LIKE, "swiglu": False, "squared_relu": True, "bf16": True, "fp32_residual_connection": True,
     },
@@ -113,39 +77,14 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("modules", MODULES, ids=" ".join)
-def test_a_layer_keeps_what_the_formula_says(name, modules):
-    """Two descriptions of one thing: the events here, and the tensors of planner/activations.py."""
-    again = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
-    for target, tp, bf16 in itertools.product((CUDA, CPU), (1, 2), (False, True)):
-        fields = {**MODELS[name], **again}
-        fields["bf16"] = bf16 or fields.get("bf16", False)
-        run = make_run(**fields, tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
-        wide = target.cpu and run.model.bf16
-        assert kept_by_layer(run, Target(target.cpu, wide)) == by_formula(run, target, wide), (target, tp, bf16)
-
-
-def kept_by_layer(run, target):
-    sizes = sizes_of(run, target)
-    attention = AttentionMemory(run.model, sizes, "p2p", run.recompute.modules, split=False)
-    layer = LayerMemory(run.model, sizes, attention, run.recompute.modules, split=False)
-    forward, backward = profile_of(layer.forward), profile_of(layer.backward)
-    assert all(forward.net.get(k, 0) + backward.net.get(k, 0) == 0 for k in {*forward.net, *backward.net})
-    return forward.kept
-
-
-def by_formula(run, target, wide):
-    place = place_of(run, sizes_of(run, Target(target.cpu, wide)))
-    return sum(layer_bytes(run.model, run.recompute, place).values())
-
-
-@pytest.mark.parametrize("attention", ["unfused", "math"])
-@pytest.mark.parametrize("name", ["llama", "llama, gqa", "gpt"])
-def test_what_attention_without_a_fused_kernel_keeps(attention, name):
-    fields = {**MODELS[name], "attention_dropout": 0.1}
-    fields |= {"attention_backend": "unfused"} if attention == "unfused" else {}
-    run = make_run(**fields)
-    place = Place(run.data.seq_length, run.train.micro_batch_size, attention=attention, device="cpu")
-    assert kept_by_layer(run, CPU) == sum(layer_bytes(run.model, run.recompute, place).values())
+def test_backward_frees_what_a_layer_keeps(name, modules):
+    for target, tp, bf16 in itertools.product((CUDA, CPU, WIDE), (1, 2), (False, True)):
+        fields = {**MODELS[name], "bf16": bf16 or MODELS[name].get("bf16", False)}
+        run = make_run(**fields, max_position_embeddings=32, tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
+        layer = planned.layer_memory(run.model, sizes_of(run, target), frozenset(modules))
+        forward, backward = profile_of(layer.forward), profile_of(layer.backward)
+        assert all(forward.net.get(k, 0) + backward.net.get(k, 0) == 0 for k in {*forward.net, *backward.net})
+        assert forward.kept == sum(layer.kept_by_part().values()) > 0, "every byte belongs to a part"
 
 
 STATE_SHAPE = {**LLAMA_LIKE, "hidden_size": 64, "vocab_size": 1024}
@@ -276,11 +215,11 @@ class TestStep:
 
 
 def layer_bytes_of(run):
-    return layer_bytes(run.model, run.recompute, place_of(run, sizes_of(run, CUDA)))
+    return planned.layer_memory(run.model, sizes_of(run, CUDA), run.recompute.modules).kept_by_part()
 
 
 def dict_of(rank):
-    return type(Tally().now)(rank.at_peak)
+    return Counter(rank.at_peak)
 
 
 def test_microbatches():

@@ -1,4 +1,4 @@
-"""What layers keep for backward, counted storage by storage, is what the planner's arithmetic says: equal, not close."""
+"""The bytes that layers keep for backward, counted storage by storage, equal those of the layer's description."""
 
 import dataclasses
 
@@ -12,10 +12,11 @@ from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Positions
 from megatron.kernels.ops import attention
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
-from megatron.planner.activations import PARTS, Place, layer_bytes, stage_bytes
 from megatron.spec.decoder import decoder_spec
+from megatron.spec.memory.trace import PARTS
 from tests import pool
 from tests.unit.models.builds import CPU, GPT, LLAMA, make_build
+from tests.unit.spec import planned
 from tests.unit.transformer.test_recompute import MODES, UNFUSED, selective
 
 SAMPLES, TOKENS = 2, 8
@@ -54,12 +55,10 @@ MODELS = {
 
 
 def kernel_of(fields, config, upcast):
-    """(the kernel's kind for the planner, a kernel in the place of this machine's choice)"""
+    """A kernel in the place of this machine's choice."""
     if fields.get("attention_backend") == "unfused":
-        return "unfused", attention.unfused
-    if config.attention_dropout:
-        return "math", attention.fused
-    return ("upcast", attention.in_fp32(attention.fused)) if upcast else ("fused", attention.fused)
+        return attention.unfused
+    return attention.in_fp32(attention.fused) if upcast else attention.fused
 
 
 def kept(block, config, layers, sequence_shards=1):
@@ -87,27 +86,34 @@ def measured(groups, fields, recompute, *, sequence_parallel=False, upcast=False
     """(kept, planned) bytes of three layers on this rank."""
     layers = range(3)
     build = make_build({**fields, "num_layers": 3}, groups, sequence_parallel=sequence_parallel, recompute=recompute)
-    kind, kernel = kernel_of(fields, build.config, upcast)
+    kernel = kernel_of(fields, build.config, upcast)
     build = dataclasses.replace(build, kernels=dataclasses.replace(build.kernels, attention=kernel))
     block = TransformerBlock(build, layers, final_norm=False).train()
     initialize(local_parameters(block), 3)
     shards = groups.tp.size if build.sequence_parallel else 1
-    place = Place(TOKENS, SAMPLES, groups.tp.size, build.sequence_parallel, kind, "cpu")
-    return kept(block, build.config, layers, shards), stage_bytes(build.config, recompute, place, layers)
+    sizes = planned.sizes_for(
+        build.config,
+        planned.WIDE if upcast else planned.CPU,
+        TOKENS,
+        SAMPLES,
+        groups.tp.size,
+        sequence_parallel=build.sequence_parallel,
+    )
+    return kept(block, build.config, layers, shards), planned.kept_by_layers(build.config, sizes, recompute, layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_mode(name):
     for way, recompute in WAYS.items():
-        found, planned = measured(pool.groups(), MODELS[name], recompute)
-        assert found == planned, f"{way}: {found} kept, {planned} planned"
+        found, expected = measured(pool.groups(), MODELS[name], recompute)
+        assert found == expected, f"{way}: {found} kept, {expected} planned"
 
 
 @pytest.mark.parametrize("name", ["llama, bf16", "gpt, fp32 residual, exact"])
 def test_attention_on_fp32_copies(name):
     for way in ("none", "core_attn", "GEMM-last"):
-        found, planned = measured(pool.groups(), MODELS[name], WAYS[way], upcast=True)
-        assert found == planned, way
+        found, expected = measured(pool.groups(), MODELS[name], WAYS[way], upcast=True)
+        assert found == expected, way
 
 
 def over_tp(rank, size, name, sequence_parallel):
@@ -123,27 +129,28 @@ def over_tp(rank, size, name, sequence_parallel):
 @pytest.mark.parametrize("name", ["llama", "gpt, dropout", "llama, unfused, bf16"])
 def test_over_tp(name, sequence_parallel):
     for found in pool.run(2, over_tp, name, sequence_parallel):
-        assert {way: kept for way, (kept, _) in found.items()} == {way: planned for way, (_, planned) in found.items()}
+        assert {way: kept for way, (kept, _) in found.items()} == {way: said for way, (_, said) in found.items()}
 
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_the_figures_of_a_llama_layer(tp):
-    """Bytes a token in bf16, with tp and sequence parallelism a tp-th, but for statistics of whole rows."""
+    """The note on the bytes that a layer keeps: per token, and a tp-th of it over tp with sequence parallelism."""
     fields = {**LLAMA, **MHA, **BF16, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 11008}
     config = make_build(fields, pool.groups()).config
     h, f, n, tokens = 4096, 11008, 32, 1024
-    place = Place(tokens, 1, tp, sequence_parallel=True)
-    all_, gemm_last = (sum(layer_bytes(config, WAYS[way], place).values()) for way in ("none", "GEMM-last"))
+    sizes = planned.sizes_for(config, planned.CUDA, tokens, 1, tp, sequence_parallel=True)
+    all_, gemm_last = (
+        sum(planned.layer_memory(config, sizes, WAYS[way].modules).kept_by_part().values())
+        for way in ("none", "GEMM-last")
+    )
     assert all_ * tp == tokens * (16 * h + 6 * f + 8 + 4 * n)
     assert gemm_last * tp == tokens * (12 * h + 4 * f + 4 * n)
-    assert stage_bytes(config, WAYS["full, uniform 2"], place, range(6)) * tp == tokens * 3 * 2 * h
+    assert planned.kept_by_layers(config, sizes, WAYS["full, uniform 2"], range(6)) * tp == tokens * 3 * 2 * h
 
 
 def test_parts_add_up_and_are_all_named():
     config = make_build(MODELS["gpt, dropout"], pool.groups()).config
-    place = Place(TOKENS, SAMPLES, attention="math", device="cpu")
-    parts = layer_bytes(config, KEEP_ALL, place)
+    sizes = planned.sizes_for(config, planned.CPU, TOKENS, SAMPLES)
+    parts = planned.layer_memory(config, sizes).kept_by_part()
     assert tuple(parts) == PARTS and all(parts.values())
-    assert stage_bytes(config, KEEP_ALL, place, range(5)) == 5 * sum(parts.values())
-    with pytest.raises(ValueError, match="paper"):
-        layer_bytes(config, KEEP_ALL, dataclasses.replace(place, attention="paper"))
+    assert planned.kept_by_layers(config, sizes, KEEP_ALL, range(5)) == 5 * sum(parts.values())

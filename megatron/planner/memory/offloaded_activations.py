@@ -1,0 +1,93 @@
+"""Activations that live in host memory for a while: what their offload frees on the device, as a step is replayed.
+
+With --pipeline-offload-ratio the schedule moves groups, (stage, microbatch): `ratio` of a group has left the device when
+the computation that its offload is overlapped with is over, and is back from the computation before its backward on. The
+groups that the schedule leaves alone, and all groups with the other two ways, move layer by layer within their forward and
+backward, whose profiles contain it (layer_moves.py). With ratio auto nothing moves at first, and nothing is planned to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.config.activation_offload import ActivationOffloadConfig
+from megatron.planner.memory.stage import StageMemory
+from megatron.schedule.offload_pass import moved_groups, with_offload
+from megatron.schedule.schedule import GRADIENTS_OF_INPUT, Action, Kind, Schedule
+from megatron.spec.memory.trace import ACTIVATIONS, MemoryTrace, Profile
+
+Group = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """groups: those that the schedule moves, and `ratio` of them."""
+
+    groups: frozenset[Group]
+    ratio: float
+
+
+def with_moves(offload: ActivationOffloadConfig, schedule: Schedule) -> Schedule:
+    """The schedule with the moves of activations that the flags ask for."""
+    return with_offload(schedule) if offload.kind == "ratio" and offload.ratio else schedule
+
+
+def offloaded_by(offload: ActivationOffloadConfig, schedule: Schedule, rank: int) -> Offloaded:
+    """The groups that the schedule moves on one rank. `schedule`: with its moves."""
+    return Offloaded(moved_groups(schedule.actions[rank]), offload.ratio or 0.0 if offload.kind == "ratio" else 0.0)
+
+
+class OffloadTrace:
+    """Takes and frees the activations that the schedule moves, along a rank's list of actions. most: bytes that were in
+    host memory at once.
+
+    whole, by_layer: profiles of stages, of groups that the schedule moves and of the others.
+    """
+
+    def __init__(
+        self,
+        trace: MemoryTrace,
+        offloaded: Offloaded,
+        whole: Mapping[int, StageMemory],
+        by_layer: Mapping[int, StageMemory],
+    ) -> None:
+        self._trace, self._offloaded, self._whole, self._by_layer = trace, offloaded, whole, by_layer
+        self._leaving: list[Group] = []  # since before the computation that is next or runs
+        self._now = self.most = 0
+
+    def profile(self, action: Action) -> Profile:
+        """The profile of a computation."""
+        group = (action.stage, action.microbatch)
+        return (self._whole if group in self._offloaded.groups else self._by_layer)[action.stage].of(action.kind)
+
+    def move(self, action: Action) -> None:
+        """Follow an OFFLOAD or a RELOAD."""
+        group = (action.stage, action.microbatch)
+        if action.kind is Kind.OFFLOAD:
+            self._leaving.append(group)
+        else:
+            self._move(group, back=True)
+
+    def after(self, action: Action) -> None:
+        """A computation is over."""
+        for group in self._leaving:
+            self._move(group, back=False)
+        self._leaving.clear()
+        if (action.stage, action.microbatch) in self._offloaded.groups:
+            return
+        if action.kind is Kind.FORWARD:
+            self._count(self._by_layer[action.stage].offloaded)
+        elif action.kind in GRADIENTS_OF_INPUT:
+            self._count(-self._by_layer[action.stage].offloaded)
+
+    def _move(self, group: Group, *, back: bool) -> None:
+        net = self._whole[group[0]].forward.net
+        sign = 1 if back else -1
+        moved = {kind: sign * int(self._offloaded.ratio * net.get(kind, 0)) for kind in ACTIVATIONS}
+        self._count(-sum(moved.values()))
+        self._trace.replay(Profile(moved, moved if back else {}, "activations that are back", {}))
+
+    def _count(self, left: int) -> None:
+        self._now += left
+        self.most = max(self.most, self._now)

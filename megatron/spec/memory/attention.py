@@ -1,0 +1,279 @@
+"""The memory of self-attention (core/transformer/attention.py) and of the kernels it chooses, event by event."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron.spec.attention import AttentionSpec
+from megatron.spec.memory.linear import LinearMemory
+from megatron.spec.memory.norm import row_statistics, shifted_weight
+from megatron.spec.memory.sizes import FP32, MASK, Sizes
+from megatron.spec.memory.trace import (
+    ATTENTION,
+    ATTN_PROJ,
+    BACKWARD,
+    COMMUNICATION,
+    CORE_ATTN,
+    NORMS,
+    WORK,
+    MemoryTrace,
+)
+from megatron.spec.norm import NormSpec
+from megatron.spec.work_space import ATTENTION_MATRIX
+
+
+@dataclass(frozen=True)
+class KernelMemory:
+    """Bytes. kept: by the kernel, besides its arguments and its output. forward, backward: its work space.
+
+    keeps_queries, keeps_keys, keeps_values: it keeps those as they are given, and no copies. keeps_output: it keeps the
+    output as it returns it. strided: its output is in the order of its own dims.
+    """
+
+    kept: int
+    forward: int = 0
+    backward: int = 0
+    keeps_queries: bool = True
+    keeps_keys: bool = True
+    keeps_values: bool = True
+    keeps_output: bool = False
+    strided: bool = True
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Bytes of a rank's queries, and of its keys; values take as much as keys. number: of query heads."""
+
+    number: int
+    queries: int
+    keys: int
+
+
+def heads_of(spec: AttentionSpec, sizes: Sizes) -> Heads:
+    """Heads of one of `sizes.tp` ranks."""
+    number, width = spec.heads // sizes.tp, sizes.tokens * spec.head_dim * sizes.e
+    return Heads(number, number * width, spec.local_groups(sizes.tp) * width)
+
+
+def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
+    """The memory of the kernel that a run of these sizes has.
+
+    Fused kernels keep one number a query and head, not the matrix of probabilities (Dao et al., arXiv 2205.14135). torch's
+    for the CPU knows no dropout; then, as in the reference, the matrix is kept: of the softmax, and with dropout of its
+    factors and of the product. Both of those work on copies of keys (and values) for every query head.
+    """
+    heads, dropout = heads_of(spec, sizes), spec.dropout > 0
+    lse = sizes.tokens * heads.number * FP32
+    if sizes.cp > 1 and sizes.comm_type != "a2a":  # keys and values are kept as one tensor
+        fp32 = FP32 // sizes.e
+        forward = fp32 * 2 * heads.queries
+        backward = forward + fp32 * 4 * heads.keys
+        if dropout:
+            largest, in_backward = _dropped_at_once(heads.number, sizes)
+            forward, backward = forward + 3 * FP32 * largest, backward + 5 * FP32 * in_backward
+        whole = not (sizes.unfused_attention or sizes.target.wide)
+        return KernelMemory(
+            lse + 2 * heads.keys, forward, backward, True, False, False, keeps_output=whole, strided=False
+        )
+    keys = sizes.s * (sizes.cp if sizes.comm_type in ("all_gather", "a2a") else 1)  # that a query meets at once
+    matrix = sizes.b * heads.number * sizes.s * keys  # elements
+    if sizes.unfused_attention:
+        rounded = sizes.e if sizes.e < FP32 else 0
+        kept = matrix * (FP32 + rounded + (2 * sizes.e if dropout else 0)) + 2 * heads.queries + sizes.s * keys * MASK
+        return KernelMemory(kept, FP32 * matrix, 2 * FP32 * matrix, True, False, False, strided=False)
+    width = FP32 if sizes.target.wide else sizes.e
+    wide = width // sizes.e
+    if dropout and sizes.target.cpu:
+        repeated = heads.queries * wide if heads.keys < heads.queries else 0
+        kept = 3 * matrix * width + 2 * heads.queries * wide + (repeated or (wide > 1) * heads.keys * wide)
+        whole = not repeated and wide == 1
+        return KernelMemory(kept, matrix * width, 2 * matrix * width, False, False, whole, strided=False)
+    if wide > 1:  # fp32 copies of queries, keys, values and output
+        return KernelMemory(lse + wide * 2 * (heads.queries + heads.keys), wide * heads.queries, 0, False, False, False)
+    return KernelMemory(lse, keeps_output=True)
+
+
+class AttentionMemory:
+    """From the layer's first norm to the output of the projection.
+
+    rotary: channels of a head that are rotated, 0 without rotary embedding. again: attention between its projections is
+    computed again in backward.
+    """
+
+    def __init__(self, spec: AttentionSpec, sizes: Sizes, rotary: int, *, again: bool) -> None:
+        self._spec, self._sizes, self._rotary, self._rope = spec, sizes, rotary, rotary > 0
+        self._heads = heads = heads_of(spec, sizes)
+        self._qk_norm = spec.q_norm is not None
+        self.qkv = LinearMemory(spec.linear_qkv, sizes, (NORMS, ATTENTION), CORE_ATTN)
+        self._changed = self._rope or self._qk_norm  # what the kernel gets are tensors of their own
+        first = kernel_memory(spec, sizes)
+        if sizes.unfused_attention and not self._changed and spec.local_groups(sizes.tp) == 1 < heads.number:
+            # Plain GEMMs cannot read queries of one group as a view of the fused projection.
+            first = dataclasses.replace(first, kept=first.kept + heads.queries, keeps_queries=False)
+        self._kernel, self._again = first, None if not again else first
+        if again:  # until then only its arguments are left of it
+            self._kernel = dataclasses.replace(KernelMemory(0, first.forward + first.kept), strided=first.strided)
+        strided = first.strided and not sizes.target.wide
+        self._proj = LinearMemory(spec.linear_proj, sizes, (ATTENTION, WORK), strided=strided)
+        self._exchanged = _exchanged(heads, sizes)
+        # Gathered while the backward of the layer's MLP runs (core/context_parallel/all_gather.py).
+        self.early = self._exchanged if sizes.comm_type == "all_gather" else 0
+        # A view of the fused projection where queries lie together: with one group, or one query per group.
+        self._copied = heads.queries if spec.local_groups(sizes.tp) > 1 and heads.keys < heads.queries else 0
+        self._copies_values = self._rope and not self._qk_norm
+
+    @property
+    def saves_output(self) -> bool:
+        """Whether the kernel, and not only the projection, keeps the attention's output."""
+        return self._kernel.keeps_output
+
+    def project(self, trace: MemoryTrace) -> None:
+        """The fused projection to queries, keys and values."""
+        self.qkv.forward(trace)
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """The rest. Leaves the output as work space."""
+        kernel = self._kernel
+        self._turn(trace, self._spec.k_norm, self._heads.keys)
+        trace.take(ATTENTION, self._given_values, CORE_ATTN)
+        trace.take(ATTENTION, self._copied, CORE_ATTN)
+        self._turn(trace, self._spec.q_norm, self._heads.queries)
+        if self._rope and not self._qk_norm:
+            trace.free(ATTENTION, self._copied, CORE_ATTN)
+        trace.take(COMMUNICATION, self._exchanged)
+        trace.take(ATTENTION, kernel.kept, CORE_ATTN)
+        trace.take(ATTENTION, self._heads.queries, ATTN_PROJ)
+        trace.use(WORK, kernel.forward)
+        trace.free(COMMUNICATION, self._exchanged)
+        self._proj.forward(trace)
+        if not kernel.keeps_queries:
+            trace.free(ATTENTION, self._given_queries, CORE_ATTN)
+        if not self._keeps_fused and self._copies_values:
+            trace.free(ATTENTION, self.qkv.out, CORE_ATTN)
+
+    def end_layer(self, trace: MemoryTrace) -> None:
+        """Keys and values as the kernel gets them live as long as the layer's function."""
+        if not self._kernel.keeps_keys:
+            trace.free(ATTENTION, self._given_keys, CORE_ATTN)
+        if not self._kernel.keeps_values:
+            trace.free(ATTENTION, self._given_values, CORE_ATTN)
+        if not self._keeps_fused and not self._copies_values:
+            trace.free(ATTENTION, self.qkv.out, CORE_ATTN)
+
+    def backward(self, trace: MemoryTrace, grad: int) -> None:
+        """As LinearMemory's, from the output to the result of the fused projection."""
+        sizes, kernel = self._sizes, self._kernel
+        self._proj.backward(trace, grad)  # frees the attended, as the projection's input
+        if self._again is not None:
+            trace.take(ATTENTION, self._again.kept + self._made_again)
+            trace.use(WORK, self._again.forward)
+        gradients = self._heads.queries + 2 * self._heads.keys
+        wide = FP32 // sizes.e if sizes.target.wide else 1
+        widened = wide * self._heads.queries if wide > 1 else 0
+        trace.take(BACKWARD, widened)
+        trace.take(COMMUNICATION, self._exchanged - self.early)
+        trace.use(WORK, (self._again or kernel).backward)
+        trace.take(BACKWARD, wide * gradients)
+        trace.free(COMMUNICATION, self._exchanged)
+        trace.free(BACKWARD, widened + self._heads.queries)
+        trace.free(ATTENTION, kernel.kept)
+        if self._again is not None:
+            trace.free(ATTENTION, self._again.kept + self._made_again)
+        trace.free(ATTENTION, self._given_queries if kernel.keeps_queries else 0)
+        trace.free(ATTENTION, self._given_keys if kernel.keeps_keys else 0)
+        trace.free(ATTENTION, self._given_values if kernel.keeps_values else 0)
+        if self._keeps_fused and not self._qk_norm:
+            trace.free(ATTENTION, self.qkv.out)
+        if wide > 1:
+            trace.take(BACKWARD, gradients)
+            trace.free(BACKWARD, wide * gradients)
+        self._gather_gradients(trace)
+        if self._qk_norm:
+            trace.free(ATTENTION, self._copied + self.qkv.out)
+
+    def _gather_gradients(self, trace: MemoryTrace) -> None:
+        """From the gradients of queries, keys and values to that of the fused projection: one of its size for each,
+        added."""
+        fused = self.qkv.out
+        self._turn_back(trace, self._spec.q_norm, self._heads.queries)
+        trace.take(BACKWARD, fused)
+        trace.free(BACKWARD, self._heads.queries)
+        self._turn_back(trace, self._spec.k_norm, self._heads.keys)
+        for _ in range(2):
+            trace.use(BACKWARD, fused)
+            trace.free(BACKWARD, self._heads.keys)
+
+    def _turn(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
+        """Norm and rotation of queries or keys of this size. Leaves the result."""
+        if norm is not None:
+            trace.take(ATTENTION, self._statistics(norm, size) + size, CORE_ATTN)
+        if self._rope:
+            trace.take(ATTENTION, size, CORE_ATTN)
+            trace.use(WORK, self._half(size))
+            if norm is not None:
+                trace.free(ATTENTION, size, CORE_ATTN)
+
+    def _turn_back(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
+        if self._rope:
+            trace.take(BACKWARD, size)
+            trace.use(WORK, self._half(size))
+            trace.free(BACKWARD, size)
+        if norm is not None:
+            trace.use(WORK, (4 if self._sizes.e < FP32 else 3) * FP32 * (size // self._sizes.e))
+            trace.free(ATTENTION, self._statistics(norm, size))
+
+    def _half(self, size: int) -> int:
+        """Bytes of one product of the rotation."""
+        return size * (self._rotary // 2) // self._spec.head_dim
+
+    def _statistics(self, norm: NormSpec, size: int) -> int:
+        """Bytes that the norm of queries or keys keeps besides its input."""
+        rows = size // self._sizes.e // norm.size
+        return rows * row_statistics(norm, self._sizes) + shifted_weight(norm, self._sizes)
+
+    @property
+    def _made_again(self) -> int:
+        """Bytes of the output that a second run makes: a fused kernel keeps it, plain GEMMs end before it."""
+        return self._heads.queries if self._again is not None and self._again.strided else 0
+
+    @property
+    def _given_queries(self) -> int:
+        """Bytes of the queries that the kernel gets, when they are no view of the fused projection."""
+        return self._heads.queries if self._changed else self._copied
+
+    @property
+    def _given_keys(self) -> int:
+        return self._heads.keys if self._changed else 0
+
+    @property
+    def _given_values(self) -> int:
+        return self._heads.keys if self._copies_values else 0
+
+    @property
+    def _keeps_fused(self) -> bool:
+        """Whether something that is kept is a view of the fused projection: the norms' inputs, values, or all."""
+        views = not self._changed and self._kernel.keeps_queries
+        return self._qk_norm or (self._kernel.keeps_values and not self._copies_values) or views
+
+
+def _dropped_at_once(heads: int, sizes: Sizes) -> tuple[int, int]:
+    """Probabilities of the largest block, in forward and in backward, where plain torch drops them."""
+    own = sizes.b * heads * sizes.s**2
+    if sizes.comm_type == "all_gather":
+        largest = min(max(own, own * (sizes.cp - 1) // 2), ATTENTION_MATRIX)
+        return largest, largest
+    if sizes.comm_type == "a2a+p2p":  # at most: longer blocks of fewer heads
+        own *= sizes.cp
+    return min(own, ATTENTION_MATRIX), min(own // 2, ATTENTION_MATRIX)  # a ring's backward has its own block in parts
+
+
+def _exchanged(heads: Heads, sizes: Sizes) -> int:
+    """Keys and values of other ranks that are here at once: those of a ring's step and of the next, or all of them."""
+    if sizes.cp == 1:
+        return 0
+    if sizes.comm_type == "p2p":
+        return 4 * heads.keys
+    if sizes.comm_type == "all_gather":
+        return 2 * sizes.cp * heads.keys
+    return 2 * (heads.queries + heads.keys)  # of the heads that are exchanged: queries, keys, values, output

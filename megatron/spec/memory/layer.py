@@ -1,0 +1,177 @@
+"""The memory of one decoder layer, event by event, in forward and in backward.
+
+The events are those of core/transformer/block.py and of the autograd functions it calls, in their order: a tensor that
+backward needs is taken in forward and freed when its node has run; the others are taken and freed within. Between
+layers there is one tensor: in forward the residual stream, which belongs to the layer that made it; in backward its
+gradient, which is in use when a layer's backward begins and when it ends.
+
+[Note: bytes that a layer keeps]
+Per token, in bf16, with a fused kernel, without biases, dropout and adapters, a layer with RMSNorm and a gated MLP keeps for
+its backward (h hidden, f MLP width, n query heads and as many key/value heads, n d = h; over tp with sequence parallelism
+a tp-th of it):
+
+    everything  16 h + 6 f + 8 + 4 n     bytes: residuals 2 x 2h, norms 2 x 2h, queries, keys and values 6h, output 2h,
+                                         gate and up 4f, their product 2f, statistics 2 x 4, log-sum-exp 4n
+    GEMM-last   12 h + 4 f + 4 n         without both norms' outputs and statistics and the activation's output
+    full         2 h                     per group of layers
+
+Not counted are parameters, rotary tables (one pair per microbatch for all layers), and the states of random streams (some
+bytes per recomputed region on CUDA, 10 KB on the CPU).
+"""
+
+from __future__ import annotations
+
+from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
+from megatron.spec.decoder import LayerSpec
+from megatron.spec.memory.attention import AttentionMemory
+from megatron.spec.memory.linear import LinearMemory
+from megatron.spec.memory.mlp import MLPMemory
+from megatron.spec.memory.norm import NormMemory
+from megatron.spec.memory.sizes import MASK, Sizes
+from megatron.spec.memory.trace import (
+    ATTN_NORM,
+    BACKWARD,
+    COMMUNICATION,
+    DROPOUT,
+    MLP_FC1,
+    MLP_NORM,
+    NORMS,
+    PARTS,
+    QKV_LINEAR,
+    RESIDUAL,
+    WORK,
+    MemoryTrace,
+    profile_of,
+)
+
+
+class LayerMemory:
+    """One layer. rotary: channels of a head that are rotated. modules: parts that are computed again in backward.
+
+    norm and mlp_act are computed by the linear layer behind them, which keeps their input, and again within its backward.
+    """
+
+    def __init__(self, spec: LayerSpec, sizes: Sizes, rotary: int, modules: frozenset[str]) -> None:
+        self._sizes, self._dropout = sizes, spec.dropout > 0
+        self._norm_again, self._mlp_again = NORM in modules, WHOLE_MLP in modules
+        self._input_norm = NormMemory(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR)
+        self._attention = AttentionMemory(spec.attention, sizes, rotary, again=CORE_ATTN in modules)
+        self._mlp_norm = NormMemory(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1)
+        self._mlp = MLPMemory(spec.mlp, sizes, act_again=MLP_ACT in modules, again=self._mlp_again)
+        # A region of norm and MLP keeps its input alone, which is the residual stream.
+        self._region = self._norm_again and self._mlp_again
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """Leaves the tensors that backward needs, and the residual stream after the layer."""
+        sizes = self._sizes
+        with trace.doing("attention"):
+            self._input_norm.forward(trace)
+            self._attention.project(trace)
+            if self._norm_again:
+                self._input_norm.forget(trace)
+            self._attention.forward(trace)  # leaves its output
+            self._add(trace, MLP_NORM)
+        if self._input_norm.copies:
+            trace.free(RESIDUAL, sizes.residual, ATTN_NORM)  # the layer's input, which nothing keeps
+        with trace.doing("mlp"):
+            self._mlp_input(trace)
+            self._mlp.forward(trace)
+            if self._region:
+                trace.free(NORMS, self._mlp_norm.kept_input, MLP_NORM)
+            self._add(trace, ATTN_NORM)  # of the next layer, as its norm is to this one
+            trace.free(WORK, sizes.hidden)  # the MLP's output
+        if self._mlp_norm.copies and not self._region:
+            trace.free(RESIDUAL, sizes.residual, MLP_NORM)
+        trace.free(WORK, sizes.hidden)  # the attention's output, which lives as long as the layer's function
+        self._attention.end_layer(trace)
+
+    def backward(self, trace: MemoryTrace, *, owned: bool = True) -> None:
+        """Frees the tensors that forward kept, and the residual stream before the layer.
+
+        owned: the incoming gradient is used nowhere else, so it is added to in place.
+        """
+        sizes = self._sizes
+        trace.take(COMMUNICATION, self._attention.early)
+        with trace.doing("mlp"):
+            branch = self._branch_gradient(trace)
+            if self._mlp_again:
+                if self._region:
+                    self._mlp_input(trace)
+                else:
+                    self._mlp.fc1.forward(trace)
+                self._mlp.activate(trace)
+            self._mlp.backward(trace, branch)
+            self._norm_backward(trace, self._mlp.fc1, self._mlp_norm)
+            if not self._mlp_norm.copies or self._region:
+                trace.free(RESIDUAL, sizes.residual)
+            trace.free(BACKWARD, sizes.residual)
+        shared = sizes.split_backward and branch == 0  # the weight gradients need the incoming gradient later
+        if shared or not owned:
+            trace.take(BACKWARD, sizes.residual)
+        with trace.doing("attention"):
+            branch = self._branch_gradient(trace)
+            self._attention.backward(trace, grad=branch)
+            self._norm_backward(trace, self._attention.qkv, self._input_norm)
+            if not self._input_norm.copies:
+                trace.free(RESIDUAL, sizes.residual)
+            trace.free(BACKWARD, sizes.residual)
+        if shared:
+            trace.take(BACKWARD, sizes.residual)
+            if not owned:
+                trace.take(BACKWARD, sizes.residual)
+
+    @property
+    def core_saves_output(self) -> bool:
+        """Whether attention itself, and not only the projection behind it, keeps the attention's output."""
+        return self._attention.saves_output
+
+    def kept_by_part(self) -> dict[str, int]:
+        """Part of the layer -> bytes that it keeps for its backward; a storage counts where it is kept first."""
+        parts = profile_of(self.forward).parts
+        return {part: parts.get(part, 0) for part in PARTS}
+
+    def _mlp_input(self, trace: MemoryTrace) -> None:
+        """The second norm and fc1."""
+        self._mlp_norm.forward(trace)
+        self._mlp.fc1.forward(trace)
+        if self._norm_again:
+            self._mlp_norm.forget(trace)
+
+    def _add(self, trace: MemoryTrace, reader: str) -> None:
+        """The branch's output, with dropout, to the residual stream, whose reader is a norm. The output stays."""
+        sizes = self._sizes
+        if self._dropout:
+            trace.take(DROPOUT, self._mask, DROPOUT)
+            trace.take(WORK, sizes.hidden)
+        trace.take(RESIDUAL, sizes.residual, reader)
+        if self._dropout:
+            trace.free(WORK, sizes.hidden)
+
+    def _branch_gradient(self, trace: MemoryTrace) -> int:
+        """Bytes of the gradient of the branch's output; 0 when it is the residual stream's own."""
+        sizes = self._sizes
+        if not self._dropout and sizes.residual == sizes.hidden:
+            return 0
+        if sizes.residual != sizes.hidden:
+            trace.take(BACKWARD, sizes.hidden)
+        if self._dropout:
+            trace.take(BACKWARD, sizes.hidden)
+            trace.free(DROPOUT, self._mask)
+            if sizes.residual != sizes.hidden:
+                trace.free(BACKWARD, sizes.hidden)
+        return sizes.hidden
+
+    def _norm_backward(self, trace: MemoryTrace, behind: LinearMemory, norm: NormMemory) -> None:
+        """The backward of the linear layer behind a norm, and of the norm."""
+        if self._norm_again:
+            norm.again(trace)
+            behind.backward(trace, then=norm.backward)
+        else:
+            behind.backward(trace)
+            norm.backward(trace)
+
+    @property
+    def _mask(self) -> int:
+        """Bytes that dropout of hidden states keeps. On the CPU torch has no kernel of its own for it: it keeps factors."""
+        sizes = self._sizes
+        return sizes.rows * sizes.h * (sizes.e if sizes.target.cpu else MASK)

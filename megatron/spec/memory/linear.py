@@ -1,0 +1,151 @@
+"""The memory of a linear layer (core/tensor_parallel/linear.py), event by event.
+
+A column layer's input is gathered where sequence parallelism divides it, and gathered again in backward, so that only the
+part is kept; a row layer's output is summed. Where halves are multiplied in fp32 (Target.wide) copies of the operands
+and of the result exist for the time of the GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.memory.sizes import FP32, Sizes
+from megatron.spec.memory.trace import BACKWARD, COMMUNICATION, WORK, MemoryTrace
+
+
+@dataclass(frozen=True)
+class LinearMemory:
+    """kinds: of its input, which it keeps, and of its output. reader: the part of the layer that saves the output.
+
+    strided: the input's memory is not in the order of its dims, so that GEMMs take a copy.
+    """
+
+    spec: LinearSpec
+    sizes: Sizes
+    kinds: tuple[str, str]
+    reader: str | None = None
+    strided: bool = False
+
+    @property
+    def column(self) -> bool:
+        """Its outputs are sharded, and not its inputs."""
+        return self.spec.parallel == COLUMN
+
+    @property
+    def inputs(self) -> int:
+        """Input features of this rank."""
+        return self.spec.local_features(self.sizes.tp)[0]
+
+    @property
+    def outputs(self) -> int:
+        """Output features of this rank."""
+        return self.spec.local_features(self.sizes.tp)[1]
+
+    @property
+    def out(self) -> int:
+        """Bytes of the result."""
+        return self.sizes.tokens * self.outputs * self.sizes.e
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the input as it is kept."""
+        rows = self.sizes.rows if self.column else self.sizes.tokens
+        return rows * self.inputs * self.sizes.e
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of a column layer's input once sequence parallelism has gathered it; 0 without it."""
+        return self.sizes.tokens * self.inputs * self.sizes.e if self.column and self.sizes.sp > 1 else 0
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """Its input, which it keeps, is in use already. Leaves the output; a row layer's, summed, as work space."""
+        trace.take(COMMUNICATION, self.gathered)
+        self._gemm(trace, self.inputs, self.outputs, self.out)
+        trace.free(COMMUNICATION, self.gathered)
+        if self.column:
+            trace.take(self.kinds[1], self.out, self.reader)
+            return
+        trace.take(WORK, self.out)
+        if self.sizes.sp > 1:
+            self._scatter(trace, WORK)
+        elif self.spec.has_bias and self.sizes.tp > 1:
+            trace.use(WORK, self.out)
+
+    def backward(
+        self, trace: MemoryTrace, grad: int | None = None, then: Callable[[MemoryTrace], None] = lambda trace: None
+    ) -> None:
+        """From the gradient of the output, of `grad` bytes (those of the output by default, 0 when it belongs to
+        another), to the gradient of the input, which takes its place. Frees the input.
+
+        `then`: what the layer's backward goes on with before it returns (GEMM-last).
+        """
+        grad = self.out if grad is None else grad
+        sizes = self.sizes
+        around = 0
+        if sizes.sp > 1:
+            around = self.gathered if self.column else self.out  # the input, or the gradient, whole
+            trace.take(COMMUNICATION, around)
+        whole = sizes.tokens * self.inputs * sizes.e
+        self._gemm(trace, self.outputs, self.inputs, whole)
+        trace.take(BACKWARD, whole)
+        scattered = self.column and sizes.sp > 1
+        if scattered:
+            trace.take(COMMUNICATION, sizes.hidden + (whole if sizes.target.cpu else 0))
+        if not self.sizes.split_backward:
+            self._weight_grad(trace)
+        if scattered:
+            trace.use(WORK, sizes.hidden if sizes.target.cpu else 0)  # the sum, before it is rounded
+            trace.free(BACKWARD, whole - sizes.hidden)
+            trace.take(COMMUNICATION, whole - sizes.hidden)
+        then(trace)
+        if scattered:
+            trace.free(COMMUNICATION, whole + (whole if sizes.target.cpu else 0))
+        if self.sizes.split_backward:
+            self._defer(trace, around)
+        else:
+            trace.free(self.kinds[0], self.kept)
+            trace.free(COMMUNICATION, around)
+        if not self.sizes.split_backward or (around and not self.column):
+            trace.free(BACKWARD, grad)
+
+    def _defer(self, trace: MemoryTrace, around: int) -> None:
+        """The operands of the weight gradient stay for it: the input and the gradient, both whole."""
+        trace.free(COMMUNICATION, around)
+        if around and self.column:
+            trace.free(self.kinds[0], self.kept)
+            trace.take(self.kinds[0], around)
+        elif around:
+            trace.take(BACKWARD, around)
+
+    def _gemm(self, trace: MemoryTrace, inputs: int, outputs: int, out: int) -> None:
+        """Work space of x [tokens, inputs] times a matrix, including the result."""
+        tokens = self.sizes.tokens
+        if self.sizes.target.wide:
+            operands = FP32 * (tokens * inputs + inputs * outputs)
+            result = FP32 * tokens * outputs
+            trace.use(WORK, result + max(operands, out))
+        elif self.strided and inputs == self.inputs and self.sizes.b > 1:
+            trace.use(WORK, tokens * inputs * self.sizes.e + out)
+        else:
+            trace.use(WORK, out)
+
+    def _weight_grad(self, trace: MemoryTrace) -> None:
+        tokens, e = self.sizes.tokens, self.sizes.e
+        if self.strided and self.sizes.b > 1:
+            trace.take(WORK, tokens * self.inputs * e)
+        if not self.sizes.fused_weight_grad or (self.sizes.target.cpu and e < FP32 and not self.sizes.target.wide):
+            trace.use(WORK, self.inputs * self.outputs * e)
+        elif self.sizes.target.wide:
+            trace.use(WORK, FP32 * tokens * (self.inputs + self.outputs))
+        if self.strided and self.sizes.b > 1:
+            trace.free(WORK, tokens * self.inputs * e)
+
+    def _scatter(self, trace: MemoryTrace, kind: str) -> None:
+        """The result becomes this rank's part of its sum."""
+        part = self.out // self.sizes.sp
+        trace.take(kind, part)
+        if self.sizes.target.cpu:  # the chunks of all ranks are received and summed here
+            trace.use(COMMUNICATION, self.out)
+        trace.free(kind, self.out)

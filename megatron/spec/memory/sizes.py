@@ -1,0 +1,69 @@
+"""The size of a microbatch on one rank, and what decides how many copies of it its layers make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FP32, INT64, MASK = 4, 8, 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """The properties of a device's kernels that decide about memory.
+
+    cpu: kernels of the CPU; else of a CUDA device. wide: GEMMs of half-precision matrices run on fp32 copies, as on CPUs
+    without instructions for them (kernels/ops/gemm.py).
+    """
+
+    cpu: bool
+    wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """One microbatch on one rank of `tp` x `cp`.
+
+    s, b: sequence and samples as a rank holds them. h: hidden size. e: bytes per element of an activation; r: of the
+    residual stream. sp: parts that sequence parallelism divides the sequence into, tp or 1. comm_type: how attention reads
+    the whole sequence where cp > 1. unfused_attention: plain torch, not a fused kernel. fused_weight_grad: a weight's
+    gradient is accumulated by its GEMM. split_backward: weight gradients are computed later than input gradients.
+    """
+
+    target: Target
+    s: int
+    b: int
+    h: int
+    e: int
+    r: int
+    tp: int = 1
+    sp: int = 1
+    cp: int = 1
+    comm_type: str = "p2p"
+    unfused_attention: bool = False
+    fused_weight_grad: bool = True
+    split_backward: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank's part of the microbatch."""
+        return self.s * self.b
+
+    @property
+    def rows(self) -> int:
+        """Tokens where sequence parallelism divides them."""
+        return self.tokens // self.sp
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of hidden states between the layers' linear parts."""
+        return self.rows * self.h * self.e
+
+    @property
+    def whole(self) -> int:
+        """Bytes of hidden states, gathered over sequence parallelism."""
+        return self.tokens * self.h * self.e
+
+    @property
+    def residual(self) -> int:
+        """Bytes of the residual stream."""
+        return self.rows * self.h * self.r

@@ -1,0 +1,109 @@
+"""A memory trace: bytes in use, followed through a list of events, with what is in use when it is most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megatron.config.activation_offload import OFFLOAD_MODULES
+
+# Kinds of memory, in the order of tables.
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+ATTENTION, MLP, NORMS, RESIDUAL, DROPOUT = "attention", "mlp", "norms", "residual", "dropout"
+EMBEDDING, LOGITS, BATCH = "embedding", "logits", "batch"
+BACKWARD, COMMUNICATION, WORK = "backward", "communication", "work space"
+ACTIVATIONS = (ATTENTION, MLP, NORMS, RESIDUAL, DROPOUT, EMBEDDING, LOGITS, BATCH)
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, *ACTIVATIONS, BACKWARD, COMMUNICATION, WORK)
+
+# Parts of a layer that save activations: those of --offload-modules, and the dropout of hidden states.
+ATTN_NORM, QKV_LINEAR, CORE_ATTN, ATTN_PROJ, MLP_NORM, MLP_FC1, MLP_ACT, MLP_FC2 = OFFLOAD_MODULES
+PARTS = (*OFFLOAD_MODULES, DROPOUT)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The effect of some work on memory, whatever was in use before it.
+
+    net: bytes by kind that it leaves behind, negative where it frees more than it takes. top: bytes by kind, on top of
+    those that were there before, when it uses most; moment: its name. parts: of the bytes left behind, those that a part
+    of a layer saves for its backward.
+    """
+
+    net: Mapping[str, int]
+    top: Mapping[str, int]
+    moment: str
+    parts: Mapping[str, int]
+
+    @property
+    def kept(self) -> int:
+        """Bytes left behind."""
+        return sum(self.net.values())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use at once, on top of those that were there before."""
+        return sum(self.top.values())
+
+
+class MemoryTrace:
+    """Bytes by kind, now and when their sum was largest; and bytes by the part of a layer that saves them."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.top: Counter[str] = Counter()
+        self.parts: Counter[str] = Counter()
+        self.moment = ""  # of `top`
+        self._level = self._peak = 0
+        self._doing: list[str] = []
+
+    @contextmanager
+    def doing(self, name: str) -> Iterator[None]:
+        """A peak in the body is named `name`, after the names of the bodies around it."""
+        self._doing.append(name)
+        yield
+        self._doing.pop()
+
+    def take(self, kind: str, size: int, part: str | None = None) -> None:
+        """`size` more bytes are in use. part: the part of the layer that saves them."""
+        self.now[kind] += size
+        self._level += size
+        if part is not None:
+            self.parts[part] += size
+        if self._level > self._peak:
+            self._peak, self.top, self.moment = self._level, Counter(self.now), ": ".join(self._doing)
+
+    def free(self, kind: str, size: int, part: str | None = None) -> None:
+        """The opposite of `take`."""
+        self.now[kind] -= size
+        self._level -= size
+        if part is not None:
+            self.parts[part] -= size
+
+    def use(self, kind: str, size: int) -> None:
+        """Taken and freed again."""
+        self.take(kind, size)
+        self.free(kind, size)
+
+    def replay(self, profile: Profile) -> None:
+        """The events of a profile."""
+        if self._level + profile.peak > self._peak:
+            self._peak = self._level + profile.peak
+            self.top = Counter(self.now)
+            self.top.update(profile.top)
+            self.moment = ": ".join([*self._doing, profile.moment])
+        self.now.update(profile.net)
+        self.parts.update(profile.parts)
+        self._level += profile.kept
+
+    def profile(self) -> Profile:
+        """All events so far as one profile."""
+        return Profile(dict(self.now), dict(self.top), self.moment, dict(self.parts))
+
+
+def profile_of(work: Callable[[MemoryTrace], None]) -> Profile:
+    """The profile of the events that `work` reports."""
+    trace = MemoryTrace()
+    work(trace)
+    return trace.profile()

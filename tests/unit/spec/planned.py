@@ -1,0 +1,40 @@
+"""The memory that the description of a decoder predicts, for tests that measure it."""
+
+from megatron.config.activation_offload import ActivationOffloadConfig
+from megatron.planner.memory.stage import stage_memory
+from megatron.schedule.partition import Stage
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.memory.layer import LayerMemory
+from megatron.spec.memory.sizes import Sizes, Target
+
+CPU, CUDA, WIDE = Target(cpu=True), Target(cpu=False), Target(cpu=True, wide=True)
+
+
+def sizes_for(config, target, tokens, samples, tp=1, *, sequence_parallel=False):
+    """A microbatch of `samples` sequences of `tokens`."""
+    e = 4 if config.dtype_name == "float32" else 2
+    return Sizes(
+        target=target,
+        s=tokens,
+        b=samples,
+        h=config.hidden_size,
+        e=e,
+        r=4 if config.fp32_residual_connection else e,
+        tp=tp,
+        sp=tp if sequence_parallel else 1,
+        unfused_attention=config.attention_backend == "unfused",
+        fused_weight_grad=config.gradient_accumulation_fusion,
+    )
+
+
+def layer_memory(config, sizes, modules=frozenset()):
+    """A layer that computes `modules` again in backward."""
+    spec = decoder_spec(config)
+    return LayerMemory(spec.layers[0], sizes, spec.rotary.channels if spec.rotary else 0, modules)
+
+
+def kept_by_layers(config, sizes, recompute, layers):
+    """Bytes that these layers of a stage keep for backward, without the rotary tables."""
+    spec, stage = decoder_spec(config), Stage(0, layers, embedding=False, head=False)
+    tables = 2 * sizes.s * (spec.rotary.channels // 2) * sizes.e if spec.rotary else 0
+    return stage_memory(spec, sizes, stage, recompute, ActivationOffloadConfig()).forward.kept - tables
