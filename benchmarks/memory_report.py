@@ -30,7 +30,7 @@ from megatron.core.groups import create_groups
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory.plan import RankMemory, plan_memory
-from megatron.spec.memory.sizes import Target
+from megatron.spec.sizes import Target
 from megatron.training.setup import build
 
 MIB = 1024**2

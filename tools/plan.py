@@ -37,7 +37,7 @@ from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.simulate import Costs, Timeline, simulate
 from megatron.schedule.spec import Formula, Times
 from megatron.schedule.validate import chunks_near
-from megatron.spec.memory.sizes import Target
+from megatron.spec.sizes import Target
 
 MS = 1e-3
 TABLE_RANKS = 8  # columns of a table of memory

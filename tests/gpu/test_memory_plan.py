@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.memory_report import LLAMA, configured
 from megatron.planner.memory.plan import plan_memory
-from megatron.spec.memory.sizes import Target
+from megatron.spec.sizes import Target
 from megatron.training.setup import build
 from tests import pool
 from tests.gpu.cuda import CUDA, NEEDS_CUDA

@@ -9,7 +9,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.rules.check import check
 from megatron.planner.memory.sizes import sizes_of
-from megatron.spec.memory.sizes import Target
+from megatron.spec.sizes import Target
 from megatron.training import balanced_recompute
 from tests import pool
 from tests.parallel.test_recompute import STEPS, make, trained

@@ -1,4 +1,8 @@
-"""Which collectives a decoder issues, as the tables of docs/sharding.md list them: operation, group, shape, bytes."""
+"""The collectives that a decoder issues, against its description and the tables of docs/sharding.md."""
+
+import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +11,14 @@ from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.block import TransformerLayer
 from megatron.core.transformer.context import Positions
+from megatron.spec.collectives import (
+    Calls,
+    embedding_collectives,
+    layer_collectives,
+    linear_collectives,
+    loss_collectives,
+)
+from megatron.spec.decoder import decoder_spec
 from megatron.training.batch import make_batch
 from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep
@@ -21,62 +33,63 @@ from tests.unit.models.builds import (
     make_model,
     make_optimizer,
 )
+from tests.unit.spec import planned
 from tests.unit.training.test_step import DATA, EOD
 
-S, B, H, TP, PADDED = 8, 3, 32, 2, 112
-WHOLE, SHARD = (S, B, H), (S // TP, B, H)  # hidden states of all positions, and of a rank's own
+S, B, H, TP = 8, 3, 32, 2
 TOKENS = (S * B,)
-
-# (operation, shape of what goes in) on group tp, in order. One layer: attention, then MLP; backward the other way round.
-LAYER = {
-    False: {
-        "forward": [("all_reduce", WHOLE), ("all_reduce", WHOLE)],  # after linear_proj, after linear_fc2
-        "backward": [("all_reduce", WHOLE), ("all_reduce", WHOLE)],  # input gradient of linear_fc1, of linear_qkv
-    },
-    True: {
-        "forward": [
-            ("all_gather", SHARD),  # input of linear_qkv
-            ("reduce_scatter", WHOLE),  # output of linear_proj
-            ("all_gather", SHARD),  # input of linear_fc1
-            ("reduce_scatter", WHOLE),  # output of linear_fc2
-        ],
-        "backward": [
-            ("all_gather", SHARD),  # gradient of linear_fc2's output
-            ("all_gather", SHARD),  # linear_fc1's input once more: it is not kept whole
-            ("reduce_scatter", WHOLE),  # its gradient
-            ("all_gather", SHARD),  # gradient of linear_proj's output
-            ("all_gather", SHARD),  # linear_qkv's input once more
-            ("reduce_scatter", WHOLE),  # its gradient
-        ],
-    },
-}
-EMBEDDING = {
-    False: {"forward": [("all_reduce", WHOLE)], "backward": []},
-    True: {"forward": [("reduce_scatter", WHOLE)], "backward": [("all_gather", SHARD)]},
-}
-HEAD_AND_LOSS = {
-    False: {
-        "forward": [("all_reduce", TOKENS), ("all_reduce", (2, *TOKENS))],  # largest logit; sum of exp, target's logit
-        "backward": [("all_reduce", WHOLE)],  # gradient of the head's input
-    },
-    True: {
-        "forward": [("all_gather", SHARD), ("all_reduce", TOKENS), ("all_reduce", (2, *TOKENS))],
-        "backward": [("all_gather", SHARD), ("reduce_scatter", WHOLE)],
-    },
-}
+DOCS = Path(__file__).parents[2] / "docs" / "sharding.md"
+OPS = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
 
 
-def nbytes(shape, itemsize):
-    return torch.Size(shape).numel() * itemsize
+def sizes_of(config, *, tp=TP, sequence_parallel=False):
+    """A microbatch of B sequences of S tokens."""
+    return planned.sizes_for(config, planned.CPU, S, B, tp, sequence_parallel=sequence_parallel)
+
+
+def described(calls):
+    return [(call.op, call.group, call.nbytes) for call in calls]
+
+
+def parts_of(config, sizes):
+    """(embedding, layer, output layer and loss)"""
+    spec = decoder_spec(config)
+    output, loss = linear_collectives(spec.output, sizes), loss_collectives(sizes)
+    head = Calls(output.forward + loss.forward, loss.backward + output.backward)
+    return embedding_collectives(sizes), layer_collectives(spec.layers[0], sizes), head
 
 
 def rows(calls):
-    return [(c.op, c.group, c.shape, c.nbytes) for c in calls]
+    return [(c.op, c.group, c.nbytes) for c in calls]
 
 
-def expected_rows(table, itemsize=4):
-    """Logits' statistics are fp32 whatever the activations are."""
-    return [(op, "tp", shape, nbytes(shape, 4 if shape in (TOKENS, (2, *TOKENS)) else itemsize)) for op, shape in table]
+def table_row(label):
+    """[the calls that each cell of a row of docs/sharding.md lists, as (operation, elements)], the last two cells."""
+    (line,) = (line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {label} |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")][-2:]
+    found = []
+    for cell in cells:
+        calls = re.findall(r"(all-reduce|all-gather|reduce-scatter)(?: max)? \[([^]]+)\]", cell)
+        assert calls or cell == "none", cell
+        elements = {"A": S * B * H, "A/t": S * B * H // TP, "s · b": S * B, "2, s · b": 2 * S * B}
+        listed = [(OPS[op], elements[size]) for op, size in calls]
+        found.append(listed * 2 if "the same again" in cell else listed)
+    return found
+
+
+@pytest.mark.parametrize("way", ["tp", "tp + sp"])
+def test_the_tables_of_the_documentation(way):
+    config = make_build(LLAMA, pool.groups()).config
+    sizes = sizes_of(config, sequence_parallel=way == "tp + sp")
+    embedding, layer, head = parts_of(config, sizes)
+    output, loss = table_row(f"output layer, {way}"), table_row("cross entropy")
+    for calls, (forward, backward) in (
+        (embedding, table_row(f"embedding, {way}")),
+        (layer, table_row(way)),
+        (head, (output[0] + loss[0], loss[1] + output[1])),
+    ):
+        assert [(call.op, call.nbytes // 4) for call in calls.forward] == forward
+        assert [(call.op, call.nbytes // 4) for call in calls.backward] == backward
 
 
 def record(groups, forward, *inputs):
@@ -125,14 +138,12 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(
-    ("measure", "table"), [(layer_calls, LAYER), (embedding_calls, EMBEDDING), (head_calls, HEAD_AND_LOSS)]
-)
-def test_part(measure, table, sequence_parallel, model):
-    itemsize = 2 if model == "bf16" else 4
-    expected = tuple(expected_rows(table[sequence_parallel][p], itemsize) for p in ("forward", "backward"))
+@pytest.mark.parametrize(("part", "measure"), enumerate([embedding_calls, layer_calls, head_calls]))
+def test_part(part, measure, sequence_parallel, model):
+    config = make_build(MODELS[model], pool.groups()).config
+    calls = parts_of(config, sizes_of(config, sequence_parallel=sequence_parallel))[part]
     for found in pool.run(TP, measure, MODELS[model], sequence_parallel):
-        assert found == expected
+        assert found == (described(calls.forward), described(calls.backward))
 
 
 @pytest.mark.parametrize("measure", [layer_calls, embedding_calls, head_calls])
@@ -140,53 +151,40 @@ def test_one_process_communicates_nothing(measure):
     assert pool.run(1, measure, LLAMA, True) == [([], [])]
 
 
-D, QUERIES, KEYS = 4, 8, 4  # LLAMA's heads
 CONTEXTS = [("p2p", 2), ("p2p", 3), ("all_gather", 2), ("all_gather", 3), ("a2a", 2), ("a2a", 4), ("a2a+p2p", 4)]
 
 
-def context_table(kind, tp, cp):
-    """(operation, group, elements of the input) of attention over cp: forward, backward."""
-    inner = {"a2a": cp, "a2a+p2p": 2}.get(kind, 1)
-    tokens = 2 * B * D  # of a rank: sequences are 2 x cp
-    queries, keys = tokens * QUERIES // tp, 2 * tokens * max(KEYS // tp, inner)
-    ring = [("shift", "cp_outer" if inner > 1 else "cp", keys)] * (cp // inner - 1)
-    if kind == "all_gather":
-        gather = ("all_gather", "cp", keys)
-        return [gather], [gather, ("reduce_scatter", "cp", cp * keys)]
-    if kind == "p2p":
-        return ring, ring * 2
-    group = "cp" if kind == "a2a" else "cp_inner"
-    to_heads, back = ("all_to_all", group, queries + keys), ("all_to_all", group, queries)
-    return [to_heads, *ring, back], [back, *ring * 2, to_heads]
+def context_sizes(config, kind, cp, tp=1):
+    """A rank has two tokens of each sequence."""
+    sizes = planned.sizes_for(config, planned.CPU, 2, B, tp, sequence_parallel=tp > 1)
+    return dataclasses.replace(sizes, cp=cp, comm_type=kind, cp_inner=2)
 
 
 def context_calls(rank, size, kind, tp, fields):
-    """Of a layer, those over cp and those over tp."""
+    """(calls of a layer's forward, of its backward)"""
     groups = pool.groups(tp=tp, cp=size // tp, inner=2 if kind == "a2a+p2p" else 1)
     build = make_build(fields, groups, sequence_parallel=True, cp_comm_types=(kind,))
     layer = TransformerLayer(build, 0)
     initialize(local_parameters(layer), 1)
     x = torch.ones(2 // tp, B, H, dtype=build.dtype, requires_grad=True)
-    calls = record(groups, layer, x, Positions(None, None))
-    elements = [[(op, group, n // build.dtype.itemsize) for op, group, _, n in part] for part in calls]
-    return [[[c for c in part if (c[1] == "tp") == over_tp] for part in elements] for over_tp in (False, True)]
+    return record(groups, layer, x, Positions(None, None))
 
 
 @pytest.mark.parametrize(("kind", "cp"), CONTEXTS)
 @pytest.mark.parametrize("model", ["llama", "bf16"])
 def test_context(kind, cp, model):
-    for over_cp, over_tp in pool.run(cp, context_calls, kind, 1, MODELS[model]):
-        assert tuple(over_cp) == context_table(kind, 1, cp) and over_tp == [[], []]
+    config = make_build(MODELS[model], pool.groups()).config
+    calls = layer_collectives(decoder_spec(config).layers[0], context_sizes(config, kind, cp))
+    for found in pool.run(cp, context_calls, kind, 1, MODELS[model]):
+        assert found == (described(calls.forward), described(calls.backward))
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
-def test_context_beside_tensor_parallelism(kind):
-    """Attention sends its own heads; the linears' collectives are those of a sequence of s / cp."""
-    whole, shard = 2 * B * H, B * H
-    sizes = {"all_gather": shard, "reduce_scatter": whole}
-    expected = [[(op, "tp", sizes[op]) for op, _ in LAYER[True][part]] for part in ("forward", "backward")]
-    for over_cp, over_tp in pool.run(4, context_calls, kind, 2, LLAMA):
-        assert tuple(over_cp) == context_table(kind, 2, 2) and over_tp == expected
+def test_context_and_tensor_parallelism(kind):
+    config = make_build(LLAMA, pool.groups()).config
+    calls = layer_collectives(decoder_spec(config).layers[0], context_sizes(config, kind, 2, tp=2))
+    for found in pool.run(4, context_calls, kind, 2, LLAMA):
+        assert found == (described(calls.forward), described(calls.backward))
 
 
 def step_calls(rank, size, sequence_parallel):
@@ -206,9 +204,11 @@ def step_calls(rank, size, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_whole_step(sequence_parallel):
     layers = GPT["num_layers"]
-    parts = [EMBEDDING, *[LAYER] * layers, HEAD_AND_LOSS]
-    microbatch = [call for part in parts for call in part[sequence_parallel]["forward"]]
-    microbatch += [call for part in reversed(parts) for call in part[sequence_parallel]["backward"]]
+    config = make_build(GPT, pool.groups()).config
+    embedding, layer, head = parts_of(config, sizes_of(config, sequence_parallel=sequence_parallel))
+    parts = [embedding, *[layer] * layers, head]
+    microbatch = [call for part in parts for call in described(part.forward)]
+    microbatch += [call for part in reversed(parts) for call in described(part.backward)]
     for calls, partial, buckets in pool.run(4, step_calls, sequence_parallel):
         # Gradients that each tp rank has a part of: query and key norms; with sequence shards all norms, the biases
         # after row-parallel layers and the position table, too.
@@ -219,11 +219,11 @@ def test_a_whole_step(sequence_parallel):
         # A parameter takes whole rows of 64 elements in its bucket.
         on_wire = sum(-(-n // 64) * 64 for n in sizes)
         assert calls == [
-            ("all_reduce", "dp", (), 8),  # unmasked tokens of the global batch
-            *expected_rows(microbatch * 2),
-            *[("all_reduce", "replicas", (n,), 4 * n) for n in buckets],
-            ("all_reduce", "dp_cp", (2,), 16),  # the loss, and parameters without a gradient
-            ("all_reduce", "tp", (on_wire,), 4 * on_wire),
-            ("all_reduce", "model", (1,), 8),  # the gradient's norm
-            ("all_reduce", "model", (1,), 8),  # zeros in it
+            ("all_reduce", "dp", 8),  # unmasked tokens of the global batch
+            *microbatch * 2,
+            *[("all_reduce", "replicas", 4 * n) for n in buckets],
+            ("all_reduce", "dp_cp", 16),  # the loss, and parameters without a gradient
+            ("all_reduce", "tp", 4 * on_wire),
+            ("all_reduce", "model", 8),  # the gradient's norm
+            ("all_reduce", "model", 8),  # zeros in it
         ]

@@ -18,7 +18,6 @@ from megatron.config.activation_offload import RESIDENT_LAYERS, ActivationOffloa
 from megatron.config.recompute import NORM, RecomputeConfig
 from megatron.schedule.partition import Stage
 from megatron.spec.memory.layer import LayerMemory
-from megatron.spec.memory.sizes import Sizes
 from megatron.spec.memory.trace import (
     ATTN_NORM,
     ATTN_PROJ,
@@ -32,6 +31,7 @@ from megatron.spec.memory.trace import (
     MemoryTrace,
     profile_of,
 )
+from megatron.spec.sizes import Sizes
 
 Bytes = Mapping[str, int]  # by kind
 

@@ -24,7 +24,6 @@ from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
 from megatron.schedule.validate import memory_in_flight
 from megatron.spec.decoder import decoder_spec
-from megatron.spec.memory.sizes import FP32, INT64, MASK, Sizes, Target
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
     BATCH,
@@ -36,6 +35,7 @@ from megatron.spec.memory.trace import (
     MemoryTrace,
     Profile,
 )
+from megatron.spec.sizes import FP32, INT64, MASK, Sizes, Target
 
 _NAMES = {
     Kind.FORWARD: "forward",

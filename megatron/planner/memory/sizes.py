@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.config.context import attention_comm_types
+from megatron.config.context import attention_comm_types, inner_size
 from megatron.config.data_parallel import splits_backward
 from megatron.config.run import RunConfig
-from megatron.spec.memory.sizes import FP32, Sizes, Target
+from megatron.spec.sizes import FP32, Sizes, Target
 
 
 def sizes_of(run: RunConfig, target: Target) -> Sizes:
@@ -27,6 +27,7 @@ def sizes_of(run: RunConfig, target: Target) -> Sizes:
         sp=sp,
         cp=cp,
         comm_type=attention_comm_types(parallel, model.num_layers)[0],
+        cp_inner=inner_size(parallel),
         unfused_attention=model.attention_backend == "unfused",
         fused_weight_grad=model.gradient_accumulation_fusion,
         split_backward=splits_backward(parallel),

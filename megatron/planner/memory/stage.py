@@ -16,7 +16,6 @@ from megatron.schedule.schedule import Kind
 from megatron.spec.decoder import DecoderSpec
 from megatron.spec.memory.ends import EmbeddingMemory, HeadMemory
 from megatron.spec.memory.layer import LayerMemory
-from megatron.spec.memory.sizes import Sizes
 from megatron.spec.memory.trace import (
     ATTENTION,
     BACKWARD,
@@ -26,6 +25,7 @@ from megatron.spec.memory.trace import (
     Profile,
     profile_of,
 )
+from megatron.spec.sizes import Sizes
 
 NONE_OFFLOADED = OffloadedBuckets()
 

@@ -28,9 +28,9 @@ from megatron.spec.buckets import (
     plan_all,
 )
 from megatron.spec.decoder import Placed, decoder_spec
-from megatron.spec.memory.sizes import FP32, Target
 from megatron.spec.optimizer_state import OptimizerBytes, optimizer_bytes
 from megatron.spec.parameter import local_numel
+from megatron.spec.sizes import FP32, Target
 
 _NORM_BYTES = 4 + 8  # per row: its norm in fp32 and in fp64
 

@@ -8,8 +8,8 @@ from megatron.config.layout import mesh_of
 from megatron.config.optimizer_offload import offload_settings
 from megatron.config.run import RunConfig
 from megatron.planner.memory.plan import RankMemory, num_microbatches
-from megatron.spec.memory.sizes import Target
 from megatron.spec.memory.trace import KINDS
+from megatron.spec.sizes import Target
 
 MIB = 1024**2
 

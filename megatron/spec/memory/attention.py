@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.memory.linear import LinearMemory
 from megatron.spec.memory.norm import row_statistics, shifted_weight
-from megatron.spec.memory.sizes import FP32, MASK, Sizes
 from megatron.spec.memory.trace import (
     ATTENTION,
     ATTN_PROJ,
@@ -20,6 +19,7 @@ from megatron.spec.memory.trace import (
     MemoryTrace,
 )
 from megatron.spec.norm import NormSpec
+from megatron.spec.sizes import FP32, MASK, Sizes
 from megatron.spec.work_space import ATTENTION_MATRIX
 
 

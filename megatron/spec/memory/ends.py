@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron.spec.decoder import DecoderSpec, EmbeddingSpec
 from megatron.spec.memory.linear import LinearMemory
 from megatron.spec.memory.norm import NormMemory
-from megatron.spec.memory.sizes import FP32, INT64, MASK, Sizes
 from megatron.spec.memory.trace import (
     BACKWARD,
     COMMUNICATION,
@@ -17,6 +16,7 @@ from megatron.spec.memory.trace import (
     WORK,
     MemoryTrace,
 )
+from megatron.spec.sizes import FP32, INT64, MASK, Sizes
 from megatron.spec.work_space import CROSS_ENTROPY_BLOCK
 
 

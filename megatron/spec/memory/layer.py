@@ -27,7 +27,6 @@ from megatron.spec.memory.attention import AttentionMemory
 from megatron.spec.memory.linear import LinearMemory
 from megatron.spec.memory.mlp import MLPMemory
 from megatron.spec.memory.norm import NormMemory
-from megatron.spec.memory.sizes import MASK, Sizes
 from megatron.spec.memory.trace import (
     ATTN_NORM,
     BACKWARD,
@@ -43,6 +42,7 @@ from megatron.spec.memory.trace import (
     MemoryTrace,
     profile_of,
 )
+from megatron.spec.sizes import MASK, Sizes
 
 
 class LayerMemory:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.spec.linear import COLUMN, LinearSpec
-from megatron.spec.memory.sizes import FP32, Sizes
 from megatron.spec.memory.trace import BACKWARD, COMMUNICATION, WORK, MemoryTrace
+from megatron.spec.sizes import FP32, Sizes
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.spec.memory.linear import LinearMemory
-from megatron.spec.memory.sizes import Sizes
 from megatron.spec.memory.trace import BACKWARD, MLP, MLP_ACT, MLP_FC2, NORMS, WORK, MemoryTrace
 from megatron.spec.mlp import SQUARED_RELU, MLPSpec
+from megatron.spec.sizes import Sizes
 
 
 class MLPMemory:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.spec.memory.sizes import FP32, Sizes
 from megatron.spec.memory.trace import BACKWARD, NORMS, WORK, MemoryTrace
 from megatron.spec.norm import RMS_NORM, NormSpec
+from megatron.spec.sizes import FP32, Sizes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megatron.core.device import memory_report
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory.plan import RankMemory, plan_memory
-from megatron.spec.memory.sizes import Target
+from megatron.spec.sizes import Target
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
 

@@ -21,7 +21,6 @@ from megatron.schedule.partition import whole_model
 from megatron.schedule.validate import chunks_near
 from megatron.spec.buckets import default_bucket_size
 from megatron.spec.decoder import decoder_spec
-from megatron.spec.memory.sizes import Target
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -31,6 +30,7 @@ from megatron.spec.memory.trace import (
     PARAMETERS,
     profile_of,
 )
+from megatron.spec.sizes import Target
 from tests.unit.config.runs import make_run
 from tests.unit.spec import planned
 

@@ -5,7 +5,7 @@ from megatron.planner.memory.stage import stage_memory
 from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.layer import LayerMemory
-from megatron.spec.memory.sizes import Sizes, Target
+from megatron.spec.sizes import Sizes, Target
 
 CPU, CUDA, WIDE = Target(cpu=True), Target(cpu=False), Target(cpu=True, wide=True)
 

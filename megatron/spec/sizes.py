@@ -25,8 +25,9 @@ class Sizes:
 
     s, b: sequence and samples as a rank holds them. h: hidden size. e: bytes per element of an activation; r: of the
     residual stream. sp: parts that sequence parallelism divides the sequence into, tp or 1. comm_type: how attention reads
-    the whole sequence where cp > 1. unfused_attention: plain torch, not a fused kernel. fused_weight_grad: a weight's
-    gradient is accumulated by its GEMM. split_backward: weight gradients are computed later than input gradients.
+    the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention: plain torch,
+    not a fused kernel. fused_weight_grad: a weight's gradient is accumulated by its GEMM. split_backward: weight gradients
+    are computed later than input gradients.
     """
 
     target: Target
@@ -39,6 +40,7 @@ class Sizes:
     sp: int = 1
     cp: int = 1
     comm_type: str = "p2p"
+    cp_inner: int = 1
     unfused_attention: bool = False
     fused_weight_grad: bool = True
     split_backward: bool = False

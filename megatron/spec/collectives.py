@@ -1,0 +1,99 @@
+"""The collectives of tensor and context parallelism that a layer and the two ends of the model issue, in order.
+
+docs/sharding.md has them as tables, and tests compare both with the calls of real modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.spec.attention import AttentionSpec
+from megatron.spec.decoder import LayerSpec
+from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.sizes import FP32, Sizes
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+ALL_TO_ALL, SHIFT = "all_to_all", "shift"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call. group: as in core/groups.py. nbytes: of each rank's input."""
+
+    op: str
+    group: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The collectives of a forward and of its backward."""
+
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
+
+
+def linear_collectives(spec: LinearSpec, sizes: Sizes) -> Calls:
+    """A column layer gathers its input and sums the input's gradient; a row layer sums its output."""
+    if sizes.tp == 1:
+        return Calls()
+    features = spec.local_features(sizes.tp)[0 if spec.parallel == COLUMN else 1]
+    whole = sizes.tokens * features * sizes.e
+    summed = (Collective(ALL_REDUCE if sizes.sp == 1 else REDUCE_SCATTER, "tp", whole),)
+    gathered = () if sizes.sp == 1 else (Collective(ALL_GATHER, "tp", whole // sizes.sp),)
+    if spec.parallel == COLUMN:
+        return Calls(gathered, (*gathered, *summed))
+    return Calls(summed, gathered)
+
+
+def context_collectives(spec: AttentionSpec, sizes: Sizes) -> Calls:
+    """Attention over a sequence that is sharded over cp. The kinds are those of --cp-comm-type."""
+    if sizes.cp == 1:
+        return Calls()
+    inner = {"a2a": sizes.cp, "a2a+p2p": sizes.cp_inner}.get(sizes.comm_type, 1)
+    width = sizes.tokens * spec.head_dim * sizes.e
+    queries = spec.heads // sizes.tp * width
+    keys = 2 * max(spec.local_groups(sizes.tp), inner) * width  # keys and values, of repeated heads where they are few
+    if sizes.comm_type == "all_gather":
+        gather = Collective(ALL_GATHER, "cp", keys)
+        return Calls((gather,), (gather, Collective(REDUCE_SCATTER, "cp", sizes.cp * keys)))
+    ring = (Collective(SHIFT, "cp_outer" if inner > 1 else "cp", keys),) * (sizes.cp // inner - 1)
+    if inner == 1:
+        return Calls(ring, ring * 2)
+    group = "cp" if sizes.comm_type == "a2a" else "cp_inner"
+    to_heads, back = Collective(ALL_TO_ALL, group, queries + keys), Collective(ALL_TO_ALL, group, queries)
+    return Calls((to_heads, *ring, back), (back, *ring * 2, to_heads))
+
+
+def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
+    """One decoder layer. The backward's gather of keys and values is begun before the gradients of the MLP."""
+    qkv = linear_collectives(spec.attention.linear_qkv, sizes)
+    context = context_collectives(spec.attention, sizes)
+    projection = linear_collectives(spec.attention.linear_proj, sizes)
+    fc1, fc2 = (linear_collectives(linear, sizes) for linear in (spec.mlp.linear_fc1, spec.mlp.linear_fc2))
+    early = 1 if sizes.comm_type == "all_gather" else 0
+    return Calls(
+        qkv.forward + context.forward + projection.forward + fc1.forward + fc2.forward,
+        context.backward[:early]
+        + fc2.backward
+        + fc1.backward
+        + projection.backward
+        + context.backward[early:]
+        + qkv.backward,
+    )
+
+
+def embedding_collectives(sizes: Sizes) -> Calls:
+    """The sum of the shards' rows, of which each token has one."""
+    if sizes.tp == 1:
+        return Calls()
+    if sizes.sp == 1:
+        return Calls((Collective(ALL_REDUCE, "tp", sizes.whole),))
+    return Calls((Collective(REDUCE_SCATTER, "tp", sizes.whole),), (Collective(ALL_GATHER, "tp", sizes.hidden),))
+
+
+def loss_collectives(sizes: Sizes) -> Calls:
+    """Each token's largest logit; then its sum of exponentials and its target's logit."""
+    if sizes.tp == 1:
+        return Calls()
+    return Calls(tuple(Collective(ALL_REDUCE, "tp", numbers * sizes.tokens * FP32) for numbers in (1, 2)))
