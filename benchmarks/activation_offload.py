@@ -46,7 +46,7 @@ from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import chunks_near
 from megatron.training.batch import make_batch
 from megatron.training.setup import build_gpt
-from megatron.training.step import tensors_of, weighted_loss
+from megatron.training.step import ForwardProgram, tensors_of
 
 
 class Trial:
@@ -75,7 +75,7 @@ class Trial:
             parameter.grad = None
         self.offload.begin_step(frozenset(), tensors_of([self.batch], []))
         with self.offload.forward(0, 0, None):
-            loss = weighted_loss(self.model, self.batch, self.batch.loss_mask)
+            loss = ForwardProgram(self.model, [self.batch], [self.batch.loss_mask]).forward(0, 0, None)
         self.offload.begin_backward()
         loss.backward()
         self.offload.end_step()

@@ -71,7 +71,8 @@ class Side:
         synchronize(self._device)
         started, worked = time.perf_counter(), time.process_time()
         for _ in range(count):
-            self._step(self._batch, 1e-4, 0.1)
+            self._step.forward_backward(self._batch)
+            self._step.update(1e-4, 0.1)
         self.data_parallel.synchronize()
         synchronize(self._device)
         return (time.perf_counter() - started) / count, (time.process_time() - worked) / count

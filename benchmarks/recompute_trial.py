@@ -32,7 +32,7 @@ from megatron.training.batch import Batch
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import build_step_offload
 from megatron.training.setup import build_gpt
-from megatron.training.step import TrainStep, weighted_loss
+from megatron.training.step import ForwardProgram, TrainStep
 
 LR, WEIGHT_DECAY = 1e-4, 0.01
 
@@ -76,11 +76,15 @@ class Trial:
     def step(self) -> float:
         """Runs one step and returns the loss."""
         self._steps += 1
-        return self._step([self._batch], LR, WEIGHT_DECAY)[0]
+        loss = self._step.forward_backward([self._batch])
+        self._step.update(LR, WEIGHT_DECAY)
+        return loss
 
     def saved(self) -> int:
         """Returns the bytes that a forward keeps on the device for its backward. Call it after a step."""
-        forward = functools.partial(weighted_loss, self._model, self._batch, self._batch.loss_mask)
+        forward = functools.partial(
+            ForwardProgram(self._model, [self._batch], [self._batch.loss_mask]).forward, 0, 0, None
+        )
         moved = 0 if self._offload is None else self._offload.actions.bytes_out // self._steps
         return saved_bytes(forward, self._model.parameters()) - moved
 

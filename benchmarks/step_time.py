@@ -102,7 +102,13 @@ def our_step(args: argparse.Namespace, dtype: str, ids: Tensor, device: torch.de
     optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=False)
     step = TrainStep(model, data_parallel, optimizer, groups, Timers(0, lambda: None), per_token=True)
     batch = make_batch(ids, args.vocab, dataclasses.replace(DataConfig(), seq_length=args.seq))
-    return lambda: step([batch], LR, WEIGHT_DECAY)[0]
+
+    def take_step() -> float:
+        loss = step.forward_backward([batch])
+        step.update(LR, WEIGHT_DECAY)
+        return loss
+
+    return take_step
 
 
 def their_step(args: argparse.Namespace, dtype: str, ids: Tensor, device: torch.device) -> Callable[[], float]:

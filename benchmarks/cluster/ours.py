@@ -82,7 +82,9 @@ class Ours(System):
 
     def step(self, batches: Sequence[Batch]) -> float:
         """Runs one step; with overlap, parameters may still be in flight afterwards."""
-        return self._step(batches, LR, WEIGHT_DECAY)[0]
+        loss = self._step.forward_backward(batches)
+        self._step.update(LR, WEIGHT_DECAY)
+        return loss
 
     def finish(self) -> None:
         """Waits for parameters."""

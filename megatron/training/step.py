@@ -37,7 +37,7 @@ from megatron.training.offload import StepOffload
 
 
 class TrainStep:
-    """Forward and backward over the microbatches, gradient reduction, update."""
+    """An optimizer step: `forward_backward` over the microbatches with the reduction of gradients, then `update`."""
 
     def __init__(
         self,
@@ -59,15 +59,6 @@ class TrainStep:
         self._per_token, self._count_zeros = per_token, count_zeros
         self._mailbox = Mailbox(groups, data_parallel.streams)
 
-    def __call__(
-        self, batches: Sequence[Batch], lr: float, weight_decay: float, decoupled_lr: float | None = None
-    ) -> tuple[float, Update]:
-        """(objective of the global batch before the update, what the update did). Synchronises host and device."""
-        loss = self.forward_backward(batches)
-        with self._timers("optimizer", level=1):
-            update = self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
-        return loss, update
-
     def forward_backward(self, batches: Sequence[Batch]) -> float:
         """Leave the global batch's gradient (times the loss scale) in the buckets; return the objective."""
         heartbeat, timers, scale = self._groups.heartbeat, self._timers, self._optimizer.loss_scale.value
@@ -75,7 +66,7 @@ class TrainStep:
         weights = token_weights(batches, self._groups, self._per_token)
         parts = parts_here(batches, [each * scale for each in weights], self._model, self._groups)
         offload, actions = self.offload, None
-        program = Training(self._model, self._data_parallel, timers, *parts, offload)
+        program = TrainProgram(self._model, self._data_parallel, timers, *parts, offload)
         schedule, rank = self._pipeline.schedule_of(len(batches)), self._groups.pp.rank
         if offload is not None:
             schedule, actions = offload.begin_step(schedule, tensors_of(*parts)), offload.actions
@@ -88,6 +79,11 @@ class TrainStep:
             objective = self._over_replicas(_sum(losses, self._data_parallel.device))
             self._data_parallel.finish_reduction()
         return objective / scale
+
+    def update(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> Update:
+        """Update the parameters by the gradient in the buckets. Synchronizes host and device."""
+        with self._timers("optimizer", level=1):
+            return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
 
     def _over_replicas(self, objective: Tensor) -> float:
         """Sum over dp x cp, on all stages. Raises UserError when the replicas do not agree on which parameters are used.
@@ -104,23 +100,39 @@ class TrainStep:
         return float(total)
 
 
-class Evaluation:
-    """The stages of a model on some microbatches, whose tokens count as their loss masks say: a Program."""
+class ForwardProgram:
+    """The stages of a model on some microbatches, whose tokens count in the loss by `weights`: a Program of the engine."""
 
     def __init__(self, model: GPTModel, batches: Sequence[Batch], weights: Sequence[Tensor]) -> None:
         self._model, self._batches, self._weights = model, batches, weights
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        """See Program."""
-        return weighted_loss(self._model, self._batches[microbatch], self._weights[microbatch], stage, received)
+        """Sum over the microbatch of weights [b, s] x loss per token; hidden states from a stage before the last one."""
+        batch = self._batches[microbatch]
+        with self._around_forward(stage, microbatch, received) as hidden:
+            out = self._model(
+                batch.tokens,
+                batch.positions,
+                labels=batch.labels,
+                segments=batch.segments,
+                stage=stage,
+                received=hidden,
+            )
+            return (out * self._weights[microbatch]).sum() if self._model.stages[stage].head else out
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
         """See Program."""
         return self._model.hidden_shape(*self._batches[microbatch].tokens.shape)
 
+    def _around_forward(
+        self, stage: int, microbatch: int, received: Tensor | None
+    ) -> AbstractContextManager[Tensor | None]:
+        """A context of a forward, which yields the tensor to use instead of `received`."""
+        return contextlib.nullcontext(received)
 
-class Training(Evaluation):
-    """The same with its Gradients. weights: those of the objective, times the loss scale."""
+
+class TrainProgram(ForwardProgram):
+    """A ForwardProgram that is also differentiated: Gradients of the engine. Its weights are times the loss scale."""
 
     def __init__(
         self,
@@ -133,16 +145,7 @@ class Training(Evaluation):
     ) -> None:
         super().__init__(model, batches, weights)
         self._data_parallel, self._timers, self._offload = data_parallel, timers, offload
-        self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
-
-    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        """See Program."""
-        with (
-            self._timers("forward-compute", level=2),
-            self._span("forward", stage, microbatch),
-            self._saving(stage, microbatch, received) as received,
-        ):
-            return super().forward(stage, microbatch, received)
+        self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
         """See Gradients."""
@@ -162,21 +165,26 @@ class Training(Evaluation):
             self._data_parallel.deferred_weight_grads() as jobs,
         ):
             run()
-        self._put_off[stage, microbatch] = jobs
+        self._deferred[stage, microbatch] = jobs
 
     def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
         """See Gradients."""
         span = self._span("weight gradient", stage, microbatch)
         with self._timers("backward-compute", level=2), span, self._reading(Kind.WEIGHT_GRAD, stage):
             self._data_parallel.begin_backward(stage, last=last)
-            for job in self._put_off.pop((stage, microbatch)):
+            for job in self._deferred.pop((stage, microbatch)):
                 job()
             self._data_parallel.end_backward(last=last)
 
-    def _saving(self, stage: int, microbatch: int, received: Tensor | None) -> AbstractContextManager[Tensor | None]:
-        if self._offload is None:
-            return contextlib.nullcontext(received)
-        return self._offload.forward(stage, microbatch, received)
+    @contextlib.contextmanager
+    def _around_forward(self, stage: int, microbatch: int, received: Tensor | None) -> Iterator[Tensor | None]:
+        """Timed, and under activation offload with its saved tensors watched."""
+        with self._timers("forward-compute", level=2), self._span("forward", stage, microbatch):
+            if self._offload is None:
+                yield received
+            else:
+                with self._offload.forward(stage, microbatch, received) as hidden:
+                    yield hidden
 
     def _reading(self, kind: Kind, stage: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._offload is None else self._offload.backward(kind, stage)
@@ -203,7 +211,7 @@ def evaluate(
         for _ in range(iterations):
             batches = read()
             parts = parts_here(batches, [batch.loss_mask.float() for batch in batches], model, groups)
-            program = Evaluation(model, *parts)
+            program = ForwardProgram(model, *parts)
             schedule = pipeline.evaluation_of(len(batches))
             losses = Engine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
             if losses:  # here is the last stage
@@ -252,21 +260,6 @@ def check_same_parameters(without: Sequence[list[str]], group: Group) -> None:
                 f"({len(differing)} such parameters); every replica must use the same parameters: make the branch that "
                 "skips them depend on nothing but the step, or freeze them with requires_grad False"
             )
-
-
-def weighted_loss(
-    model: GPTModel, batch: Batch, weights: Tensor, stage: int = 0, received: Tensor | None = None
-) -> Tensor:
-    """Sum over the microbatch of weights [b, s] x loss per token; of a stage before the last one its hidden states."""
-    out = model(
-        batch.tokens,
-        batch.positions,
-        labels=batch.labels,
-        segments=batch.segments,
-        stage=stage,
-        received=received,
-    )
-    return (out * weights).sum() if model.stages[stage].head else out
 
 
 def token_weights(batches: Sequence[Batch], groups: Groups, per_token: bool) -> list[Tensor]:

@@ -17,7 +17,7 @@ from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.lr_schedule import ParamSchedule
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.parameter import Parameter
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.training.batch import BatchReader
@@ -70,9 +70,46 @@ class Trainer:
         return consumed + self.batches.global_batch_size(consumed) > samples
 
     def train_step(self) -> StepReport:
-        """One optimizer step on the next global batch."""
-        with self.data_parallel.timeline.span("iteration", f"iteration {self.state.iteration + 1}"):
-            return self._train_step()
+        """One optimizer step on the next global batch; one that --iterations-to-skip names only reads its batch."""
+        started, state, run = time.perf_counter(), self.state, self.run
+        with self.data_parallel.timeline.span("iteration", f"iteration {state.iteration + 1}"):
+            samples = self.batches.global_batch_size(state.consumed_samples)
+            assert self.readers.train is not None and run.data.seq_length
+            with self.timers("batch-generator", level=2), self.groups.heartbeat.phase("batch-generator"):
+                microbatches = self.readers.train.read(self.batches.num_microbatches(state.consumed_samples))
+            if state.iteration + 1 in (run.train.iterations_to_skip or ()):
+                loss, norm, num_zeros, skipped, nan = math.nan, 0.0, None, True, False
+            else:
+                position, scale = state.schedule_position, self.optimizer.loss_scale.value
+                loss = self.step.forward_backward(microbatches)
+                update = self.step.update(
+                    self.schedule.learning_rate(position),
+                    self.schedule.weight_decay(position),
+                    self.schedule.decoupled_learning_rate(position),
+                )
+                norm, num_zeros = update.grad_norm, update.num_zeros
+                skipped, nan = self._why_not_applied(update, scale)
+            state.iteration += 1
+            state.consumed_samples += samples
+            if not (skipped or nan):
+                state.schedule_position += samples if run.train.train_samples else 1
+            state.skipped_iterations += skipped
+            state.nan_iterations += nan
+            return StepReport(
+                iteration=state.iteration,
+                loss=loss,
+                grad_norm=norm,
+                loss_scale=self.optimizer.loss_scale.value,
+                learning_rate=self.schedule.learning_rate(state.schedule_position),
+                global_batch_size=samples,
+                tokens=samples * run.data.seq_length,
+                seconds=time.perf_counter() - started,
+                skipped=skipped,
+                nan=nan,
+                num_zeros=num_zeros,
+                params_norm=self.optimizer.params_norm() if run.logging.log_params_norm else None,
+                timers=self.timers.take(),
+            )
 
     def evaluate(self, reader: BatchReader) -> float:
         """Mean loss a token over --eval-iters global batches of `reader`."""
@@ -86,49 +123,14 @@ class Trainer:
         flag = torch.tensor([float(condition)], device=self.device)
         return bool(all_reduce(flag, self.groups.world, "max"))
 
-    def _train_step(self) -> StepReport:
-        started = time.perf_counter()
-        state, run = self.state, self.run
-        samples = self.batches.global_batch_size(state.consumed_samples)
-        assert self.readers.train is not None and run.data.seq_length
-        with self.timers("batch-generator", level=2), self.groups.heartbeat.phase("batch-generator"):
-            microbatches = self.readers.train.read(self.batches.num_microbatches(state.consumed_samples))
-        position = state.schedule_position
-        lr, weight_decay = self.schedule.learning_rate(position), self.schedule.weight_decay(position)
-        skipped = nan = False
-        loss, norm, num_zeros = float("nan"), 0.0, None
-        if state.iteration + 1 in (run.train.iterations_to_skip or ()):
-            skipped = True
-        else:
-            scale = self.optimizer.loss_scale.value
-            decoupled_lr = self.schedule.decoupled_learning_rate(position)
-            loss, update = self.step(microbatches, lr, weight_decay, decoupled_lr)
-            norm, num_zeros = update.grad_norm, update.num_zeros
-            # A scale at its floor has nothing left to lower: then it is no overflow but a NaN.
-            overflow = self.optimizer.loss_scale.dynamic and scale > run.optimizer.min_loss_scale
-            skipped = overflow and not update.applied
-            nan = not (overflow or update.applied)
-            is_bad = not math.isfinite(norm)
-            self.bad_steps = self.bad_steps + 1 if is_bad else 0
-            self.nan_steps = self.nan_steps + 1 if is_bad and not overflow else 0
-        state.iteration += 1
-        state.consumed_samples += samples
-        if not (skipped or nan):
-            state.schedule_position += samples if run.train.train_samples else 1
-        state.skipped_iterations += skipped
-        state.nan_iterations += nan
-        return StepReport(
-            iteration=state.iteration,
-            loss=loss,
-            grad_norm=norm,
-            loss_scale=self.optimizer.loss_scale.value,
-            learning_rate=self.schedule.learning_rate(state.schedule_position),
-            global_batch_size=samples,
-            tokens=samples * run.data.seq_length,
-            seconds=time.perf_counter() - started,
-            skipped=skipped,
-            nan=nan,
-            num_zeros=num_zeros,
-            params_norm=self.optimizer.params_norm() if run.logging.log_params_norm else None,
-            timers=self.timers.take(),
-        )
+    def _why_not_applied(self, update: Update, scale: float) -> tuple[bool, bool]:
+        """(skipped because the loss scale, `scale` in this step, was too large; left out because of a NaN).
+
+        Both are False for an update that was applied. Counts the steps whose gradients were not finite.
+        """
+        # A scale at its floor has nothing left to lower: then it is no overflow but a NaN.
+        overflow = self.optimizer.loss_scale.dynamic and scale > self.run.optimizer.min_loss_scale
+        is_bad = not math.isfinite(update.grad_norm)
+        self.bad_steps = self.bad_steps + 1 if is_bad else 0
+        self.nan_steps = self.nan_steps + 1 if is_bad and not overflow else 0
+        return overflow and not update.applied, not (overflow or update.applied)

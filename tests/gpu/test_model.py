@@ -24,6 +24,7 @@ from tests.unit.models.builds import (
     make_model,
     make_optimizer,
     pieces,
+    take_step,
 )
 from tests.unit.training.test_step import DATA, EOD
 
@@ -111,7 +112,7 @@ def test_training_in_half_precision(fields, precision, dropout):
     optimizer = make_optimizer(data_parallel, groups, fp16=precision == "fp16", initial_loss_scale=2.0**10)
     step = TrainStep(model, data_parallel, optimizer, groups, Timers(0, lambda: synchronize(CUDA)), per_token=False)
     batches = [make_batch(make_ids(4, 64, seed=n).to(CUDA), EOD, DATA) for n in range(2)]
-    found = [step(batches, 2e-3, 0.01) for _ in range(20)]
+    found = [take_step(step, batches, 2e-3, 0.01) for _ in range(20)]
     assert all(update.applied for _, update in found)
     assert found[-1][0] < 0.5 * found[0][0]
     assert model.embedding.word_embeddings.weight.isfinite().all()

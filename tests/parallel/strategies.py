@@ -22,6 +22,7 @@ from tests.unit.models.builds import (
     make_ids,
     make_model,
     make_optimizer,
+    take_step,
 )
 
 STRATEGIES = {
@@ -67,7 +68,7 @@ class Run:
     def steps(self, count, accumulation=1, first=0):
         """Take steps; their losses and gradient norms."""
         numbers = range(first, first + count)
-        found = [self.step(self.batches(n, accumulation), LR, DECAY, self.decoupled_lr) for n in numbers]
+        found = [take_step(self.step, self.batches(n, accumulation), LR, DECAY, self.decoupled_lr) for n in numbers]
         assert all(update.applied for _, update in found)
         return [loss for loss, _ in found], [update.grad_norm for _, update in found]
 

@@ -24,6 +24,7 @@ from tests.unit.models.builds import (
     losses,
     make_ids,
     make_optimizer,
+    take_step,
 )
 
 SMALL = {**LLAMA, "num_layers": 1}
@@ -129,7 +130,7 @@ def used_on_one_rank(rank, size, settings):
     if rank == 1:
         run.model.register_forward_hook(lambda module, inputs, loss: loss + module.extra.sum())
     try:
-        run.step(run.batches(0, 2), LR, DECAY)
+        take_step(run.step, run.batches(0, 2), LR, DECAY)
     except UserError as error:
         return str(error), make_run(settings, fields=SMALL).steps(1)[0]
     return "no error", []
@@ -156,7 +157,7 @@ def fp16_overflow(rank, size, settings):
     for number in range(3):
         spoiled[0] = rank == 1 and number == 1
         before = [part for *_, part in run.weights()], [tensor.clone() for _, _, tensor in run.optimizer.pieces()]
-        _, update = run.step(run.batches(number, 2), LR, DECAY)
+        _, update = take_step(run.step, run.batches(number, 2), LR, DECAY)
         after = [part for *_, part in run.weights()], [tensor for _, _, tensor in run.optimizer.pieces()]
         same.append(
             all((a == b).all() for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True))
@@ -187,7 +188,7 @@ def read_after_a_step(rank, size, settings, how):
     run.data_parallel.mark_updated = late
     x, seen = torch.ones(4, 32), []
     for number in range(2):
-        run.step(run.batches(number), LR, DECAY)
+        take_step(run.step, run.batches(number), LR, DECAY)
         if how == "modules":
             seen.append(run.seen())
         elif how == "borrowed":  # of a module whose forward is not called, as a tied head does

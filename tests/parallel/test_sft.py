@@ -10,7 +10,7 @@ from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep, token_weights
 from tests import pool
 from tests.parallel.strategies import DECAY, LR, STRATEGIES, make_run, whole
-from tests.unit.models.builds import CPU, LLAMA
+from tests.unit.models.builds import CPU, LLAMA, take_step
 from tests.unit.training.conversations import alone, make_conversations, packed
 
 S, STEPS, ACCUMULATION = 24, 3, 2
@@ -38,7 +38,7 @@ def trained(rank, size, settings, tp, sequence_parallel, packing, per_token):
         groups=groups,
         device=CPU,
     )
-    losses = [step(reader.read(ACCUMULATION), LR, DECAY)[0] for _ in range(STEPS)]
+    losses = [take_step(step, reader.read(ACCUMULATION), LR, DECAY)[0] for _ in range(STEPS)]
     return losses, run.weights()
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests import pool
 from tests.parallel.strategies import STRATEGIES, make_run
-from tests.unit.models.builds import LLAMA
+from tests.unit.models.builds import LLAMA, take_step
 
 SMALL = {**LLAMA, "num_layers": 1}
 MICROBATCHES = 2
@@ -19,7 +19,7 @@ def step_calls(rank, size, settings, fields):
     run.data_parallel.synchronize()
     batches = run.batches(1, MICROBATCHES)
     with run.groups.heartbeat.record() as calls:
-        run.step(batches, 1e-3, 0.1)
+        take_step(run.step, batches, 1e-3, 0.1)
         run.data_parallel.synchronize()
     found = []
     for call in calls:

@@ -134,9 +134,12 @@ class Engine:
             stage, m = action.stage, action.microbatch
             match action.kind:
                 case Kind.FORWARD:
-                    objective = self._forward(stage, m)
-                    if objective is not None:
-                        objectives[m] = objective
+                    received = self._received(stage, m)
+                    output = self._program.forward(stage, m, received)
+                    self._keep(stage, m, received, output)
+                    if stage == self._last_stage:
+                        objectives[m] = output.detach()
+                    del received, output  # which would else be alive until the next forward; see the note
                 case Kind.BACKWARD:
                     self._backward(stage, m, functools.partial(self._backwards.backward, stage, m, last=last))
                 case Kind.INPUT_GRAD:
@@ -169,19 +172,21 @@ class Engine:
         assert self._offload is not None, f"{self._schedule.name} moves activations, and nobody to move them"
         return self._offload
 
-    def _forward(self, stage: int, m: int) -> Tensor | None:
-        received = self._arrived(Kind.RECV_FORWARD, stage, m, self._outputs, (stage - 1, m)) if stage else None
-        if received is not None and torch.is_grad_enabled():
-            received.requires_grad_()
-        output = self._program.forward(stage, m, received)
+    def _received(self, stage: int, m: int) -> Tensor | None:
+        """The input of a stage, which collects a gradient if there will be a backward; None for the first stage."""
+        if stage == 0:
+            return None
+        received = self._arrived(Kind.RECV_FORWARD, stage, m, self._outputs, (stage - 1, m))
+        return received.requires_grad_() if torch.is_grad_enabled() else received
+
+    def _keep(self, stage: int, m: int, received: Tensor | None, output: Tensor) -> None:
+        """Keep what the backward and the next stage need."""
         is_last = stage == self._last_stage
         if torch.is_grad_enabled():
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._alive[stage, m] = _Alive(received, edge, output.detach() if is_last else None)
-        if is_last:
-            return output.detach()
-        self._outputs[stage, m] = output.detach()
-        return None
+        if not is_last:
+            self._outputs[stage, m] = output.detach()
 
     def _backward(self, stage: int, m: int, compute: Callable[[Callable[[], None]], None]) -> None:
         alive = self._alive.pop((stage, m))

@@ -41,14 +41,14 @@ def raises_in_a_step(argv):
 
 def before_each_step(action):
     """Call action(step object, number of the step from 1) before each training step of this process."""
-    original, count = TrainStep.__call__, [0]
+    original, count = TrainStep.forward_backward, [0]
 
-    def call(self, *args):
+    def forward_backward(self, batches):
         count[0] += 1
         action(self, count[0])
-        return original(self, *args)
+        return original(self, batches)
 
-    TrainStep.__call__ = call
+    TrainStep.forward_backward = forward_backward
 
 
 def _raise_at_third(step, number):
@@ -100,15 +100,15 @@ def nan_weight(argv):
 
 def digests(argv):
     """A run of which every rank prints a digest of its weights after each step."""
-    original = TrainStep.__call__
+    original = TrainStep.update
 
-    def call(self, *args):
+    def update(self, *args):
         result = original(self, *args)
         content = b"".join(parameter.detach().numpy().tobytes() for parameter in self._model.parameters())
         print("digest", hashlib.sha256(content).hexdigest(), flush=True)
         return result
 
-    TrainStep.__call__ = call
+    TrainStep.update = update
     main(run_of(argv, description="test"))
 
 

@@ -175,3 +175,8 @@ def assert_gradients(found, expected, limit=1e-5):
     for name, gradient in expected.items():
         difference = (found[name] - gradient).abs().max() / gradient.abs().max().clamp(min=floor)
         assert difference <= limit, f"{name}: {difference:.2e}"
+
+
+def take_step(step, batches, lr, weight_decay, decoupled_lr=None):
+    """(objective of the batches, the update)."""
+    return step.forward_backward(batches), step.update(lr, weight_decay, decoupled_lr)

@@ -14,7 +14,7 @@ from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.spec.optimizer_state import first_far, optimizer_bytes
 from tests.parallel.strategies import make_run
-from tests.unit.models.builds import GPT, LLAMA
+from tests.unit.models.builds import GPT, LLAMA, take_step
 
 STEPS = 20
 CHUNK = 640
@@ -98,7 +98,7 @@ def test_with_a_loss_scale_and_skipped_steps():
     results = []
     for mode in (OffloadSettings(), settings(0.6, overlap=True), settings(0.6), settings(mode=STATES)):
         run = make_run({}, offload=mode, **fp16)
-        updates = [run.step(run.batches(n), 5e-3, 0.1)[1].applied for n in range(STEPS)]
+        updates = [take_step(run.step, run.batches(n), 5e-3, 0.1)[1].applied for n in range(STEPS)]
         run.data_parallel.synchronize()
         results.append((updates, torch.cat([p.detach().flatten() for p in run.model.parameters()])))
     assert False in results[0][0][:-1] and results[0][0].count(True) > 5

@@ -43,8 +43,6 @@ class TestEach:
         bubbles = [timeline.bubble(rank) for rank in range(p)]
         if formula is not None:
             assert sum(bubbles) / p == pytest.approx(formula.value)
-        if times.forward == times.weight_grad and m >= 2 * p - 1:
-            assert formula is not None, "a formula holds at least for equal times and enough microbatches"
 
     def test_a_group_where_it_would_change_nothing(self, spec):
         v = virtual_stages(spec)

@@ -21,6 +21,7 @@ from tests.unit.models.builds import (
     make_ids,
     make_model,
     make_optimizer,
+    take_step,
 )
 
 S, EOD = 12, 5
@@ -112,16 +113,16 @@ def test_loss_scale(scale):
 def test_a_whole_step():
     model, _, owner, step = setting(GPT, count_zeros=True)
     before = [p.detach().clone() for p in model.parameters()]
-    loss, update = step(batches([3, 3]), 1e-2, 0.1)
+    loss, update = take_step(step, batches([3, 3]), 1e-2, 0.1)
     assert update.applied and update.grad_norm > 0 and update.num_zeros > 0 and owner.steps == 1
     assert all(not p.equal(old) for p, old in zip(model.parameters(), before, strict=True))
-    again, _ = step(batches([3, 3]), 1e-2, 0.1)
+    again, _ = take_step(step, batches([3, 3]), 1e-2, 0.1)
     assert again < loss, "the same batch once more"
 
 
 def test_norm_is_that_of_the_gradient():
     _, _, _, step = setting()
-    _, update = step(batches([6]), 0.0, 0.0)
+    _, update = take_step(step, batches([6]), 0.0, 0.0)
     plain = make_model(LLAMA, pool.groups(), spread=0.1)
     direct(plain, False).backward()
     assert update.grad_norm == pytest.approx(
