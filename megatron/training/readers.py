@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron.config.batch_schedule import BatchSchedule
+from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
+from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.loader import build_loader
@@ -42,7 +44,7 @@ def build_readers(
     consumed = (state.consumed_samples, 0 if run.train.skip_train else state.consumed_valid_samples, 0)
 
     def reader(dataset: SampleDataset | None, samples: int, exists: bool) -> BatchReader | None:
-        return _reader(run, groups, device, dataset, samples, eod) if exists else None
+        return _reader(run.data, run.train, groups, device, dataset, samples, eod) if exists else None
 
     train, valid, test = (
         reader(dataset, samples, exists)
@@ -52,33 +54,34 @@ def build_readers(
 
 
 def _reader(
-    run: RunConfig,
+    data: DataConfig,
+    train: TrainConfig,
     groups: Groups,
     device: torch.device,
     dataset: SampleDataset | None,
     consumed: int,
     eod: int,
 ) -> BatchReader:
-    assert run.train.micro_batch_size
+    assert train.micro_batch_size
     loader = None
     if dataset is not None:
         loader = build_loader(
             dataset,
             consumed_samples=consumed,
-            micro_batch_size=run.train.micro_batch_size,
+            micro_batch_size=train.micro_batch_size,
             dp_rank=groups.dp.rank,
             dp_size=groups.mesh.dp,
-            num_workers=run.data.num_workers,
-            seed=run.train.seed,
-            cyclic=run.data.data_order == "megatron" and run.data.dataloader_type == "cyclic",
-            sharding=run.data.data_sharding,
+            num_workers=data.num_workers,
+            seed=train.seed,
+            cyclic=data.data_order == "megatron" and data.dataloader_type == "cyclic",
+            sharding=data.data_sharding,
             pin_memory=device.type == "cuda",
         )
     return BatchReader(
         loader,
-        run.data,
+        data,
         eod=eod,
-        micro_batch_size=run.train.micro_batch_size,
+        micro_batch_size=train.micro_batch_size,
         groups=groups,
         device=device,
     )

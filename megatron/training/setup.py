@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
-from megatron.config.optimizer import ScheduleConfig
+from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
@@ -53,7 +54,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     has_checkpoint = checkpoint is not None
     initial_weights(parameters, groups, run.model, run.checkpoint, run.train.seed, has_checkpoint=has_checkpoint)
     data_parallel, optimizer = build_optimizer(run, settings, groups, model, prepared)
-    schedule = build_schedule(run, settings)
+    schedule = build_schedule(run.schedule, run.optimizer, run.train.train_samples, settings.batches)
     timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))
     step = build_step(run, settings, groups, model, data_parallel, optimizer, timers, prepared)
     state = TrainState()
@@ -138,11 +139,13 @@ def build_optimizer(
     return data_parallel, optimizer
 
 
-def build_schedule(run: RunConfig, settings: RunSettings) -> ParamSchedule:
+def build_schedule(
+    schedule: ScheduleConfig, optimizer: OptimizerConfig, train_samples: int | None, batches: BatchSchedule
+) -> ParamSchedule:
     """Learning rate and weight decay, in samples with --train-samples and in iterations otherwise."""
-    if run.train.train_samples:
-        return ParamSchedule(run.schedule, run.optimizer, run.train.train_samples, "samples")
-    return ParamSchedule(run.schedule, run.optimizer, settings.batches.total_iterations, "iterations")
+    if train_samples:
+        return ParamSchedule(schedule, optimizer, train_samples, "samples")
+    return ParamSchedule(schedule, optimizer, batches.total_iterations, "iterations")
 
 
 def build_step(
