@@ -8,8 +8,8 @@ from megatron.core.transformer.context import Positions
 from tests import pool
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
 from tests.unit.models.builds import GPT, LLAMA, backward, gradients, losses, make_data_parallel, make_ids, make_model
+from tests.unit.recompute.test_rerun import DROPOUT, MODES, UNFUSED
 from tests.unit.spec import planned
-from tests.unit.transformer.test_recompute import DROPOUT, MODES, UNFUSED
 
 pytestmark = NEEDS_CUDA
 # Without atomics in a backward, so that bits can be compared.

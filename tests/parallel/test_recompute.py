@@ -16,7 +16,7 @@ from tests import pool
 from tests.parallel.test_layout_parity import MODELS
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import CPU, GPT, LLAMA, accumulate, make_data_parallel, make_ids, make_model, pieces
-from tests.unit.transformer.test_recompute import MODES, full, selective
+from tests.unit.recompute.test_rerun import MODES, full, selective
 
 STEPS = 20
 SOME = {

@@ -16,8 +16,8 @@ from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import PARTS
 from tests import pool
 from tests.unit.models.builds import CPU, GPT, LLAMA, make_build
+from tests.unit.recompute.test_rerun import MODES, UNFUSED, selective
 from tests.unit.spec import planned
-from tests.unit.transformer.test_recompute import MODES, UNFUSED, selective
 
 SAMPLES, TOKENS = 2, 8
 WAYS = {
