@@ -42,6 +42,8 @@ ROWS = (
 LAYERS = {unit: layer for layer, row in enumerate(ROWS) for unit in row}
 TORCH_FREE = tuple(unit for row in ROWS[:5] for unit in row)
 DISTRIBUTED = ("megatron.core.groups", "megatron.core.comm", "megatron.core.dist_checkpointing")
+# Where CUDA streams are made, entered and waited for. The timeline records events of its own.
+STREAMS = ("megatron.core.streams", "megatron.core.timeline")
 # Packages that setup.py does not install, with the modules that may import each. The kernels' backends may import any.
 OPTIONAL = {
     "wandb": ("megatron.training.logging.writers",),
@@ -116,6 +118,15 @@ def names_distributed(module: str, tree: ast.AST) -> list[str]:
     return found
 
 
+def names_cuda_streams(module: str, tree: ast.AST) -> list[str]:
+    names = ("Stream", "Event", "stream", "current_stream")
+    return [
+        f"{module}:{node.lineno} names torch.cuda.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "torch.cuda"
+    ]
+
+
 def deferred_imports(module: str, tree: ast.AST) -> list[str]:
     """Returns imports of this package that do not run with the module: inside functions, or under TYPE_CHECKING."""
     late = []
@@ -171,6 +182,10 @@ class TestModule:
     def test_torch_distributed_is_named_where_communication_lives(self, module):
         if not module.startswith(DISTRIBUTED):
             assert names_distributed(module, tree_of(module)) == []
+
+    def test_cuda_streams_are_named_where_asynchronous_work_lives(self, module):
+        if not module.startswith(STREAMS):
+            assert names_cuda_streams(module, tree_of(module)) == []
 
     def test_third_party_imports_are_declared(self, module):
         assert undeclared_imports(module, tree_of(module), installed_packages()) == []
@@ -248,6 +263,11 @@ class TestTheTestsThemselves:
     )
     def test_distributed(self, source):
         assert names_distributed("m", ast.parse(source))
+
+    def test_cuda_streams(self):
+        assert names_cuda_streams("m", ast.parse("side = torch.cuda.Stream(device)"))
+        assert names_cuda_streams("m", ast.parse("with torch.cuda.stream(side):\n    pass"))
+        assert not names_cuda_streams("m", ast.parse("torch.cuda.synchronize()\nstreams.stream('tp')"))
 
     def test_deferred(self):
         assert deferred_imports("m", ast.parse("def f():\n    from megatron.core import log"))
