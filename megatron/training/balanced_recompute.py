@@ -7,7 +7,7 @@ to host memory. planner/memory/balance.py then chooses for every layer of this r
 [Note: cost of offloading a layer]
 The time by which a copy exceeds the computation that it is overlapped with: the forward of a layer, a third of its time, for
 the copy to the host, and the backward for the reload. The last layers of a stage stay on the device (RESIDENT_LAYERS in
-core/offload/policies.py). Offloading saves nothing where the device computes in host memory, so on the CPU layers are
+config/activation_offload.py). Offloading saves nothing where the device computes in host memory, so on the CPU layers are
 offloaded only to files, if --offload-dir is given.
 """
 
