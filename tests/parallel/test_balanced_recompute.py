@@ -75,7 +75,7 @@ def moved(rank, size, directory):
         optimizer_offload=dataclasses.replace(run.optimizer_offload, offload_dir=str(directory)),
     )
     offload = trainer.step.offload
-    return losses, same, [] if offload is None else [n for n in range(4) if offload.actions.policy.share(0, n, 4)]
+    return losses, same, [] if offload is None else [n for n in range(4) if offload.actions.policy.layer_ratio(0, n, 4)]
 
 
 def test_layers_move_where_there_is_other_memory(tmp_path):
@@ -90,7 +90,7 @@ def test_layers_move_where_there_is_other_memory(tmp_path):
 def with_free_copies(rank, size, directory):
     """`moved`, with copies that cost nothing, whatever the disk and the machine do meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(balanced_recompute, "measured_bandwidth", lambda *_: (1e18, 1e18))
+        patch.setattr(balanced_recompute, "measure_bandwidth", lambda *_: (1e18, 1e18))
         return moved(rank, size, directory)
 
 
