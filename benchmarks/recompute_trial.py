@@ -85,7 +85,7 @@ class Trial:
         forward = functools.partial(
             ForwardProgram(self._model, [self._batch], [self._batch.loss_mask]).forward, 0, 0, None
         )
-        moved = 0 if self._offload is None else self._offload.actions.bytes_out // self._steps
+        moved = 0 if self._offload is None else self._offload.actions.offloaded_bytes // self._steps
         return saved_bytes(forward, self._model.parameters()) - moved
 
 
