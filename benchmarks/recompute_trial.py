@@ -61,7 +61,9 @@ class Trial:
         optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=False)
         moved = self.balanced.layers.moved if self.balanced is not None else ()
         parameter_of = data_parallel.parameter_of
-        self._offload = build_step_offload(run, self._model, groups, streams, parameter_of, moved)
+        self._offload = build_step_offload(
+            run.activation_offload, None, self._model, groups, streams, parameter_of, moved
+        )
         self._step = TrainStep(
             self._model,
             data_parallel,

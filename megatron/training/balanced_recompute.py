@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron.base.errors import ConfigError
 from megatron.base.log import get_logger
 from megatron.config.activation_offload import RESIDENT_LAYERS
+from megatron.config.data import DataConfig
 from megatron.config.recompute import (
     BLOCK,
     CORE_ATTN,
@@ -39,6 +40,7 @@ from megatron.config.recompute import (
     RecomputeConfig,
 )
 from megatron.config.run import RunConfig
+from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.device import synchronize
 from megatron.core.groups import Groups
@@ -101,11 +103,11 @@ def choose(
 
     Communication: that of the layers, and two max all-reduces of some numbers: the ranks of a stage choose alike.
     """
-    rates = _seconds_per_byte(run, streams)
+    rates = _seconds_per_byte(run.optimizer_offload.offload_dir, streams)
     numbers = [number for stage in stages for number in stage.layers]
     kinds = {number: _kind(build, number) for number in numbers}
     first = {kind: number for number, kind in reversed(kinds.items())}
-    measured = {kind: _measure(run, build, groups, number, rates) for kind, number in first.items()}
+    measured = {kind: _measure(run.data, run.train, build, groups, number, rates) for kind, number in first.items()}
     resident = {number for stage in stages for number in list(stage.layers)[-RESIDENT_LAYERS:]}
     # A chunk of a microbatch keeps what its own stage's layers keep.
     at_once = memory_in_flight(schedule)[groups.pp.rank].activations / max(1, len(stages))
@@ -131,7 +133,7 @@ def choose(
             "--micro-batch-size"
         )
     seconds = sum(measured[kind][1] for kind in kinds.values())
-    _report(run, groups, choices, chosen, budget, seconds)
+    _report(run.recompute.activation_memory_plot, groups, choices, chosen, budget, seconds)
     picked = {number: ways[option.name] for number, option in zip(numbers, chosen.options, strict=True)}
     configs = {number: way.config for number, way in picked.items()}
     moved = frozenset(number for number, way in picked.items() if way.offloads)
@@ -139,7 +141,7 @@ def choose(
 
 
 def _report(
-    run: RunConfig, groups: Groups, choices: list[Choice], chosen: Choice, budget: float, seconds: float
+    path: str | None, groups: Groups, choices: list[Choice], chosen: Choice, budget: float, seconds: float
 ) -> None:
     if not chosen.options:
         log.info("pipeline rank 0 has no layers, so there is nothing to choose for it")
@@ -147,7 +149,6 @@ def _report(
     log.info("what layers of pipeline rank 0 may keep for backward, and the time it costs them:")
     for line in table(choices, chosen, budget, seconds):
         log.info("%s", line)
-    path = run.recompute.activation_memory_plot
     if path is not None and groups.rank == 0:
         try:
             draw(Path(path), choices, chosen, budget, seconds)
@@ -175,22 +176,22 @@ class Way(NamedTuple):
 
 
 def _measure(
-    run: RunConfig, build: Build, groups: Groups, number: int, rates: tuple[float, float] | None
+    data: DataConfig, train: TrainConfig, build: Build, groups: Groups, number: int, rates: tuple[float, float] | None
 ) -> tuple[list[Way], float]:
     """The options of a layer, and the seconds of its forward and backward without any.
 
     rates: seconds per byte to the host and to the device, if layers may be offloaded.
     """
     with build.rng.replay(build.rng.snapshot()):  # the run draws the numbers it would draw anyway
-        keep = _Probe(run, build, groups, number, KEEP_ALL)
+        keep = _Probe(data, train, build, groups, number, KEEP_ALL)
         added: list[float] = []
         base: list[float] = []
         for config in _TIMED:
-            probe = _Probe(run, build, groups, number, config)
+            probe = _Probe(data, train, build, groups, number, config)
             pairs = [(keep.seconds(), probe.seconds()) for _ in range(_ROUNDS + 1)][1:]
             base += [without for without, _ in pairs]
             added.append(statistics.median(again - without for without, again in pairs))
-        sizes = [_Probe(run, build, groups, number, config).saved_bytes() for config in (*_SETS, WHOLE_LAYER)]
+        sizes = [_Probe(data, train, build, groups, number, config).saved_bytes() for config in (*_SETS, WHOLE_LAYER)]
     found = [*added, statistics.median(base), *(rates or (0.0, 0.0))]
     times = torch.tensor(found, dtype=torch.float64, device=build.device).clamp_(min=0.0)
     for group in (groups.tp, groups.dp_cp):
@@ -213,11 +214,11 @@ def _offloaded(option: Option, alone: float, out: float, back: float) -> Option:
     return Option(f"{option.name} (offloaded)", 0, option.seconds + exposed)
 
 
-def _seconds_per_byte(run: RunConfig, streams: Streams) -> tuple[float, float] | None:
+def _seconds_per_byte(directory: str | None, streams: Streams) -> tuple[float, float] | None:
     """Seconds per byte of copies to the host and to the device; None where layers are not offloaded."""
-    if streams.device.type != "cuda" and run.optimizer_offload.offload_dir is None:
+    if streams.device.type != "cuda" and directory is None:
         return None
-    pool, engine = build_pool_and_engine(run, streams)
+    pool, engine = build_pool_and_engine(directory, streams)
     to_host, to_device = measure_bandwidth(engine, pool, streams.device)
     return 1 / to_host, 1 / to_device
 
@@ -229,22 +230,30 @@ def _name(config: RecomputeConfig) -> str:
 class _Probe:
     """One layer of this run, with weights and inputs of its own."""
 
-    def __init__(self, run: RunConfig, build: Build, groups: Groups, number: int, recompute: RecomputeConfig) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        train: TrainConfig,
+        build: Build,
+        groups: Groups,
+        number: int,
+        recompute: RecomputeConfig,
+    ) -> None:
         self._number, self._device = number, build.device
         self._block = TransformerBlock(dataclasses.replace(build, recompute=recompute), [number], final_norm=False)
         parameters = local_parameters(self._block)
-        initialize(parameters, run.train.seed)
+        initialize(parameters, train.seed)
         if build.config.lora_rank:
             freeze_all_but_adapters(parameters)
-        assert run.data.seq_length and run.train.micro_batch_size and build.config.hidden_size
-        b, shards = run.train.micro_batch_size, groups.tp.size if build.sequence_parallel else 1
-        places = part_of(torch.arange(run.data.seq_length, device=build.device).unsqueeze(0), groups.cp, shards)
+        assert data.seq_length and train.micro_batch_size and build.config.hidden_size
+        b, shards = train.micro_batch_size, groups.tp.size if build.sequence_parallel else 1
+        places = part_of(torch.arange(data.seq_length, device=build.device).unsqueeze(0), groups.cp, shards)
         rotary = None
         if build.spec.rotary is not None:
             frequencies, factor = rotary_frequencies(build.spec.rotary, build.device)
             rotary = rotary_tables(places, frequencies, factor, build.dtype)
         segments = None
-        if run.data.reset_attention_mask or run.data.sft:
+        if data.reset_attention_mask or data.sft:
             segments = torch.zeros(b, places.shape[1] * groups.cp.size, dtype=torch.int64, device=build.device)
         self._positions = Positions(rotary, segments)
         dtype = torch.float32 if build.config.fp32_residual_connection else build.dtype

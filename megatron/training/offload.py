@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.base.log import get_logger
-from megatron.config.run import RunConfig
+from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
@@ -101,7 +101,8 @@ class StepOffload:
 
 
 def build_step_offload(
-    run: RunConfig,
+    config: ActivationOffloadConfig,
+    directory: str | None,
     model: GPTModel,
     groups: Groups,
     streams: Streams,
@@ -111,30 +112,32 @@ def build_step_offload(
     """Activation offload as the flags ask for it, or of the `offloaded` layers that balanced recompute chose; None if
     nothing is offloaded.
 
-    parameter_of: `DataParallel.parameter_of`. Raises ConfigError for --offload-dir on CUDA.
+    directory: --offload-dir. parameter_of: `DataParallel.parameter_of`. Raises ConfigError for --offload-dir on CUDA.
     """
-    kind = run.activation_offload.kind
+    kind = config.kind
     if kind is None and not offloaded:
         return None
-    pool, engine = build_pool_and_engine(run, streams)
+    pool, engine = build_pool_and_engine(directory, streams)
     layers = list(model.decoder.layers.values())
-    policy = _policy(run, model, offloaded)
+    policy = _policy(config, model, offloaded)
     if isinstance(policy, ByModules):
         policy.attach(layers)
     layers_of_stage = {number: len(stage.layers) for number, stage in model.stages.items()}
     actions = ActivationOffload(policy, engine, pool, model, layers_of_stage, streams.device, parameter_of)
     attach_to_layers(actions, layers)
-    measures_ratio = kind == "ratio" and run.activation_offload.ratio is None
+    measures_ratio = kind == "ratio" and config.ratio is None
     return StepOffload(actions, groups, measure_bandwidth(engine, pool, streams.device) if measures_ratio else None)
 
 
-def build_weight_offload(run: RunConfig, model: GPTModel, streams: Streams) -> WeightOffload | None:
+def build_weight_offload(
+    config: ActivationOffloadConfig, directory: str | None, model: GPTModel, streams: Streams
+) -> WeightOffload | None:
     """Offload of the first --cpu-offloading-num-layers layers of each stage; None without --cpu-offloading-weights.
 
     Has a pool and an engine of its own, because the pool of activations is reclaimed every step. Raises ConfigError for
     --offload-dir on CUDA.
     """
-    count = run.activation_offload.far_weight_layers
+    count = config.far_weight_layers
     if not count:
         return None
     layers = [layer for stage in model.stages.values() for layer in stage.layers[:count]]
@@ -143,12 +146,11 @@ def build_weight_offload(run: RunConfig, model: GPTModel, streams: Streams) -> W
         for layer in layers
         for name, _ in model.decoder.layers[str(layer)].named_parameters()
     ]
-    return WeightOffload(names, *build_pool_and_engine(run, streams))
+    return WeightOffload(names, *build_pool_and_engine(directory, streams))
 
 
-def build_pool_and_engine(run: RunConfig, streams: Streams) -> tuple[HostPool, CopyEngine]:
+def build_pool_and_engine(directory: str | None, streams: Streams) -> tuple[HostPool, CopyEngine]:
     """Host memory and copies for activations or weights. Raises ConfigError for --offload-dir on CUDA."""
-    directory = run.optimizer_offload.offload_dir
     on_cuda = streams.device.type == "cuda"
     if on_cuda and directory is not None:
         raise ConfigError(
@@ -158,8 +160,8 @@ def build_pool_and_engine(run: RunConfig, streams: Streams) -> tuple[HostPool, C
     return HostPool(pinned=on_cuda, directory=None if directory is None else Path(directory)), CopyEngine(streams)
 
 
-def _policy(run: RunConfig, model: GPTModel, offloaded: Collection[int]) -> OffloadPolicy:
-    config, stages = run.activation_offload, model.stages.items()
+def _policy(config: ActivationOffloadConfig, model: GPTModel, offloaded: Collection[int]) -> OffloadPolicy:
+    stages = model.stages.items()
     if offloaded:
         return ChosenLayers(
             {number: [i for i, layer in enumerate(stage.layers) if layer in offloaded] for number, stage in stages}

@@ -121,16 +121,18 @@ def build_optimizer(
     run: RunConfig, settings: RunSettings, groups: Groups, model: GPTModel, prepared: Prepared
 ) -> tuple[DataParallel, Optimizer]:
     """The memory of parameters and gradients, and what updates them. Collective over the world. Raises ConfigError."""
-    offload, device = settings.optimizer_offload, prepared.shared.device
+    offload, directory = settings.optimizer_offload, run.optimizer_offload.offload_dir
     data_parallel = DataParallel(
         model,
         groups,
         settings.data_parallel,
-        device,
+        prepared.shared.device,
         {name: stage for name in local_parameters(model) if (stage := model.stage_of(name)) is not None},
         prepared.streams,
         late_updates=offload.overlap,
-        weight_offload=together(groups.world, lambda: build_weight_offload(run, model, prepared.streams)),
+        weight_offload=together(
+            groups.world, lambda: build_weight_offload(run.activation_offload, directory, model, prepared.streams)
+        ),
     )
     optimizer = together(
         groups.world,
@@ -161,10 +163,13 @@ def build_step(
     """The training step, with activation offload if the flags or balanced recompute ask for it. Collective over the
     world. Raises ConfigError.
     """
+    directory = run.optimizer_offload.offload_dir
     moved = () if prepared.balanced is None else prepared.balanced.layers.moved
     offload = together(
         groups.world,
-        lambda: build_step_offload(run, model, groups, prepared.streams, data_parallel.parameter_of, moved),
+        lambda: build_step_offload(
+            run.activation_offload, directory, model, groups, prepared.streams, data_parallel.parameter_of, moved
+        ),
     )
     return TrainStep(
         model,
