@@ -19,7 +19,7 @@ from megatron.config.rules.needs import notes
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.config.train import TrainConfig
-from megatron.schedule.offload_pass import moved_groups, with_offload
+from megatron.schedule.offload_pass import moved_groups
 from megatron.schedule.simulate import Costs, simulate
 
 _LAYERS_THAT_STAY = 2  # of a stage, where layers are offloaded one by one
@@ -219,7 +219,7 @@ def _activation_offload(offload: ActivationOffloadConfig, settings: RunSettings)
 def _where_a_ratio_works(settings: RunSettings) -> tuple[str, str]:
     """What the ranks of the pipeline offload, or "" and why they offload nothing."""
     pipeline, most = settings.pipeline, _largest_stage(settings.pipeline)
-    schedule = with_offload(pipeline.schedule_of(settings.batches.final_num_microbatches))
+    schedule = pipeline.schedule_of(settings.batches.final_num_microbatches, offload=True)
     ranks, whole = len(schedule.actions), sum(bool(moved_groups(actions)) for actions in schedule.actions)
     if not whole and most <= _LAYERS_THAT_STAY:
         return "", f"a stage has {most} layers, which its backward needs at once"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
 from megatron.config.parallel import ParallelConfig
+from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.partition import Stage, count_stages, parse_layout, partition, whole_model
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import schedule_or_default
@@ -28,16 +29,17 @@ class PipelineSettings:
     group: int | None
     overlap: bool
 
-    def schedule_of(self, num_microbatches: int) -> Schedule:
+    def schedule_of(self, num_microbatches: int, *, offload: bool = False) -> Schedule:
         """Returns the actions of a training step, including transfers, after checking them.
 
-        Raises ConfigError if the schedule does not support so many microbatches.
+        `offload`: with the actions that move activations to host memory and back. Raises ConfigError if the schedule
+        does not support so many microbatches.
         """
-        return _with_transfers(self, num_microbatches)
+        return _built(self, num_microbatches, evaluation=False, offload=offload)
 
     def evaluation_of(self, num_microbatches: int) -> Schedule:
         """Returns the actions of an evaluation: forwards only."""
-        return _with_transfers(self, num_microbatches, evaluation=True)
+        return _built(self, num_microbatches, evaluation=True, offload=False)
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """Returns the stages of a pipeline rank, in model order."""
@@ -81,11 +83,12 @@ def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSett
 
 
 @functools.lru_cache(maxsize=16)
-def _with_transfers(settings: PipelineSettings, num_microbatches: int, *, evaluation: bool = False) -> Schedule:
+def _built(settings: PipelineSettings, num_microbatches: int, *, evaluation: bool, offload: bool) -> Schedule:
     """Builds and checks a schedule. Cached, because a run has few numbers of microbatches and this takes time."""
     p, stages = settings.placement.num_ranks, settings.placement.num_stages
     computations = settings.schedule.build(p, num_microbatches, v=stages // p, group=settings.group)
     schedule = with_transfers(forward_only(computations) if evaluation else computations, overlap=settings.overlap)
+    schedule = with_offload(schedule) if offload else schedule
     check(schedule, blocking=not settings.overlap)
     return schedule
 

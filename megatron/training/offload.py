@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from statistics import median
@@ -25,7 +24,7 @@ from megatron.core.offload.weights import WeightOffload
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Interval, Timeline
 from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
-from megatron.schedule.offload_pass import moved_groups, with_offload
+from megatron.schedule.offload_pass import moved_groups
 from megatron.schedule.schedule import Kind, Schedule
 
 log = get_logger(__name__)
@@ -44,15 +43,17 @@ class StepOffload:
         self._clock = Timeline(actions.device)
         self._schedule: Schedule | None = None
 
-    def begin_step(self, schedule: Schedule, batch: Iterable[Tensor]) -> Schedule:
-        """The schedule with offload actions, if the policy asks for them. `batch`: tensors that live through the step."""
+    @property
+    def in_schedule(self) -> bool:
+        """Whether the next step's schedule holds offload actions."""
+        return self.actions.policy.schedule_ratio > 0.0
+
+    def begin_step(self, schedule: Schedule, batch: Iterable[Tensor]) -> None:
+        """Call before a step. `schedule`: the one that it will run. `batch`: tensors that live through the step."""
         self._schedule, self._steps = schedule, self._steps + 1
         if self._bandwidth is not None and self._steps == _MEASURED_STEP:
             self._clock.start()
-        if self.actions.policy.schedule_ratio > 0.0:
-            schedule = _with_offload(schedule)
         self.actions.begin_step(moved_groups(schedule.actions[self._groups.pp.rank]), batch)
-        return schedule
 
     def end_step(self) -> None:
         """Call when every backward has run. Communication: once, if the ratio is measured, a gather over the world."""
@@ -191,9 +192,3 @@ def _stage_times(spans: list[Interval], offload: ActivationOffload) -> dict[int,
             layers=offload.layers_of_stage[stage],
         )
     return times
-
-
-@functools.lru_cache(maxsize=16)
-def _with_offload(schedule: Schedule) -> Schedule:
-    """Cached: a run has few different numbers of microbatches."""
-    return with_offload(schedule)

@@ -65,11 +65,12 @@ class TrainStep:
         self._data_parallel.begin_step(len(batches))
         weights = token_weights(batches, self._groups, self._per_token)
         parts = parts_here(batches, [each * scale for each in weights], self._model, self._groups)
-        offload, actions = self.offload, None
-        program = TrainProgram(self._model, self._data_parallel, timers, *parts, offload)
-        schedule, rank = self._pipeline.schedule_of(len(batches)), self._groups.pp.rank
+        offload, rank = self.offload, self._groups.pp.rank
+        schedule = self._pipeline.schedule_of(len(batches), offload=offload is not None and offload.in_schedule)
         if offload is not None:
-            schedule, actions = offload.begin_step(schedule, tensors_of(*parts)), offload.actions
+            offload.begin_step(schedule, tensors_of(*parts))
+        program = TrainProgram(self._model, self._data_parallel, timers, *parts, offload)
+        actions = None if offload is None else offload.actions
         engine = Engine(schedule, rank, program, self._mailbox, self._model.hidden_dtype, program, actions)
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
             losses = engine.run(before=lambda action: heartbeat.move_to(_phase(action)))

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import pipeline_settings
+from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.schedule import COMPUTE, Kind, ScheduleError
 from megatron.schedule.schedules.one_f_one_b import one_f_one_b
 
@@ -44,3 +45,4 @@ def test_training_and_evaluation(name):
     evaluated = {a.kind for actions in settings.evaluation_of(8).actions for a in actions}
     assert evaluated & COMPUTE == {Kind.FORWARD}
     assert settings.schedule_of(8) is settings.schedule_of(8), "built and checked once"
+    assert settings.schedule_of(8, offload=True) == with_offload(settings.schedule_of(8)) != settings.schedule_of(8)
