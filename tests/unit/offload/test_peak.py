@@ -11,11 +11,11 @@ from megatron.core.offload.policies import ByRatio
 from megatron.core.pipeline_parallel.engine import Engine
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline, write_chrome_trace
-from megatron.planner.memory.activation_offload import peak_chunks
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import schedule_or_default
 from megatron.schedule.simulate import Costs, simulate
+from tests.unit.offload.closed_form import peak_chunks
 from tests.unit.offload.live_bytes import LiveBytes
 from tests.unit.offload.stages import LAYER_BYTES, Program, Stages
 from tests.unit.pipeline_parallel.test_engine import Mail

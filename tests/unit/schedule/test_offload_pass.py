@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio, peak_chunks, share_by_layer
+from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
 from megatron.schedule.offload_pass import APART, moved_groups, with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import schedule_or_default
@@ -13,6 +13,7 @@ from megatron.schedule.schedule import COMPUTE, COPIES, Action, Kind, ScheduleEr
 from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import check, chunks_near
+from tests.unit.offload.closed_form import peak_chunks, share_by_layer
 
 from .lists import all_schedules, gpipe, one_f_one_b, text, zb_h1
 
