@@ -11,7 +11,7 @@ AUTO = "auto"
 # The last layers of a stage stay on the device. Offloading them saves nothing: the copy of the last layer but two is still
 # under way when the last one runs, and backward needs the last two first.
 RESIDENT_LAYERS = 2
-# Parts of a layer, in the order in which they run.
+# The parts of a layer, in the order in which they run.
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
 
 
