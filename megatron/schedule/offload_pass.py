@@ -1,19 +1,19 @@
-"""A function from a Schedule to a Schedule that inserts the moves of activations to far memory and back.
+"""A pass over a Schedule that inserts the offload of activations to host memory and their reload.
 
 The idea is Megatron-Kwai's (Yuan et al., USENIX ATC 2024, pipeline-parallel-aware offloading); here it is a pass, and
-schedules know nothing of it.
+schedules are independent of it.
 
-[Note: where a move stands]
-What a forward keeps starts to go out before the next computation of its rank, and to come back before the computation that
-precedes its backward. Each move so has one computation to hide behind, and on each rank one group goes out and one comes
-in at a time. A group that would not be away for one whole computation between is left where it is: moving it would save
-nothing.
+[Note: position of a copy]
+A forward's saved activations start to be offloaded before the next computation of their rank, and to be reloaded before
+the computation that precedes their backward. So each copy is overlapped with one computation, and on each rank one
+group is offloaded and one reloaded at a time. A group that would not be offloaded for one whole computation stays on
+the device: offloading it would save nothing.
 
-[Note: moves and messages]
-A move stands behind all sends and receives of its place in the list. So a neighbour never waits for a message that is
-queued behind a copy: the message is posted first, and what a send reads is only read by the copy too. A move holds up its
-rank no more than a send does; it waits for computation of its own rank only, never for another rank, so it adds no way
-for ranks to wait in a circle, and the order of transfers stays what `passes` promises.
+[Note: copies and messages]
+A copy is placed after all sends and receives of its position in the list. So a neighbour never waits for a message that
+is queued after a copy: the message is posted first, and a tensor that a send reads is only read by the copy, too. A
+copy blocks its rank no more than a send does; it waits only for computation of its own rank, never for another rank, so
+it adds no circular waits between ranks, and the order of transfers stays as `passes` guarantees.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ import dataclasses
 
 from megatron.schedule.schedule import COMPUTE, GRADIENTS_OF_INPUT, Action, Kind, Schedule
 
-# Computations from a forward to its backward: one for the way out, one away, one for the way back, and the backward.
+# The computations from a forward to its backward: one for the offload, one in between, one for the reload, and the
+# backward.
 APART = 4
 
 
 def with_offload(schedule: Schedule) -> Schedule:
-    """Add an OFFLOAD and a RELOAD for each forward whose backward is APART computations behind it or more.
+    """Adds an OFFLOAD and a RELOAD for each forward whose backward is at least APART computations later.
 
-    To be called last: `schedule` holds its transfers. An evaluation, which has no backward, is left as it is.
+    Call it last: `schedule` includes its transfers. An evaluation, which has no backward, is unchanged.
     """
     return dataclasses.replace(schedule, actions=tuple(map(_moved, schedule.actions)))
 
 
 def moved_groups(actions: tuple[Action, ...]) -> frozenset[tuple[int, int]]:
-    """(stage, microbatch) of what a rank's list moves."""
+    """Returns (stage, microbatch) of the groups that a rank's list offloads."""
     return frozenset((action.stage, action.microbatch) for action in actions if action.kind is Kind.OFFLOAD)
 
 
 def _moved(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """At one place what goes out stands before what comes in: its memory is given up the sooner."""
+    """Inserts the copies of one rank. At one position offloads come before reloads, to free their memory sooner."""
     computations = [action for action in actions if action.kind in COMPUTE]
     backward_at = {(a.stage, a.microbatch): i for i, a in enumerate(computations) if a.kind in GRADIENTS_OF_INPUT}
     before: dict[Action, list[Action]] = {}

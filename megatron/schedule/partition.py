@@ -1,4 +1,4 @@
-"""Which layers a virtual stage holds. Pure arithmetic.
+"""Divides the layers between virtual stages. Pure arithmetic.
 
 Stages are numbered along the model: stage 0 has the embedding, the last one the final norm, the head and the loss.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
 
-_LONGEST = 100_000  # characters of a layout that is written out
+_LONGEST = 100_000  # characters of an expanded layout
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of the model's layers, which may be empty, with or without its two ends."""
+    """A range of the model's layers, which may be empty, with or without its two ends."""
 
     number: int
     layers: range
@@ -25,7 +25,7 @@ class Stage:
 
 
 def whole_model(num_layers: int) -> Stage:
-    """The only stage of a model that is not cut."""
+    """Returns the only stage of a model without pipeline parallelism."""
     return Stage(0, range(num_layers), embedding=True, head=True)
 
 
@@ -38,11 +38,11 @@ def partition(
     embedding_counts: bool = False,
     head_counts: bool = False,
 ) -> tuple[Stage, ...]:
-    """Stages of equal numbers of layers. Raises ConfigError when they do not divide.
+    """Returns stages of equal numbers of layers. Raises ConfigError if the numbers do not divide.
 
-    rank_of: the rank of each stage; all ranks have equally many. first, last: layers of the first and the last rank; the
-    others share what is left equally. embedding_counts, head_counts: these take the place of a layer in the first and in
-    the last stage.
+    `rank_of` is the rank of each stage; all ranks have equally many. `first` and `last` are the layers of the first and
+    the last rank; the others share the rest equally. `embedding_counts` and `head_counts` make these count as a layer
+    in the first and in the last stage.
     """
     p = max(rank_of) + 1
     v = len(rank_of) // p
@@ -62,9 +62,10 @@ def partition(
 
 
 def parse_layout(text: str, num_layers: int, num_stages: int) -> tuple[Stage, ...]:
-    """Megatron-LM's --pipeline-model-parallel-layout: E embedding, t layer, L loss, | ends a stage, (..)*n or x*n repeat.
+    """Parses Megatron-LM's --pipeline-model-parallel-layout.
 
-    Commas and spaces mean nothing. Raises ConfigError for what does not describe `num_layers` in `num_stages`.
+    E is the embedding, t a layer, L the loss, | ends a stage, (..)*n or x*n repeats. Commas and spaces are ignored.
+    Raises ConfigError for a text that does not describe `num_layers` in `num_stages`.
     """
     flag = f"--pipeline-model-parallel-layout {text}"
     stages = _written_out(text, flag).split("|")
@@ -83,7 +84,7 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> tuple[Stage, ..
 
 
 def count_stages(text: str) -> int:
-    """Stages that a layout describes. Raises ConfigError for what is none."""
+    """Returns the number of stages of a layout. Raises ConfigError for an invalid one."""
     return _written_out(text, f"--pipeline-model-parallel-layout {text}").count("|") + 1
 
 
@@ -119,7 +120,7 @@ def _stages(sizes: list[int]) -> tuple[Stage, ...]:
 
 
 def _written_out(text: str, flag: str) -> str:
-    """Without repetitions: the innermost first."""
+    """Expands repetitions, the innermost first."""
     rest = re.sub(r"[\s,]", "", text)
     repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL|]))\*(\d+)")
     while (found := repeated.search(rest)) is not None:

@@ -1,20 +1,20 @@
-"""Functions from a Schedule to a Schedule that insert actions between the computations.
+"""Passes over a Schedule that insert transfers between the computations.
 
 [Note: order of transfers]
-Two orders are made, for two kinds of transport; `validate.check` holds schedules to them.
+There are two orders, for two kinds of transport; `validate.check` verifies them.
 
-Without overlap, every transfer of the pipeline has a place in one order: by the time at which its data is made when the
-schedule is played with unit costs and, where times are equal, every other pair of neighbours first, so that pairs move
-their data at the same time and no chain of ranks forms. Every rank issues its sends and receives in this order.
-Whatever a rank waits for is then earlier in the order than what it holds up, so nobody waits in a circle, even where a
-send and a receive both keep the rank standing until the data has moved, and where one queue takes all transfers of a
-rank: blocking calls, one NCCL communicator, gloo.
+Without overlap, every transfer of the pipeline has a position in one global order: by the time at which its data is
+computed when the schedule is simulated with unit costs and, for equal times, alternating pairs of neighbours, so that
+pairs transfer at the same time and no chain of ranks forms. Every rank issues its sends and receives in this order.
+Each transfer that a rank waits for is then earlier in the order than those that it delays, so no circular wait is
+possible, even if a send and a receive both block the rank until the data has moved, and if one queue takes all
+transfers of a rank: blocking calls, one NCCL communicator, gloo.
 
 With overlap, receives are posted early, and such an order does not exist: 1F1B's neighbours would each post the receive
-from the other before their send to it. What is assured is the order within each direction between two ranks: sends and
-receives of one direction come in the same order at both ends. So sends must not hold up their rank, and the transport
-needs a queue for each direction: with NCCL two communicators, one for transfers to a higher rank and one for those to a
-lower; with gloo a tag each. Sends and receives must not be batched: a group ends when its last transfer does.
+from the other before their send to it. Only the order within each direction between two ranks is guaranteed: sends and
+receives of one direction have the same order at both ends. So sends must not block their rank, and the transport needs
+a queue per direction: with NCCL two communicators, one for transfers to a higher rank and one for those to a lower;
+with gloo a tag each. Sends and receives must not be batched: a group ends when its last transfer does.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Order = tuple[float, int, int]
 
 
 class _Insert(NamedTuple):
-    """A transfer to be put before the computation number `place` of a rank.
+    """A transfer to be inserted before the computation number `place` of a rank.
 
-    order: when its data is made, which turn its pair of ranks has, and on which rank it is made; the same of a send and
-    its receive.
+    `order` is the time at which its data is computed, the turn of its pair of ranks, and the rank that computes it; a
+    send and its receive have the same.
     """
 
     action: Action
@@ -42,12 +42,12 @@ class _Insert(NamedTuple):
 
 
 def with_transfers(schedule: Schedule, *, overlap: bool) -> Schedule:
-    """Add a send after and a receive before every computation whose result or input crosses ranks.
+    """Adds a send after and a receive before every computation whose result or input crosses ranks.
 
-    overlap: a receive stands one computation ahead of the one that needs it, in warm-up and cool-down too, so that the
-    transfer is overlapped with computation; earlier where a later transfer the same way is needed sooner. Otherwise it
-    stands right before it, or earlier where the one order of all transfers asks for that. The note above says what either
-    assures. `schedule` holds computation only.
+    With `overlap` a receive is one computation ahead of the one that needs it, also in warm-up and cool-down, so that
+    the transfer is overlapped with computation; it is earlier if a later transfer in the same direction is needed
+    sooner. Otherwise it is directly before that computation, or earlier if the global order of all transfers requires
+    it. [Note: order of transfers] states the guarantees. `schedule` holds computation only.
     """
     order = _order_of_sends(schedule)
     ranks = []
@@ -69,7 +69,7 @@ def with_transfers(schedule: Schedule, *, overlap: bool) -> Schedule:
 
 
 def _order_of_sends(schedule: Schedule) -> dict[Action, Order]:
-    """`_Insert.order` of every send, at unit costs."""
+    """Returns `_Insert.order` of every send, at unit costs."""
     ranks = schedule.placement.num_ranks
     timeline = simulate(schedule, Costs.uniform(schedule.placement.num_stages))
     order = {}
@@ -82,14 +82,14 @@ def _order_of_sends(schedule: Schedule) -> dict[Action, Order]:
 
 
 def _turn(rank: int, peer: int, ranks: int) -> int:
-    """A colour of each pair of neighbours on the ring, such that no rank is in two pairs of one colour."""
+    """Returns a colour of each pair of neighbours on the ring, such that no rank is in two pairs of one colour."""
     low, high = sorted((rank, peer))
     around = high - low > 1  # the last rank and the first
     return 2 if around and ranks % 2 else (high if around else low) % 2
 
 
 def _none_after_a_later_one(queue: list[_Insert]) -> list[_Insert]:
-    """The queue in order, each at its own place or, if that is earlier, that of the next."""
+    """Returns the queue in order, each at its own position or, if that is earlier, that of the next."""
     moved: list[_Insert] = []
     for insert in sorted(queue, key=lambda insert: insert.order, reverse=True):
         place = min(insert.place, moved[-1].place) if moved else insert.place
@@ -99,7 +99,7 @@ def _none_after_a_later_one(queue: list[_Insert]) -> list[_Insert]:
 
 
 def _with_inserts(actions: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:
-    """Each insert before the action of its index; of one index in the order given."""
+    """Inserts each action before the action of its index; those of one index in the order given."""
     at: dict[int, list[Action]] = {}
     for index, action in inserts:
         at.setdefault(index, []).append(action)

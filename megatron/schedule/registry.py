@@ -1,4 +1,4 @@
-"""All pipeline schedules, by their names on the command line. A new one is a file in `schedules/` and a row here."""
+"""All pipeline schedules by their command-line names. A new one is a file in `schedules/` and an entry here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ SCHEDULES = {spec.name: spec for spec in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1
 
 
 def schedule_or_default(name: str | None, virtual_stages: int | None) -> ScheduleSpec:
-    """The schedule of that name; without one 1F1B, or with several virtual stages per rank its interleaved form."""
+    """Returns the schedule of that name; without a name 1F1B, or with several virtual stages per rank its interleaved
+    form.
+    """
     if name is not None:
         return SCHEDULES[name]
     return INTERLEAVED if (virtual_stages or 1) > 1 else ONE_F_ONE_B

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what each rank does, in order. Pure; the engine runs the lists, the simulator times them."""
+"""Pipeline schedules as data: the actions of each rank, in order. The engine runs the lists, the simulator times them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from megatron.base.errors import MegatronError
 
 
 class ScheduleError(MegatronError, AssertionError):
-    """A schedule that cannot be run, or not as promised: a mistake in this package, not of the user's."""
+    """A schedule that cannot be run, or not as promised: an error in this package, not of the user."""
 
 
 class Kind(str, Enum):
-    """What an action does. Members are strings, which hash faster than plain members: there are many of them."""
+    """The type of an action. Members are strings, which hash faster than plain members, because there are many of them."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of input and weights together
-    INPUT_GRAD = "I"  # the first half of a split backward: what the stage before waits for
-    WEIGHT_GRAD = "W"  # the second half, which nobody waits for
+    INPUT_GRAD = "I"  # the first half of a split backward, for which the previous stage waits
+    WEIGHT_GRAD = "W"  # the second half, for which no rank waits
     SEND_FORWARD = "SF"  # the stage's output, to the next stage
     RECV_FORWARD = "RF"  # the stage's input, from the stage before
     SEND_BACKWARD = "SB"  # the gradient of the stage's input, to the stage before
     RECV_BACKWARD = "RB"  # the gradient of the stage's output, from the next stage
-    OFFLOAD = "O"  # what the forward keeps for its backward starts to move to far memory
-    RELOAD = "L"  # it starts to come back
+    OFFLOAD = "O"  # starts to copy the forward's saved activations to host memory
+    RELOAD = "L"  # starts to copy them back
 
     def __str__(self) -> str:
         return self.value
@@ -41,10 +41,10 @@ GRADIENTS_OF_WEIGHTS = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})
 
 
 class Action(NamedTuple):
-    """One unit of a rank's work. `stage` is the virtual stage that it belongs to, on the rank that runs it.
+    """One unit of a rank's work. `stage` is the virtual stage to which it belongs, on the rank that runs it.
 
-    A SEND starts as soon as the transport lets it and does not hold up the rank; a RECV makes room and says that the
-    data may come, and the computation that needs it waits for it.
+    A SEND starts as soon as the transport permits and does not block the rank; a RECV allocates memory and posts the
+    receive, and the computation that needs the data waits for it.
     """
 
     kind: Kind
@@ -64,42 +64,42 @@ _OTHER_END = {
 
 
 def other_end(transfer: Action) -> Action:
-    """The receive of a send, the send of a receive."""
+    """Returns the receive of a send, or the send of a receive."""
     kind, step = _OTHER_END[transfer.kind]
     return Action(kind, transfer.stage + step, transfer.microbatch)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which virtual stage. Stage 0 has the embedding, the last one the loss.
+    """The assignment of virtual stages to ranks. Stage 0 has the embedding, the last one the loss.
 
-    rank_of: the rank of each stage.
+    `rank_of` is the rank of each stage.
     """
 
     rank_of: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
-        """Virtual stages of the whole pipeline."""
+        """Number of virtual stages of the whole pipeline."""
         return len(self.rank_of)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of ranks of the pipeline."""
         return max(self.rank_of) + 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages a rank holds, in model order: its chunks."""
+        """Returns the stages of a rank, in model order: its chunks."""
         return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
 
 
 def round_robin(p: int, v: int = 1) -> Placement:
-    """Stage s on rank s % p, v stages a rank; with v = 1 a plain pipeline."""
+    """Places stage s on rank s % p, with v stages per rank; with v = 1 a plain pipeline."""
     return Placement(tuple(stage % p for stage in range(p * v)))
 
 
 def v_shape(p: int, v: int = 2) -> Placement:
-    """Down the ranks and back up, v times in turn. With v = 2 rank r holds stages r and 2p - 1 - r.
+    """Places stages down the ranks and back up, v times in turn. With v = 2 rank r holds stages r and 2p - 1 - r.
 
     With an even v the first rank has both the embedding and the loss.
     """
@@ -108,7 +108,7 @@ def v_shape(p: int, v: int = 2) -> Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A whole pipeline's work in one step. actions: the list of each rank."""
+    """The work of a whole pipeline in one step. `actions` holds the list of each rank."""
 
     name: str
     placement: Placement
@@ -116,11 +116,11 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def peer(self, transfer: Action) -> int:
-        """The rank at the other end of a send or receive."""
+        """Returns the rank at the other end of a send or receive."""
         return self.placement.rank_of[other_end(transfer).stage]
 
     def send_after(self, action: Action) -> Action | None:
-        """The send of what a computation makes, or None when it stays on the rank."""
+        """Returns the send of a computation's result, or None if the result stays on the rank."""
         rank_of, stage = self.placement.rank_of, action.stage
         if action.kind is Kind.FORWARD:
             if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
@@ -130,7 +130,7 @@ class Schedule:
         return None
 
     def receive_before(self, action: Action) -> Action | None:
-        """The receive of what a computation needs from another rank, or None."""
+        """Returns the receive of a computation's input from another rank, or None."""
         rank_of, stage = self.placement.rank_of, action.stage
         if action.kind is Kind.FORWARD:
             if stage > 0 and rank_of[stage - 1] != rank_of[stage]:

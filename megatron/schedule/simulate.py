@@ -1,15 +1,16 @@
-"""Plays a schedule with given costs: when each action begins and ends, and what ranks wait for. The engine's rules:
+"""Simulates a schedule with given costs: when each action begins and ends, and the waits of each rank.
 
-A rank runs its list in order. A computation starts when the rank is free and its inputs are there. A send is posted when
-its turn comes, a receive likewise; neither holds up the rank, and a transfer begins when both are posted and the one
-before it from the same rank to the same rank has left. OFFLOAD and RELOAD are overlapped with computation, each kind one
-after the other: the backward waits for its RELOAD, and an OFFLOAD has one computation to be done in; the computation or
-RELOAD that follows waits for it.
+The rules are the engine's: A rank runs its list in order. A computation starts when the rank is free and its inputs
+have arrived. Sends and receives are posted at their position in the list and do not block the rank; a transfer begins
+when both are posted and the previous one from the same rank to the same rank has left. OFFLOAD and RELOAD are
+overlapped with computation, each kind sequentially: the backward waits for its RELOAD, and an OFFLOAD has one
+computation to finish; the next computation or RELOAD waits for it.
 
-With `Costs.blocking`, instead, a rank stands still at a send or a receive until the other end has come to it and the data
-has moved: the least that a transport can do.
+With `Costs.blocking`, instead, a rank is blocked at a send or a receive until the other end has reached it and the data
+has moved: the minimum that a transport can do.
 
-A schedule without sends and receives is played with its dependencies alone: data is everywhere at once.
+A schedule without sends and receives is simulated with its dependencies alone: data is available on all ranks
+immediately.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from megatron.schedule.schedule import (
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds. forward, input_grad, weight_grad, backward: one number per stage; backward is that of a whole one.
+    """Costs in seconds. `forward`, `input_grad`, `weight_grad` and `backward` (a whole one) have one number per stage.
 
-    transfer: for how long a send occupies the way from one rank to another; latency: from then until the data arrives.
-    offload, reload: one copy of the offloaded activations of a microbatch and stage. blocking: see the module.
+    `transfer` is the time for which a send occupies the link from one rank to another; `latency` the time from then
+    until the data arrives. `offload` and `reload` are one copy of the offloaded activations of a microbatch and stage.
+    For `blocking` see the module.
     """
 
     forward: tuple[float, ...]
@@ -65,7 +67,7 @@ class Costs:
         reload: float = 0.0,
         blocking: bool = False,
     ) -> Costs:
-        """The same numbers for every stage. backward: by default the sum of its halves."""
+        """Returns equal costs for every stage. `backward` is by default the sum of its halves."""
         backward = input_grad + weight_grad if backward is None else backward
         return cls(
             forward=(forward,) * num_stages,
@@ -80,7 +82,7 @@ class Costs:
         )
 
     def of(self, kind: Kind) -> tuple[float, ...]:
-        """Seconds of a kind of computation, one number per stage."""
+        """Returns the seconds of a kind of computation, one number per stage."""
         by_kind: dict[Kind, tuple[float, ...]] = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
@@ -91,7 +93,7 @@ class Costs:
 
 
 class Interval(NamedTuple):
-    """When an action ran, in seconds from the start of the step. Of a send or receive: while its data moved."""
+    """The time of an action, in seconds from the start of the step. For a send or receive: while its data moved."""
 
     action: Action
     start: float
@@ -100,10 +102,10 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What came of it. intervals: of each rank, in the order of its list.
+    """The result of a simulation. `intervals` are those of each rank, in the order of its list.
 
-    exposed: seconds that each rank stood still because of communication: what a network without cost would save it,
-    the rest of the schedule taking place as it did.
+    `exposed` is the time in seconds that each rank was blocked by communication: the time that a network without cost
+    would save it, with the rest of the schedule unchanged.
     """
 
     schedule: Schedule
@@ -112,29 +114,29 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds until the last rank is done."""
+        """Seconds until the last rank has finished."""
         return max(interval.stop for intervals in self.intervals for interval in intervals)
 
     def computation(self, rank: int) -> list[Interval]:
-        """The intervals in which the rank computes."""
+        """Returns the intervals in which the rank computes."""
         return [interval for interval in self.intervals[rank] if interval.action.kind in COMPUTE]
 
     def busy(self, rank: int) -> float:
-        """Seconds of computation."""
+        """Returns the seconds of computation."""
         return sum(interval.stop - interval.start for interval in self.computation(rank))
 
     def bubble(self, rank: int) -> float:
-        """Share of the step in which the rank does not compute, for whatever reason."""
+        """Returns the fraction of the step in which the rank does not compute, for any reason."""
         return max(0.0, 1 - self.busy(rank) / self.makespan)
 
     def idle_inside(self, rank: int) -> float:
-        """The same between its first computation and its last: what the zero-bubble papers count."""
+        """Returns that fraction between its first and its last computation, which the zero-bubble papers report."""
         intervals = self.computation(rank)
         return max(0.0, 1 - self.busy(rank) / (intervals[-1].stop - intervals[0].start))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Play the whole step. Raises ScheduleError when ranks wait for each other for ever, with where each stands."""
+    """Simulates the whole step. Raises ScheduleError if ranks deadlock, with the action of each."""
     play = _Play(schedule, costs)
     ready = list(range(schedule.placement.num_ranks))
     while ready:
@@ -144,29 +146,30 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 class _Play:
-    """The state of a step. Order of play does not matter: a time depends on earlier times only."""
+    """The state of a simulation. The order of processing does not matter: a time depends on earlier times only."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         ranks = schedule.placement.num_ranks
         self._schedule, self._costs, self._rank_of = schedule, costs, schedule.placement.rank_of
         self._seconds = {kind: costs.of(kind) for kind in COMPUTE}
         self._with_transfers = any(action.kind in TRANSFERS for actions in schedule.actions for action in actions)
-        self._next = [0] * ranks  # place in the rank's list
-        self._free = [0.0] * ranks  # when the rank is done with what it has run
+        self._next = [0] * ranks  # index in the rank's list
+        self._free = [0.0] * ranks  # when the rank has finished its actions so far
         self.exposed = [0.0] * ranks
-        self._copied = {kind: [0.0] * ranks for kind in COPIES}  # when the rank's copies of this direction are done
-        self._due = [0.0] * ranks  # when the offloads are done that have had their computation
+        # when the rank's copies of this direction have finished
+        self._copied = {kind: [0.0] * ranks for kind in COPIES}
+        self._due = [0.0] * ranks  # when the offloads whose computation has ended have finished
         self._reloaded: dict[Action, float] = {}
         self._made: dict[Action, float] = {}  # FORWARD or, for a backward of either form, INPUT_GRAD -> when made
         self._posted: dict[Action, float] = {}  # send or receive -> when posted
-        self._moved: dict[Action, float] = {}  # send or receive -> when the data is there
+        self._moved: dict[Action, float] = {}  # send or receive -> when the data has arrived
         self._way_free: dict[tuple[int, int], float] = {}  # (from rank, to rank) -> when the last transfer has left
         self._intervals: dict[Action, Interval] = {}
-        self._waiting: dict[Action, list[int]] = {}  # what -> ranks that can go on when it is made or moved
+        self._waiting: dict[Action, list[int]] = {}  # action -> ranks that can continue when it is computed or moved
         self._woken: list[int] = []
 
     def advance(self, rank: int) -> list[int]:
-        """Run the rank's list as far as it goes; the ranks that can go on because of it."""
+        """Runs the rank's list as far as possible; returns the ranks that can continue because of it."""
         actions = self._schedule.actions[rank]
         self._woken = []
         while self._next[rank] < len(actions):
@@ -178,7 +181,7 @@ class _Play:
         return self._woken
 
     def check_finished(self) -> None:
-        """Raise ScheduleError unless every list is at its end, and every transfer has happened."""
+        """Raises ScheduleError unless every list has ended, and every transfer has happened."""
         stuck = []
         for missing, ranks in self._waiting.items():
             stuck += [
@@ -190,11 +193,11 @@ class _Play:
             raise ScheduleError(f"{self._schedule.name}: nothing at the other end of {', '.join(alone)}")
 
     def in_list_order(self) -> tuple[tuple[Interval, ...], ...]:
-        """What each rank did, by place in its list."""
+        """Returns the interval of each action, in the order of the ranks' lists."""
         return tuple(tuple(map(self._intervals.__getitem__, actions)) for actions in self._schedule.actions)
 
     def _try(self, rank: int, action: Action) -> Action | None:
-        """Run an action, or return what it waits for."""
+        """Runs an action, or returns the action for which it waits."""
         if action.kind in COMPUTE:
             return self._compute(rank, action)
         if action.kind in TRANSFERS:
@@ -203,9 +206,9 @@ class _Play:
         return None
 
     def _compute(self, rank: int, action: Action) -> Action | None:
-        """What the rank itself has made is there: the order of its own list is taken as it is."""
+        """Runs a computation; results of the rank itself are ready, because its list is run in order."""
         kind, stage, microbatch = action
-        there = made = self._free[rank]  # when the input is here, and when it was made
+        there = made = self._free[rank]  # when the input is here, and when it was computed
         source = stage - 1 if kind is Kind.FORWARD else stage + 1
         if kind is not Kind.WEIGHT_GRAD and 0 <= source < len(self._rank_of):
             if self._with_transfers and self._rank_of[source] != rank:
@@ -232,7 +235,7 @@ class _Play:
         return None
 
     def _copy(self, rank: int, action: Action) -> None:
-        """A reload may wait for its own offload: both are of this rank, and the validator holds them to their order."""
+        """Runs a copy; a reload may wait for its own offload on the same rank, and the validator checks their order."""
         begun, seconds = self._free[rank], self._costs.offload
         if action.kind is Kind.RELOAD:
             begun = max(

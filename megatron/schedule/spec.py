@@ -1,4 +1,4 @@
-"""What the rest of the code has to know of a pipeline schedule: how it is built, and which promises it makes."""
+"""The interface of a pipeline schedule for the rest of the code: its construction and its guarantees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Lists = tuple[tuple[Action, ...], ...]  # the actions of each rank
 
 
 class Sizes(NamedTuple):
-    """p ranks with v virtual stages each run m microbatches. group: microbatches that `interleaved` takes in turn."""
+    """p ranks with v virtual stages each run m microbatches. `group`: the size of a group of microbatches of
+    `interleaved`.
+    """
 
     p: int
     v: int
@@ -22,7 +24,7 @@ class Sizes(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds that a microbatch takes in a rank's layers."""
+    """Seconds of a microbatch in a rank's layers."""
 
     forward: float
     input_grad: float
@@ -30,7 +32,7 @@ class Times(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """The bubble's share of a step, as text and as a number."""
+    """The bubble's fraction of a step, as text and as a number."""
 
     text: str
     value: float
@@ -38,13 +40,14 @@ class Formula(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """A schedule as data. Flags, planner and engine read these fields; nothing else depends on which schedule it is.
+    """A schedule as data. Flags, planner and engine read these fields; nothing else depends on the chosen schedule.
 
-    name: on the command line. actions: the computations of each rank, in order. bubble: the published share of a step
-    in which ranks are idle, where all stages take equally long and communication costs nothing; None for sizes and times
-    that the formula does not hold for. placement: of p ranks and v virtual stages per rank. virtual_stages: how many the
-    schedule needs per rank; None where the user chooses, 2 or more. splits_backward: whether gradients of inputs and of
-    weights are computed at different times. takes_groups: whether `Sizes.group` matters.
+    `name` is its name on the command line. `actions` returns the computations of each rank, in order. `bubble` returns
+    the published fraction of a step in which ranks are idle, if all stages take equally long and communication costs
+    nothing; None for sizes and times to which the formula does not apply. `placement` is for p ranks and v virtual
+    stages per rank. `virtual_stages` is the number that the schedule needs per rank; None if the user chooses, 2 or
+    more. `splits_backward` means that gradients of inputs and of weights are computed at different times.
+    `takes_groups` means that `Sizes.group` matters.
     """
 
     name: str
@@ -56,9 +59,9 @@ class ScheduleSpec:
     takes_groups: bool = False
 
     def sizes(self, p: int, m: int, v: int | None = None, group: int | None = None) -> Sizes:
-        """The sizes with their defaults filled in: the virtual stages that the schedule needs, and groups of p.
+        """Returns the sizes with their defaults: the virtual stages that the schedule needs, and groups of p.
 
-        Raises ConfigError where `v` or `group` does not fit the schedule.
+        Raises ConfigError if `v` or `group` does not fit the schedule.
         """
         if group is not None and not self.takes_groups:
             raise ConfigError(
@@ -67,9 +70,9 @@ class ScheduleSpec:
         return Sizes(p, self.virtual_stages_for(v), m, p if group is None else group)
 
     def virtual_stages_for(self, asked: int | None) -> int:
-        """Virtual stages per rank: `asked`, or without it as many as the schedule needs.
+        """Returns the virtual stages per rank: `asked`, or without it the number that the schedule needs.
 
-        Raises ConfigError where the two do not fit.
+        Raises ConfigError if the two contradict each other.
         """
         needed = self.virtual_stages
         if needed is None:
@@ -86,6 +89,6 @@ class ScheduleSpec:
         return needed
 
     def build(self, p: int, m: int, *, v: int | None = None, group: int | None = None) -> Schedule:
-        """A training step's computations. See `sizes` for the arguments, and for what raises ConfigError."""
+        """Returns a training step's computations. See `sizes` for the arguments and for the causes of a ConfigError."""
         sizes = self.sizes(p, m, v, group)
         return Schedule(self.name, self.placement(p, sizes.v), m, self.actions(sizes))

@@ -1,4 +1,4 @@
-"""Whether a schedule can be run, and how much it keeps in memory."""
+"""Checks that a schedule can be run, and computes its peak of saved activations."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron.schedule.schedule import (
 
 
 def check(schedule: Schedule, *, blocking: bool = False) -> None:
-    """Raise ScheduleError, with action and rank, unless the schedule can be run as promised.
+    """Raises ScheduleError, with action and rank, unless the schedule can be run as promised.
 
-    Every stage sees every microbatch once, forward, and backward whole or split but all alike or not at all; each action
-    is on the stage's rank and after what it needs there. If there are transfers, there is one for every edge that
-    crosses ranks, sends are after what they send, receives before what needs them, and both ends of each direction
-    between two ranks have the same order. What is offloaded has been made, and is reloaded once, before its backward.
-    And no rank waits for ever: with sends and receives that do not hold up their rank, or, `blocking`, even with a
-    transport that keeps both ends standing until the data has moved.
+    Every stage has every microbatch once, forward, and backward whole or split but all alike or not at all; each action
+    is on the stage's rank and after the actions on which it depends there. If there are transfers, there is one for
+    every edge that crosses ranks, sends are after the computation of their data, receives before its use, and both ends
+    of each direction between two ranks have the same order. Offloaded activations have been computed, and are reloaded
+    once, before their backward. No rank deadlocks: with sends and receives that do not block their rank, or, with
+    `blocking`, even with a transport that blocks both ends until the data has moved.
 
     The time is linear in the number of actions.
     """
@@ -44,11 +44,11 @@ def check(schedule: Schedule, *, blocking: bool = False) -> None:
 
 @dataclass(frozen=True)
 class InFlight:
-    """The most that a rank keeps at once, in (stage, microbatch) pairs: chunks of a microbatch's activations.
+    """The peak of a rank's saved activations, in (stage, microbatch) pairs: chunks of a microbatch's activations.
 
-    activations: forward begun, backward not complete. With a split backward: awaiting_input_grad, of which everything is
-    kept, and awaiting_weight_grad, of which only what the weights' gradients need is; their peaks may come at
-    different times.
+    `activations`: forward begun, backward not complete. With a split backward, `awaiting_input_grad` counts pairs of
+    which everything is kept, and `awaiting_weight_grad` those of which only the inputs of the weights' gradients are
+    kept; their peaks may be at different times.
     """
 
     activations: int
@@ -57,7 +57,7 @@ class InFlight:
 
 
 def memory_in_flight(schedule: Schedule) -> tuple[InFlight, ...]:
-    """Of each rank. Nothing is kept for a backward that never comes: without any, as in evaluation, all is 0."""
+    """Returns the peaks of each rank. Without any backward, as in evaluation, nothing is kept and all are 0."""
     return tuple(_in_flight(actions) for actions in schedule.actions)
 
 
@@ -91,7 +91,7 @@ def chunks_near(schedule: Schedule, ratio: float, *, unmoved: float = 1.0) -> tu
 
 
 def _chunks_near(actions: Iterable[Action], ratio: float, unmoved: float) -> float:
-    """A group counts whole in the computations beside which it moves."""
+    """A group counts fully during the computations that overlap its copies."""
     actions = tuple(actions)
     moved = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.OFFLOAD}
     near: dict[tuple[int, int], float] = {}
@@ -117,7 +117,7 @@ def _chunks_near(actions: Iterable[Action], ratio: float, unmoved: float) -> flo
 
 
 def _places(schedule: Schedule) -> dict[Action, int]:
-    """Index of each action in its rank's list."""
+    """Returns the index of each action in its rank's list."""
     rank_of, ranks = schedule.placement.rank_of, schedule.placement.num_ranks
     if len(schedule.actions) != ranks:
         raise ScheduleError(f"{schedule.name} has lists for {len(schedule.actions)} ranks, but stages on {ranks}")
@@ -161,7 +161,7 @@ def _check_order_on_rank(schedule: Schedule, where: dict[Action, int]) -> None:
 
 
 def _check_moves(schedule: Schedule, where: dict[Action, int]) -> None:
-    """Forward, OFFLOAD, RELOAD, backward."""
+    """Checks the order forward, OFFLOAD, RELOAD, backward."""
     split = any(action.kind is Kind.INPUT_GRAD for action in where)
     for action in where:
         if action.kind not in COPIES:
@@ -182,7 +182,7 @@ def _check_before(schedule: Schedule, where: dict[Action, int], first: Action, t
 
 
 def _check_transfers(schedule: Schedule, where: dict[Action, int]) -> dict[Action, Action]:
-    """The send that each computation waits for which needs data of another rank."""
+    """Returns the send for which each computation waits, if it needs data of another rank."""
     sends: dict[Action, Action] = {}
     expected: set[Action] = set()
     for action, index in where.items():
@@ -205,7 +205,7 @@ def _check_transfers(schedule: Schedule, where: dict[Action, int]) -> dict[Actio
 
 
 def _check_same_order(schedule: Schedule, where: dict[Action, int]) -> None:
-    """In each direction between two ranks the receives have the order of their sends."""
+    """Checks that in each direction between two ranks the receives have the order of their sends."""
     rank_of = schedule.placement.rank_of
     before: dict[tuple[int, int], Action] = {}  # (from rank, to rank) -> the last receive
     for send in where:
@@ -220,7 +220,7 @@ def _check_same_order(schedule: Schedule, where: dict[Action, int]) -> None:
 
 
 def _check_progress(schedule: Schedule, sends: dict[Action, Action], *, blocking: bool) -> None:
-    """Run the lists without times: a rank goes on until it needs an action that has not been reached yet."""
+    """Runs the lists without times: a rank continues until it needs an action that has not been reached yet."""
     reached: set[Action] = set()
     waiting: dict[Action, int] = {}  # action -> rank that needs it
     place = [0] * len(schedule.actions)
@@ -232,7 +232,7 @@ def _check_progress(schedule: Schedule, sends: dict[Action, Action], *, blocking
             action = actions[place[rank]]
             need = sends.get(action) or _needs(schedule, action, blocking=blocking)
             missing = None if need in reached else need
-            if missing is None or action.kind in TRANSFERS:  # a transfer is posted before its rank stands still for it
+            if missing is None or action.kind in TRANSFERS:  # a transfer is posted before its rank blocks for it
                 reached.add(action)
                 if action in waiting:
                     ready.append(waiting.pop(action))
@@ -247,7 +247,7 @@ def _check_progress(schedule: Schedule, sends: dict[Action, Action], *, blocking
 
 
 def _needs(schedule: Schedule, action: Action, *, blocking: bool) -> Action | None:
-    """The action that must have been reached before this one can end; data that is not sent is everywhere at once."""
+    """Returns the action that must be reached before this one can end; data that is not sent is available immediately."""
     kind, stage, microbatch = action
     if kind in TRANSFERS:
         return other_end(action) if blocking else None

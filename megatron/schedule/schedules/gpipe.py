@@ -8,10 +8,10 @@ from megatron.schedule.spec import Lists, ScheduleSpec, Sizes
 
 
 def gpipe(sizes: Sizes) -> Lists:
-    """All m microbatches' activations are alive at once; the time is 1F1B's.
+    """Keeps all m microbatches' activations at once; the time is 1F1B's.
 
-    The paper runs the backwards last first. Here they run in order, so that gradients add up in the same order, and to
-    the same bits, as under the other schedules.
+    The paper runs the backwards in reverse order. Here they run in order, so that gradients are summed in the same
+    order, and to the same bits, as under the other schedules.
     """
     ranks = []
     for rank in range(sizes.p):

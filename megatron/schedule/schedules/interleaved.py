@@ -9,12 +9,12 @@ from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
 
 
 def interleaved(sizes: Sizes) -> Lists:
-    """A smaller bubble than 1F1B's, for v times the transfers and more activations alive.
+    """Has a smaller bubble than 1F1B, for v times the transfers and more saved activations.
 
-    Microbatches go in groups: a rank takes all of a group through its first chunk, then through its second, and so on,
-    and back in the opposite order. group: Megatron-LM's --microbatch-group-size-per-virtual-pipeline-stage, default p;
-    a larger one leaves a transfer more time and keeps more activations. Rank r keeps at most
-    (v - 1) G + 2 (p - r - 1) + 1 chunks' activations, with G the largest group of `group_sizes`.
+    Microbatches run in groups: a rank takes all of a group through its first chunk, then through its second, and so on,
+    and back in the opposite order. The group is Megatron-LM's --microbatch-group-size-per-virtual-pipeline-stage,
+    default p; a larger one leaves a transfer more time and keeps more activations. Rank r keeps at most (v - 1) G + 2
+    (p - r - 1) + 1 chunks' activations, with G the largest group of `group_sizes`.
 
     With v = 1 this is 1F1B. Raises ConfigError for a group smaller than p.
     """
@@ -38,12 +38,12 @@ def interleaved(sizes: Sizes) -> Lists:
 
 
 def group_sizes(p: int, m: int, group: int) -> list[int]:
-    """How m microbatches fall into groups. All groups have at least p members, unless there are fewer microbatches.
+    """Divides m microbatches into groups with at least p members, unless there are fewer microbatches.
 
-    Groups of `group` with what is left at the end, where that is nothing or at least p: what Megatron-LM accepts. A
-    smaller remainder would leave ranks idle for want of the ring's way round, or locked. Then the microbatches are
-    spread evenly instead, over as many groups as leave p members in each: up to p - 1 more than `group` in one, the
-    fewer the more groups there are. Raises ConfigError for a group smaller than p.
+    These are groups of `group` with the rest at the end, if that is zero or at least p, which Megatron-LM accepts. A
+    smaller rest would leave ranks idle, or deadlocked. Then the microbatches are distributed evenly instead, over the
+    largest number of groups with p members each: up to p - 1 more than `group` in one, and fewer with more groups.
+    Raises ConfigError for a group smaller than p.
     """
     if group < p:
         raise ConfigError(
@@ -58,7 +58,7 @@ def group_sizes(p: int, m: int, group: int) -> list[int]:
 
 
 def bubble(sizes: Sizes, times: Times) -> Formula | None:
-    """As 1F1B's, but the pipeline fills in steps of a chunk; for m >= p."""
+    """The bubble of 1F1B, but the pipeline fills in steps of a chunk; for m >= p."""
     p, v, m = sizes.p, sizes.v, sizes.m
     return Formula("(p - 1) / (v m + p - 1)", (p - 1) / (v * m + p - 1)) if m >= p else None
 

@@ -9,7 +9,7 @@ from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
 
 
 def one_f_one_b(sizes: Sizes) -> Lists:
-    """Warm-up forwards until a backward can come back, then one forward and one backward in turn.
+    """Runs warm-up forwards until a backward can return, then one forward and one backward in turn.
 
     Rank r keeps at most p - r microbatches' activations.
     """
@@ -23,7 +23,7 @@ def one_f_one_b(sizes: Sizes) -> Lists:
 
 
 def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Returns `warm_up` forwards, then a forward and a backward in turn, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     actions = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -32,7 +32,7 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: in
 
 
 def fill_and_drain(sizes: Sizes, times: Times) -> Formula:
-    """The bubble where the pipeline fills and drains once per step, a microbatch at a time."""
+    """The bubble if the pipeline fills and drains once per step, one microbatch at a time."""
     p, m = sizes.p, sizes.m
     return Formula("(p - 1) / (m + p - 1)", (p - 1) / (m + p - 1))
 

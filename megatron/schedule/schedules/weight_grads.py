@@ -1,4 +1,4 @@
-"""Where the second half of a split backward goes (Qi et al., arXiv 2401.10241, section 2): no rank waits for it."""
+"""Places the second half of a split backward (Qi et al., arXiv 2401.10241, section 2), for which no rank waits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.schedule.spec import Lists
 
 
 def with_weight_grads(ranks: Sequence[Sequence[Action]], last_stage: int, most_kept: int) -> Lists:
-    """Add a weight gradient for every input gradient, oldest first, wherever its rank has nothing else to do.
+    """Adds a weight gradient for every input gradient, oldest first, wherever its rank would be idle.
 
-    ranks: forwards and input gradients, in an order that can be run. most_kept: chunks' activations that a rank may keep
-    from forward to weight gradient; a forward that would be one more lets a weight gradient go first. Played with
-    F = I = W.
+    `ranks` are forwards and input gradients, in an order that can be run. `most_kept` is the number of chunks'
+    activations that a rank may keep from forward to weight gradient; a forward that would exceed it runs a weight
+    gradient first. Simulated with F = I = W.
     """
     queues = [deque(actions) for actions in ranks]
-    pending: list[deque[Action]] = [deque() for _ in ranks]  # input gradients whose weight gradient is still to come
+    pending: list[deque[Action]] = [deque() for _ in ranks]  # input gradients whose weight gradient has not run yet
     kept = [0] * len(ranks)
     filled: list[list[Action]] = [[] for _ in ranks]
     done: set[Action] = set()
@@ -44,7 +44,7 @@ def with_weight_grads(ranks: Sequence[Sequence[Action]], last_stage: int, most_k
 
 
 def _can_run(action: Action, done: set[Action], last_stage: int) -> bool:
-    """Whether its input was there before this unit of time. A rank's own forward always comes before its gradient."""
+    """Returns whether its input was ready before this unit of time. A rank's forward always precedes its gradient."""
     kind, stage, microbatch = action
     if kind is Kind.FORWARD:
         return stage == 0 or Action(kind, stage - 1, microbatch) in done

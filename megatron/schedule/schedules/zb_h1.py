@@ -9,7 +9,7 @@ from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
 
 
 def zb_h1(sizes: Sizes) -> Lists:
-    """1F1B with a split backward: the stage before waits for the input's gradient only; the weights' fills idle time.
+    """1F1B with a split backward: the previous stage waits only for the input's gradient; the weights' fills idle time.
 
     Every rank keeps up to p microbatches between forward and weight gradient, as 1F1B's first rank does.
     """
@@ -23,9 +23,9 @@ def zb_h1(sizes: Sizes) -> Lists:
 
 
 def bubble(sizes: Sizes, times: Times) -> Formula | None:
-    """Each rank is idle for (p - 1)(F + I - W) instead of 1F1B's (p - 1)(F + I + W): a third when all are equal.
+    """Each rank is idle for (p - 1)(F + I - W) instead of 1F1B's (p - 1)(F + I + W): a third if all are equal.
 
-    For W no longer than F and I, and m >= p.
+    For W not longer than F and I, and m >= p.
     """
     p, m = sizes.p, sizes.m
     forward, input_grad, weight_grad = times

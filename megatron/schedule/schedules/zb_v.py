@@ -11,14 +11,14 @@ from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
 
 
 def zb_v(sizes: Sizes) -> Lists:
-    """Two chunks a rank, placed down the ranks and back up, and a split backward.
+    """Two chunks per rank, placed down the ranks and back up, and a split backward.
 
-    With F = I = W and m >= 2p - 1 no rank is idle between its first and its last action. With m >= p the step is over
-    as early as it can be: when the last rank, which begins p - 1 chunks late, has done its work. A rank keeps at most 2p
-    chunks' activations between forward and weight gradient: p microbatches of its layers, as 1F1B's first rank does.
+    With F = I = W and m >= 2p - 1 no rank is idle between its first and its last action. With m >= p the step ends as
+    early as possible: when the last rank, which begins p - 1 chunks late, has finished. A rank keeps at most 2p chunks'
+    activations between forward and weight gradient: p microbatches of its layers, as 1F1B's first rank does.
     """
     p, m = sizes.p, sizes.m
-    played = max(m, 2 * p - 1)  # a shorter step is a longer one, less the microbatches that it does not have
+    played = max(m, 2 * p - 1)  # a shorter step is a longer one without the missing microbatches
     ranks = [[a for a in _forwards_and_input_grads(p, rank, played) if a.microbatch < m] for rank in range(p)]
     return with_weight_grads(ranks, 2 * p - 1, most_kept=2 * p)
 
@@ -26,9 +26,9 @@ def zb_v(sizes: Sizes) -> Lists:
 def _forwards_and_input_grads(p: int, rank: int, m: int) -> Iterator[Action]:
     """The order of a rank, for m >= 2p - 1.
 
-    In units of F = I = W, rank r can meet the first microbatch at time r, on its way up at 2p - 1 - r, and the loss's
-    gradient at 2p + r. The first two rows have as many actions as there are units until then; the third lasts, with
-    weight gradients, until the gradient is back down from its turn on the last rank. Then six actions repeat.
+    In units of F = I = W, rank r can receive the first microbatch at time r, on its way up at 2p - 1 - r, and the
+    loss's gradient at 2p + r. The first two rows have as many actions as there are units until then; the third lasts,
+    with weight gradients, until the gradient has returned from its turn on the last rank. Then six actions repeat.
     """
     chunks = (rank, 2 * p - 1 - rank)
     forward_down, forward_up = (iter([Action(Kind.FORWARD, stage, k) for k in range(m)]) for stage in chunks)
@@ -36,7 +36,7 @@ def _forwards_and_input_grads(p: int, rank: int, m: int) -> Iterator[Action]:
     order = [forward_down] * (2 * (p - rank) - 1)
     order += [forward_up, forward_down] * rank
     order += [forward_up, back_up] * (p - rank)
-    order += [forward_down, back_down, forward_up, back_up] * (m - p)  # the forwards down run out first
+    order += [forward_down, back_down, forward_up, back_up] * (m - p)  # the forwards down end first
     order += [back_down, back_up] * rank
     order += [back_down] * (p - rank)
     for actions in order:
@@ -44,7 +44,7 @@ def _forwards_and_input_grads(p: int, rank: int, m: int) -> Iterator[Action]:
 
 
 def bubble(sizes: Sizes, times: Times) -> Formula | None:
-    """Idle is only the time until the last rank can begin: p - 1 chunks. For F = I = W and m >= 2p - 1."""
+    """The only idle time is until the last rank can begin: p - 1 chunks. For F = I = W and m >= 2p - 1."""
     p, m = sizes.p, sizes.m
     if len(set(times)) > 1 or m < 2 * p - 1:
         return None
