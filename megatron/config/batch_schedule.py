@@ -1,4 +1,4 @@
-"""How many samples a step reads, and in how many microbatches: constant, ramped up, or in steps over the first samples."""
+"""The samples and microbatches of each step: constant, ramped up, or in steps over the first samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BatchSchedule:
         return self._steps[-1][1]
 
     def check_from(self, consumed_samples: int) -> None:
-        """Raise ConfigError when a batch size that is still to come is not a multiple of micro batch size x dp."""
+        """Raises ConfigError if a later batch size is not a multiple of micro batch size x dp."""
         for _, size in self._steps[self._place(consumed_samples) :]:
             problem = not_whole(f"a step of {FLAG} of", size, self._micro_batch_size, self._dp)
             if problem is not None:
@@ -116,7 +116,7 @@ class BatchSchedule:
 
 
 def not_whole(name: str, size: int, micro_batch_size: int, dp: int) -> str | None:
-    """What is wrong with a batch size that is no whole number of microbatches on each of `dp` replicas; else None.
+    """Returns the problem of a batch size that is not a whole number of microbatches per replica; else None.
 
     `name` is printed before the number.
     """

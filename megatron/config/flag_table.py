@@ -1,21 +1,22 @@
-"""What becomes of the flags of Megatron-LM, of its forks and of its older releases: flag_table.csv as objects.
+"""The outcomes of flags of Megatron-LM, its forks and its older releases: flag_table.csv as objects.
 
-One row for a flag, for some of its values, or for a family of flags (`--moe-*`). A row may hold beside another flag only. Of
-the rows that fit, one for certain values goes before others, then one for a flag beside it. Columns of the file:
+There is one row per flag, some of its values, or a family of flags (`--moe-*`). A row may apply only together with
+another flag. Of the applicable rows, one for certain values takes precedence, then one that requires another flag.
+Columns of the file:
 
-    subject    what the flags around it are about, for the reader
-    flag       as it is typed; `*` stands for any end
-    arity      how many values follow: a number, `+` one or more, `*` any
-    value      the words that a value which the row is about is made of, separated by spaces; empty: all others
-    beside     another flag (or `--flag=value`) that must be on the command line, too
-    outcome    read: a flag of this program
-               same: asks for what every run does; accepted
-               noop: changes no result; accepted, with a row in the start-up table
-               refuse: would change results; the run stops
-               alias: another name
-    here       noop: what is in effect instead; refuse: what to do instead; alias: the words that are meant, with `{}` for
-               its values, `{-1}` for a value less one and `{--load}` for the values of another flag
-    text       same, noop: why; refuse: what the flag does
+  subject    the topic of the flags around it, for the reader
+  flag       as typed; `*` stands for any end
+  arity      the number of values: a number, `+` one or more, `*` any
+  value      the words of the values to which the row applies, separated by spaces; empty: all others
+  beside     another flag (or `--flag=value`) that must be on the command line, too
+  outcome    read: a flag of this program
+             same: asks for the behaviour of every run; accepted
+             noop: changes no result; accepted, with a row in the start-up table
+             refuse: would change results; the run stops
+             alias: another name
+  here       noop: the behaviour in effect instead; refuse: what to do instead; alias: the intended words, with `{}` for
+             its values, `{-1}` for a value minus one and `{--load}` for the values of another flag
+  text       same, noop: the reason; refuse: the effect of the flag
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class FlagRow:
     text: str
 
     def fits(self, words: Sequence[str], typed: Typed) -> bool:
-        """Whether the row is about a flag with these values on this command line."""
+        """Returns whether the row applies to a flag with these values on this command line."""
         if self.values and not (words and set(words) <= set(self.values)):
             return False
         other, _, value = self.beside.partition("=")
@@ -53,13 +54,13 @@ class FlagRow:
 
 
 def is_listed(flag: str) -> bool:
-    """Whether the table knows the flag, with any value."""
+    """Returns whether the table contains the flag, with any value."""
     exact, families = _index()
     return flag in exact or any(fnmatchcase(flag, row.flag) for row in families)
 
 
 def find_row(flag: str, words: Sequence[str], typed: Typed) -> FlagRow | None:
-    """The row about `flag` with the values `words` on a command line that holds `typed`, or None."""
+    """Returns the row for `flag` with the values `words` on a command line with the flags `typed`, or None."""
     exact, families = _index()
     rows = [*exact.get(flag, ()), *(row for row in families if fnmatchcase(flag, row.flag))]
     return next((row for row in rows if row.fits(words, typed)), None)
@@ -78,7 +79,7 @@ def _row(value: str, **columns: str) -> FlagRow:
 
 @functools.cache
 def read_flags() -> frozenset[str]:
-    """Megatron-LM's flags that this program has, too."""
+    """Returns Megatron-LM's flags that this program has, too."""
     return frozenset(row.flag for row in flag_table() if row.outcome == READ)
 
 

@@ -42,10 +42,10 @@ class MemoryReport:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files to what the system lets it have, or to OPEN_FILES if that is less.
+    """Raises this process's limit of open files to the system's maximum, or to OPEN_FILES if that is less.
 
     Every connection of gloo and NCCL is one, a rank has some to each other rank, and shells often allow 1024. A rank
-    that runs out of them cannot answer, and the others wait for it until their timeout.
+    that exceeds the limit cannot answer, and the others wait for it until their timeout.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -72,9 +72,10 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
 
 
 def set_cpu_threads(device: torch.device, processes_on_host: int) -> None:
-    """Share the host's cores between its processes on CPU: torch's default would start all cores in each of them.
+    """Divides the host's cores between its processes on CPU: torch's default would use all cores in each of them.
 
-    OMP_NUM_THREADS wins. torchrun sets it to 1 for several processes, and says so: give it to use more cores a process.
+    OMP_NUM_THREADS takes precedence. torchrun sets it to 1 for several processes, and logs it: set it to use more cores
+    per process.
     """
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes_on_host))
@@ -102,8 +103,11 @@ def memory_report(device: torch.device) -> MemoryReport:
 
 
 def headroom(device: torch.device) -> int:
-    """Bytes that this process can still allocate: what the largest use so far left on CUDA; on the CPU its share of the
-    host's free memory, of the control group's limit and of its own (ulimit -v, -d), less a tenth."""
+    """Returns the bytes that this process can still allocate.
+
+    On CUDA this is the memory outside the peak use so far; on the CPU the share of this process in the host's free
+    memory, limited by the control group and by its own limits (ulimit -v, -d), minus a tenth.
+    """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return max(0, int(0.95 * total) - torch.cuda.max_memory_allocated(device))
@@ -154,7 +158,7 @@ def _peak_resident(resident: int) -> int:
 
 
 class PeakMeter:
-    """What was left of the device's memory at its fullest moment since the last `reset`: rises again when use falls."""
+    """Measures the free memory of the device at peak use since the last `reset`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -168,7 +172,7 @@ class PeakMeter:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: proc(5)
 
     def free(self) -> int:
-        """Bytes; on the CPU of this process's share of the host, as `headroom` has it."""
+        """Returns the free bytes; on the CPU in this process's share of the host, see `headroom`."""
         if self._device.type == "cuda":
             return headroom(self._device)
         resident = psutil.Process().memory_info().rss

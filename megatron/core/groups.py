@@ -89,10 +89,10 @@ _AXES: dict[str, tuple[str, ...]] = {
 
 
 def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float) -> Heartbeat:
-    """Join the job through torchrun's store (environment variables) and return this rank's heartbeat, not yet started.
+    """Joins the job through torchrun's store (environment variables); returns this rank's heartbeat, not yet started.
 
-    `backend` is "nccl" or "gloo". A world of one needs no launcher, no store and no backend. Raises CommError when the
-    other ranks do not come within the timeout.
+    `backend` is "nccl" or "gloo". A world of one needs no launcher, no store and no backend. Raises CommError if the
+    other ranks do not join within the timeout.
     """
     if world_size == 1:
         return Heartbeat(rank, timeout=timeout_seconds)
@@ -116,8 +116,11 @@ def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float)
 
 
 def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Callable[[int], str | None]]:
-    """(publish, read) over a key-value store. Uses a connection of its own: the heartbeat thread must never wait for a
-    lock that the main thread holds inside a blocking store call."""
+    """Returns (publish, read) over a key-value store.
+
+    It uses a separate connection, because the heartbeat thread must never wait for a lock that the main thread holds
+    inside a blocking store call.
+    """
     own = PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]
 
     def publish(line: str) -> None:
@@ -138,10 +141,10 @@ def create_groups(
     optimizer_instances: int | None = 1,
     context_inner: int = 1,
 ) -> Groups:
-    """Make every group of the mesh. Collective over the world: all ranks create all groups in the same order.
+    """Creates every group of the mesh. Collective over the world: all ranks create all groups in the same order.
 
-    `optimizer_instances` divides dp x cp; an instance is a run of neighbouring ranks of it. None: every rank is one, so
-    that nothing is sharded. `context_inner`: size of cp_inner. For tp_inner see `with_shared_heads`.
+    `optimizer_instances` divides dp x cp; an instance is a run of neighbouring ranks. None makes every rank an
+    instance, so that nothing is sharded. `context_inner` is the size of cp_inner. For tp_inner see `with_shared_heads`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -168,8 +171,10 @@ def create_groups(
 
 
 def with_shared_heads(groups: Groups, holders: int, timeout_seconds: float) -> Groups:
-    """The same with a tp_inner of `holders` neighbours, which divide tp. Only the model tells how many they are: more than
-    one where it has fewer key/value heads than tp has ranks. Collective over the world."""
+    """Returns the groups with a tp_inner of `holders` neighbours, which divide tp. Collective over the world.
+
+    The number follows from the model: it is above one if there are fewer key/value heads than tp ranks.
+    """
     inner = groups.tp_inner
     if holders == groups.tp.size:
         inner = dataclasses.replace(groups.tp, name="tp_inner")
@@ -192,8 +197,8 @@ def _new_group(ranks: tuple[int, ...], name: str, timeout: timedelta) -> dist.Pr
         backend = _SHARED_GLOO
         _register_shared_gloo()
     elif dist.get_backend() == "nccl" and name == "tp":
-        # The very next product waits for its messages: NCCL moves them on a stream of high priority, so that they start
-        # beside a product that fills the device.
+        # The next GEMM waits for its messages, so NCCL uses a high-priority stream: messages then start even during a
+        # GEMM that occupies the device.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
     return dist.new_group(list(ranks), timeout, backend, options, group_desc=name)
@@ -236,5 +241,5 @@ def disconnect(heartbeat: Heartbeat) -> None:
 
 
 def backend_for(device: torch.device, asked: str | None) -> str:
-    """The communication backend: what was asked for, by default NCCL, and always gloo on the CPU."""
+    """Returns the communication backend: the requested one, by default NCCL, and always gloo on the CPU."""
     return (asked or "nccl") if device.type == "cuda" else "gloo"

@@ -1,4 +1,4 @@
-"""What a run logs once it is built: its start-up table, its size, and where its memory is."""
+"""Logs the start-up table of a run, its size, and the placement of its memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 
 def announce(trainer: Trainer, settings: RunSettings, prepared: Prepared) -> None:
-    """Log the start-up table, with all rows under --print-flags, and the sizes of the run."""
+    """Logs the start-up table, with all rows under --print-flags, and the sizes of the run."""
     rows = features(trainer.run, settings, _facts(trainer, prepared))
     log.info("%s", format_table(rows if trainer.run.logging.print_flags else worth_a_line(rows)))
     _log_sizes(trainer)
@@ -46,7 +46,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
 
 
 def _log_sizes(trainer: Trainer) -> None:
-    """Parameters of the first rank, and bytes of weights and optimizer on the device and away from it."""
+    """Logs the first rank's parameters, and the bytes of weights and optimizer on the device and offloaded."""
     run, groups, buckets = trainer.run, trainer.groups, trainer.data_parallel.buckets
     count = sum(math.prod(p.info.shape) for p in trainer.parameters.values())
     log.info(" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)

@@ -1,4 +1,4 @@
-"""From token ids to what the model reads. See docs/batch.md for the whole life of a batch."""
+"""Converts token ids to the inputs of the model. See docs/batch.md for the whole life of a batch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Batch:
     loss_mask: Tensor  # bool, False where a label does not count
     positions: Tensor  # int64; [1, s] when every sample counts from 0
     segments: Tensor | None  # int64 document number inside the sample, or None when attention crosses documents
-    by_segment: bool = False  # whether it is the segments, and not the samples, that count alike in the loss
+    by_segment: bool = False  # whether segments have equal weight in the loss, instead of samples
 
 
 def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
-    """What a context-parallel rank holds, [b, s / cp], but of the segments all, [b, s]. `multiple`: see `part_of`."""
+    """Returns a context-parallel rank's part, [b, s / cp], with all segments, [b, s]. `multiple`: see `part_of`."""
     if cp.size == 1:
         return batch
     return Batch(
@@ -68,7 +68,7 @@ def make_batch(ids: Tensor, eod: int, data: DataConfig) -> Batch:
 def make_sft_batch(rows: Tensor) -> Batch:
     """Conversations [b, 3, s], laid out as in core/datasets/sft.py -> Batch. Attention and positions are each one's own."""
     tokens, trained, segments = (row.contiguous() for row in rows.unbind(dim=1))
-    # What comes last gets the sample's first token as its label, which like that of any conversation is not trained on.
+    # roll() wraps the first token into the last label; the loss mask drops it, like the first token of any conversation.
     labels, loss_mask = tokens.roll(-1, dims=1), trained.roll(-1, dims=1).bool()
     index = torch.arange(tokens.shape[1], device=rows.device)
     starts_here = segments != segments.roll(1, dims=1)
@@ -115,7 +115,7 @@ class BatchReader:
             error.on_all_ranks = False  # the other ranks read other samples
             raise
         except (RuntimeError, ConnectionError, EOFError) as error:
-            # How torch meets a worker that was killed depends on what it was waiting for.
+            # How torch reports a killed worker depends on the call in which it waits.
             if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
                 raise
             raise MegatronError(

@@ -1,4 +1,4 @@
-"""What happens beside training: logging, evaluation, checkpoints, exits, garbage collection."""
+"""Callbacks of the training loop: logging, evaluation, checkpoints, exits, garbage collection."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Log:
         self._reported_memory = False
 
     def start(self, trainer: Trainer) -> None:
-        """Begin to count; a run that is complete already says so."""
+        """Starts counting; logs if the run is already complete."""
         run, state = trainer.run, trainer.state
         seq_length = run.data.seq_length or 0
         self._flops = train_flops(decoder_spec(run.model), seq_length, 1)
@@ -138,7 +138,7 @@ class Evaluate:
             self._validate(trainer, f"iteration {report.iteration}")
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Final validation (unless just done) and test; not when stopped early: who stops a run has no time for it."""
+        """Final validation (unless just done) and test; not if stopped early, which has no time for it."""
         if reason is not None:
             return
         iteration = trainer.state.iteration
@@ -163,8 +163,8 @@ class Evaluate:
 class Checkpoint:
     """Saves every --save-interval steps, when the run is stopped, and at its end.
 
-    Not while gradients are not finite: what is trained may be spoilt, and each save may delete an older one that is not.
-    A save that is due then comes after the next good step.
+    It does not save while gradients are not finite: the weights may be damaged, and each save may delete an older good
+    checkpoint. A save that is due then follows the next good step.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Checkpoint:
         self._progress: ProgressLog | None = None
 
     def start(self, trainer: Trainer) -> None:
-        """What was loaded need not be saved again, but a run that was killed may not have exported it."""
+        """Marks the loaded checkpoint as saved, and completes its export if a killed run has not."""
         self._saved_at = trainer.state.iteration
         config = trainer.run.checkpoint
         if trainer.run.logging.log_progress and config.save and trainer.groups.rank == 0:
@@ -215,7 +215,7 @@ class Checkpoint:
             return
         try:
             write(self._progress)
-        except OSError as error:  # a line less is no reason to end a run
+        except OSError as error:  # a missing line does not end the run
             log.warning("progress.txt in --save could not be written: %s", error.strerror)
 
 

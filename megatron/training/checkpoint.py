@@ -1,7 +1,7 @@
-"""What a checkpoint holds, and how a run continues from one, under any layout.
+"""The content of a checkpoint, and how a run continues from one, under any layout.
 
 Tensors: "model/NAME" (weights), "optimizer/NAME/exp_avg" ... (fp32, in the weight's global shape), "rng/STREAM/RANK".
-State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout it was saved under.
+State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FORMAT = 1
 
 
 def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
-    """Write a checkpoint of the trainer's iteration under --save, and delete what --save-retain has no room for.
+    """Writes a checkpoint of the trainer's iteration under --save, and deletes those in excess of --save-retain.
 
     Without `prune` all older ones stay. Collective over the world.
     """
@@ -75,7 +75,7 @@ def load_checkpoint(
     rng: RngTracker,
     schedule: ParamSchedule,
 ) -> TrainState:
-    """The progress of the checkpoint in `path`, with what was built made to continue from it.
+    """Loads the checkpoint in `path` into the built objects and returns its progress.
 
     Collective over the world; the layout may differ from the saved one. Raises CheckpointError.
     """
@@ -129,7 +129,7 @@ def load_checkpoint(
         log.info("random state not restored: Megatron-LM's is of other generators; dropout starts anew from the seed")
     elif run.checkpoint.load_rng and not finetune and run.model.hidden_dropout + run.model.attention_dropout > 0:
         log.info("random state not restored: saved by %s; dropout starts anew from the seed", state["rng"] or "nobody")
-    # Under another layout sums are in another order anyway, and what was measured does not hold.
+    # Another layout changes the order of sums anyway, and invalidates the measured values.
     if not finetune and state.get("grad_reduce_mode") and state["layout"] == _layout(groups):
         data_parallel.take_mode(state["grad_reduce_mode"])
     if not finetune and not run.train.skip_train:
@@ -140,13 +140,13 @@ def load_checkpoint(
 
 
 def converted_state(run: RunConfig) -> dict[str, Any]:
-    """The state of a checkpoint that holds weights alone, made by a conversion; loading it starts a run afresh."""
+    """Returns the state of a checkpoint with weights only, made by a conversion; loading it starts a new run."""
     progress: dict[str, Any] = dict.fromkeys(("train", "schedule", "layout", "rng", "optimizer"))
     return {"format": FORMAT, "config": run.to_dict(), **progress}
 
 
 def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path | None:
-    """The checkpoint that --load and --ckpt-step name; None when there is none and none is required."""
+    """Returns the checkpoint that --load and --ckpt-step name; None if there is none and none is required."""
     found = find(Path(directory), step)
     if found is None and required:
         raise CheckpointError(
@@ -159,14 +159,14 @@ def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path
 
 
 def saved_model_config(path: Path) -> ModelConfig:
-    """The model configuration a checkpoint was saved with."""
+    """Returns the model configuration with which a checkpoint was saved."""
     return model_config_of(read_run_state(path))
 
 
 def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, *, finetune: bool) -> None:
-    """Raise CheckpointError naming everything in which the checkpoint's model differs.
+    """Raises CheckpointError naming every difference between the checkpoint's model and this run's.
 
-    Fine-tuning may change the rotary base: that is how a context is extended.
+    Fine-tuning may change the rotary base, which extends a context.
     """
     if finetune:
         saved = dataclasses.replace(saved, rotary_base=model.rotary_base)
@@ -182,7 +182,7 @@ def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, *, fine
         )
 
 
-# Fields that change no tensor, shape or operation, and those whose value other fields decide when they are not given.
+# Fields that change no tensor, shape or operation, and those that other fields determine if they are not given.
 _NOT_THE_MODEL = {*RUNTIME_FIELDS, *PADDING_FIELDS} - {"lora_rank", "lora_alpha", "lora_target_modules"}
 _DERIVED = {
     "num_query_groups": "num_kv_heads",
@@ -197,7 +197,7 @@ _DERIVED = {
 
 
 def _different_flags(saved: ModelConfig, model: ModelConfig) -> list[str]:
-    """The flags in which two models differ, with the values that follow from them."""
+    """Returns the flags in which two models differ, with the values that follow from them."""
     found = []
     for field in dataclasses.fields(ModelConfig):
         derived = _DERIVED.get(field.name, field.name)
@@ -208,7 +208,7 @@ def _different_flags(saved: ModelConfig, model: ModelConfig) -> list[str]:
 
 
 def check_same_precision(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
-    """Raise CheckpointError when the weights are of another dtype than this run's."""
+    """Raises CheckpointError if the weights have another dtype than this run's."""
     fixes = {"bfloat16": "give --bf16", "float16": "give --fp16", "float32": "leave out --bf16 and --fp16"}
     if saved.dtype_name != model.dtype_name:
         raise CheckpointError(
@@ -218,7 +218,7 @@ def check_same_precision(path: Path, saved: ModelConfig, model: ModelConfig) -> 
 
 
 def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[ShardedTensor]:
-    """Every weight of this rank with its place in the global model."""
+    """Returns every weight of this rank with its position in the global model."""
     return [
         sharded
         for number, (name, parameter) in enumerate(parameters.items())
@@ -244,7 +244,7 @@ def _weights(parameters: dict[str, Parameter], data_parallel: DataParallel, grou
 def optimizer_tensors(
     pieces: Iterable[tuple[Piece, str, Tensor]], parameters: dict[str, Parameter], groups: Groups
 ) -> list[ShardedTensor]:
-    """Masters and moments of this rank, `pieces` of its optimizer, as rectangles of the global tensors."""
+    """Returns masters and moments of this rank, `pieces` of its optimizer, as rectangles of the global tensors."""
     return [
         sharded
         for number, (piece, key, tensor) in enumerate(pieces)
@@ -287,7 +287,7 @@ def _rng_tensors(states: dict[str, Tensor], rank: int, *, writer: bool) -> list[
 
 
 def model_config_of(state: dict[str, Any]) -> ModelConfig:
-    """The model configuration in a checkpoint's state."""
+    """Returns the model configuration in a checkpoint's state."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     saved: dict[str, Any] = {name: value for name, value in state["config"]["model"].items() if name in known}
     saved.setdefault("bias_gelu_fusion", False)  # older than the flag: its GELU was exact unless --openai-gelu said not
@@ -300,7 +300,7 @@ def _layout(groups: Groups) -> dict[str, int]:
 
 
 def _generators(device: torch.device, groups: Groups) -> dict[str, Any]:
-    """Whose random states are saved: they fit generators of this kind on the same ranks only."""
+    """Identifies the generators of saved random states: they only fit generators of the same kind on the same ranks."""
     return {"device": device.type, **_layout(groups)}
 
 

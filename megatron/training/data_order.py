@@ -1,4 +1,4 @@
-"""How many samples a run's datasets are built for, and what their order depends on when a run is continued."""
+"""The sizes of a run's datasets, and a warning if their order changes when a run is continued."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = get_logger(__name__)
 def dataset_sizes(
     data: DataConfig, train: TrainConfig, evaluation: EvalConfig, batches: BatchSchedule, state: TrainState
 ) -> Splits[int | None]:
-    """Samples of each split: what training, all evaluations and the test will have read at the end of the run.
+    """Returns the samples that training, all evaluations and the test will have read at the end of the run.
 
-    What was read before a resume counts as it was, even if batches or evaluations had another size then. With
+    Samples read before a resume count even if batches or evaluations had another size then. With
     --data-order megatron the flags alone decide, as in Megatron-LM.
     """
     if data.data_order == "megatron":
@@ -53,7 +53,7 @@ def megatron_sizes(train: TrainConfig, evaluation: EvalConfig, batches: BatchSch
 
 
 def warn_of_another_order(path: Path, saved: dict[str, Any], config: dict[str, dict[str, Any]], dp: int) -> None:
-    """Log what makes this run's samples follow others than those that the run of a checkpoint read before it.
+    """Logs the settings because of which this run's samples do not continue those of a checkpoint's run.
 
     saved: the checkpoint's state. config: of this run, as a checkpoint holds it. dp: replicas of this run. Says nothing
     unless one of the two reads in Megatron-LM's order: the stable one goes on under another length and other batches.
@@ -76,7 +76,7 @@ def warn_of_another_order(path: Path, saved: dict[str, Any], config: dict[str, d
 
 
 def _order_of(config: dict[str, dict[str, Any]], dp: int) -> dict[str, Any]:
-    """What the order of training samples depends on, by flag, from a run's configuration as a checkpoint holds it.
+    """Returns the settings that determine the order of samples, by flag, from a configuration in a checkpoint.
 
     Datasets count by name: a folder may have moved.
     """

@@ -68,7 +68,7 @@ class CheckpointSource:
 def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
     """Write a checkpoint that was just saved as `--save-hf`/its name, in Hugging Face format, and return that folder.
 
-    Of a model that is adapted, the adapters alone, as PEFT's. Ranks share the shards; each reads what it needs from the
+    For a model with adapters, only the adapters, in PEFT's format. Ranks share the shards; each reads its part of the
     checkpoint. An older folder of that name is replaced. Collective over the world: barriers only. Raises
     CheckpointError on all ranks when one of them cannot write.
     """
@@ -93,8 +93,8 @@ def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
 
 
 def complete_exports(trainer: Trainer) -> None:
-    """What a killed run owes --save-hf: half-made exports are cleared away, and that of the checkpoint from which
-    training goes on is written if it is not there. Collective over the world. Raises CheckpointError on all ranks."""
+    """Completes the exports of a killed run: partial ones are deleted, and a missing one of the loaded checkpoint is
+    written. Collective over the world. Raises CheckpointError on all ranks."""
     config, world = trainer.run.checkpoint, trainer.groups.world
     assert config.save and config.save_hf
     root, checkpoint = Path(config.save_hf), Path(config.save) / folder_name(trainer.state.iteration)
@@ -128,7 +128,7 @@ def hf_export(
 ) -> HFExport:
     """The export of a source, once its tensors are found to be those that its configuration calls for.
 
-    beside: the folder whose files will lie beside the weights. Its config.json is kept if it is this model's: the model
+    `beside` is the folder whose files accompany the weights. Its config.json is kept if it is this model's: the model
     came from there; else the token ids in it. Raises ConfigError when no supported family can hold the model.
     """
     family, config = write_config(source.model, beside)

@@ -1,4 +1,4 @@
-"""The weights that a run begins with, before a checkpoint is loaded."""
+"""The weights with which a run begins, before a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def initial_weights(
     *,
     has_checkpoint: bool,
 ) -> None:
-    """Weights that depend on the seed, or those of --load-hf and --load-adapter; a checkpoint is loaded over them later.
+    """Initialises weights from the seed, or from --load-hf and --load-adapter; a checkpoint overwrites them later.
 
-    Collective over the world where files are read. Raises ConfigError for adapters of a model that nobody trained.
+    Collective over the world if files are read. Raises ConfigError for adapters of an untrained model.
     """
     adapters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
     if has_checkpoint:

@@ -1,7 +1,7 @@
-"""From the configuration of a run to its end, and every way it can end.
+"""Runs the configuration of a run to its end, and handles every way in which it can end.
 
-Exit codes: 0 done or stopped on request; 2 the user gave something that cannot work (one line on stderr, from one rank);
-130 Ctrl-C; 1 anything else, a lost rank included.
+Exit codes: 0 done or stopped on request; 2 invalid input of the user (one line on stderr, from one rank); 130 Ctrl-C; 1
+anything else, including a lost rank.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
 log = get_logger(__name__)
-INTERRUPTED_EXIT_CODE = 130  # what shells report for Ctrl-C
+INTERRUPTED_EXIT_CODE = 130  # the exit code of shells for Ctrl-C
 # Ctrl-C reaches all ranks at once, and torchrun, which passes it on, then waits for every one of them.
 INTERRUPTED_SILENT_SECONDS = 0.5
 
 
 def main(run: RunConfig) -> None:
-    """Build and train the run of a command line. Ends the process with the exit codes above when something is wrong."""
+    """Builds and trains the run of a command line. Ends the process with the exit codes above after an error."""
     started = time.monotonic()
     rank = local_rank = 0
     try:
@@ -75,7 +75,7 @@ def main(run: RunConfig) -> None:
 
 
 def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, started: float) -> None:
-    """Build everything and train. `started`: monotonic seconds. Collective over the world."""
+    """Builds everything and trains. `started`: monotonic seconds. Collective over the world."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     groups, device = start_process(
         run.parallel, rank, world_size, local_rank, local_world_size, deterministic=run.train.deterministic_mode
@@ -106,7 +106,9 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
 def build_callbacks(
     trainer: Trainer, signals: ExitSignals, progress: ProgressLine, started: float, peak: PeakMemory | None
 ) -> list[Callback]:
-    """In the order they act after a step; they end in reverse: the checkpoint first, Log last with every loss known."""
+    """Returns callbacks in the order in which they act after a step; they end in reverse: Log last, with every loss
+    known.
+    """
     run, curves, speaks = trainer.run, Curves(), trainer.groups.rank == 0
     writers = together(
         trainer.groups.world,
@@ -125,7 +127,7 @@ def build_callbacks(
 
 
 def _short(error: BaseException) -> str:
-    """One line: ours as they are, others with their type."""
+    """Returns one line: errors of this program without, others with their type."""
     line = " ".join(str(error).splitlines()) or type(error).__name__
     if isinstance(error, CommError):
         return "it lost other ranks, too"  # its own report says which; quoting it here would only hide the first cause

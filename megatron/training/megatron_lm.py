@@ -1,7 +1,7 @@
-"""A checkpoint of a Megatron-LM run as the state of one of ours, so that the run goes on here.
+"""Converts a checkpoint of a Megatron-LM run to the state of a run here, so that it continues here.
 
-Iteration, consumed samples, the position and the settings of its schedule, the updates of its optimizer and its loss scale
-are taken over; its random states are not: they are of other generators.
+Iteration, consumed samples, the position and the settings of its schedule, the updates of its optimizer and its loss
+scale are kept; its random states are not, because they belong to other generators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.optimizer.lr_schedule import ScheduleSettings
 from megatron.training.state import TrainState
 
 _FORMER = {"lr_warmup_steps": "warmup_steps", "lr_decay_steps": "decay_steps", "lr_decay_style": "decay_style"}
-# What the order of its samples depends on (data_order.py), with what it is in a version that does not say.
+# The settings that determine the order of its samples (data_order.py), with their defaults in versions that lack them.
 _DATA = {
     "sft": False,
     "data_path": None,
@@ -34,9 +34,9 @@ _TRAIN = {"global_batch_size": None, "micro_batch_size": 1, "train_samples": Non
 
 
 def state_of(source: MCoreSource, vocab_size: int | None) -> dict[str, Any]:
-    """What `checkpoint.py` saves as the state of a run. vocab_size: without padding, if its arguments do not say.
+    """Returns the state of a run in the format of `checkpoint.py`.
 
-    Raises CheckpointError.
+    `vocab_size` is the size without padding, if its arguments do not contain it. Raises CheckpointError.
     """
     given = source.arguments
     model = dataclasses.replace(
@@ -135,7 +135,7 @@ def _scheduler(source: MCoreSource) -> Mapping[str, Any]:
 
 
 def _unit(source: MCoreSource) -> float:
-    """Samples in one unit of the schedule's position."""
+    """Returns the number of samples in one unit of the schedule's position."""
     if source.arguments.get("train_samples") is not None:
         return 1
     return _number(source.arguments, "global_batch_size", source)

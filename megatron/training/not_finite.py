@@ -1,4 +1,4 @@
-"""A run whose numbers are not finite any more ends with an error that names where."""
+"""Ends a run whose numbers are not finite any more with an error that names the first such tensor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ADVICE = "go on from the newest checkpoint, with a smaller --lr or past the data
 
 
 class NotFinite:
-    """Stops the run after --max-consecutive-nan-iterations, and lets none end well whose weights are not finite."""
+    """Stops the run after --max-consecutive-nan-iterations, and prevents a normal end with weights that are not finite."""
 
     def start(self, trainer: Trainer) -> None:
-        """Nothing to prepare."""
+        """Does nothing, because there is nothing to prepare."""
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Raise TrainingError on all ranks when the limit is reached."""
+        """Raises TrainingError on all ranks when the limit is reached."""
         limit = trainer.run.train.max_consecutive_nan_iterations
         if not limit or trainer.nan_steps < limit:
             return
@@ -32,7 +32,7 @@ class NotFinite:
         )
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Raise TrainingError on all ranks, before anything is saved, when the last step was bad and a weight is, too."""
+        """Raises TrainingError on all ranks, before anything is saved, if the last step was bad and a weight is, too."""
         if trainer.bad_steps and (weight := first_weight(trainer)):
             raise TrainingError(
                 f"the run ends at iteration {trainer.state.iteration} and weight {weight} is not finite. It was not saved; "
@@ -41,7 +41,7 @@ class NotFinite:
 
 
 def first_weight(trainer: Trainer) -> str | None:
-    """Name of the first parameter of the model that is not finite. Communication: one gather of names over the world."""
+    """Returns the first parameter of the model that is not finite. Communication: one gather of names over the world."""
     trainer.data_parallel.synchronize()
     frozen = ((name, p.detach()) for name, p in trainer.parameters.items() if p.slot is None)
     trained = ((piece.name, tensor) for piece, tensor in trainer.data_parallel.weights())
@@ -53,7 +53,7 @@ def first_weight(trainer: Trainer) -> str | None:
 
 
 def first_gradient(trainer: Trainer) -> str | None:
-    """Name of the first parameter in backward, from the loss on, whose gradient of the last step is not finite.
+    """Returns the first parameter in backward, from the loss on, whose gradient of the last step is not finite.
 
     Communication: one gather of names over the world.
     """
@@ -81,6 +81,6 @@ def _stage(trainer: Trainer, name: str) -> int:
 
 
 def _first(here: list[tuple[int, int, str]], trainer: Trainer) -> str | None:
-    """The least of all ranks' entries: (stage, place in it, name)."""
+    """Returns the minimum of all ranks' entries: (stage, position in it, name)."""
     found = [entry for rank in gather_objects(min(here, default=None), trainer.groups.world) if (entry := rank)]
     return min(found)[2] if found else None

@@ -1,4 +1,4 @@
-"""What a decoder is built with on this machine: kernels, overlap of tensor-parallel communication, balanced recompute."""
+"""Chooses kernels, overlap of tensor-parallel communication and balanced recompute for this machine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megatron.training.together import together
 
 @dataclass(frozen=True)
 class Prepared:
-    """shared: what all layers are built with. The rest is what was chosen for this machine on the way."""
+    """`shared` holds the common arguments of all layers. The rest records the choices for this machine."""
 
     shared: Build
     streams: Streams
     backend: str | None  # "nccl" or "gloo"; None in a world of one process
-    overlap_why: str  # why tensor-parallel overlap is not better; empty when it is the best, or was not asked for
+    overlap_why: str  # why tensor-parallel overlap is not better; empty if it is the best, or was not requested
     balanced: Balanced | None = None  # of --recompute-policy balanced
 
 
 def prepare(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Prepared:
-    """Choose kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`."""
+    """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`."""
     streams = Streams(device, Timeline(device))
     backend = backend_for(device, run.parallel.distributed_backend) if groups.world.size > 1 else None
     overlap, overlap_why = choose_overlap(run.parallel, groups.tp, backend, streams)
@@ -55,8 +55,9 @@ def prepare(run: RunConfig, settings: RunSettings, groups: Groups, device: torch
 
 
 def balance_recompute(run: RunConfig, settings: RunSettings, groups: Groups, prepared: Prepared) -> Prepared:
-    """`prepared` with what --recompute-policy balanced chooses for each layer, where it is given; then collective over
-    the world. Raises ConfigError for too small a budget.
+    """Returns `prepared` with the choices of --recompute-policy balanced for each layer, if it is given.
+
+    It is then collective over the world. Raises ConfigError for a budget that is too small.
     """
     if run.recompute.recompute_policy != BALANCED or run.train.skip_train:
         return prepared

@@ -1,4 +1,4 @@
-"""The flags that the preprocessing tools share."""
+"""The common flags of the preprocessing tools."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron.core.datasets.preprocess import ON_ERROR
 
 
 def add_preprocess_flags(parser: FlagParser, *, writes: str, records: str) -> None:
-    """Input, output, workers, what happens to bad records, progress, and the tokenizer's flags, which are training's.
+    """Adds flags for input, output, workers, bad records and progress, and the tokenizer's flags of training.
 
-    writes: the names of the output files. records: what one line of the input is called, in the plural.
+    `writes` is the names of the output files. `records` is the plural name of an input line's content.
     """
     add = parser.add_argument
     add(

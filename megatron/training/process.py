@@ -1,4 +1,4 @@
-"""What a process needs before a run is built: device, groups and heartbeat, and folders that no other job writes to."""
+"""Prepares a process before a run is built: device, groups and heartbeat, and folders locked against other jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start_process(
     *,
     deterministic: bool = False,
 ) -> tuple[Groups, torch.device]:
-    """Process groups, with the heartbeat, and device of this process. Collective over the world."""
+    """Returns the process groups, with the heartbeat, and the device of this process. Collective over the world."""
     try:
         device = choose_device(parallel.device, local_rank)
     except UserError as error:
@@ -59,15 +59,16 @@ def start_process(
 
 
 def _end_orphan(message: str) -> NoReturn:
-    """End this rank at once: whoever could wait for it is gone, and a job started in its place wants its folders."""
+    """Ends this rank immediately: no other rank of its job is left, and a restarted job needs its folders."""
     log.error("this rank ends: %s", message)
     os._exit(1)
 
 
 def hold_folders(checkpoint: CheckpointConfig, groups: Groups, held: ExitStack) -> None:
-    """Let no other job write to --save and --save-hf until `held` is closed. Collective over the world.
+    """Locks --save and --save-hf against other jobs until `held` is closed. Collective over the world.
 
-    The first thing a run writes, so it also finds out whether it can. Raises ConfigError and CheckpointError.
+    This is the first write of a run, so it also detects folders that cannot be written. Raises ConfigError and
+    CheckpointError.
     """
 
     def hold_all() -> None:
@@ -85,9 +86,9 @@ def hold_folders(checkpoint: CheckpointConfig, groups: Groups, held: ExitStack) 
 
 
 def open_heartbeat_files(heartbeat_dir: str | None, save: str | None, groups: Groups) -> None:
-    """Keep a file of every rank's phase under --heartbeat-dir or --save, if one is given. Collective over the world.
+    """Opens a file with every rank's phase under --heartbeat-dir or --save, if one is given. Collective over the world.
 
-    Raises ConfigError when it cannot be written.
+    Raises ConfigError if it cannot be written.
     """
     flag = f"--heartbeat-dir {heartbeat_dir}" if heartbeat_dir else f"--save {save}"
     directory = heartbeat_dir or (f"{save}/heartbeat" if save else None)

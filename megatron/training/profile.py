@@ -1,4 +1,4 @@
-"""--profile-timeline: a Chrome trace of some steps, and where the time of each went."""
+"""--profile-timeline: a Chrome trace of some steps, and a summary of the time of each."""
 
 from __future__ import annotations
 

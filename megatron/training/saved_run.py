@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from, whoever wrote it: its state in our terms, and its tensors under our names."""
+"""The checkpoint from which a run continues, of this program or Megatron-LM: its state and its tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ MODEL_PREFIX, OPTIMIZER_PREFIX = "model/", "optimizer/"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """state: see checkpoint.py. fill: put the saved elements into the pieces' data. Collective over the group; raises
-    CheckpointError on all ranks."""
+    """A saved run. For `state` see checkpoint.py. `fill` copies the saved elements into the pieces' data.
+
+    `fill` is collective over the group and raises CheckpointError on all ranks.
+    """
 
     state: dict[str, Any]
     fill: Callable[[Sequence[ShardedTensor], Group], None]
@@ -32,7 +34,9 @@ class SavedRun:
 
 
 def open_saved_run(path: Path, model: ModelConfig, group: Group) -> SavedRun:
-    """The checkpoint in `path` for a run of `model`. Collective over the group; raises CheckpointError on all ranks."""
+    """Opens the checkpoint in `path` for a run of `model`. Collective over the group; raises CheckpointError on all
+    ranks.
+    """
     if not is_foreign(path):
         return SavedRun(read_state(path), functools.partial(_fill_from_ours, path), is_foreign=False)
     opened: list[tuple[MCoreSource, dict[str, Any]]] = []
@@ -47,7 +51,7 @@ def open_saved_run(path: Path, model: ModelConfig, group: Group) -> SavedRun:
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
-    """The state alone. A vocabulary whose true size is not known is None. Local. Raises CheckpointError."""
+    """Returns the state alone. A vocabulary of unknown size is None. No communication. Raises CheckpointError."""
     if not is_foreign(path):
         return read_state(path)
     return state_of(MCoreSource(path, None, None), None)
@@ -68,7 +72,7 @@ def _fill_from_megatron_lm(source: MCoreSource, tensors: Sequence[ShardedTensor]
 
 
 def _first_then_all(group: Group, step: str, run: Callable[[], None]) -> None:
-    """What is wrong for all ranks is said by the first one alone."""
+    """Runs on the first rank before the others, so that an error common to all ranks is reported by one."""
     on_first(group, step, run)
     on_all(group, step, run if group.rank else lambda: None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 # SIGTERM: a cluster manager ends the job. torchrun passes it on to its workers and kills them 30 s later.
 # SIGUSR1: a batch system's early warning. Send it to the workers: torchrun itself does not handle it.
-# SIGINT is left alone: who presses Ctrl-C waits at the terminal, and wants the run to end now.
+# SIGINT is not handled: a user who presses Ctrl-C wants the run to end immediately.
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 

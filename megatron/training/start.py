@@ -1,4 +1,4 @@
-"""What a run begins from: its own progress, the weights of another run, or a Hugging Face model."""
+"""Finds the start of a run: its own progress, the weights of another run, or a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 
 def take_hf_shape(run: RunConfig) -> RunConfig:
-    """The run with what --load-hf's folder says: the model's shape, and its tokenizer unless another one is given.
+    """Returns the run with the model's shape from --load-hf's folder, and its tokenizer unless another one is given.
 
     Local: reads config.json. Raises CheckpointError.
     """
@@ -35,7 +35,7 @@ def take_hf_shape(run: RunConfig) -> RunConfig:
     folder = Path(run.checkpoint.load_hf)
     _, found = read_config(folder)
     check_no_adapter(folder, run.checkpoint.load_adapter)
-    # Dropout is in the file, and yet each run's own.
+    # Dropout is in the file, although each run may set its own.
     kept = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | run.given
     own = {f.name: getattr(run.model, f.name) for f in dataclasses.fields(found) if f.name in kept}
     run = dataclasses.replace(run, model=dataclasses.replace(found, **own))
@@ -80,7 +80,7 @@ def settle_files(run: RunConfig) -> RunConfig:
 def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:
     """(the run, the checkpoint to load). Local. Raises CheckpointError.
 
-    --load names what to go on from. Two runs begin with the weights of another one and later go on with their own
+    --load names the checkpoint to continue from. Two runs begin with the weights of another one and later go on with their own
     progress, by the same command; --finetune is set in what is returned while there is none:
     --pretrained-checkpoint, which looks for progress in --load, or else in --save; and fine-tuning on instructions
     (--sft) when --load holds a checkpoint of pre-training, which looks for it in --save. A run that goes on from

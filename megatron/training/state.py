@@ -1,4 +1,4 @@
-"""What a run remembers between steps, and what one step reports."""
+"""The state of a run between steps, and the report of one step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepReport:
     loss: float  # mean over the global batch's unmasked tokens
     grad_norm: float
     loss_scale: float
-    learning_rate: float  # of the next step, which is what Megatron-LM prints
+    learning_rate: float  # of the next step, as printed by Megatron-LM
     global_batch_size: int  # samples
     tokens: int  # tokens read in this step over all replicas
     seconds: float

@@ -202,7 +202,7 @@ def evaluate(
     groups: Groups,
     pipeline: PipelineSettings = ONE_STAGE,
 ) -> float:
-    """Mean loss a token over `iterations` global batches; the model is left in the mode it was in."""
+    """Returns the mean loss per token over `iterations` global batches; the model's mode is restored."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -227,7 +227,7 @@ def evaluate(
 def parts_here(
     batches: Sequence[Batch], weights: Sequence[Tensor], model: GPTModel, groups: Groups
 ) -> tuple[list[Batch], list[Tensor]]:
-    """The microbatches and the weights of their tokens [b, s] as this context-parallel rank holds them."""
+    """Returns this context-parallel rank's part of the microbatches and of the weights of their tokens [b, s]."""
     cp, multiple = groups.cp, model.sequence_shards
     return (
         [part_of_batch(batch, cp, multiple) for batch in batches],
@@ -236,14 +236,14 @@ def parts_here(
 
 
 def tensors_of(batches: Sequence[Batch], weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """All that a step's microbatches hold."""
+    """Yields all tensors of a step's microbatches."""
     yield from weights
     for batch in batches:
         yield from (value for value in vars(batch).values() if isinstance(value, Tensor))
 
 
 def _sum(losses: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Zero where there is no last stage."""
+    """Returns the sum, which is zero without a last stage."""
     return sum((loss.double() for loss in losses), torch.zeros((), dtype=torch.float64, device=device))
 
 
@@ -264,7 +264,8 @@ def check_same_parameters(without: Sequence[list[str]], group: Group) -> None:
 
 
 def token_weights(batches: Sequence[Batch], groups: Groups, per_token: bool) -> list[Tensor]:
-    """w_t of the note above, [b, s] a microbatch. All dp ranks hold equally many samples; cp ranks the same ones.
+    """Returns w_t of [Note: gradient scale], [b, s] per microbatch. All dp ranks hold equally many samples; cp ranks
+    the same.
 
     Communication: with `per_token`, or conversations, one sum all-reduce of a number over dp, else none.
     """
@@ -284,7 +285,7 @@ def token_weights(batches: Sequence[Batch], groups: Groups, per_token: bool) -> 
 
 
 def tokens_by_segment(batch: Batch) -> Tensor:
-    """Unmasked tokens of each segment, int64 [b, s + 1]: a sample of s tokens has at most s segments and its filling."""
+    """Returns the unmasked tokens of each segment, int64 [b, s + 1]: at most s segments per sample, and its padding."""
     assert batch.segments is not None
     b, s = batch.segments.shape
     counts = torch.zeros(b, s + 1, dtype=torch.int64, device=batch.segments.device)

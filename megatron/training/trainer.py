@@ -45,7 +45,7 @@ class Trainer:
     state: TrainState
     step: TrainStep
     pipeline: PipelineSettings
-    # In a row, up to now, of the steps that were not left out on purpose:
+    # Consecutive steps up to now, without those skipped on request:
     bad_steps: int = 0  # whose gradients were not finite
     nan_steps: int = 0  # the same without those that lower fp16's loss scale
 
@@ -70,7 +70,7 @@ class Trainer:
         return consumed + self.batches.global_batch_size(consumed) > samples
 
     def train_step(self) -> StepReport:
-        """One optimizer step on the next global batch; one that --iterations-to-skip names only reads its batch."""
+        """Runs one optimizer step on the next global batch; a step in --iterations-to-skip only reads its batch."""
         started, state, run = time.perf_counter(), self.state, self.run
         with self.data_parallel.timeline.span("iteration", f"iteration {state.iteration + 1}"):
             samples = self.batches.global_batch_size(state.consumed_samples)
@@ -112,14 +112,14 @@ class Trainer:
             )
 
     def evaluate(self, reader: BatchReader) -> float:
-        """Mean loss a token over --eval-iters global batches of `reader`."""
+        """Returns the mean loss per token over --eval-iters global batches of `reader`."""
         microbatches = self.batches.final_num_microbatches
         iterations = self.run.eval.eval_iters
         with self.groups.heartbeat.phase("evaluate"):
             return evaluate(self.model, lambda: reader.read(microbatches), iterations, self.groups, self.pipeline)
 
     def any_rank(self, condition: bool) -> bool:
-        """Whether `condition` holds on any rank. Communication: one max all-reduce of a number over the world."""
+        """Returns whether `condition` holds on any rank. Communication: one max all-reduce of a number over the world."""
         flag = torch.tensor([float(condition)], device=self.device)
         return bool(all_reduce(flag, self.groups.world, "max"))
 

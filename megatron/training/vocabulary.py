@@ -17,10 +17,10 @@ log = get_logger(__name__)
 
 
 def with_vocabulary(run: RunConfig, tokenizer_vocab_size: int, checkpoint: Path | None) -> RunConfig:
-    """The run with the model's vocabulary and position range filled in, checked against the tokenizer.
+    """Returns the run with the model's vocabulary and position range, checked against the tokenizer.
 
-    A vocabulary that nobody gave is that of the checkpoint that is loaded, or else the tokenizer's, and padding that
-    nobody gave is the checkpoint's. That of Megatron-LM's depends on its layout: --padded-vocab-size alone overrides it.
+    A vocabulary that is not given is that of the loaded checkpoint, or else the tokenizer's, and padding that is not
+    given is the checkpoint's. That of Megatron-LM's depends on its layout: only --padded-vocab-size overrides it.
     """
     saved = None if checkpoint is None else _saved_model(checkpoint)
     size, origin = run.model.vocab_size, "of the flags"
