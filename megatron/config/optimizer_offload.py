@@ -104,7 +104,7 @@ class OffloadSettings:
     """Settings of optimizer offload.
 
     `mode` is "off"; "update": the CPU updates the offloaded chunks; or "states": all chunks are offloaded between steps
-    and updated on the device. `far` is the fraction of the elements that is offloaded at the start. With `is_auto` chunks
+    and updated on the device. The fraction `far` of the elements is offloaded at the start. With `is_auto` chunks
     move during the run. `chunk_size` is in elements, `threshold` in bytes. With `overlap` offloaded chunks are updated
     during backward and the next forward. `directory` holds the offloaded files, None for host memory.
     """

@@ -47,7 +47,7 @@ class Groups:
     dp_cp: reduces gradients of dense parameters. model (tp x pp): ranks that hold different parameters of one replica.
     shard, replicas: dp_cp once more, cut into instances of the sharded optimizer: `shard` are the ranks of one instance,
     which share its state, `replicas` those that hold the same shard in other instances. gather: `shard` again. These
-    three carry whole buckets beside compute, so they have connections of their own: no short message waits behind them.
+    three carry whole buckets during compute, so they have their own connections: no short message waits for them.
     ep, etp, edp: the same roles for experts.
     """
 
@@ -205,7 +205,7 @@ def _new_group(ranks: tuple[int, ...], name: str, timeout: timedelta) -> dist.Pr
 
 
 # [Note: one gloo device]
-# A gloo device owns a thread that wakes a hundred times a second, also when nothing is sent, and a listening socket. torch
+# A gloo device owns a thread that wakes 100 times per second, also when nothing is sent, and a listening socket. torch
 # makes a device per group, and a mesh has a dozen groups: the threads of a process that made some meshes take more than a
 # core, and opening the devices takes half the time of making the groups. One device can serve any number of groups; torch
 # has no argument for that in new_group, but a backend of one's own may make torch's ProcessGroupGloo with a given device.

@@ -1,8 +1,8 @@
 """Bytes of the optimizer's state: on the device, in host memory, on disk. From sizes and flags alone.
 
-A rank owns a slice of every bucket; offloaded or stored in bf16, a slice is cut into chunks. Bytes an element:
+A rank owns a slice of every bucket; offloaded or stored in bf16, a slice is cut into chunks. Bytes per element:
 
-| | near (device) | far, CPU updates | far, waiting for the device |
+| | device | offloaded, CPU updates | offloaded, device updates |
 |---|---|---|---|
 | master | 4 of a half-precision model, or 2 1/8 (remainder and ties); 0 in fp32 | 4 | as near |
 | moments of adam, each | 4, or 2 in bf16 | the same | the same |
@@ -22,8 +22,8 @@ _BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """device: state there; staging: buffers there through which state passes. host, disk: the same far away, with
-    gradients and results of far chunks on their way."""
+    """device: state there; staging: buffers there through which state passes. host, disk: the offloaded state, with
+    gradients and results of offloaded chunks in flight."""
 
     device: int
     staging: int
@@ -48,7 +48,7 @@ def cut(size: int, chunk_size: int) -> list[tuple[int, int]]:
 
 
 def first_far(sizes: Sequence[int], share: float) -> list[bool]:
-    """Which chunks are far when `share` of all elements shall be: the first ones, to the nearest whole chunk.
+    """Returns the chunks to offload for a `share` of all elements: the first ones, to the nearest whole chunk.
 
     sizes: in the order of backward. Its first chunks get their gradients first, and the next forward reads them last: so
     they have the most time.
@@ -62,7 +62,7 @@ def first_far(sizes: Sequence[int], share: float) -> list[bool]:
 
 
 def state_layout(config: OptimizerConfig, *, half: bool, far: bool) -> dict[str, tuple[str, int]]:
-    """Stored tensor -> (dtype, elements of the model that share one of its own). far: updated by the CPU."""
+    """Stored tensor -> (dtype, elements of the model that share one of its own). `far`: offloaded and updated by the CPU."""
     if config.rule == "sgd":
         layout = {"momentum_buffer": ("fp32", 1)}
     else:
@@ -75,7 +75,7 @@ def state_layout(config: OptimizerConfig, *, half: bool, far: bool) -> dict[str,
 
 
 def state_bytes(config: OptimizerConfig, size: int, *, half: bool, far: bool) -> int:
-    """Of `size` elements, a multiple of 64."""
+    """Returns the bytes of `size` elements, a multiple of 64."""
     width = {**_BYTES, "int16": 2, "uint8": 1}
     return sum(width[dtype] * size // share for dtype, share in state_layout(config, half=half, far=far).values())
 
@@ -85,7 +85,7 @@ def optimizer_bytes(
 ) -> OptimizerBytes:
     """What a rank needs whose slices have these sizes, in the order of backward; `half`: the model is not fp32.
 
-    With the policy auto: at the beginning, when everything is far. Buffers for conversions (see `is_packed`) count.
+    With the policy auto: at the beginning, when everything is offloaded. Buffers for conversions (see `is_packed`) count.
     """
     if not is_cut(config, settings):
         return OptimizerBytes(sum(state_bytes(config, size, half=half, far=False) for size in slices), 0, 0, 0)

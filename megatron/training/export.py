@@ -128,7 +128,7 @@ def hf_export(
 ) -> HFExport:
     """The export of a source, once its tensors are found to be those that its configuration calls for.
 
-    `beside` is the folder whose files accompany the weights. Its config.json is kept if it is this model's: the model
+    The files of the folder `beside` accompany the weights. Its config.json is kept if it is this model's: the model
     came from there; else the token ids in it. Raises ConfigError when no supported family can hold the model.
     """
     family, config = write_config(source.model, beside)

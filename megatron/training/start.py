@@ -78,13 +78,13 @@ def settle_files(run: RunConfig) -> RunConfig:
 
 
 def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:
-    """(the run, the checkpoint to load). Local. Raises CheckpointError.
+    """Returns (the run, the checkpoint to load). No communication. Raises CheckpointError.
 
-    --load names the checkpoint to continue from. Two runs begin with the weights of another one and later go on with their own
-    progress, by the same command; --finetune is set in what is returned while there is none:
+    --load names the checkpoint to continue from. Two kinds of runs begin with the weights of another and later continue
+    with their own progress, by the same command; --finetune is set in the returned run while there is none:
     --pretrained-checkpoint, which looks for progress in --load, or else in --save; and fine-tuning on instructions
-    (--sft) when --load holds a checkpoint of pre-training, which looks for it in --save. A run that goes on from
-    Megatron-LM's checkpoint in --load goes on from its own in --save once there is one.
+    (--sft) when --load holds a checkpoint of pre-training, which looks for it in --save. A run that continues
+    Megatron-LM's checkpoint in --load continues from its own in --save once there is one.
     """
     config, sft = run.checkpoint, run.data.sft
     if not run.train.skip_train:

@@ -33,7 +33,7 @@ from megatron.core.streams.stream import Waitable
 from megatron.core.streams.streams import Streams
 
 _HALVINGS = 3  # of the block whose chunks are small, see the note above
-_TAGS = 1 << 16  # far more than exchanges in flight; a run of months makes more than fit in gloo's 31 bits
+_TAGS = 1 << 16  # many more than exchanges in flight; a run of months makes more than fit in gloo's 31 bits
 
 
 class ChunkComm:

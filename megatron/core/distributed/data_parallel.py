@@ -181,7 +181,7 @@ class DataParallel:
     def finish_reduction(self) -> None:
         """Wait until every bucket's `grad_shard` holds the sum over all replicas.
 
-        Communication: reductions were started before: one a bucket and, unless gradients are kept, a microbatch. Then
+        Communication: reductions were started before: one per bucket and, unless gradients are kept, per microbatch. Then
         one all-reduce over tp of this rank's slices of the gradients that are partial over tp, one over tp_inner of those
         of keys and values that some of its ranks share, and one over the two ends of the pipeline where they share an
         embedding.

@@ -1,6 +1,6 @@
 """Whether gradients are reduced once per step or after every microbatch: the cost of each mode, and the choice.
 
-Once a step: traffic R, the time of one reduction, of which the last backward (time B) hides up to B; the whole fp32 gradient
+Per step: traffic R, the time of one reduction, of which the last backward (time B) hides up to B; the whole fp32 gradient
 is kept. After every microbatch: g microbatches bring g x R, and each backward hides up to B of it; only a shard is kept, and
 backward waits where the wire is slower than it, for lack of memory to put gradients in. So the first is never slower, and
 the choice is a matter of memory. Megatron-LLaMA always reduces every microbatch and loses where g is large.

@@ -54,7 +54,7 @@ class GPTModel(nn.Module):
         stage: int = 0,
         received: Tensor | None = None,
     ) -> Tensor:
-        """positions [b or 1, s]; segments [b, s] document ids or None; caches: one a layer, in generation.
+        """positions [b or 1, s]; segments [b, s] document ids or None; caches: one per layer, in generation.
 
         `received`: the hidden states [s or s/tp, b, h] of the stage before, where there is one; a stage that is not the
         last one returns them.
@@ -107,7 +107,7 @@ class GPTModel(nn.Module):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of the hidden states between stages."""
+        """Dtype of the hidden states between stages."""
         return torch.float32 if self._build.config.fp32_residual_connection else self._build.dtype
 
     @property
@@ -116,7 +116,7 @@ class GPTModel(nn.Module):
         return self._build.groups.tp.size if self._build.sequence_parallel else 1
 
     def hidden_shape(self, b: int, s: int) -> tuple[int, int, int]:
-        """Of the hidden states between stages, for microbatches [b, s]."""
+        """Shape of the hidden states between stages, for microbatches [b, s]."""
         return s // self.sequence_shards, b, self._build.spec.hidden_size
 
     def stage_of(self, name: str) -> int | None:

@@ -8,7 +8,7 @@ middle and was rounded to even, up or down. An even weight has one master more t
 an element says which ties were rounded up. So masters are exact, and training is bit for bit that with fp32 masters.
 
 [Note: moments in bf16]
-The mean of gradients is rounded to nearest: a tenth of it is new in every step, far above bf16's half step of 2^-9. Of the
+The mean of gradients is rounded to nearest: a tenth of it is new in every step, well above bf16's half step of 2^-9. Of the
 mean of squares a thousandth is new: nearest rounding would keep it where it is. It is rounded at random, up with a
 probability of the part that is dropped, so that its expectation is right. The random bits are a hash of (parameter, global
 index, step): they do not depend on the layout, nor on who computes, and a resumed run draws the same.
@@ -42,7 +42,7 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Of all copies."""
+        """Bytes of all copies."""
         return sum(flat.nbytes for flat in self._flat.values())
 
     def take(self, key: str, size: int) -> Tensor:

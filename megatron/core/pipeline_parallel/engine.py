@@ -30,7 +30,7 @@ class Program(Protocol):
         ...
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
-        """Of the hidden states between stages."""
+        """Shape of the hidden states between stages."""
         ...
 
 
@@ -73,7 +73,7 @@ class Offload(Protocol):
     """Where activations wait for their backward; see core/memory/activation_offload.py."""
 
     def offload(self, stage: int, microbatch: int) -> None:
-        """Start to move what the forward keeps to far memory."""
+        """Starts to offload the forward's saved activations to host memory."""
         ...
 
     def reload(self, stage: int, microbatch: int) -> None:

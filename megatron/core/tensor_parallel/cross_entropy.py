@@ -41,7 +41,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, size: int, tp:
     """logits [s, b, padded vocab / tp], targets [s, b] -> loss per token [s, b] in fp32.
 
     The softmax is over the first `size` ids of the padded vocabulary; those behind take no part and get no gradient.
-    Communication: one max and one sum all-reduce of a number or two a token. Backward overwrites the logits with their
+    Communication: one max and one sum all-reduce of one or two numbers per token. Backward overwrites the logits with their
     gradient, so nothing else may need them afterwards.
     """
     local = logits.shape[-1]

@@ -24,7 +24,7 @@ class Prologue(Protocol):
         ...
 
     def compute(self, *operands: Tensor) -> tuple[Tensor, Any]:
-        """(the result, bit for bit that of the call, and what `gradient` wants beside the operands). Not differentiable."""
+        """(the result, bit for bit that of the call, and the further inputs of `gradient`). Not differentiable."""
         ...
 
     def gradient(self, grad: Tensor, rest: Any, *operands: Tensor) -> tuple[Tensor | None, ...]:

@@ -125,7 +125,7 @@ class InChunks(Plain):
         return _like(full, grad), _like(out, grad)
 
     def input_grad_sum(self, grad: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> tuple[Tensor, list[Handle]]:
-        """As in Plain, where the whole reduce-scatter has the weight gradient beside it; an all-reduce, which takes twice
+        """As in Plain, which overlaps the reduce-scatter with the weight gradient; an all-reduce, which takes twice
         as long, starts with the first rows of the product."""
         if scatter or not self._reduce:
             return super().input_grad_sum(grad, weight, tp, scatter=scatter)

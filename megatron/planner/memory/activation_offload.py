@@ -18,7 +18,7 @@ _SAME = 1 + 1e-6  # step times that count as one
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Of one microbatch on one stage: seconds, bytes saved for backward, and layers that move one by one."""
+    """The times of one microbatch on one stage: seconds, bytes saved for backward, and layers that move one by one."""
 
     forward: float
     backward: float  # all of it
@@ -28,10 +28,10 @@ class StageTimes:
 
 
 def largest_hidden_ratio(schedule: Schedule, stages: Sequence[StageTimes], out: float, back: float) -> float:
-    """The largest ratio, in steps of a twentieth, whose copies cost no time. `out`, `back`: bytes a second.
+    """The largest ratio, in steps of a twentieth, whose copies cost no time. `out`, `back`: bytes per second.
 
     The schedule, with its transfers, is played with the copies of each ratio: what the schedule moves must not make the
-    step longer. What moves layer by layer must not take longer than the layer beside which it moves.
+    step longer. What moves layer by layer must not take longer than the layer that overlaps it.
     """
     base = _play(schedule, stages, 0.0, 0.0).makespan
     with_moves = with_offload(schedule)

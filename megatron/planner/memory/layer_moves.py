@@ -4,7 +4,7 @@ A group is what one layer saves, with what the embedding saved in that of the fi
 of the last. A region that is computed again saves its input before its first layer begins, so in the group of the layer
 before it. A group starts to leave when its layer has run, and its memory is given up when the layer after it has run, too;
 at the end of the forward that of the last but one. In backward whoever reads a group finds it there or fetches it, and
-brings the one before it back beside (core/memory/activation_offload.py, "two grains").
+reloads the one before it meanwhile (core/memory/activation_offload.py, "two grains").
 
 The last group never leaves. With a ratio, and with parts of layers, the one before it stays as well.
 """

@@ -3,7 +3,7 @@
 A step is replayed: state that is always there, then the rank's own list of actions, each of which takes and frees the
 bytes of its profile (stage.py), then the update. So the peak has a place: an action of the schedule, a layer, and what
 it was doing there. Figures are bytes that tensors ask for; what an allocator rounds and keeps free, and what libraries
-take beside it (CUDA's context, NCCL, gloo), come on top.
+take in addition (CUDA's context, NCCL, gloo), come on top.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RankMemory:
 
 
 def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMemory]:
-    """Of each pipeline rank of a run that `config.rules.check` accepts, with its vocabulary known.
+    """Returns the memory of each pipeline rank of a run that `config.rules.check` accepts, with its vocabulary known.
 
     Raises ConfigError for what is not planned: adapters, and a vocabulary that only a tokenizer knows.
     """
@@ -107,7 +107,7 @@ def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMem
 
 
 def num_microbatches(run: RunConfig, dp: int) -> int:
-    """Of a step at the end of a batch ramp or schedule, if there is one."""
+    """Microbatches of a step at the end of a batch ramp or schedule, if there is one."""
     assert run.train.micro_batch_size
     return (run.train.final_global_batch_size or run.train.micro_batch_size * dp) // (run.train.micro_batch_size * dp)
 
@@ -172,7 +172,7 @@ def _rank(
 
 
 def _compute(trace: MemoryTrace, action: Action, profile: Profile, staging: int) -> None:
-    """staging: bytes of reductions that are under way beside it."""
+    """staging: bytes of reductions that are in flight meanwhile."""
     with trace.doing(f"{_NAMES[action.kind]} of microbatch {action.microbatch}"):
         trace.take(COMMUNICATION, staging)
         trace.replay(profile)

@@ -46,7 +46,7 @@ ROWS = {  # of a trace
 }
 INK, EMPTY = "#333333", "#f1f1f1"
 WIDTH, DPI = 14.0, 150  # inches, pixels an inch
-MARGIN = 1.0  # inches beside the rows, about
+MARGIN = 1.0  # approximate inches left and right of the rows
 ROW, AROUND = 0.42, 1.25  # inches: a row, and title with axis
 POINTS = 72.0  # an inch
 PALE = 0.62  # mean of red, green and blue from which numbers are dark
@@ -56,7 +56,7 @@ LARGEST, SMALLEST = 9.0, 4.0  # points of the microbatches' numbers; smaller one
 def draw(path: Path, timeline: Timeline, title: str) -> None:
     """Write a PNG to `path`, making its folder: a row a rank, a box an action with its microbatch's number.
 
-    Later chunks of a rank are paler; copies to far memory and back are lines below its row. Raises OSError.
+    Later chunks of a rank are paler; copies to host memory and back are lines below its row. Raises OSError.
     """
     # Imported here: whoever plans without a picture need not wait for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415

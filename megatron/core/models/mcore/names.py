@@ -61,7 +61,7 @@ class Layout:
         return len(self.layers) // self.pp
 
     def full_shape(self, name: str, shape: Shape) -> Shape:
-        """Of a tensor in a rank's file, whose shape without the padding of the vocabulary is `shape`."""
+        """Returns the shape of a tensor in a rank's file; `shape` is that without the padding of the vocabulary."""
         return (self.vocabulary, *shape[1:]) if name.endswith(VOCABULARY) else shape
 
     def folder(self, tp_rank: int, stage: int) -> str:
