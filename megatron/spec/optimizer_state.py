@@ -17,6 +17,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OFF, STATES, UPDATE, OffloadSettings
 
 STAGED = 2  # buffers that copies take in turn: one is filled while another is used
+MASTER_KEYS = ("master", "remainder", "ties")  # stored tensors that hold the masters
 _BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -74,10 +75,16 @@ def state_layout(config: OptimizerConfig, *, half: bool, far: bool) -> dict[str,
     return layout
 
 
-def state_bytes(config: OptimizerConfig, size: int, *, half: bool, far: bool) -> int:
-    """Returns the bytes of `size` elements, a multiple of 64."""
+def element_bytes(config: OptimizerConfig, *, half: bool, far: bool) -> dict[str, float]:
+    """Returns stored tensor -> bytes per element of the model."""
     width = {**_BYTES, "int16": 2, "uint8": 1}
-    return sum(width[dtype] * size // share for dtype, share in state_layout(config, half=half, far=far).values())
+    layout = state_layout(config, half=half, far=far)
+    return {key: width[dtype] / share for key, (dtype, share) in layout.items()}
+
+
+def state_bytes(config: OptimizerConfig, size: int, *, half: bool, far: bool) -> int:
+    """Returns the bytes of the state of `size` elements, a multiple of 64."""
+    return int(size * sum(element_bytes(config, half=half, far=far).values()))
 
 
 def optimizer_bytes(

@@ -10,7 +10,7 @@ from megatron.base.log import get_logger
 from megatron.config.features import Facts, features, format_table, worth_a_line
 from megatron.config.settings import RunSettings
 from megatron.kernels.ops.gemm import slow_half
-from megatron.planner.footprint import weight_and_optimizer_footprint
+from megatron.planner.memory.footprint import shards_of, weight_and_optimizer_footprint
 from megatron.training.logging.footprint import MIB, format_footprint
 from megatron.training.prepare import Prepared
 from megatron.training.trainer import Trainer
@@ -50,7 +50,6 @@ def _log_sizes(trainer: Trainer) -> None:
     run, groups, buckets = trainer.run, trainer.groups, trainer.data_parallel.buckets
     count = sum(math.prod(p.info.shape) for p in trainer.parameters.values())
     log.info(" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): %d", count)
-    sharding = trainer.data_parallel.settings.shards
     frozen = sum(math.prod(p.info.shape) for p in trainer.parameters.values() if not p.requires_grad)
     if frozen:
         share = 100 * (count - frozen) / count
@@ -61,12 +60,11 @@ def _log_sizes(trainer: Trainer) -> None:
     host_weights = sum(math.prod(parameter.info.shape) for parameter in offloaded)
     footprint = weight_and_optimizer_footprint(
         count - frozen,
-        run.model.dtype_name,
         run.optimizer,
-        groups.shard.size,
-        sharding,
+        shards_of(trainer.data_parallel.settings, groups.shard.size),
+        half=run.model.dtype_name != "float32",
         frozen=frozen,
-        far=host_weights,
+        offloaded=host_weights,
     )
     log.info(format_footprint(footprint))
     if host_weights:

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.config.data_parallel import LAST, data_parallel_settings
+from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.optimizer_offload import UPDATE, offload_settings
 from megatron.config.run import RunConfig
+from megatron.planner.memory.footprint import shards_of
 from megatron.planner.memory.offloaded_weights import OffloadedBuckets, offloaded_buckets
 from megatron.schedule.partition import Stage
 from megatron.spec.buckets import (
@@ -78,8 +79,8 @@ def state_memory(run: RunConfig, target: Target, stages: Sequence[Stage], dp: in
     width = FP32 if run.model.dtype_name == "float32" else 2
     size = sum(bucket.size for bucket in buckets)
     offloaded = offloaded_buckets(on_host, buckets, width)
-    keeps = settings.mode == LAST or shards == 1
-    sharded = settings.shards == "optim_grads_params" and shards > 1
+    ranks = shards_of(settings, shards)
+    sharded = ranks.weights > 1
     slices = [bucket.size // shards for bucket in buckets]
     offload = offload_settings(run.optimizer, run.optimizer_offload)
     by_cpu = offload.mode == UPDATE and offload.far == 1.0
@@ -88,10 +89,10 @@ def state_memory(run: RunConfig, target: Target, stages: Sequence[Stage], dp: in
     blocks = sorted((bucket.size for bucket in buckets), reverse=True)[:GRADIENT_BLOCKS]
     return StateMemory(
         numel=sum(numels.values()),
-        parameters=(width * size - offloaded.nbytes) // (shards if sharded else 1),
-        gradients=FP32 * (size if keeps else size // shards),
+        parameters=(width * size - offloaded.nbytes) // ranks.weights,
+        gradients=FP32 * (size // ranks.gradients),
         optimizer=optimizer_bytes(slices, run.optimizer, offload, half=width == 2),
-        blocks=0 if keeps else FP32 * sum(blocks),
+        blocks=0 if ranks.gradients == 1 else FP32 * sum(blocks),
         gathered=2 * width * max(bucket.size for bucket in buckets) if sharded else offloaded.always,
         prefetched=offloaded.pair + (0 if by_cpu else offloaded.always // shards),
         offloaded=OffloadedBuckets() if sharded else offloaded,

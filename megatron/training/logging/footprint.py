@@ -1,6 +1,6 @@
 """Two printed lines about memory: the use of a rank, and the theoretical size of its weights and optimizer.
 
-The theoretical size is computed by planner/footprint.py; planner/memory/plan.py also plans the rest of a step.
+The theoretical size is computed by planner/memory/footprint.py; planner/memory/plan.py also plans the rest of a step.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.device import MemoryReport, memory_report
-from megatron.planner.footprint import Footprint
+from megatron.planner.memory.footprint import Footprint
 
 MIB = 1024**2
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.device import MemoryReport
-from megatron.planner.footprint import Footprint
+from megatron.planner.memory.footprint import Footprint
 from megatron.training.logging.footprint import MIB, format_footprint, format_memory
 from megatron.training.logging.line import (
     LogLine,

@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 
+from megatron.config.data_parallel import EVERY, DataParallelSettings
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.device import MemoryReport
-from megatron.planner.footprint import weight_and_optimizer_footprint
+from megatron.planner.memory.footprint import Shards, shards_of, weight_and_optimizer_footprint
 from megatron.training.logging.footprint import format_footprint, format_memory, memory_line
 
 MIB = 1024**2
@@ -27,45 +28,52 @@ def test_memory_of_this_process():
     assert 10 < allocated <= most and reserved == allocated and most_reserved == most
 
 
+PRECISION_AWARE = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
+
+
 @pytest.mark.parametrize(
-    ("dtype", "optimizer", "shards", "bytes_per_parameter"),
+    ("half", "optimizer", "shards", "bytes_per_parameter"),
     [
-        ("bfloat16", OptimizerConfig(), 1, 18),
-        ("float16", OptimizerConfig(), 4, 6 + 12 / 4),
-        ("float32", OptimizerConfig(), 1, 16),
-        ("float32", OptimizerConfig(), 8, 8 + 8 / 8),
-        ("bfloat16", OptimizerConfig(optimizer="sgd"), 1, 14),
-        ("bfloat16", OptimizerConfig(optimizer="sgd", sgd_momentum=0.0), 2, 6 + 4 / 2),
+        (True, OptimizerConfig(), Shards(1, 1, 1), 18),
+        (True, OptimizerConfig(), Shards(1, 1, 4), 6 + 12 / 4),
+        (False, OptimizerConfig(), Shards(1, 1, 1), 16),
+        (False, OptimizerConfig(), Shards(1, 1, 8), 8 + 8 / 8),
+        (True, OptimizerConfig(optimizer="sgd"), Shards(1, 1, 1), 14),
+        (True, PRECISION_AWARE, Shards(1, 1, 2), 6 + (4 + 2 + 4) / 2),
+        (True, OptimizerConfig(), Shards(1, 4, 4), 2 + 16 / 4),
+        (True, OptimizerConfig(), Shards(4, 4, 4), 18 / 4),
+        (False, OptimizerConfig(), Shards(1, 4, 4), 4 + 12 / 4),
+        (False, OptimizerConfig(), Shards(4, 4, 4), 16 / 4),
     ],
 )
-def test_footprint(dtype, optimizer, shards, bytes_per_parameter):
-    footprint = weight_and_optimizer_footprint(1000, dtype, optimizer, shards)
+def test_footprint(half, optimizer, shards, bytes_per_parameter):
+    footprint = weight_and_optimizer_footprint(1000, optimizer, shards, half=half)
     assert footprint.total == pytest.approx(1000 * bytes_per_parameter)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sharding", "bytes_per_parameter"),
+    ("settings", "shards"),
     [
-        ("bfloat16", "optim", 6 + 12 / 4),
-        ("bfloat16", "optim_grads", 2 + 16 / 4),
-        ("bfloat16", "optim_grads_params", 18 / 4),
-        ("float32", "optim_grads", 4 + 12 / 4),
-        ("float32", "optim_grads_params", 16 / 4),
+        ({"shards": "optim"}, Shards(1, 1, 4)),
+        ({"shards": "optim", "mode": EVERY}, Shards(1, 4, 4)),
+        ({"shards": "optim_grads", "mode": EVERY}, Shards(1, 4, 4)),
+        ({"shards": "optim_grads_params", "mode": EVERY}, Shards(4, 4, 4)),
     ],
 )
-def test_footprint_by_what_is_sharded(dtype, sharding, bytes_per_parameter):
-    footprint = weight_and_optimizer_footprint(1000, dtype, OptimizerConfig(), 4, sharding)
-    assert footprint.total == pytest.approx(1000 * bytes_per_parameter)
+def test_what_ranks_share(settings, shards):
+    assert shards_of(DataParallelSettings(**settings), 4) == shards
 
 
 def test_frozen_parameters_cost_their_weights_alone():
-    trained = weight_and_optimizer_footprint(100, "bfloat16", OptimizerConfig(), 4, "optim_grads_params")
-    both = weight_and_optimizer_footprint(100, "bfloat16", OptimizerConfig(), 4, "optim_grads_params", frozen=1000)
+    trained, both = (
+        weight_and_optimizer_footprint(100, OptimizerConfig(), Shards(4, 4, 4), half=True, frozen=frozen)
+        for frozen in (0, 1000)
+    )
     assert both.total == trained.total + 2 * 1000
 
 
 def test_footprint_line():
-    footprint = weight_and_optimizer_footprint(MIB, "bfloat16", OptimizerConfig(), 2)
+    footprint = weight_and_optimizer_footprint(MIB, OptimizerConfig(), Shards(1, 1, 2), half=True)
     assert format_footprint(footprint) == (
         "Theoretical memory footprints: weight and optimizer=12.00 MB "
         "(weights=2.00, main gradients=4.00, master weights=2.00, moments=4.00)"
