@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.memory_report import LLAMA, configured
 from megatron.planner.memory.plan import plan_memory
 from megatron.spec.sizes import Target
+from megatron.tooling.memory_check import LLAMA, configured
 from megatron.training.setup import build
 from tests import pool
 from tests.gpu.cuda import CUDA, NEEDS_CUDA

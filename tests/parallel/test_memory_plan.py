@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.memory_report import LLAMA, PARTS, PP2, RATIO, TP2, measure
+from megatron.tooling.memory_check import LLAMA, PARTS, PP2, RATIO, TP2, measure
 from tests import pool
 
 SMALL = "--hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 4 --seq-length 128"

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from benchmarks.memory_report import LLAMA as LLAMA_FLAGS
-from benchmarks.memory_report import measure
 from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.offload.host_pool import HostPool
 from megatron.core.offload.saved_tensors import SavedParameter
 from megatron.core.offload.weights import OffloadedShard
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
+from megatron.tooling.memory_check import LLAMA as LLAMA_FLAGS
+from megatron.tooling.memory_check import measure
 from tests.unit.models.builds import CPU, LLAMA
 from tests.unit.offload.weights_run import RecordingEngine, Run
 

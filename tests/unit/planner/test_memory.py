@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory_report import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
 from megatron.base.errors import ConfigError
 from megatron.command_line.read import parse
 from megatron.config.pipeline import pipeline_settings
@@ -31,6 +30,7 @@ from megatron.spec.memory.trace import (
     profile_of,
 )
 from megatron.spec.sizes import Target
+from megatron.tooling.memory_check import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
 from tests.unit.config.runs import make_run
 from tests.unit.spec import planned
 

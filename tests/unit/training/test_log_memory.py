@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 
-from benchmarks.memory_report import COMMON, LLAMA
 from megatron.command_line.read import parse
 from megatron.kernels.backends import cpu_allocator
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.planner.memory.plan import RankMemory
+from megatron.tooling.memory_check import COMMON, LLAMA
 from megatron.training.logging.memory import LogMemory, PeakMemory, format_line
 from megatron.training.setup import build
 from tests import pool

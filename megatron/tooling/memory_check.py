@@ -1,0 +1,83 @@
+"""The measured peak memory of small runs on the CPU, to compare it with the plan.
+
+Every allocation of torch's CPU allocator counts, kernels' temporaries included (kernels/backends/cpu_allocator.py).
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import torch
+
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
+from megatron.command_line.read import parse
+from megatron.config.data_parallel import data_parallel_settings
+from megatron.config.layout import mesh_of
+from megatron.config.rules.check import check
+from megatron.config.run import RunConfig
+from megatron.core.groups import create_groups
+from megatron.kernels.backends.cpu_allocator import CpuMemory
+from megatron.kernels.ops.gemm import slow_half
+from megatron.planner.memory.plan import RankMemory, plan_memory
+from megatron.spec.sizes import Target
+from megatron.training.setup import build
+
+STEPS = 3
+TIMEOUT = 600.0  # seconds
+CPU = torch.device("cpu")
+
+# Flags of small runs, by what they ask for.
+COMMON = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --micro-batch-size 2 --vocab-size 1024 "
+    "--tokenizer-type NullTokenizer --mock-data --train-iters 9 --lr 1e-3 --eval-iters 0 --num-workers 0 --device cpu "
+    "--log-interval 100"
+)
+LLAMA = (
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --ffn-hidden-size 704 "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
+)
+GPT = "--attention-dropout 0 --hidden-dropout 0.1"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+# Offloaded activations; with enough layers that most of them are offloaded.
+RATIO = "--num-layers 8 --pipeline-offload-ratio"
+LAYERS = "--num-layers 8 --cpu-offloading --cpu-offloading-num-layers"
+PARTS = "--num-layers 8 --fine-grained-activation-offloading --offload-modules"
+GEMM_LAST = "--recompute-granularity selective --recompute-modules norm mlp_act"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of one rank: its pipeline rank, its planned memory, and the measured peak of its third step in bytes."""
+
+    pp_rank: int
+    planned: RankMemory
+    peak: int
+
+
+def configured(flags: str, world_size: int) -> RunConfig:
+    """Returns a checked run."""
+    run = parse(f"{COMMON} {flags}".split(), description="")
+    check(run, world_size)
+    return run
+
+
+def measure(rank: int, world_size: int, flags: str) -> Measured:
+    """Builds the run, takes some steps, and measures. Collective over the world, which torch.distributed has joined."""
+    run = configured(flags, world_size)
+    instances = data_parallel_settings(run.parallel).optimizer_instances
+    mesh = mesh_of(run.parallel, world_size) if world_size > 1 else Mesh.create(1)
+    groups = create_groups(mesh, rank, Heartbeat(rank), TIMEOUT, optimizer_instances=instances)
+    memory = CpuMemory()
+    gc.collect()
+    before = memory.allocated
+    trainer = build(run, groups, CPU)
+    for _ in range(STEPS - 1):
+        trainer.train_step()
+    memory.reset_peak()
+    trainer.train_step()
+    peak = memory.peak - before
+    wide = any(slow_half(CPU, bucket.dtype) for bucket in trainer.data_parallel.buckets)
+    planned = plan_memory(run, world_size, Target(cpu=True, wide=wide))[groups.pp.rank]
+    return Measured(groups.pp.rank, planned, peak)
