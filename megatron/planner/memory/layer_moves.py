@@ -1,12 +1,12 @@
-"""Activations that move layer by layer: what each layer's group is, what of it leaves, and when.
+"""Activations that are offloaded layer by layer: the group of each layer, the part of it that leaves the device, and when.
 
-A group is what one layer saves, with what the embedding saved in that of the first layer and what the head saves in that
-of the last. A region that is computed again saves its input before its first layer begins, so in the group of the layer
-before it. A group starts to leave when its layer has run, and its memory is given up when the layer after it has run, too;
-at the end of the forward that of the last but one. In backward whoever reads a group finds it there or fetches it, and
-reloads the one before it meanwhile (core/memory/activation_offload.py, "two grains").
+A group is the activations that one layer saves. The group of the first layer includes those of the embedding, the group of
+the last layer those of the head. A region that is computed again saves its input before its first layer begins, so in the
+group of the layer before it. The offload of a group starts when its layer has run, and its memory is freed when the next
+layer has run, too; that of the last but one at the end of the forward. In backward the first access to a group waits for
+its reload, and starts the reload of the group before it (core/offload/activations.py).
 
-The last group never leaves. With a ratio, and with parts of layers, the one before it stays as well.
+The last group never leaves the device. With a ratio, and with parts of layers, the one before it stays as well.
 """
 
 from __future__ import annotations
