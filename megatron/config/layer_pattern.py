@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 
+from megatron.base.errors import ConfigError
+
 _WANTED = "is neither a whole number N nor a list of 0 and 1 such as [1,1,0] or ([1]*2+[0])*4"
 
 
@@ -26,6 +28,20 @@ def layer_pattern(text: str, num_layers: int) -> int | tuple[int, ...]:
     if not set(found) <= {0, 1}:
         raise ValueError(_WANTED)
     return tuple(found)
+
+
+def every_layer(flag: str, text: str, num_layers: int) -> tuple[int, ...]:
+    """Returns a choice per layer, 1 or 0; a number N stands for 0 in every N-th layer and 1 in the others.
+
+    Raises ConfigError that names the flag.
+    """
+    try:
+        pattern = layer_pattern(text, num_layers)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text} {error}") from None
+    if isinstance(pattern, int):
+        return tuple(int((layer + 1) % pattern != 0) for layer in range(num_layers))
+    return pattern
 
 
 def _value(node: ast.expr, longest: int) -> int | list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.base.errors import ConfigError
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, LAYERS, NOT_NEGATIVE, POSITIVE, SHARE, SIZE
+from megatron.config.layer_pattern import every_layer
 from megatron.config.lora import LORA_TARGETS, lora_projections
 from megatron.config.window import attention_windows, keys_in_window
 
@@ -89,6 +90,13 @@ class ModelConfig:
     rotary_percent: float = flag(1.0, "fraction of a head's channels that is rotated", within=SHARE, needs=_ROTARY)
     rotary_interleaved: bool = flag(
         False, "rotate neighbouring channels as a pair (GPT-J), not channels half a head apart (GPT-NeoX, Llama)"
+    )
+    no_rope_freq: str | None = flag(
+        None,
+        "layers without rotary positions: a number N for every N-th layer, or a list with one number per layer, 1 for a "
+        "layer without them and 0 for one with them, such as [0,0,0,1] or ([0]*3+[1])*4",
+        metavar="PATTERN",
+        needs=_ROTARY,
     )
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, "linear rotary scaling: positions are divided by this factor", within=POSITIVE, needs=_ROPE
@@ -319,6 +327,17 @@ class ModelConfig:
         """`window` of each layer; None for layers with full attention."""
         assert self.num_layers
         return attention_windows(self.window_size, self.window_attn_skip_freq, self.num_layers)
+
+    @property
+    def layers_with_rotary(self) -> tuple[bool, ...]:
+        """Whether each layer rotates its queries and keys. Raises ConfigError."""
+        assert self.num_layers
+        if self.no_rope_freq is None or not self.rotary_dim:
+            return (self.rotary_dim > 0,) * self.num_layers
+        chosen = every_layer("--no-rope-freq", self.no_rope_freq, self.num_layers)
+        # A number names the layers without: every_layer gives them 0, and a list gives them 1.
+        is_list = not self.no_rope_freq.strip().isdecimal()
+        return tuple(bool(each) != is_list for each in chosen)
 
     @property
     def lora_projections(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ without.
 from __future__ import annotations
 
 from megatron.base.errors import ConfigError
-from megatron.config.layer_pattern import layer_pattern
+from megatron.config.layer_pattern import every_layer
 
 
 def keys_in_window(size: str | None) -> int | None:
@@ -33,10 +33,5 @@ def attention_windows(size: str | None, skip: str | None, num_layers: int) -> tu
     window = keys_in_window(size)
     if window is None or skip is None:
         return (window,) * num_layers
-    try:
-        pattern = layer_pattern(skip, num_layers)
-    except ValueError as error:
-        raise ConfigError(f"--window-attn-skip-freq {skip} {error}") from None
-    if isinstance(pattern, int):
-        pattern = tuple(int((layer + 1) % pattern != 0) for layer in range(num_layers))
-    return tuple(window if has_window else None for has_window in pattern)
+    chosen = every_layer("--window-attn-skip-freq", skip, num_layers)
+    return tuple(window if has_window else None for has_window in chosen)

@@ -25,6 +25,8 @@ from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hf.families import Family, read_config
+from megatron.core.models.hf.names import BLOCKS
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import Source, fill
 from megatron.core.parameter import Parameter, local_parameters
@@ -32,6 +34,8 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import choose_kernels
+from megatron.spec.decoder import DecoderSpec, LayerSpec, decoder_spec
+from megatron.spec.norm import NormSpec
 
 SITES = (
     "norm",
@@ -48,6 +52,17 @@ SITES = (
     "swiglu",
     "down",
 )
+# Our norm in a layer, and a projection of a linear layer -> the site that holds its output.
+_NORM_SITES = {"input_layernorm": "norm", "pre_mlp_layernorm": "mlp norm"}
+_LINEAR_SITES = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o_proj",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
 TIE = 2  # ulps
 Record = dict[tuple[int, str], Tensor]  # (layer, site) -> [b, s, channels]; layer -1: after the last one
 
@@ -116,7 +131,7 @@ class Pair:
         theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self.theirs = theirs.to(device)
         source = ours or same
-        self.table = same.table
+        self.table, self.family = same.table, read_config(folder)[0]
         self.config: ModelConfig = dataclasses.replace(
             source.model,
             attention_dropout=0.0,
@@ -136,7 +151,7 @@ class Pair:
     @torch.no_grad()
     def record(self, tokens: Tensor) -> tuple[Record, Record]:
         """Records all sites of both models for tokens [b, s]."""
-        theirs = _record_theirs(self.theirs, tokens)
+        theirs = _record_theirs(self.theirs, self.family, decoder_spec(self.config), tokens)
         ours = self._recorder.record(self.ours, self.config, tokens)
         return ours, theirs
 
@@ -176,7 +191,7 @@ def differences(ours: Record, theirs: Record) -> list[Difference]:
 def ablation(pair: Pair, tokens: Tensor, theirs: Tensor) -> list[tuple[str, Difference]]:
     """Returns the logits' differences: unchanged, with each operation of transformers, and with all of them."""
     rows = [("as it is", compare(-1, "logits", pair.logits(tokens), theirs))]
-    operations = _as_theirs(pair.ours, pair.config)
+    operations = _as_theirs(pair.ours, pair.config, pair.family)
     for name, patches in {**operations, "all": [patch for held in operations.values() for patch in held]}.items():
         with contextlib.ExitStack() as stack:
             for patch in patches:
@@ -249,12 +264,37 @@ class _Recorder:
             self._note(site, half)
 
 
-def _record_theirs(model: Any, tokens: Tensor) -> Record:
+def _their_modules(
+    layer: Any, family: Family, spec: LayerSpec
+) -> Iterator[tuple[tuple[str, ...], list[int], nn.Module]]:
+    """(sites, channels of each, their module whose output holds them), of a layer."""
+    for path, part in spec.parts():
+        if isinstance(part, NormSpec):
+            if path in _NORM_SITES:
+                yield (_NORM_SITES[path],), [part.size], layer.get_submodule(family.norms[path])
+            continue
+        block = layer.get_submodule(BLOCKS[path.split(".")[0]])
+        sites, widths = (
+            [_LINEAR_SITES[each.name] for each in part.projections],
+            [each.outputs.numel for each in part.projections],
+        )
+        if path in family.fused:
+            yield tuple(sites), widths, block.get_submodule(family.fused[path])
+        else:
+            for each, site, width in zip(part.projections, sites, widths, strict=True):
+                yield (site,), [width], block.get_submodule(each.name)
+
+
+def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor) -> Record:
     found: Record = {}
     hooks: list[Any] = []
 
-    def note(layer: int, site: str) -> Callable[[Any, Any, Tensor], None]:
-        return lambda module, args, out: found.__setitem__((layer, site), out.flatten(2).clone())
+    def note(layer: int, sites: tuple[str, ...], widths: list[int]) -> Callable[[Any, Any, Tensor], None]:
+        def hook(module: Any, args: Any, out: Tensor) -> None:
+            for site, part in zip(sites, out.flatten(2).split(widths, dim=-1), strict=True):
+                found[layer, site] = part.clone()
+
+        return hook
 
     def note_input(layer: int, site: str) -> Callable[[Any, Any], None]:
         return lambda module, args: found.__setitem__((layer, site), args[0].flatten(2).clone())
@@ -270,21 +310,11 @@ def _record_theirs(model: Any, tokens: Tensor) -> Record:
         return eager(module, q, k, v, mask, **options)
 
     for number, layer in enumerate(model.model.layers):
-        sites = {
-            "norm": layer.input_layernorm,
-            "q": layer.self_attn.q_proj,
-            "k": layer.self_attn.k_proj,
-            "v": layer.self_attn.v_proj,
-            "o_proj": layer.self_attn.o_proj,
-            "mlp norm": layer.post_attention_layernorm,
-            "gate": layer.mlp.gate_proj,
-            "up": layer.mlp.up_proj,
-            "down": layer.mlp.down_proj,
-        }
-        hooks += [module.register_forward_hook(note(number, site)) for site, module in sites.items()]
+        for sites, widths, module in _their_modules(layer, family, spec.layers[number]):
+            hooks.append(module.register_forward_hook(note(number, sites, widths)))
         hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(note_input(number, "attention")))
         hooks.append(layer.mlp.down_proj.register_forward_pre_hook(note_input(number, "swiglu")))
-    hooks.append(model.model.norm.register_forward_hook(note(-1, "final norm")))
+    hooks.append(model.model.norm.register_forward_hook(note(-1, ("final norm",), [spec.hidden_size])))
     try:
         with _replaced(modeling, "eager_attention_forward", attention):
             logits = model(tokens).logits
@@ -298,7 +328,7 @@ def _record_theirs(model: Any, tokens: Tensor) -> Record:
 Patch = tuple[Any, str, Any]  # object, attribute, replacement
 
 
-def _as_theirs(model: GPTModel, config: ModelConfig) -> dict[str, list[Patch]]:
+def _as_theirs(model: GPTModel, config: ModelConfig, family: Family) -> dict[str, list[Patch]]:
     """Returns operation -> replacements, so that it rounds and sums as transformers' eager modules do."""
     layers = _layers(model)
     return {
@@ -310,7 +340,7 @@ def _as_theirs(model: GPTModel, config: ModelConfig) -> dict[str, list[Patch]]:
         "RoPE": [(layer.self_attention, "rotate", _rotate) for layer in layers],
         "SwiGLU": [(layer.mlp, "activation", _swiglu) for layer in layers],
         "attention": [(layer.self_attention, "core", _attention) for layer in layers],
-        "GEMM": [patch for layer in layers for patch in _separate_products(layer, config)],
+        "GEMM": [patch for layer in layers for patch in _separate_products(layer, config, family)],
     }
 
 
@@ -339,10 +369,15 @@ def _rms_norm(norm: Norm, x: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    assert not interleaved, "no model of transformers that is compared rotates neighbours"
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-    return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
+    turned, rest = x.tensor_split([2 * cos.shape[-1]], dim=-1)
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+        swapped = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        swapped = torch.cat((-second, first), dim=-1)
+    return torch.cat(((turned * cos) + (swapped * sin), rest), dim=-1)
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -364,8 +399,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options
     return found.permute(2, 0, 1, 3).flatten(2)
 
 
-def _separate_products(layer: Any, config: ModelConfig) -> list[Patch]:
-    """Uses separate GEMMs for queries, keys, values, gate and up, where our model has one GEMM for all of them."""
+def _separate_products(layer: Any, config: ModelConfig, family: Family) -> list[Patch]:
+    """Uses separate GEMMs for queries, keys, values, gate and up where theirs does, and our model has one for all."""
     qkv, fc1, d = layer.self_attention.linear_qkv, layer.mlp.linear_fc1, config.head_dim
 
     def project(x: Tensor) -> Tensor:
@@ -382,7 +417,8 @@ def _separate_products(layer: Any, config: ModelConfig) -> list[Patch]:
         biases = [None] * 2 if fc1.bias is None else list(fc1.bias)
         return torch.cat([F.linear(x, w, b) for w, b in zip(fc1.weight, biases, strict=True)], dim=-1)
 
-    return [(qkv, "forward", project), (fc1, "forward", gate_up)]
+    replacements = {"self_attention.linear_qkv": (qkv, project), "mlp.linear_fc1": (fc1, gate_up)}
+    return [(module, "forward", each) for path, (module, each) in replacements.items() if path not in family.fused]
 
 
 def _logits(model: GPTModel, config: ModelConfig, tokens: Tensor) -> Tensor:

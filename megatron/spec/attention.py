@@ -54,6 +54,7 @@ class AttentionSpec:
     q queries, its key and its value, of d channels each.
 
     q_norm, k_norm: over each head's channels. window: the keys that a query sees at most, its own included; None: all.
+    rotary: None in a layer without rotary embedding.
     """
 
     linear_qkv: LinearSpec
@@ -64,8 +65,8 @@ class AttentionSpec:
     q_norm: NormSpec | None
     k_norm: NormSpec | None
     window: int | None
+    rotary: RotarySpec | None
     dropout: float = field(compare=False)
-    interleaved: bool = False
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
         """(path, spec) of the modules with parameters, in the order in which they are made."""

@@ -94,8 +94,14 @@ class DecoderSpec:
     tied: bool
     vocabulary: int
     softmax_size: int = field(compare=False)
-    rotary: RotarySpec | None = None
     lora: LoraSpec | None = None
+
+    @property
+    def rotary(self) -> RotarySpec | None:
+        """The rotary embedding of the layers that have one; None if none has."""
+        found = {layer.attention.rotary for layer in self.layers} - {None}
+        assert len(found) < 2, f"one pair of tables serves all layers, and they have {found}"
+        return next(iter(found), None)
 
     @property
     def hidden_size(self) -> int:
@@ -144,13 +150,15 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
     head = (Projection("lm_head", Box((0,), rows)),)
     return DecoderSpec(
         EmbeddingSpec(words, positions, model.hidden_dropout),
-        tuple(_layer(model, window) for window in model.windows),
+        tuple(
+            _layer(model, window, has_rotary)
+            for window, has_rotary in zip(model.windows, model.layers_with_rotary, strict=True)
+        ),
         _norm(model, hidden, SEQUENCE),
         LinearSpec(hidden, rows, COLUMN, head, init=init, embedding_or_output=True),
         not model.untie_embeddings_and_output_weights,
         model.vocab_size,
         model.softmax_size,
-        rotary_spec(model),
         LoraSpec(model.lora_rank, model.lora_alpha, model.lora_projections, model.lora_dropout)
         if model.lora_rank
         else None,
@@ -158,7 +166,7 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
 
 
 @functools.lru_cache(maxsize=64)
-def _layer(model: ModelConfig, window: int | None) -> LayerSpec:
+def _layer(model: ModelConfig, window: int | None, has_rotary: bool) -> LayerSpec:
     assert model.num_layers and model.hidden_size and model.num_attention_heads
     h, heads, d = model.hidden_size, model.num_attention_heads, model.head_dim
     scale = output_scale(model.num_layers) if model.apply_output_scale_init else 1.0
@@ -180,8 +188,8 @@ def _layer(model: ModelConfig, window: int | None) -> LayerSpec:
         q_norm,
         k_norm,
         window,
+        rotary_spec(model) if has_rotary else None,
         model.attention_dropout,
-        model.rotary_interleaved,
     )
     mlp = mlp_spec(
         h,

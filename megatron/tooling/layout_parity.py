@@ -131,6 +131,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         # One layer with the window and one without, if the model has both; shorter than the samples.
         "window_size": None if model.window is None else f"{min(model.window, SEQ_LENGTH // 2) - 1},0",
         "window_attn_skip_freq": "[1,0]" if any(windows) and not all(windows) else None,
+        "no_rope_freq": None if model.no_rope_freq is None else "[0,1]",
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bf16": False,

@@ -57,6 +57,7 @@ from megatron.planner.memory.front_report import MIB, draw, table
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import Schedule
 from megatron.schedule.validate import memory_in_flight
+from megatron.spec.decoder import LayerSpec
 from megatron.training.batch import part_of
 from megatron.training.offload import build_pool_and_engine
 
@@ -156,10 +157,10 @@ def _report(
             log.warning("--activation-memory-plot %s could not be written: %s", path, error.strerror)
 
 
-def _kind(build: Build, number: int) -> tuple[int | None, str]:
+def _kind(build: Build, number: int) -> tuple[LayerSpec, str]:
     """Layers of one kind cost the same."""
     comm_type = build.cp_comm_types[number] if build.cp_comm_types else ""
-    return build.config.windows[number], comm_type
+    return build.spec.layers[number], comm_type
 
 
 def _at_once(option: Option, times: float) -> Option:

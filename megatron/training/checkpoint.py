@@ -189,6 +189,7 @@ _DERIVED = {
     "kv_channels": "head_dim",
     "ffn_hidden_size": "ffn_dim",
     "fixed_padded_vocab_size": "padded_vocab_size",
+    "no_rope_freq": "layers_with_rotary",
     "window_size": "window",
     "window_attn_skip_freq": "windows",
     "add_qkv_bias": "qkv_bias",

@@ -98,6 +98,8 @@ def draw_model(rng: random.Random) -> Flags:
         ("--position-embedding-type", rng.choice(["rope", "rope", "learned_absolute", "none", "yarn"])),
         ("--normalization", rng.choice(["RMSNorm", "LayerNorm"])),
     ]
+    if ("--position-embedding-type", "rope") in found:
+        found += some(rng, 0.2, ("--no-rope-freq", 2), ("--rotary-interleaved",), ("--rotary-percent", 0.5))
     if rng.random() < 0.5:
         found += [("--group-query-attention",), ("--num-query-groups", rng.choice([1, 2, heads // 2]))]
     activation = rng.choice([("--swiglu",), ("--squared-relu",), ("--openai-gelu",), None])

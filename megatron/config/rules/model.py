@@ -10,6 +10,7 @@ import dataclasses
 
 from megatron.base.errors import ConfigError
 from megatron.config.context import attention_comm_types, copies_of_keys, inner_size
+from megatron.config.layer_pattern import every_layer
 from megatron.config.layout import mesh_of
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.config.run import RunConfig, flag_name
@@ -179,11 +180,13 @@ def sequence_fits_positions(run: RunConfig, world_size: int) -> str | None:
 
 
 def windows_fit_layers(run: RunConfig, world_size: int) -> str | None:
-    """A sliding window looks back only, and a list of the layers that have it names each layer."""
+    """A sliding window looks back only, and a list of layers with a window or without rotary positions names each layer."""
     m = run.model
     assert m.num_layers
     try:
         attention_windows(m.window_size, m.window_attn_skip_freq, m.num_layers)
+        if m.no_rope_freq is not None:
+            every_layer("--no-rope-freq", m.no_rope_freq, m.num_layers)
     except ConfigError as error:
         return str(error)
     return None

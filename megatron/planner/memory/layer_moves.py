@@ -105,29 +105,32 @@ def layer_moves(
     recompute: RecomputeConfig,
     sizes: Sizes,
     stage: Stage,
-    layer: LayerMemory,
+    memories: Sequence[LayerMemory],
     embedding: Bytes,
 ) -> LayerMoves:
-    """embedding: bytes that the embedding's forward leaves behind."""
-    layers, kept = len(stage.layers), profile_of(layer.forward).net
+    """memories: of the stage's layers. embedding: bytes that the embedding's forward leaves behind."""
+    layers = len(memories)
     saved, start = [Counter[str]() for _ in range(layers)], 0
     for group, again in recompute.groups(stage.layers):
         if again:
             saved[keeper(start)][RESIDUAL] += sizes.residual
         else:
             for place in range(start, start + len(group)):
-                saved[place].update(kept)
+                saved[place].update(profile_of(memories[place].forward).net)
         start += len(group)
     if layers and stage.embedding and offload.kind != "modules":
         saved[0].update({kind: size for kind, size in embedding.items() if kind != RESIDUAL})
-    moved, share = max(0, layers - RESIDENT_LAYERS), 0.0
+    moved, shares = max(0, layers - RESIDENT_LAYERS), [0.0] * layers
     if offload.kind == "layers":
-        moved, share = min(offload.cpu_offloading_num_layers, layers), 1.0
+        moved, shares = min(offload.cpu_offloading_num_layers, layers), [1.0] * layers
     elif offload.kind == "ratio":
-        share = offload.ratio or 0.0  # auto begins with 0
+        shares = [offload.ratio or 0.0] * layers  # auto begins with 0
     elif offload.kind == "modules":
-        share = _share_of_parts(offload, recompute.modules, layer)
-    away = [{kind: int(share * size) for kind, size in group.items()} for group in saved[:moved]]
+        shares = [_share_of_parts(offload, recompute.modules, memory) for memory in memories]
+    away = [
+        {kind: int(share * size) for kind, size in group.items()}
+        for share, group in zip(shares[:moved], saved[:moved], strict=True)
+    ]
     return LayerMoves([*away, *({} for _ in range(layers - moved))], sizes.residual)
 
 

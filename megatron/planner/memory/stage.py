@@ -13,7 +13,7 @@ from megatron.planner.memory.layer_moves import LayerMoves, Leaving, Returning, 
 from megatron.planner.memory.offloaded_weights import OffloadedBuckets
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import Kind
-from megatron.spec.decoder import DecoderSpec
+from megatron.spec.decoder import DecoderSpec, LayerSpec
 from megatron.spec.memory.ends import EmbeddingMemory, HeadMemory
 from megatron.spec.memory.layer import LayerMemory
 from megatron.spec.memory.trace import (
@@ -52,6 +52,31 @@ class StageMemory:
         return self.backward
 
 
+@dataclass(frozen=True)
+class _LayerProfiles:
+    """A layer's memory, and its profiles. backward: by whether nothing else holds the gradient that arrives.
+
+    forget: of a layer in a group that is computed again only the output stays, and of the group that of its last layer.
+    """
+
+    memory: LayerMemory
+    forward: Profile
+    backward: dict[bool, Profile]
+    forget: Profile
+
+
+def _profiles(layer: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> _LayerProfiles:
+    memory = LayerMemory(layer, sizes, modules)
+    forward = profile_of(memory.forward)
+    kept = {**forward.net, RESIDUAL: forward.net[RESIDUAL] - sizes.residual}
+    return _LayerProfiles(
+        memory,
+        forward,
+        {owned: profile_of(functools.partial(memory.backward, owned=owned)) for owned in (True, False)},
+        Profile({kind: -size for kind, size in kept.items()}, {}, "", {}),
+    )
+
+
 def stage_memory(
     spec: DecoderSpec,
     sizes: Sizes,
@@ -67,20 +92,18 @@ def stage_memory(
     offloaded: its weights that live in host memory. by_layer: the activations that the flags offload move layer by layer;
     else none of them move here.
     """
-    rotary = spec.rotary.channels if spec.rotary is not None else 0
-    layer = LayerMemory(spec.layers[0], sizes, rotary, recompute.modules)
+    # Most layers are alike, and alike layers are one object. (They would compare equal with another dropout, too.)
+    kinds = {id(layer): layer for layer in (spec.layers[number] for number in stage.layers)}
+    profiles = {kind: _profiles(layer, sizes, recompute.modules) for kind, layer in kinds.items()}
+    layers = {number: profiles[id(spec.layers[number])] for number in stage.layers}
     embedding, head = EmbeddingMemory(spec.embedding, sizes), HeadMemory(spec, sizes)
-    layer_forward = profile_of(layer.forward)
-    layer_backward = {owned: profile_of(functools.partial(layer.backward, owned=owned)) for owned in (True, False)}
-    # Of a layer in a group that is computed again only the output stays, and of the group that of its last layer.
-    kept = {**layer_forward.net, RESIDUAL: layer_forward.net[RESIDUAL] - sizes.residual}
-    forget = Profile({kind: -size for kind, size in kept.items()}, {}, "", {})
     groups = recompute.groups(stage.layers)
     moves = LayerMoves([{}] * len(stage.layers), 0)
     if by_layer:
-        moves = layer_moves(offload, recompute, sizes, stage, layer, profile_of(embedding.forward).net)
+        memories = [layers[number].memory for number in stage.layers]
+        moves = layer_moves(offload, recompute, sizes, stage, memories, profile_of(embedding.forward).net)
     place = {number: place for place, number in enumerate(stage.layers)}
-    tables = 2 * sizes.s * (rotary // 2) * sizes.e
+    tables = 2 * sizes.s * (spec.rotary.channels // 2) * sizes.e if spec.rotary is not None else 0
 
     @contextmanager
     def read(trace: MemoryTrace, layers: Sequence[int], *, again: bool = False) -> Iterator[None]:
@@ -104,9 +127,9 @@ def stage_memory(
                 if not again or number == group[0]:
                     leaving.layer_begins(place[number])
                 with trace.doing(f"layer {number}"), read(trace, [number]):
-                    trace.replay(layer_forward)
+                    trace.replay(layers[number].forward)
                 if again:
-                    trace.replay(forget)
+                    trace.replay(layers[number].forget)
             if again:
                 trace.free(RESIDUAL, sizes.residual * (len(group) - 1))
         if stage.head:
@@ -133,13 +156,13 @@ def stage_memory(
                     returning.asked(keeper(place[group[0]]))
                     for number in group:
                         with trace.doing(f"layer {number} again"):
-                            trace.replay(layer_forward)
+                            trace.replay(layers[number].forward)
                     trace.free(RESIDUAL, sizes.residual)  # the second run ends before its output
                 for number in reversed(group):
                     if not again:
                         returning.asked(place[number])
                     with trace.doing(f"layer {number}"), read(trace, () if again else [number]):
-                        trace.replay(layer_backward[stage.head or number != stage.layers[-1]])
+                        trace.replay(layers[number].backward[stage.head or number != stage.layers[-1]])
         if stage.layers:
             trace.free(ATTENTION, tables)
         if stage.embedding:
@@ -156,6 +179,6 @@ def stage_memory(
     before, after = profile_of(forward), profile_of(backward)
     if not sizes.split_backward:
         return StageMemory(before, after, None, moves.nbytes)
-    kinds = {*before.net, *after.net} - {COMMUNICATION}
-    left = {kind: -before.net.get(kind, 0) - after.net.get(kind, 0) for kind in kinds}
+    used = {*before.net, *after.net} - {COMMUNICATION}
+    left = {kind: -before.net.get(kind, 0) - after.net.get(kind, 0) for kind in used}
     return StageMemory(before, after, Profile(left, {}, "weight gradients", {}), moves.nbytes)

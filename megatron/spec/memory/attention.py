@@ -97,12 +97,11 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
 class AttentionMemory:
     """From the layer's first norm to the output of the projection.
 
-    rotary: channels of a head that are rotated, 0 without rotary embedding. again: attention between its projections is
-    computed again in backward.
+    again: attention between its projections is computed again in backward.
     """
 
-    def __init__(self, spec: AttentionSpec, sizes: Sizes, rotary: int, *, again: bool) -> None:
-        self._spec, self._sizes, self._rotary, self._rope = spec, sizes, rotary, rotary > 0
+    def __init__(self, spec: AttentionSpec, sizes: Sizes, *, again: bool) -> None:
+        self._spec, self._sizes, self._rope = spec, sizes, spec.rotary is not None
         self._heads = heads = heads_of(spec, sizes)
         self._qk_norm = spec.q_norm is not None
         self.qkv = LinearMemory(spec.linear_qkv, sizes, (NORMS, ATTENTION), CORE_ATTN)
@@ -225,7 +224,8 @@ class AttentionMemory:
 
     def _half(self, size: int) -> int:
         """Bytes of one product of the rotation."""
-        return size * (self._rotary // 2) // self._spec.head_dim
+        channels = 0 if self._spec.rotary is None else self._spec.rotary.channels
+        return size * (channels // 2) // self._spec.head_dim
 
     def _statistics(self, norm: NormSpec, size: int) -> int:
         """Bytes that the norm of queries or keys keeps besides its input."""

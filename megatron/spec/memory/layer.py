@@ -46,16 +46,16 @@ from megatron.spec.sizes import MASK, Sizes
 
 
 class LayerMemory:
-    """One layer. rotary: channels of a head that are rotated. modules: parts that are computed again in backward.
+    """One layer. modules: parts that are computed again in backward.
 
     norm and mlp_act are computed by the linear layer behind them, which keeps their input, and again within its backward.
     """
 
-    def __init__(self, spec: LayerSpec, sizes: Sizes, rotary: int, modules: frozenset[str]) -> None:
+    def __init__(self, spec: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> None:
         self._sizes, self._dropout = sizes, spec.dropout > 0
         self._norm_again, self._mlp_again = NORM in modules, WHOLE_MLP in modules
         self._input_norm = NormMemory(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR)
-        self._attention = AttentionMemory(spec.attention, sizes, rotary, again=CORE_ATTN in modules)
+        self._attention = AttentionMemory(spec.attention, sizes, again=CORE_ATTN in modules)
         self._mlp_norm = NormMemory(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1)
         self._mlp = MLPMemory(spec.mlp, sizes, act_again=MLP_ACT in modules, again=self._mlp_again)
         # A region of norm and MLP keeps its input alone, which is the residual stream.

@@ -80,6 +80,7 @@ CASES = [
     ("num_query_groups", 2, {}, GQA, "--group-query-attention"),
     ("rotary_base", 1e6, {}, ROPE, "learned_absolute"),
     ("rotary_percent", 0.5, {"position_embedding_type": "none"}, YARN, "is none"),
+    ("no_rope_freq", "2", {"position_embedding_type": "none"}, ROPE, "is none"),
     ("rotary_seq_len_interpolation_factor", 2.0, {}, ROPE, "learned_absolute"),
     ("use_rope_scaling", True, None, ROPE, ""),  # without rope a contradiction: rules_model.one_rotary_scaling
     ("rope_scaling_factor", 4.0, ROPE, LLAMA31, "without --use-rope-scaling"),

@@ -189,7 +189,7 @@ def test_a_config_that_would_change_the_maths_is_refused_by_name(tmp_path, chang
         ({**LLAMA, "squared_relu": True, "swiglu": False}, "swiglu False, squared_relu True"),
         ({**LLAMA, "qk_layernorm": True, "add_bias_linear": True}, "add_bias_linear True"),
         ({**LLAMA, "apply_layernorm_1p": True}, "apply_layernorm_1p True"),
-        ({**LLAMA, "rotary_interleaved": True}, "rotary_interleaved True"),
+        ({**LLAMA, "rotary_interleaved": True, "qk_layernorm": True}, "qk_layernorm True"),
         ({**LLAMA, "window_size": "3,0", "window_attn_skip_freq": "2"}, "window_attn_skip_freq"),
     ],
 )

@@ -7,11 +7,21 @@ import json
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GlmConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+from transformers.models.glm.modeling_glm import GlmForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 from transformers.utils import logging as hf_logging
 
 from tests.unit.models.published import PUBLISHED
@@ -46,6 +56,8 @@ CLASSES = {
     "mistral": (MistralForCausalLM, MistralConfig),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "glm": (GlmForCausalLM, GlmConfig),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config),
 }
 # name -> (model_type, what it changes in SHAPE)
 MODELS = {
@@ -64,6 +76,8 @@ MODELS = {
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 20}),
+    "glm": ("glm", {"head_dim": 12, "pad_token_id": 0}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 

@@ -57,7 +57,6 @@ def test_every_argument_is_decided(version):
         ("glu_linear_offset", 1.0),
         ("activation_func_clamp_value", 7.0),
         ("apply_residual_connection_post_layernorm", True),
-        ("no_rope_freq", [0, 1]),
         ("mrope_section", [16, 24, 24]),
         ("yarn_correction_range_round_to_int", False),
         ("use_mup", True),
@@ -237,6 +236,7 @@ EXPORTED = {
         {**LLAMA, "add_qkv_bias": True, "norm_epsilon": 1e-6, "qk_layernorm": True},
         ["--norm-epsilon", "1e-06", "--qk-layernorm"],
     ),
+    "some layers without rotary": ({**LLAMA, "no_rope_freq": "2"}, ["--no-rope-freq", "[0,1]"]),
     "interleaved": ({**LLAMA, "rotary_interleaved": True}, []),
     "linear": ({**LLAMA, "rotary_seq_len_interpolation_factor": 4.0}, ["--rotary-seq-len-interpolation-factor", "4"]),
     "yarn": (
@@ -276,6 +276,7 @@ def test_a_model_there_and_back(name):
         model.vocab_size,
     )
     assert found.rotary_interleaved == model.rotary_interleaved
+    assert found.layers_with_rotary == model.layers_with_rotary
     assert found.tanh_gelu == model.tanh_gelu or model.swiglu or model.squared_relu
     if model.rotary_dim:
         for ours, theirs in zip(
@@ -288,7 +289,13 @@ def test_a_model_there_and_back(name):
 
 @pytest.mark.parametrize("version", [FIRST, LATEST])
 def test_every_argument_that_is_written_is_megatrons(version):
-    newer = {"layernorm_epsilon", "layernorm_zero_centered_gamma", "window_size", "window_attn_skip_freq"}
+    newer = {
+        "layernorm_epsilon",
+        "layernorm_zero_centered_gamma",
+        "window_size",
+        "window_attn_skip_freq",
+        "no_rope_freq",
+    }
     older = {"norm_epsilon", "apply_layernorm_1p"}
     for fields, _ in EXPORTED.values():
         names = arguments_of(ModelConfig(**fields)).keys()

@@ -1,5 +1,7 @@
 """The memory that the description of a decoder predicts, for tests that measure it."""
 
+import dataclasses
+
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.planner.memory.stage import stage_memory
 from megatron.schedule.partition import Stage
@@ -29,12 +31,12 @@ def sizes_for(config, target, tokens, samples, tp=1, *, sequence_parallel=False)
 
 def layer_memory(config, sizes, modules=frozenset()):
     """A layer that computes `modules` again in backward."""
-    spec = decoder_spec(config)
-    return LayerMemory(spec.layers[0], sizes, spec.rotary.channels if spec.rotary else 0, modules)
+    return LayerMemory(decoder_spec(config).layers[0], sizes, modules)
 
 
 def kept_by_layers(config, sizes, recompute, layers):
     """Bytes that these layers of a stage keep for backward, without the rotary tables."""
-    spec, stage = decoder_spec(config), Stage(0, layers, embedding=False, head=False)
+    spec = decoder_spec(dataclasses.replace(config, num_layers=max(layers) + 1))
+    stage = Stage(0, layers, embedding=False, head=False)
     tables = 2 * sizes.s * (spec.rotary.channels // 2) * sizes.e if spec.rotary else 0
     return stage_memory(spec, sizes, stage, recompute, ActivationOffloadConfig()).forward.kept - tables

@@ -19,6 +19,7 @@ VARIANTS = {
     "gpt": GPT,
     "tied": {**LLAMA, "untie_embeddings_and_output_weights": False},
     "qk norm": {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True},
+    "some layers without rotary": {**LLAMA, "no_rope_freq": "2", "rotary_percent": 0.5, "rotary_interleaved": True},
     "squared relu": {**GPT, "squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
 }
 

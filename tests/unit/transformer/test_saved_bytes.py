@@ -37,6 +37,7 @@ MODELS = {
     "llama, mha, bf16": {**LLAMA, **MHA, **BF16},
     "llama, normed heads, 1p": {**LLAMA, "qk_layernorm": True, "apply_layernorm_1p": True},
     "llama, fp32 residual": {**LLAMA, **BF16, "fp32_residual_connection": True, "hidden_dropout": 0.1},
+    "llama, a layer without rotary": {**LLAMA, "no_rope_freq": "2"},
     "llama, no positions": {**LLAMA, "position_embedding_type": "none"},
     "llama, unfused, bf16": {**LLAMA, **BF16, **UNFUSED},
     "llama, unfused, dropout": {**LLAMA, **UNFUSED, **DROPOUT},

@@ -37,9 +37,10 @@ PRE_NORMS = {
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
-    groups, head_dim: num_key_value_heads and head_dim of a config.json without them; None: one for each head, and
-    hidden / heads. norms: our norm in a layer -> theirs. fused: our linear layer in a layer -> the one tensor that holds all
-    its projections, one after the other.
+    groups, head_dim, theta, percent, epsilon, tied: num_key_value_heads, head_dim, rope_theta, partial_rotary_factor,
+    rms_norm_eps and tie_word_embeddings of a config.json without these fields. None: one group for each head; hidden /
+    heads; heads that are always rotated whole. norms: our norm in a layer -> theirs. fused: our linear layer in a layer ->
+    the one tensor that holds all its projections, one after the other.
     """
 
     model_type: str
@@ -47,6 +48,10 @@ class Family:
     read: Callable[[JsonFields, dict[str, Any]], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]] | None
     groups: int | None = None
+    theta: float = 10000.0
+    percent: float | None = None
+    epsilon: float = 1e-6
+    tied: bool = False
     head_dim: int | None = None
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     fused: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +83,7 @@ def read_config(folder: Path) -> tuple[Family, ModelConfig]:
 def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelConfig:
     """Returns the model that the content of a config.json describes. Raises CheckpointError naming unknown fields."""
     fields = JsonFields(values, where)
-    common = _read_common(fields, where, family.groups, family.head_dim)
+    common = _read_common(fields, where, family)
     found = {**common, **family.read(fields, common)}
     fields.finish()
     return ModelConfig(**found)
@@ -119,17 +124,15 @@ def _read_if_known(folder: Path) -> tuple[Family, ModelConfig] | None:
         return None
 
 
-def _read_common(
-    fields: JsonFields, where: str, default_groups: int | None, default_head_dim: int | None
-) -> dict[str, Any]:
+def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, Any]:
     """Returns the fields of all families. The defaults are those of a file without the field; None: derived."""
     heads, hidden = fields.integer("num_attention_heads", AT_LEAST_ONE), fields.integer("hidden_size", AT_LEAST_ONE)
     groups = fields.optional_integer("num_key_value_heads", AT_LEAST_ONE)
     if groups is None:
-        groups = heads if fields.has("num_key_value_heads") else default_groups or heads
+        groups = heads if fields.has("num_key_value_heads") else family.groups or heads
     if heads % groups:
         raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
-    head_dim = fields.optional_integer("head_dim", AT_LEAST_ONE) or default_head_dim
+    head_dim = fields.optional_integer("head_dim", AT_LEAST_ONE) or family.head_dim
     if head_dim is None and hidden % heads:
         raise fields.error(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
@@ -153,15 +156,15 @@ def _read_common(
         "ffn_hidden_size": fields.integer("intermediate_size", AT_LEAST_ONE),
         "vocab_size": fields.integer("vocab_size", AT_LEAST_ONE),
         "max_position_embeddings": context,
-        "norm_epsilon": fields.number("rms_norm_eps", POSITIVE, 1e-6),
+        "norm_epsilon": fields.number("rms_norm_eps", POSITIVE, family.epsilon),
         "init_method_std": fields.number("initializer_range", NOT_NEGATIVE, 0.02),
         "attention_dropout": fields.number("attention_dropout", BELOW_ONE, 0.0),
-        "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", bool, False),
+        "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", bool, family.tied),
         "hidden_dropout": 0.0,
         "normalization": "RMSNorm",
         "swiglu": True,
         "add_bias_linear": False,
-        **read_rotary(fields, where, default_theta=10000.0, context=context),
+        **read_rotary(fields, where, default_theta=family.theta, default_percent=family.percent, context=context),
     }
 
 
@@ -244,6 +247,29 @@ def _read_layer_windows(fields: JsonFields, layers: int) -> dict[str, Any]:
     return {"window_size": f"{window - 1},0", "window_attn_skip_freq": None if all(slides) else str(slides)}
 
 
+def _read_smollm3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Without a list every fourth layer, or every `no_rope_layer_interval`-th, has no rotary embedding."""
+    layers, interval = common["num_layers"], fields.integer("no_rope_layer_interval", AT_LEAST_ONE, 4)
+    rotated: list[Any] = fields.take("no_rope_layers", list, [int((at + 1) % interval != 0) for at in range(layers)])
+    if len(rotated) < layers or not all(each in (0, 1) for each in rotated):
+        raise fields.error(f"no_rope_layers {rotated} is not one of 0, 1 for {layers} layers")
+    without = [int(not each) for each in rotated[:layers]]
+    if fields.has("use_sliding_window") and fields.take("use_sliding_window", bool, False):
+        raise fields.error("use_sliding_window is true; only SmolLM3 without sliding windows is supported")
+    fields.take("sliding_window", int, None)
+    fields.take("layer_types", list, None)
+    return {**_read_llama(fields, common), "no_rope_freq": str(without) if any(without) else None}
+
+
+def _write_smollm3(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **_write_llama(model),
+        "no_rope_layers": [int(each) for each in model.layers_with_rotary],
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * len(model.layers_with_rotary),
+    }
+
+
 def _write_layer_windows(model: ModelConfig) -> dict[str, Any]:
     windows = model.windows
     if not any(windows):
@@ -254,6 +280,14 @@ def _write_layer_windows(model: ModelConfig) -> dict[str, Any]:
         "max_window_layers": 0,
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
     }
+
+
+def _read_glm(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    return {"rotary_interleaved": True, "add_qkv_bias": fields.take("attention_bias", bool, True)}
+
+
+def _write_glm(model: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": model.qkv_bias}
 
 
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -272,6 +306,18 @@ FAMILIES = {
         Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral, groups=8),
         Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_layer_windows, groups=32),
         Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_layer_windows, groups=32, head_dim=128),
+        Family("smollm3", "SmolLM3ForCausalLM", _read_smollm3, _write_smollm3, groups=4, theta=2e6, tied=True),
+        Family(
+            "glm",
+            "GlmForCausalLM",
+            _read_glm,
+            _write_glm,
+            groups=2,
+            head_dim=128,
+            percent=0.5,
+            epsilon=1.5625e-7,
+            fused={"mlp.linear_fc1": "gate_up_proj"},
+        ),
         # Written as the Llama that it is.
         Family("baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}),
     )
@@ -279,6 +325,10 @@ FAMILIES = {
 
 
 def _family_of(model: ModelConfig) -> Family:
+    if model.rotary_interleaved:
+        return FAMILIES["glm"]
+    if model.no_rope_freq is not None:
+        return FAMILIES["smollm3"]
     if model.qk_layernorm:
         return FAMILIES["qwen3"]
     if model.add_qkv_bias and not model.add_bias_linear:
@@ -301,6 +351,7 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_dim,
         "window_size": model.window,
         "window_attn_skip_freq": model.windows,
+        "no_rope_freq": model.layers_with_rotary,
         "add_qkv_bias": model.qkv_bias,
     }
     if model.position_embedding_type == "yarn":

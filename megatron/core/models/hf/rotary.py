@@ -5,24 +5,33 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 
 
-def read_rotary(fields: JsonFields, where: str, *, default_theta: float, context: int) -> dict[str, Any]:
+def read_rotary(
+    fields: JsonFields, where: str, *, default_theta: float, default_percent: float | None, context: int
+) -> dict[str, Any]:
     """Returns fields of ModelConfig. `context` is the model's max_position_embeddings. Raises CheckpointError.
+
+    default_percent: the fraction of a head that is rotated where the file does not say; None: always all of it.
 
     If both dicts are given, transformers uses `rope_scaling` and no field of the other.
     """
     old, new = fields.take("rope_scaling", dict, None), fields.take("rope_parameters", dict, None)
     rope = JsonFields(old or new or {}, f"{where}: {'rope_scaling' if old else 'rope_parameters'}")
     outer = fields.number("rope_theta", ABOVE_ONE, default_theta)
-    for place in (fields, rope):
-        place.only("partial_rotary_factor", 1.0)
+    percent = 1.0
+    if default_percent is None:
+        for place in (fields, rope):
+            place.only("partial_rotary_factor", 1.0)
+    else:
+        whole = fields.number("partial_rotary_factor", SHARE, default_percent)
+        percent = rope.number("partial_rotary_factor", SHARE, whole)
     kind = rope.take("rope_type", str, rope.take("type", str, "default"))
     base = rope.number("rope_theta", ABOVE_ONE, outer)
-    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
+    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": percent}
     if kind == "linear":
         found["rotary_seq_len_interpolation_factor"] = rope.number("factor", POSITIVE)
     elif kind == "llama3":
@@ -101,4 +110,5 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
         }
     elif config.rotary_seq_len_interpolation_factor:
         scaling = {"rope_type": "linear", "factor": float(config.rotary_seq_len_interpolation_factor)}
-    return {"rope_theta": config.rotary_base, "rope_scaling": scaling}
+    partial = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
+    return {"rope_theta": config.rotary_base, "rope_scaling": scaling, **partial}

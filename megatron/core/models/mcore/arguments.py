@@ -66,6 +66,7 @@ _SWITCHES = (
 )
 _OTHERS = (
     "position_embedding_type",
+    "no_rope_freq",
     "normalization",
     "window_size",
     "window_attn_skip_freq",
@@ -172,6 +173,8 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "vocab_size": model.vocab_size,
     }
+    if model.no_rope_freq is not None:
+        fields["no_rope_freq"] = [int(not each) for each in model.layers_with_rotary]
     return fields | (_yarn_arguments(model) if model.position_embedding_type == "yarn" else {})
 
 
@@ -187,6 +190,7 @@ def flags_beside(model: ModelConfig) -> list[str]:
     flags += [flag for flag, given in switches.items() if given]
     values = {
         "--rotary-seq-len-interpolation-factor": fields["rotary_seq_len_interpolation_factor"],
+        "--no-rope-freq": fields.get("no_rope_freq"),
         "--window-size": fields["window_size"],
         "--window-attn-skip-freq": fields["window_attn_skip_freq"],
         "--rotary-scaling-factor": fields.get("rotary_scaling_factor"),
@@ -283,6 +287,8 @@ def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         found["rotary_base"] = float(given.get("rotary_base", 10000))
         found["rotary_percent"] = float(given.get("rotary_percent", 1.0))
         found["rotary_interleaved"] = given.get("rotary_interleaved", False)
+        if given.get("no_rope_freq") is not None:
+            found["no_rope_freq"] = str(given["no_rope_freq"])
     if kind == "yarn":
         if found["rotary_percent"] != 1:
             raise CheckpointError(

@@ -47,7 +47,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False, None),
     # Other position embeddings.
-    "no_rope_freq": (None,),
     "mrope_section": (None,),
     "yarn_correction_range_round_to_int": (True, None),
     # Factors on embeddings, attention and logits; values rounded by quantisers inside the model.
