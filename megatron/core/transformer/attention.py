@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
         heads = qkv.view(s, b, self._local_groups, self._per_group + 2, self._d)
         k, v = heads[:, :, :, -2], heads[:, :, :, -1]  # [s, b, g/tp, d]
         k = self._normed_and_rotated(k, self.k_layernorm, positions)
-        if v.requires_grad and self._spec.rotary is not None and self.k_layernorm is None:
+        if v.requires_grad and self._rotates(positions) and self.k_layernorm is None:
             # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
             v = v.contiguous()
         if cache is not None:
@@ -73,7 +73,9 @@ class SelfAttention(nn.Module):
         """[s, b, heads, d] -> the same."""
         if norm is not None:
             x = norm(x)
-        if self._spec.rotary is None:
+        if self._spec.rotary is None or positions.rotary is None:
             return x
-        assert positions.rotary is not None
         return self.rotate(x, *positions.rotary, interleaved=self._spec.rotary.interleaved)
+
+    def _rotates(self, positions: Positions) -> bool:
+        return self._spec.rotary is not None and positions.rotary is not None
