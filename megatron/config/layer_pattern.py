@@ -30,8 +30,8 @@ def layer_pattern(text: str, num_layers: int) -> int | tuple[int, ...]:
     return tuple(found)
 
 
-def every_layer(flag: str, text: str, num_layers: int) -> tuple[int, ...]:
-    """Returns a choice per layer, 1 or 0; a number N stands for 0 in every N-th layer and 1 in the others.
+def every_layer(flag: str, text: str, num_layers: int, *, nth: int) -> tuple[int, ...]:
+    """Returns a choice per layer, 1 or 0; a number N stands for `nth` in every N-th layer and 1 - nth in the others.
 
     Raises ConfigError that names the flag.
     """
@@ -40,7 +40,7 @@ def every_layer(flag: str, text: str, num_layers: int) -> tuple[int, ...]:
     except ValueError as error:
         raise ConfigError(f"{flag} {text} {error}") from None
     if isinstance(pattern, int):
-        return tuple(int((layer + 1) % pattern != 0) for layer in range(num_layers))
+        return tuple(1 - nth if (layer + 1) % pattern else nth for layer in range(num_layers))
     return pattern
 
 

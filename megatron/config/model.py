@@ -334,10 +334,7 @@ class ModelConfig:
         assert self.num_layers
         if self.no_rope_freq is None or not self.rotary_dim:
             return (self.rotary_dim > 0,) * self.num_layers
-        chosen = every_layer("--no-rope-freq", self.no_rope_freq, self.num_layers)
-        # A number names the layers without: every_layer gives them 0, and a list gives them 1.
-        is_list = not self.no_rope_freq.strip().isdecimal()
-        return tuple(bool(each) != is_list for each in chosen)
+        return tuple(not each for each in every_layer("--no-rope-freq", self.no_rope_freq, self.num_layers, nth=1))
 
     @property
     def lora_projections(self) -> tuple[str, ...]:

@@ -33,5 +33,5 @@ def attention_windows(size: str | None, skip: str | None, num_layers: int) -> tu
     window = keys_in_window(size)
     if window is None or skip is None:
         return (window,) * num_layers
-    chosen = every_layer("--window-attn-skip-freq", skip, num_layers)
+    chosen = every_layer("--window-attn-skip-freq", skip, num_layers, nth=0)
     return tuple(window if has_window else None for has_window in chosen)

@@ -186,7 +186,7 @@ def windows_fit_layers(run: RunConfig, world_size: int) -> str | None:
     try:
         attention_windows(m.window_size, m.window_attn_skip_freq, m.num_layers)
         if m.no_rope_freq is not None:
-            every_layer("--no-rope-freq", m.no_rope_freq, m.num_layers)
+            every_layer("--no-rope-freq", m.no_rope_freq, m.num_layers, nth=1)
     except ConfigError as error:
         return str(error)
     return None

@@ -11,6 +11,7 @@ A frozen weight (requires_grad False) keeps no input for its gradient.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class LinearContext:
     overlap: Plain = PLAIN
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module, ABC):
     """The parameters that both kinds have, and their adapters.
 
     lora: a module of the same input and output whose output is added (core/transformer/lora.py). prologue: a norm or an
@@ -92,8 +93,9 @@ class _ParallelLinear(nn.Module):
         finally:
             self._skip_gemm = False
 
+    @abstractmethod
     def _base(self, x: Tensor, prologue: Prologue | None) -> Tensor:
-        raise NotImplementedError
+        """The layer without its adapters."""
 
 
 class ColumnParallelLinear(_ParallelLinear):

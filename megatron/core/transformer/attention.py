@@ -50,8 +50,9 @@ class SelfAttention(nn.Module):
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, self._local_groups, self._per_group + 2, self._d)
         k, v = heads[:, :, :, -2], heads[:, :, :, -1]  # [s, b, g/tp, d]
-        k = self._normed_and_rotated(k, self.k_layernorm, positions)
-        if v.requires_grad and self._rotates(positions) and self.k_layernorm is None:
+        tables = None if self._spec.rotary is None else positions.rotary
+        k = self._normed_and_rotated(k, self.k_layernorm, tables)
+        if v.requires_grad and tables is not None and self.k_layernorm is None:
             # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
             v = v.contiguous()
         if cache is not None:
@@ -59,7 +60,7 @@ class SelfAttention(nn.Module):
         if self._prefetch is not None:
             self._prefetch(k, v)
         q = heads[:, :, :, : self._per_group].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
-        q = self._normed_and_rotated(q, self.q_layernorm, positions)
+        q = self._normed_and_rotated(q, self.q_layernorm, tables)
         return self.linear_proj(self._attend(q, k, v, positions.segments))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
@@ -69,13 +70,10 @@ class SelfAttention(nn.Module):
         with self._rng.stream("sharded"):
             return self.core(q, k, v, segments=segments, window=window, dropout=dropout)
 
-    def _normed_and_rotated(self, x: Tensor, norm: Norm | None, positions: Positions) -> Tensor:
+    def _normed_and_rotated(self, x: Tensor, norm: Norm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """[s, b, heads, d] -> the same."""
         if norm is not None:
             x = norm(x)
-        if self._spec.rotary is None or positions.rotary is None:
+        if tables is None or self._spec.rotary is None:
             return x
-        return self.rotate(x, *positions.rotary, interleaved=self._spec.rotary.interleaved)
-
-    def _rotates(self, positions: Positions) -> bool:
-        return self._spec.rotary is not None and positions.rotary is not None
+        return self.rotate(x, *tables, interleaved=self._spec.rotary.interleaved)
