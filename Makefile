@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# pip compiles one file at a time; compileall, below, uses every core. A file that cannot be compiled is no error to either.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 
 .PHONY: quickstart test test-all check bench bench-dp bench-tp bench-cp bench-pp bench-adam bench-recompute \
 	bench-offload bench-memory format
@@ -10,27 +12,31 @@ $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; give one with make PYTHON=python3.12")'
 	@echo "Installing into $(VENV). This happens once; torch is large."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); exit 1)
-	$(BIN)/python -m pip install --disable-pip-version-check torch==$$(sed -n 's/^torch==//p' constraints.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 	touch $@
 
 quickstart: $(STAMP)
 	$(BIN)/python tools/quickstart.py
 
 # Many tests wait for processes that start or end, so several run at a time, the tests of one file in one worker. Those
-# marked "alone" or "gpu" follow one by one. Both calls run, and the target fails when either of them does.
+# marked "alone" or "gpu" follow one by one, collected from the files that name such a mark. Both calls run, and the
+# target fails when either of them does. Byte code is kept even where the environment asks for none: hundreds of test
+# processes would compile the same files again.
 WORKERS ?= 3
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 AT_ONCE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+BY_ONE := tests/gpu $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 test: $(STAMP)
 	$(PYTEST) $(AT_ONCE) -m "not slow and not alone and not gpu"; first=$$?; \
-	$(PYTEST) -m "(alone or gpu) and not slow" && exit $$first
+	$(PYTEST) -m "(alone or gpu) and not slow" $(BY_ONE) && exit $$first
 
 # With the layouts and scripts that `make test` leaves out to stay short.
 test-all: $(STAMP)
 	$(PYTEST) $(AT_ONCE) -m "not alone and not gpu"; first=$$?; \
-	$(PYTEST) -m "alone or gpu" && exit $$first
+	$(PYTEST) -m "alone or gpu" $(BY_ONE) && exit $$first
 
 check: $(STAMP)
 	$(BIN)/ruff check .
