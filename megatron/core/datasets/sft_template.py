@@ -33,7 +33,7 @@ MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """A tokenizer's template, or the text `template` in its place. Raises ConfigError if there is none."""
+    """A tokenizer's template, or the text `template` instead. Raises ConfigError if there is none."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None) -> None:
         if template is None and not tokenizer.library.chat_template:

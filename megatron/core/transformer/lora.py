@@ -20,7 +20,7 @@ from megatron.spec.linear import COLUMN, LinearSpec
 from megatron.spec.lora import LoraSpec, is_adapter
 from megatron.spec.parameter import ParamSpec, local_shape
 
-Source = tuple[Prologue, Tensor]  # a norm or an activation, and its input
+Recomputed = tuple[Prologue, Tensor]  # a norm or an activation, and its input
 
 
 def add_adapters(layer: nn.Module, build: Build, spec: LayerSpec) -> None:
@@ -41,8 +41,8 @@ def freeze_all_but_adapters(parameters: dict[str, Parameter]) -> None:
         parameter.requires_grad_(is_adapter(name))
 
 
-class Pair(nn.Module):
-    """A and B of one projection."""
+class LoraMatrices(nn.Module):
+    """The matrices A and B of one projection's adapter."""
 
     def __init__(self, build: Build, a: ParamSpec, b: ParamSpec) -> None:
         super().__init__()
@@ -61,20 +61,20 @@ class ColumnAdapters(nn.Module):
         tp = build.groups.tp.size
         for projection in linear.projections:
             if projection.name in lora.projections:
-                self.add_module(projection.name, Pair(build, *lora.pair(linear, projection)))
+                self.add_module(projection.name, LoraMatrices(build, *lora.pair(linear, projection)))
         self._shapes = [
             (projection.name, local_shape(lora.pair(linear, projection)[1], tp)[:-1])
             for projection in linear.projections
         ]
         self._join, self._build, self._lora = linear.join, build, lora
 
-    def forward(self, x: Tensor, source: Source | None = None) -> Tensor:
+    def forward(self, x: Tensor, source: Recomputed | None = None) -> Tensor:
         """See the class, and `_narrowed` for `source`."""
         return _narrowed(self._product, x, source, self._build)
 
     def _product(self, x: Tensor) -> Tensor:
         build = self._build
-        pairs = {name: pair for name, pair in self.named_children() if isinstance(pair, Pair)}
+        pairs = {name: pair for name, pair in self.named_children() if isinstance(pair, LoraMatrices)}
         stream = "sharded" if build.sequence_parallel else "replicated"
         x = _dropout(x, build, self._lora.dropout, stream, self.training)
         narrow = gemm.linear(x, torch.cat([pair.a for pair in pairs.values()])) * self._lora.scale
@@ -100,17 +100,17 @@ class RowAdapter(nn.Module):
     def __init__(self, build: Build, linear: LinearSpec, lora: LoraSpec) -> None:
         super().__init__()
         (projection,) = linear.projections
-        self.add_module(projection.name, Pair(build, *lora.pair(linear, projection)))
+        self.add_module(projection.name, LoraMatrices(build, *lora.pair(linear, projection)))
         self._build, self._lora = build, lora
 
-    def forward(self, x: Tensor, source: Source | None = None) -> Tensor:
+    def forward(self, x: Tensor, source: Recomputed | None = None) -> Tensor:
         """See the class, and `_narrowed` for `source`."""
         return _narrowed(self._product, x, source, self._build)
 
     def _product(self, x: Tensor) -> Tensor:
         build = self._build
         (pair,) = self.children()
-        assert isinstance(pair, Pair)
+        assert isinstance(pair, LoraMatrices)
         narrow = (
             gemm.linear(_dropout(x, build, self._lora.dropout, "sharded", self.training), pair.a) * self._lora.scale
         )
@@ -118,7 +118,7 @@ class RowAdapter(nn.Module):
         return gemm.linear(total(narrow, build.groups.tp), pair.b)
 
 
-def _narrowed(product: Callable[[Tensor], Tensor], x: Tensor, source: Source | None, build: Build) -> Tensor:
+def _narrowed(product: Callable[[Tensor], Tensor], x: Tensor, source: Recomputed | None, build: Build) -> Tensor:
     """product(x). With `source`, backward computes x from it again, and the products of `rank` channels with x."""
     if source is None:
         return product(x)
