@@ -16,10 +16,10 @@ from megatron.base.errors import ConfigError
 from megatron.config.layout import mesh_of
 from megatron.config.pipeline import PipelineSettings, pipeline_settings
 from megatron.config.run import RunConfig
+from megatron.planner.memory.model_states import StateMemory, state_memory
 from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by, with_moves
 from megatron.planner.memory.sizes import sizes_of
 from megatron.planner.memory.stage import StageMemory, stage_memory
-from megatron.planner.memory.state import StateMemory, state_memory
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
 from megatron.schedule.validate import memory_in_flight

@@ -12,9 +12,9 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.command_line.read import parse
 from megatron.config.pipeline import pipeline_settings
+from megatron.planner.memory.model_states import rank_buckets
 from megatron.planner.memory.plan import num_microbatches, plan_memory
 from megatron.planner.memory.sizes import sizes_of
-from megatron.planner.memory.state import rank_buckets
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.partition import whole_model
 from megatron.schedule.validate import chunks_near
