@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.base.mesh import Mesh
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.config.context import attention_comm_types
+from megatron.config.context_parallel import attention_comm_types
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.optimizer_offload import OffloadSettings, offload_settings
 from megatron.config.pipeline import PipelineSettings

@@ -12,7 +12,7 @@ import torch
 from megatron.base.errors import ConfigError, UserError
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.context import inner_size
+from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.layout import mesh_of
 from megatron.config.parallel import ParallelConfig

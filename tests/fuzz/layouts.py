@@ -20,7 +20,7 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.command_line.read import parse
-from megatron.config.context import inner_size
+from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.layout import mesh_of
 from megatron.config.rules.check import check

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.config.context import inner_size
+from megatron.config.context_parallel import inner_size
 from megatron.config.rules.check import check
 from megatron.core.context_parallel.blocks import draw_seed
 from megatron.kernels.ops import attention_lse

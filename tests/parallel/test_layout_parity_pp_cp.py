@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from megatron.config.context import inner_size
+from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import Layout, assemble, compare, measure, reduced, under

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.config.context import inner_size
+from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.recompute import KEEP_ALL
 from megatron.config.rules.check import check

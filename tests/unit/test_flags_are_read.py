@@ -33,7 +33,7 @@ MAKERS = (
     "megatron/config/data_parallel.py",
     "megatron/config/pipeline.py",
     "megatron/config/optimizer_offload.py",
-    "megatron/config/context.py",
+    "megatron/config/context_parallel.py",
     "megatron/config/batch_schedule.py",
     "megatron/config/settings.py",
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.base.errors import ConfigError
-from megatron.config.context import attention_comm_types, copies_of_keys, inner_size
+from megatron.config.context_parallel import attention_comm_types, copies_of_keys, inner_size
 from megatron.config.layer_pattern import every_layer
 from megatron.config.layout import mesh_of
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.context import copies_of_keys
+from megatron.config.context_parallel import copies_of_keys
 from megatron.core.comm.all_to_all import all_to_all_async
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.trace import UNTRACED, Trace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.context import attention_comm_types, inner_size
+from megatron.config.context_parallel import attention_comm_types, inner_size
 from megatron.config.data_parallel import splits_backward
 from megatron.config.run import RunConfig
 from megatron.spec.sizes import FP32, Sizes, Target
