@@ -26,8 +26,8 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import Handle, all_gather_async, reduce_scatter_async
 from megatron.core.context_parallel import layout
+from megatron.core.context_parallel.block_plan import Block, other_blocks, own_blocks
 from megatron.core.context_parallel.blocks import Attention, Gradient, draw_seed, rule_of_all, rule_of_rank, zeros_like
-from megatron.core.context_parallel.plan import Block, other_blocks, own_blocks
 from megatron.core.context_parallel.trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel

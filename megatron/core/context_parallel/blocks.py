@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.plan import Block
+from megatron.core.context_parallel.block_plan import Block
 from megatron.kernels.ops.attention_lse import BlockKernel, merge_
 from megatron.kernels.ops.attention_rule import Drop, Rule
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import Handle
 from megatron.core.comm.p2p import shift_async
+from megatron.core.context_parallel.block_plan import Block, own_in_two, ring_blocks
 from megatron.core.context_parallel.blocks import Attention, Gradient, draw_seed, rule_of_all, rule_of_rank, zeros_like
-from megatron.core.context_parallel.plan import Block, own_in_two, ring_blocks
 from megatron.core.context_parallel.trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel

@@ -5,8 +5,8 @@ import math
 import torch
 
 from megatron.core.context_parallel import layout
+from megatron.core.context_parallel.block_plan import other_blocks, own_blocks, ring_blocks
 from megatron.core.context_parallel.blocks import Attention, Gradient, rule_of_all, rule_of_rank, zeros_like
-from megatron.core.context_parallel.plan import other_blocks, own_blocks, ring_blocks
 from megatron.kernels.ops import attention
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron.core.context_parallel.block_plan import Block
 from megatron.core.context_parallel.blocks import Attention
-from megatron.core.context_parallel.plan import Block
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_rule import Drop
 from tests.unit.context_parallel import simulated

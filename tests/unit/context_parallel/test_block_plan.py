@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.plan import Block, other_blocks, own_blocks, own_in_two, ring_blocks
+from megatron.core.context_parallel.block_plan import Block, other_blocks, own_blocks, own_in_two, ring_blocks
 from megatron.kernels.ops.attention import causal_mask
 from megatron.kernels.ops.attention_lse_cuda import _reach, flash_takes
 from megatron.kernels.ops.attention_rule import Rule
