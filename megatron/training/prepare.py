@@ -10,7 +10,7 @@ import torch
 from megatron.config.recompute import BALANCED
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
-from megatron.core.context_parallel.trace import Trace
+from megatron.core.context_parallel.transfer_trace import Trace
 from megatron.core.groups import Groups, backend_for
 from megatron.core.streams.streams import Streams
 from megatron.core.tensor_parallel.overlap import choose_overlap

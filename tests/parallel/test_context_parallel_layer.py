@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.comm.collectives import Handle
-from megatron.core.context_parallel.trace import UNTRACED, Trace
+from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import ROWS, Timeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.base.errors import ConfigError
 from megatron.core.context_parallel.all_gather import AllGatherAttention
 from megatron.core.context_parallel.ring import RingAttention
-from megatron.core.context_parallel.trace import UNTRACED, Trace
+from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.context_parallel.ulysses import UlyssesAttention
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention import AttentionKernel

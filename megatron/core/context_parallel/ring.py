@@ -18,7 +18,7 @@ from megatron.core.comm.collectives import Handle
 from megatron.core.comm.p2p import shift_async
 from megatron.core.context_parallel.block_plan import Block, own_in_two, ring_blocks
 from megatron.core.context_parallel.blocks import Attention, Gradient, draw_seed, rule_of_all, rule_of_rank, zeros_like
-from megatron.core.context_parallel.trace import UNTRACED, Trace
+from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.config.context_parallel import copies_of_keys
 from megatron.core.comm.all_to_all import all_to_all_async
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.trace import UNTRACED, Trace
+from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention import AttentionKernel
 

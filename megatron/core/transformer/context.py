@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
-from megatron.core.context_parallel.trace import UNTRACED, Trace
+from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
