@@ -14,7 +14,7 @@ from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
 from megatron.command_line.read import parse
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.layout import mesh_of
+from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.core.groups import create_groups

@@ -14,7 +14,7 @@ from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.layout import mesh_of
+from megatron.config.mesh import mesh_of
 from megatron.config.parallel import ParallelConfig
 from megatron.core.device import allow_open_files, choose_device, set_cpu_threads
 from megatron.core.dist_checkpointing.lock import hold

@@ -22,7 +22,7 @@ from megatron.base.errors import UserError
 from megatron.command_line.read import parse
 from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
-from megatron.config.layout import mesh_of
+from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.tooling.layout_parity import Measurement, assemble, compare, first_gradients

@@ -29,7 +29,7 @@ SAID_ONLY = {"transformer_impl": ("local", "layers")}
 REPORTERS = ("megatron/config/", "megatron/command_line/arguments.py", "tools/flags_table.py")
 # The files of the configuration that make something of it.
 MAKERS = (
-    "megatron/config/layout.py",
+    "megatron/config/mesh.py",
     "megatron/config/data_parallel.py",
     "megatron/config/pipeline.py",
     "megatron/config/optimizer_offload.py",

@@ -11,7 +11,7 @@ import dataclasses
 from megatron.base.errors import ConfigError
 from megatron.config.context_parallel import attention_comm_types, copies_of_keys, inner_size
 from megatron.config.layer_pattern import every_layer
-from megatron.config.layout import mesh_of
+from megatron.config.mesh import mesh_of
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.config.run import RunConfig, flag_name
 from megatron.config.window import attention_windows

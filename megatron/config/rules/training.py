@@ -6,7 +6,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.batch_schedule import not_whole, unit_of
 from megatron.config.batch_steps import FLAG, parse_steps
 from megatron.config.data_parallel import EVERY, splits_backward
-from megatron.config.layout import mesh_of
+from megatron.config.mesh import mesh_of
 from megatron.config.run import RunConfig
 
 MOST_MICROBATCHES = 65536  # per step: each is an action of the schedule, which is built before the first step

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
-from megatron.config.layout import mesh_of
+from megatron.config.mesh import mesh_of
 from megatron.config.pipeline import PipelineSettings, pipeline_settings
 from megatron.config.run import RunConfig
 from megatron.planner.memory.model_states import StateMemory, state_memory

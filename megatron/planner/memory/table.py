@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.layout import mesh_of
+from megatron.config.mesh import mesh_of
 from megatron.config.optimizer_offload import offload_settings
 from megatron.config.run import RunConfig
 from megatron.planner.memory.plan import RankMemory, num_microbatches

@@ -1,7 +1,7 @@
 import dataclasses
 
 from megatron.config.features import Facts, Feature, features, format_table, worth_a_line
-from megatron.config.layout import mesh_of
+from megatron.config.mesh import mesh_of
 from megatron.config.note import Note
 from megatron.config.rules.check import check
 from megatron.config.settings import resolve
