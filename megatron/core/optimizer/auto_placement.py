@@ -15,8 +15,8 @@ from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.offload.bandwidth import measure_bandwidth
 from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.offload.host_pool import HostPool
-from megatron.core.optimizer.chunks import Chunk
 from megatron.core.optimizer.cpu_optimizer import CpuOptimizer
+from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.optimizer.placement import Candidate, Rates, delay, place
 from megatron.core.optimizer.update_rule import Inputs, Run, update
 from megatron.spec.optimizer_state import state_bytes, state_layout
@@ -37,7 +37,7 @@ class AutoPlacement:
         config: OptimizerConfig,
         settings: OffloadSettings,
         cpu: CpuOptimizer,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[OptimizerChunk],
         pool: HostPool,
         engine: CopyEngine,
         data_parallel: DataParallel,

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.offload.host_pool import HostBlock, HostPool
-from megatron.core.optimizer.chunks import Chunk
+from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.streams.stream import Work
@@ -44,17 +44,17 @@ class CpuOptimizer:
         self._states, self._pool, self._engine, self._streams = states, buffers, engine, streams
         self._thread = streams.host_stream("cpu-optimizer")
         self._scratch = Scratch(torch.device("cpu"))
-        self._blocks: dict[Chunk, HostBlock] = {}
-        self._gradients: dict[Chunk, Buffer] = {}  # with overlap
+        self._blocks: dict[OptimizerChunk, HostBlock] = {}
+        self._gradients: dict[OptimizerChunk, Buffer] = {}  # with overlap
         self._buffers: dict[tuple[str, int], Buffer] = {}
-        self._gradient_copies: dict[Chunk, Work] = {}
-        self._requested: set[Chunk] = set()  # chunks whose gradient copy was submitted in this step
+        self._gradient_copies: dict[OptimizerChunk, Work] = {}
+        self._requested: set[OptimizerChunk] = set()  # chunks whose gradient copy was submitted in this step
         self._result_copies: list[Work | None] = [None] * STAGED  # the last copy out of each result buffer
-        self._parameter_copies: dict[Chunk, Work] = {}  # of this step
+        self._parameter_copies: dict[OptimizerChunk, Work] = {}  # of this step
         self._jobs: defaultdict[int, list[Work]] = defaultdict(list)  # of this step, by bucket
 
     @property
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[OptimizerChunk]:
         """In forward order, the order of their updates."""
         return sorted(self._blocks, key=lambda chunk: (-chunk.bucket.index, chunk.start))
 
@@ -64,7 +64,7 @@ class CpuOptimizer:
         buffers = [tensor for _, tensor in (*self._gradients.values(), *self._buffers.values())]
         return sum(chunk.nbytes for chunk in self._blocks) + sum(t.nbytes for t in buffers) + self._scratch.nbytes
 
-    def take(self, chunk: Chunk) -> None:
+    def take(self, chunk: OptimizerChunk) -> None:
         """Move a chunk from the device to the CPU. Only between steps."""
         block, states = self._states.take_tensors(chunk.shapes(on_cpu=True))
         if chunk.state:
@@ -80,7 +80,7 @@ class CpuOptimizer:
             if not self.overlap:
                 self._buffer("gradient", slot, largest.size, torch.float32)
 
-    def give_back(self, chunk: Chunk) -> None:
+    def give_back(self, chunk: OptimizerChunk) -> None:
         """Move a chunk to the device and free its host memory. Only between steps."""
         self._wait_for_gradients()
         chunk.move(chunk.on_device(), on_cpu=False)
@@ -142,19 +142,19 @@ class CpuOptimizer:
         for copy in self._gradient_copies.values():
             copy.synchronize()
 
-    def _request_gradient(self, chunk: Chunk, after: Work) -> None:
+    def _request_gradient(self, chunk: OptimizerChunk, after: Work) -> None:
         self._requested.add(chunk)
         self._submit(chunk, functools.partial(self._copy_gradient, chunk, self._gradients[chunk], after))
 
-    def _submit(self, chunk: Chunk, job: Callable[[], None]) -> None:
+    def _submit(self, chunk: OptimizerChunk, job: Callable[[], None]) -> None:
         self._jobs[chunk.bucket.index].append(self._thread.run(job, chunk.label, after=()))
 
-    def _copy_gradient(self, chunk: Chunk, buffer: Buffer, after: Work) -> None:
+    def _copy_gradient(self, chunk: OptimizerChunk, buffer: Buffer, after: Work) -> None:
         block, gradient = buffer
         pairs = [(chunk.gradient, gradient)]
         self._gradient_copies[chunk] = self._engine.to_host(f"gradient of {chunk.label}", pairs, block, [after])
 
-    def _copy_changed_gradient(self, chunk: Chunk, after: Work) -> None:
+    def _copy_changed_gradient(self, chunk: OptimizerChunk, after: Work) -> None:
         """Copy again the gradients that have changed since the bucket was reduced: sums of those partial over tp."""
         block, gradient = self._gradients[chunk]
         pairs = []
@@ -165,7 +165,7 @@ class CpuOptimizer:
         if pairs:
             self._gradient_copies[chunk] = self._engine.to_host(f"gradient of {chunk.label}", pairs, block, [after])
 
-    def _update(self, order: Sequence[Chunk], number: int, inputs: Inputs, now: Work) -> None:
+    def _update(self, order: Sequence[OptimizerChunk], number: int, inputs: Inputs, now: Work) -> None:
         chunk, slot = order[number], number % STAGED
         block = self._blocks[chunk]
         if number + 1 < len(order):
@@ -183,7 +183,7 @@ class CpuOptimizer:
         if not self.overlap and number + STAGED < len(order):
             self._fill(order, number + STAGED, now)
 
-    def _arrived_gradient(self, order: Sequence[Chunk], number: int, now: Work) -> Tensor:
+    def _arrived_gradient(self, order: Sequence[OptimizerChunk], number: int, now: Work) -> Tensor:
         """Wait for the gradient of a chunk."""
         chunk = order[number]
         if not self.overlap and number == 0:
@@ -193,13 +193,13 @@ class CpuOptimizer:
         _, gradient = self._gradients[chunk] if self.overlap else self._gradient_buffer(order, number)
         return gradient
 
-    def _fill(self, order: Sequence[Chunk], number: int, now: Work) -> None:
+    def _fill(self, order: Sequence[OptimizerChunk], number: int, now: Work) -> None:
         self._copy_gradient(order[number], self._gradient_buffer(order, number), now)
 
-    def _gradient_buffer(self, order: Sequence[Chunk], number: int) -> Buffer:
+    def _gradient_buffer(self, order: Sequence[OptimizerChunk], number: int) -> Buffer:
         return self._buffer("gradient", number % STAGED, order[number].size, torch.float32)
 
-    def _result(self, slot: int, chunk: Chunk) -> Buffer:
+    def _result(self, slot: int, chunk: OptimizerChunk) -> Buffer:
         """Where the update writes the chunk's new parameters, and their copy to the device reads them.
 
         fp32 masters are copied directly unless they are on disk. Offloaded weights are updated in place: nothing has been

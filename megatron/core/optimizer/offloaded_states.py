@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.offload.host_pool import HostBlock, HostPool
-from megatron.core.optimizer.chunks import Chunk
+from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.streams.stream import Work
@@ -23,7 +23,9 @@ from megatron.spec.optimizer_state import STAGED
 class OffloadedStates:
     """Owns the states of `chunks`, which are listed in the order of their updates."""
 
-    def __init__(self, chunks: Sequence[Chunk], pool: HostPool, engine: CopyEngine, device: torch.device) -> None:
+    def __init__(
+        self, chunks: Sequence[OptimizerChunk], pool: HostPool, engine: CopyEngine, device: torch.device
+    ) -> None:
         self._engine, self._chunks = engine, list(chunks)
         self._number = {chunk: number for number, chunk in enumerate(chunks)}
         self._blocks: list[HostBlock] = []
@@ -52,7 +54,7 @@ class OffloadedStates:
         """Bytes of the buffers on the device."""
         return sum(tensor.nbytes for buffer in self._buffers for tensor in buffer.values())
 
-    def update(self, chunk: Chunk, parameters: Tensor, scratch: Scratch, inputs: Inputs) -> None:
+    def update(self, chunk: OptimizerChunk, parameters: Tensor, scratch: Scratch, inputs: Inputs) -> None:
         """Update the next chunk, whose weights are `parameters`, on the device. Every step must update all chunks, in
         order."""
         number = self._number[chunk]
@@ -85,6 +87,6 @@ class OffloadedStates:
         after = [] if stored is None else [stored]
         self._fetched[slot] = self._engine.to_device(f"states of {chunk.label}", pairs, self._blocks[number], after)
 
-    def _views(self, chunk: Chunk, slot: int) -> dict[str, Tensor]:
+    def _views(self, chunk: OptimizerChunk, slot: int) -> dict[str, Tensor]:
         """The chunk's part of a buffer, by key."""
         return {key: self._buffers[slot][key][:size] for key, (size, _) in chunk.shapes(on_cpu=False).items()}

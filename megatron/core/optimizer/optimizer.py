@@ -24,11 +24,11 @@ from megatron.core.groups import Groups
 from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.offload.host_pool import HostPool
 from megatron.core.optimizer.auto_placement import AutoPlacement
-from megatron.core.optimizer.chunks import Chunk
 from megatron.core.optimizer.cpu_optimizer import CpuOptimizer
 from megatron.core.optimizer.grad_norm import global_norm, global_zeros
 from megatron.core.optimizer.loss_scale import LossScale
 from megatron.core.optimizer.offloaded_states import OffloadedStates
+from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.optimizer.weight_prefetch import WeightPrefetch
@@ -159,10 +159,13 @@ class Optimizer:
         """Bytes of states and buffers in host memory or on disk."""
         return sum(owner.nbytes for owner in (self.cpu, self.offloaded_states) if owner is not None)
 
-    def _split(self, chunk_size: int | None) -> list[list[Chunk]]:
+    def _split(self, chunk_size: int | None) -> list[list[OptimizerChunk]]:
         """The chunks of every bucket's slice, by the bucket's index."""
         return [
-            [Chunk(self._config, bucket, *each) for each in cut(len(bucket.param_shard), chunk_size or bucket.size)]
+            [
+                OptimizerChunk(self._config, bucket, *each)
+                for each in cut(len(bucket.param_shard), chunk_size or bucket.size)
+            ]
             for bucket in self._data_parallel.buckets
         ]
 
@@ -192,7 +195,7 @@ class Optimizer:
         needed = optimizer_bytes(slices, self._config, offload, half=half).disk
         return HostPool(pinned=False, directory=Path(offload.directory), needed=needed)
 
-    def _device_chunks(self, bucket: Bucket) -> list[Chunk]:
+    def _device_chunks(self, bucket: Bucket) -> list[OptimizerChunk]:
         """The chunks that the device updates."""
         return [chunk for chunk in self.chunks[bucket.index] if not chunk.on_cpu]
 
@@ -229,7 +232,7 @@ class Optimizer:
             if bucket.offloaded is not None:
                 bucket.offloaded.synchronize()
 
-    def _all(self) -> Iterator[Chunk]:
+    def _all(self) -> Iterator[OptimizerChunk]:
         """All chunks in the order of backward."""
         for chunks in self.chunks:
             yield from chunks

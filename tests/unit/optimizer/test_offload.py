@@ -9,7 +9,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import STATES, UPDATE, OffloadSettings
 from megatron.core.offload.copy_engine import CopyEngine
-from megatron.core.optimizer.chunks import Chunk
+from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.spec.optimizer_state import first_far, optimizer_bytes
@@ -284,6 +284,6 @@ class TestOrder:
 
     def test_an_error_of_the_thread_reaches_the_run(self, monkeypatch):
         run = make_run({}, fields=SMALL, offload=settings())
-        monkeypatch.setattr(Chunk, "step", lambda *args: 1 / 0)
+        monkeypatch.setattr(OptimizerChunk, "step", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run.steps(1)

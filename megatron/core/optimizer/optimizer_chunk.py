@@ -16,7 +16,7 @@ from megatron.spec.buckets import Piece
 from megatron.spec.optimizer_state import state_layout
 
 
-class Chunk:
+class OptimizerChunk:
     """Elements start .. stop of the slice, multiples of 64.
 
     state: its stored tensors by key, flat, wherever they live: moments, and "master", or "remainder" and "ties" (see
