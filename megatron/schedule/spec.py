@@ -12,7 +12,7 @@ from megatron.schedule.schedule import Action, Placement, Schedule, round_robin
 Lists = tuple[tuple[Action, ...], ...]  # the actions of each rank
 
 
-class Sizes(NamedTuple):
+class ScheduleSizes(NamedTuple):
     """p ranks with v virtual stages each run m microbatches. `group`: the size of a group of microbatches of
     `interleaved`.
     """
@@ -47,18 +47,18 @@ class ScheduleSpec:
     nothing; None for sizes and times to which the formula does not apply. `placement` is for p ranks and v virtual
     stages per rank. `virtual_stages` is the number that the schedule needs per rank; None if the user chooses, 2 or
     more. `splits_backward` means that gradients of inputs and of weights are computed at different times.
-    `takes_groups` means that `Sizes.group` matters.
+    `takes_groups` means that `ScheduleSizes.group` matters.
     """
 
     name: str
-    actions: Callable[[Sizes], Lists]
-    bubble: Callable[[Sizes, Times], Formula | None]
+    actions: Callable[[ScheduleSizes], Lists]
+    bubble: Callable[[ScheduleSizes, Times], Formula | None]
     placement: Callable[[int, int], Placement] = round_robin
     virtual_stages: int | None = 1
     splits_backward: bool = False
     takes_groups: bool = False
 
-    def sizes(self, p: int, m: int, v: int | None = None, group: int | None = None) -> Sizes:
+    def sizes(self, p: int, m: int, v: int | None = None, group: int | None = None) -> ScheduleSizes:
         """Returns the sizes with their defaults: the virtual stages that the schedule needs, and groups of p.
 
         Raises ConfigError if `v` or `group` does not fit the schedule.
@@ -67,7 +67,7 @@ class ScheduleSpec:
             raise ConfigError(
                 f"--microbatch-group-size-per-virtual-pipeline-stage has no effect under schedule {self.name}; remove it"
             )
-        return Sizes(p, self.virtual_stages_for(v), m, p if group is None else group)
+        return ScheduleSizes(p, self.virtual_stages_for(v), m, p if group is None else group)
 
     def virtual_stages_for(self, asked: int | None) -> int:
         """Returns the virtual stages per rank: `asked`, or without it the number that the schedule needs.

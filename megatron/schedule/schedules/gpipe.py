@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megatron.schedule.schedule import Action, Kind
 from megatron.schedule.schedules.one_f_one_b import fill_and_drain
-from megatron.schedule.spec import Lists, ScheduleSpec, Sizes
+from megatron.schedule.spec import Lists, ScheduleSizes, ScheduleSpec
 
 
-def gpipe(sizes: Sizes) -> Lists:
+def gpipe(sizes: ScheduleSizes) -> Lists:
     """Keeps all m microbatches' activations at once; the time is 1F1B's.
 
     The paper runs the backwards in reverse order. Here they run in order, so that gradients are summed in the same

@@ -5,10 +5,10 @@ from __future__ import annotations
 from megatron.base.errors import ConfigError
 from megatron.schedule.schedule import Action, Kind
 from megatron.schedule.schedules.one_f_one_b import in_turn
-from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
+from megatron.schedule.spec import Formula, Lists, ScheduleSizes, ScheduleSpec, Times
 
 
-def interleaved(sizes: Sizes) -> Lists:
+def interleaved(sizes: ScheduleSizes) -> Lists:
     """Has a smaller bubble than 1F1B, for v times the transfers and more saved activations.
 
     Microbatches run in groups: a rank takes all of a group through its first chunk, then through its second, and so on,
@@ -57,7 +57,7 @@ def group_sizes(p: int, m: int, group: int) -> list[int]:
     return [m // count + (number < m % count) for number in range(count)]
 
 
-def bubble(sizes: Sizes, times: Times) -> Formula | None:
+def bubble(sizes: ScheduleSizes, times: Times) -> Formula | None:
     """The bubble of 1F1B, but the pipeline fills in steps of a chunk; for m >= p."""
     p, v, m = sizes.p, sizes.v, sizes.m
     return Formula("(p - 1) / (v m + p - 1)", (p - 1) / (v * m + p - 1)) if m >= p else None

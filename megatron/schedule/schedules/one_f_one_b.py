@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.schedule.schedule import Action, Kind
-from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
+from megatron.schedule.spec import Formula, Lists, ScheduleSizes, ScheduleSpec, Times
 
 
-def one_f_one_b(sizes: Sizes) -> Lists:
+def one_f_one_b(sizes: ScheduleSizes) -> Lists:
     """Runs warm-up forwards until a backward can return, then one forward and one backward in turn.
 
     Rank r keeps at most p - r microbatches' activations.
@@ -31,7 +31,7 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: in
     return (*actions, *backwards[len(forwards) - warm_up :])
 
 
-def fill_and_drain(sizes: Sizes, times: Times) -> Formula:
+def fill_and_drain(sizes: ScheduleSizes, times: Times) -> Formula:
     """The bubble if the pipeline fills and drains once per step, one microbatch at a time."""
     p, m = sizes.p, sizes.m
     return Formula("(p - 1) / (m + p - 1)", (p - 1) / (m + p - 1))

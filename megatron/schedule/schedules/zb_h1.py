@@ -5,10 +5,10 @@ from __future__ import annotations
 from megatron.schedule.schedule import Action, Kind
 from megatron.schedule.schedules.one_f_one_b import in_turn
 from megatron.schedule.schedules.weight_grads import with_weight_grads
-from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
+from megatron.schedule.spec import Formula, Lists, ScheduleSizes, ScheduleSpec, Times
 
 
-def zb_h1(sizes: Sizes) -> Lists:
+def zb_h1(sizes: ScheduleSizes) -> Lists:
     """1F1B with a split backward: the previous stage waits only for the input's gradient; the weights' fills idle time.
 
     Every rank keeps up to p microbatches between forward and weight gradient, as 1F1B's first rank does.
@@ -22,7 +22,7 @@ def zb_h1(sizes: Sizes) -> Lists:
     return with_weight_grads(ranks, p - 1, most_kept=p)
 
 
-def bubble(sizes: Sizes, times: Times) -> Formula | None:
+def bubble(sizes: ScheduleSizes, times: Times) -> Formula | None:
     """Each rank is idle for (p - 1)(F + I - W) instead of 1F1B's (p - 1)(F + I + W): a third if all are equal.
 
     For W not longer than F and I, and m >= p.

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from megatron.schedule.schedule import Action, Kind, v_shape
 from megatron.schedule.schedules.weight_grads import with_weight_grads
-from megatron.schedule.spec import Formula, Lists, ScheduleSpec, Sizes, Times
+from megatron.schedule.spec import Formula, Lists, ScheduleSizes, ScheduleSpec, Times
 
 
-def zb_v(sizes: Sizes) -> Lists:
+def zb_v(sizes: ScheduleSizes) -> Lists:
     """Two chunks per rank, placed down the ranks and back up, and a split backward.
 
     With F = I = W and m >= 2p - 1 no rank is idle between its first and its last action. With m >= p the step ends as
@@ -43,7 +43,7 @@ def _forwards_and_input_grads(p: int, rank: int, m: int) -> Iterator[Action]:
         yield from itertools.islice(actions, 1)
 
 
-def bubble(sizes: Sizes, times: Times) -> Formula | None:
+def bubble(sizes: ScheduleSizes, times: Times) -> Formula | None:
     """The only idle time is until the last rank can begin: p - 1 chunks. For F = I = W and m >= 2p - 1."""
     p, m = sizes.p, sizes.m
     if len(set(times)) > 1 or m < 2 * p - 1:

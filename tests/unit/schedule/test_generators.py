@@ -8,7 +8,7 @@ from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.schedules.interleaved import group_sizes
 from megatron.schedule.schedules.interleaved import interleaved as interleaved_lists
 from megatron.schedule.simulate import Costs, simulate
-from megatron.schedule.spec import Sizes
+from megatron.schedule.spec import ScheduleSizes
 from megatron.schedule.validate import check, memory_in_flight
 
 from .lists import all_schedules, gpipe, interleaved, one_f_one_b, text, zb_h1, zb_v
@@ -192,7 +192,7 @@ class TestInterleavedGroups:
                 check(interleaved(p, 3, m, group))
 
     def test_one_chunk_is_one_f_one_b(self):
-        assert interleaved_lists(Sizes(p=4, v=1, m=10, group=4)) == one_f_one_b(4, 10).actions
+        assert interleaved_lists(ScheduleSizes(p=4, v=1, m=10, group=4)) == one_f_one_b(4, 10).actions
 
 
 class TestForwardOnly:
