@@ -15,7 +15,7 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
-from megatron.core.models.mcore.names import Layout
+from megatron.core.models.mcore.names import CheckpointLayout
 
 FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -26,8 +26,8 @@ _MODEL = re.compile(r"model\d*")
 class ClassicFiles:
     """The weights of all ranks; tensors are mapped, and read on demand.
 
-    `shapes` maps the key of every tensor of the model, in the format of `Layout.key`, to its shape. `common` holds the
-    first rank's values except its weights. `arguments` are those of the run that wrote the checkpoint.
+    `shapes` maps the key of every tensor of the model, in the format of `CheckpointLayout.key`, to its shape. `common`
+    holds the first rank's values except its weights. `arguments` are those of the run that wrote the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,9 +78,9 @@ class ClassicFiles:
         found: Tensor = self._files[folder][part][name]
         return found
 
-    def _layout(self, tp: int, pp: int) -> Layout:
+    def _layout(self, tp: int, pp: int) -> CheckpointLayout:
         chunks = max(1, sum(bool(re.fullmatch(r"model\d+", key)) for key in self.common))
-        shape = Layout(tp, pp, (0,) * pp * chunks, True, 0)
+        shape = CheckpointLayout(tp, pp, (0,) * pp * chunks, True, 0)
         held: list[set[str]] = []
         for chunk in range(pp * chunks):
             beginning = shape.key(0, chunk, "")
@@ -92,7 +92,7 @@ class ClassicFiles:
         if embedding is None:
             place = shape.key(0, 0, "").rstrip("/")
             raise CheckpointError(f"{self.path}/{place} holds no tensor embedding.word_embeddings.weight")
-        return Layout(tp, pp, layers, fused, embedding[0] if embedding else 0)
+        return CheckpointLayout(tp, pp, layers, fused, embedding[0] if embedding else 0)
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.dist_checkpointing.whole import WholeTensor
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
-from megatron.core.models.mcore.names import Layout, padded_rows, table
+from megatron.core.models.mcore.names import CheckpointLayout, padded_rows, table
 from megatron.core.models.mcore.publish import published
 from megatron.core.models.mcore.training_state import MOMENTS, Adam, TrainingState, arguments_for, param_groups
 from megatron.core.models.source import Source
@@ -58,7 +58,7 @@ def write_torch_dist(
     model = source.model
     assert model.num_layers
     refuse_what_has_no_argument(model)
-    layout = Layout(1, 1, (model.num_layers,), True, padded_rows(model, tp) * tp)
+    layout = CheckpointLayout(1, 1, (model.num_layers,), True, padded_rows(model, tp) * tp)
     names = table(model, layout)
     tensors = _tensors(names, layout, "", dtype, lambda name, box: source.read(name, box, dtype))
     if training.adam:
@@ -90,7 +90,7 @@ _CONTENT = {
 }
 
 
-def _tensors(names: Table, layout: Layout, prefix: str, dtype: torch.dtype, read: Read) -> list[WholeTensor]:
+def _tensors(names: Table, layout: CheckpointLayout, prefix: str, dtype: torch.dtype, read: Read) -> list[WholeTensor]:
     """Returns the global tensors of the weights, or of state in the shapes of the weights."""
     held: dict[str, list[str]] = {}
     beginning = layout.key(0, 0, "")

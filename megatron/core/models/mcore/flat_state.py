@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.buckets import bucket_sizes, default_size, in_module_order, place
 from megatron.core.models.mcore.classic import OPTIMIZER_FILE, ClassicFiles
-from megatron.core.models.mcore.names import VOCABULARY, Layout, table
+from megatron.core.models.mcore.names import VOCABULARY, CheckpointLayout, table
 from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, BucketState, only
 from megatron.core.models.mcore.torch_dist import TorchDistFiles
 from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS
@@ -172,7 +172,7 @@ def _buffers(held: Mapping[Any, set[int]], ranks: int, files: TorchDistFiles) ->
 
 def _derived(
     files: TorchDistFiles, model: ModelConfig, chunks: int, fits: Fits
-) -> tuple[Layout, Callable[[int, int], Numels]]:
+) -> tuple[CheckpointLayout, Callable[[int, int], Numels]]:
     """Derives the division of the model into chunks, and the parameters of each, from the sizes of the buffers."""
     tp, pp = _sizes(files.arguments)
     assert model.num_layers
@@ -181,7 +181,7 @@ def _derived(
             f"{files.path}: {files.layout.vocabulary} rows of the vocabulary cannot be cut {tp} times"
         )
     rows, fused = files.layout.vocabulary // tp, files.layout.fused_norms
-    whole = Layout(tp, 1, (model.num_layers,), fused, rows)
+    whole = CheckpointLayout(tp, 1, (model.num_layers,), fused, rows)
     beginning = whole.key(0, 0, "")
     shapes = {
         key.removeprefix(beginning): (rows, *shape[1:]) if key.endswith(VOCABULARY) else shape
@@ -207,7 +207,7 @@ def _derived(
         counts.append(count)
     if sum(counts) != model.num_layers:
         raise CheckpointError(f"{files.path}: its optimizer has {sum(counts)} layers, its model {model.num_layers}")
-    return Layout(tp, pp, tuple(counts), fused, rows), lambda rank, chunk: numels_of(chunk, counts[chunk])
+    return CheckpointLayout(tp, pp, tuple(counts), fused, rows), lambda rank, chunk: numels_of(chunk, counts[chunk])
 
 
 def _chunk_names(

@@ -41,7 +41,7 @@ VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # names of tenso
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """How a checkpoint is cut. layers: their number in each chunk, in the order of the model.
 
     Chunk c of the model is chunk c // pp of stage c % pp (one chunk a stage without an interleaved schedule).
@@ -74,7 +74,7 @@ class Layout:
         return f"{self.folder(tp_rank, chunk % self.pp)}/model{number}/{name}"
 
 
-def table(model: ModelConfig, layout: Layout, *, copies: bool = False) -> Table:
+def table(model: ModelConfig, layout: CheckpointLayout, *, copies: bool = False) -> Table:
     """All tensors, in the order of Megatron-LM's modules; of the vocabulary's, the rows that are not padding.
 
     copies: with the last stage's of a tied embedding, which Megatron-LM loads there as the output layer's.
@@ -104,7 +104,7 @@ def table(model: ModelConfig, layout: Layout, *, copies: bool = False) -> Table:
 class _Namer:
     """Makes the mappings of one layout."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: CheckpointLayout) -> None:
         self._layout = layout
 
     def mapping(self, chunk: int, own: str, theirs: str, parameter: ParamSpec) -> Mapping:

@@ -20,7 +20,7 @@ from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.buckets import place
 from megatron.core.models.mcore.classic import ClassicFiles
-from megatron.core.models.mcore.names import Layout
+from megatron.core.models.mcore.names import CheckpointLayout
 from megatron.core.models.mcore.torch_dist import ModelSpace, TorchDistFiles
 
 SAVE_AGAIN = (
@@ -38,7 +38,7 @@ class OptimizerState(Protocol):
     and not stored. `has_masters` means that fp32 weights are part of the state.
     """
 
-    layout: Layout
+    layout: CheckpointLayout
     derived: bool
     has_masters: bool
 
@@ -46,7 +46,7 @@ class OptimizerState(Protocol):
         """Returns elements `box` of the state `key` ("master", "exp_avg" ...) of a parameter, which has `shape` on its
         rank.
 
-        `name` is in the format of `Layout.key`. Raises CheckpointError.
+        `name` is in the format of `CheckpointLayout.key`. Raises CheckpointError.
         """
         ...
 
@@ -79,7 +79,7 @@ class BucketState:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: CheckpointLayout,
         numels: Callable[[int, int], Mapping[str, int]],
         buckets: Callable[[int, int, Mapping[str, int]], Sequence[int]],
         fetch: Callable[[int, int, str, int, Box], Tensor],

@@ -22,7 +22,7 @@ from megatron.core.models.mcore.arguments import model_of
 from megatron.core.models.mcore.classic import ClassicFiles
 from megatron.core.models.mcore.flat_state import GROUP, of_buckets, of_files, of_gathered
 from megatron.core.models.mcore.folder import CLASSIC, format_of, iteration_folder
-from megatron.core.models.mcore.names import VOCABULARY, Layout, table
+from megatron.core.models.mcore.names import VOCABULARY, CheckpointLayout, table
 from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, ListState, ModelState, OptimizerState, only
 from megatron.core.models.mcore.torch_dist import OPTIMIZER, TorchDistFiles
 
@@ -165,7 +165,7 @@ class MCoreSource:
                 raise CheckpointError(f"{self.path}: unknown tensor {key}; the model has a part that is not known")
 
 
-def _stored_shape(key: str, names: Table, layout: Layout) -> tuple[int, ...]:
+def _stored_shape(key: str, names: Table, layout: CheckpointLayout) -> tuple[int, ...]:
     """Returns the shape of the stored tensor, with all rows of the vocabulary."""
     shape = names.theirs[key]
     return (layout.vocabulary, *shape[1:]) if key.endswith(VOCABULARY) else shape

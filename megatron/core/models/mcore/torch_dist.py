@@ -22,7 +22,7 @@ from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.dcp_folder import DcpFolder
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
-from megatron.core.models.mcore.names import Layout
+from megatron.core.models.mcore.names import CheckpointLayout
 
 COMMON_FILE = "common.pt"  # until core 0.18, which stores an object instead
 _COMMON = "common_state"
@@ -128,7 +128,7 @@ class TorchDistFiles:
         if not self.arguments:
             raise CheckpointError(f"{path} holds no arguments; it is not a checkpoint of Megatron-LM's training")
         self._weights = ModelSpace(self.folder, "")
-        self._beginning = Layout(1, 1, (0,), True, 0).key(0, 0, "")
+        self._beginning = CheckpointLayout(1, 1, (0,), True, 0).key(0, 0, "")
         self.shapes = {self._beginning + name: shape for name, shape in self._weights.shapes.items()}
         self.layout = self._layout()
 
@@ -165,11 +165,11 @@ class TorchDistFiles:
             raise CheckpointError(f"{self.path}: its common state is not a table of values")
         return found
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> CheckpointLayout:
         names = self._weights.shapes
         layers = {match[2] for name in names if (match := _LAYER.fullmatch(name))}
         embedding = names.get("embedding.word_embeddings.weight", ())
         if not embedding:
             raise CheckpointError(f"{self.path} holds no tensor embedding.word_embeddings.weight")
         fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in names)
-        return Layout(1, 1, (len(layers),), fused, embedding[0])
+        return CheckpointLayout(1, 1, (len(layers),), fused, embedding[0])

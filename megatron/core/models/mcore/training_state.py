@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.mcore.arguments import arguments_of
-from megatron.core.models.mcore.names import Layout
+from megatron.core.models.mcore.names import CheckpointLayout
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -67,7 +67,7 @@ class TrainingState:
 
 
 def arguments_for(
-    model: ModelConfig, layout: Layout, dtype: torch.dtype, training: TrainingState
+    model: ModelConfig, layout: CheckpointLayout, dtype: torch.dtype, training: TrainingState
 ) -> argparse.Namespace:
     """Returns the arguments that Megatron-LM's --use-checkpoint-args reads or that it compares when it continues.
 

@@ -16,7 +16,7 @@ from megatron.base.errors import ConfigError
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
 from megatron.core.models.mcore.classic import FILE
-from megatron.core.models.mcore.names import Layout, padded_rows, table
+from megatron.core.models.mcore.names import CheckpointLayout, padded_rows, table
 from megatron.core.models.mcore.publish import published
 from megatron.core.models.mcore.training_state import MOMENTS, Adam, TrainingState, arguments_for, param_groups
 from megatron.core.models.source import Source
@@ -47,7 +47,7 @@ def write_mcore(
     if model.num_layers % pp:
         raise ConfigError(f"--target-pipeline-parallel-size {pp} does not divide the model's {model.num_layers} layers")
     refuse_what_has_no_argument(model)
-    layout = Layout(tp, pp, (model.num_layers // pp,) * pp, fused_norms, padded_rows(model, tp))
+    layout = CheckpointLayout(tp, pp, (model.num_layers // pp,) * pp, fused_norms, padded_rows(model, tp))
     names = table(model, layout, copies=True)
     arguments = arguments_for(model, layout, dtype, training)
     with published(root, training) as temporary:
@@ -60,7 +60,7 @@ def write_mcore(
 class _Rank:
     """The tensors of one rank."""
 
-    def __init__(self, names: Table, layout: Layout, folder: str, on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, names: Table, layout: CheckpointLayout, folder: str, on_bytes: Callable[[int], None]) -> None:
         self._names, self._layout, self._on_bytes = names, layout, on_bytes
         keys = {key.split("/", 2)[2]: key for key in names.theirs if key.startswith(f"{folder}/")}
         self._keys = dict(
