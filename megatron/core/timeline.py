@@ -21,7 +21,7 @@ ROWS = ("iteration", "compute", "step", "tp", "cp", "reduce-scatter", "all-reduc
 
 
 @dataclass(frozen=True)
-class Interval:
+class FinishedSpan:
     """A finished span: seconds since the timeline began."""
 
     row: str
@@ -57,15 +57,15 @@ class Timeline:
         self._origin = self.now()
         self.recording = True
 
-    def stop(self) -> list[Interval]:
-        """End recording; the intervals, by start. Spans that have not ended are left out. Synchronizes the device."""
+    def stop(self) -> list[FinishedSpan]:
+        """End recording; the spans, by start. Spans that have not ended are left out. Synchronizes the device."""
         self.recording = False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        intervals = [
-            Interval(row, name, self._since(start), self._since(stop)) for row, name, start, stop in self._spans
+        spans = [
+            FinishedSpan(row, name, self._since(start), self._since(stop)) for row, name, start, stop in self._spans
         ]
-        return sorted(intervals, key=lambda interval: interval.start)
+        return sorted(spans, key=lambda span: span.start)
 
     def begin(self, row: str, name: str) -> Span | None:
         """A span of `row`, or None when nothing is recorded."""
@@ -98,41 +98,39 @@ class Timeline:
         return float(point - self._origin)
 
 
-def in_sequence(intervals: Sequence[Interval]) -> list[Interval]:
-    """Intervals of one row without overlap: a transfer queued behind another begins where that one ends."""
-    clipped: list[Interval] = []
+def in_sequence(spans: Sequence[FinishedSpan]) -> list[FinishedSpan]:
+    """Spans of one row without overlap: a transfer queued behind another begins where that one ends."""
+    clipped: list[FinishedSpan] = []
     end = 0.0
-    for interval in sorted(intervals, key=lambda interval: interval.stop):
-        clipped.append(
-            Interval(interval.row, interval.name, min(max(interval.start, end), interval.stop), interval.stop)
-        )
-        end = interval.stop
+    for span in sorted(spans, key=lambda span: span.stop):
+        clipped.append(FinishedSpan(span.row, span.name, min(max(span.start, end), span.stop), span.stop))
+        end = span.stop
     return clipped
 
 
-def write_chrome_trace(path: Path, ranks: Sequence[Sequence[Interval]]) -> None:
+def write_chrome_trace(path: Path, ranks: Sequence[Sequence[FinishedSpan]]) -> None:
     """One process per rank and one thread per row, in the trace-event format's JSON. Raises OSError."""
     events: list[dict[str, Any]] = []
-    for rank, intervals in enumerate(ranks):
+    for rank, spans in enumerate(ranks):
         events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        seen = {interval.row for interval in intervals}
+        seen = {span.row for span in spans}
         for number, row in enumerate([*ROWS, *sorted(seen.difference(ROWS))]):
-            of_row = [interval for interval in intervals if interval.row == row]
+            of_row = [span for span in spans if span.row == row]
             if not of_row:
                 continue
             events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": row}})
             shown = of_row if row == "compute" else in_sequence(of_row)
             events += [
                 {
-                    "name": interval.name,
+                    "name": span.name,
                     "cat": row,
                     "ph": "X",
-                    "ts": round(interval.start * 1e6, 1),
-                    "dur": round((interval.stop - interval.start) * 1e6, 1),
+                    "ts": round(span.start * 1e6, 1),
+                    "dur": round((span.stop - span.start) * 1e6, 1),
                     "pid": rank,
                     "tid": number,
                 }
-                for interval in shown
+                for span in shown
             ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -22,7 +22,7 @@ from megatron.core.offload.host_pool import HostPool
 from megatron.core.offload.policies import ByModules, ByRatio, ChosenLayers, OffloadPolicy
 from megatron.core.offload.weights import WeightOffload
 from megatron.core.streams.streams import Streams
-from megatron.core.timeline import Interval, Timeline
+from megatron.core.timeline import FinishedSpan, Timeline
 from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
 from megatron.schedule.offload_pass import moved_groups
 from megatron.schedule.schedule import Kind, Schedule
@@ -174,7 +174,7 @@ def _policy(config: ActivationOffloadConfig, model: GPTModel, offloaded: Collect
     return ByRatio(config.ratio or 0.0)  # auto is measured later
 
 
-def _stage_times(spans: list[Interval], offload: ActivationOffload) -> dict[int, StageTimes]:
+def _stage_times(spans: list[FinishedSpan], offload: ActivationOffload) -> dict[int, StageTimes]:
     """Times of this rank's stages: medians over the microbatches of a step."""
 
     def seconds(kind: Kind, stage: int) -> float:

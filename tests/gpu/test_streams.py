@@ -60,7 +60,7 @@ def test_spans_show_when_the_device_worked(streams):
     with streams.timeline.span("compute", "slow"):
         torch.cuda._sleep(CYCLES)
     out.run(lambda: host.copy_(device, non_blocking=True), "layer 0", keep=[device, host]).wait()
-    spans = {interval.row: interval for interval in streams.timeline.stop()}
+    spans = {span.row: span for span in streams.timeline.stop()}
     assert set(spans) == {"compute", "offload", "wait offload"}
     assert spans["offload"].start >= spans["compute"].stop
     assert spans["wait offload"].stop >= spans["offload"].stop

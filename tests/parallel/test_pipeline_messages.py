@@ -84,7 +84,7 @@ def timed(rank, size):
         box.receive((4,), torch.float32, 0, "out").take()
         box.send(torch.ones(4), 0, "back")
     box.flush()
-    return {interval.name: (interval.start, interval.stop) for interval in timeline.stop()}
+    return {span.name: (span.start, span.stop) for span in timeline.stop()}
 
 
 @pytest.mark.alone

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.timeline import Interval
+from megatron.core.timeline import FinishedSpan
 
 WAIT = "wait "  # rows of waits have this prefix before the group's name
 COMPUTE, BUBBLE, OTHER = "compute", "bubble", "other"
@@ -34,13 +34,13 @@ class _Step:
     """A rank's spans of one iteration."""
 
     seconds: float
-    spans: list[Interval]
+    spans: list[FinishedSpan]
 
-    def named(self, row: str, prefix: str) -> list[Interval]:
+    def named(self, row: str, prefix: str) -> list[FinishedSpan]:
         return [span for span in self.spans if span.row == row and span.name.startswith(prefix)]
 
 
-def summarize(ranks: Sequence[Sequence[Interval]]) -> list[StepSummary]:
+def summarize(ranks: Sequence[Sequence[FinishedSpan]]) -> list[StepSummary]:
     """Returns one summary per iteration that all ranks recorded. `ranks`: spans by rank, with comparable times.
 
     Waits for other ranks of an axis count as its communication, regardless of the reason for the delay; the time of
@@ -71,7 +71,7 @@ def _summary(name: str, ranks: Sequence[_Step]) -> StepSummary:
     )
 
 
-def _within(spans: Sequence[Interval], iteration: Interval) -> _Step:
+def _within(spans: Sequence[FinishedSpan], iteration: FinishedSpan) -> _Step:
     inside = [span for span in spans if iteration.start <= span.start < iteration.stop]
     return _Step(iteration.stop - iteration.start, [span for span in inside if span is not iteration])
 
@@ -102,7 +102,7 @@ def _axis(group: str) -> str:
     return "pp" if group == "ends" else next((axis for axis in known if group.startswith(axis)), "dp")
 
 
-def _before_sending(wait: Interval, group: str, step: _Step, ranks: Sequence[_Step]) -> float:
+def _before_sending(wait: FinishedSpan, group: str, step: _Step, ranks: Sequence[_Step]) -> float:
     """Returns the seconds of a wait before the message was sent: the n-th receive of a line is the n-th send."""
     if not wait.name.startswith("receive"):
         # A wait for all stages together: those that have finished wait for the last one.
@@ -116,9 +116,9 @@ def _before_sending(wait: Interval, group: str, step: _Step, ranks: Sequence[_St
     return min(max(0.0, sent - wait.start), _length(wait))
 
 
-def _overlap(one: Interval, other: Interval) -> float:
+def _overlap(one: FinishedSpan, other: FinishedSpan) -> float:
     return max(0.0, min(one.stop, other.stop) - max(one.start, other.start))
 
 
-def _length(span: Interval) -> float:
+def _length(span: FinishedSpan) -> float:
     return span.stop - span.start

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from megatron.core.timeline import Interval, Timeline, in_sequence, write_chrome_trace
+from megatron.core.timeline import FinishedSpan, Timeline, in_sequence, write_chrome_trace
 
 CPU = torch.device("cpu")
 
@@ -46,14 +46,14 @@ class TestRecording:
             timeline.start()
             with timeline.span("step", name):
                 pass
-            assert [interval.name for interval in timeline.stop()] == [name]
+            assert [span.name for span in timeline.stop()] == [name]
 
 
 def test_transfers_in_flight_together_are_shown_one_after_the_other():
-    flying = [Interval("all-gather", "b", 0.1, 0.5), Interval("all-gather", "a", 0.0, 0.2)]
-    flying.append(Interval("all-gather", "c", 0.7, 0.8))
+    flying = [FinishedSpan("all-gather", "b", 0.1, 0.5), FinishedSpan("all-gather", "a", 0.0, 0.2)]
+    flying.append(FinishedSpan("all-gather", "c", 0.7, 0.8))
     shown = in_sequence(flying)
-    assert [(interval.name, interval.start, interval.stop) for interval in shown] == [
+    assert [(span.name, span.start, span.stop) for span in shown] == [
         ("a", 0.0, 0.2),
         ("b", 0.2, 0.5),
         ("c", 0.7, 0.8),
@@ -62,8 +62,8 @@ def test_transfers_in_flight_together_are_shown_one_after_the_other():
 
 def test_trace(tmp_path):
     ranks = [
-        [Interval("compute", "forward 0", 0.0, 1.0), Interval("all-gather", "bucket 0", 0.5, 2.0)],
-        [Interval("compute", "forward 0", 0.25, 1.0)],
+        [FinishedSpan("compute", "forward 0", 0.0, 1.0), FinishedSpan("all-gather", "bucket 0", 0.5, 2.0)],
+        [FinishedSpan("compute", "forward 0", 0.25, 1.0)],
     ]
     path = tmp_path / "new" / "trace.json"
     write_chrome_trace(path, ranks)

@@ -156,7 +156,7 @@ def test_only_waits_of_the_submitting_stream_are_drawn(device):
     with device.on(device.side):
         work.wait()
     work.wait()
-    found = [(interval.row, interval.name) for interval in timeline.stop()]
+    found = [(span.row, span.name) for span in timeline.stop()]
     assert sorted(found) == [("reload", "layer 1"), ("wait offload", "layer 1")]
 
 
@@ -167,7 +167,7 @@ def test_following_a_transfer_queues_nothing_unless_recording(device):
     timeline.start()
     assert stream.follow(transfer, stream.begin("keys")) is transfer
     assert device.log == ["comm waits for stream compute", "comm waits for the transfer"]
-    assert [(interval.row, interval.name) for interval in timeline.stop()] == [("reload", "keys")]
+    assert [(span.row, span.name) for span in timeline.stop()] == [("reload", "keys")]
 
 
 def test_a_mark_orders_another_stream(device):

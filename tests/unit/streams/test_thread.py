@@ -215,8 +215,8 @@ class TestTimeline:
         timer.start()
         pending.wait()
         behind.synchronize()
-        waits = [interval for interval in timeline.stop() if interval.row == "wait offload"]
-        assert [interval.name for interval in waits] == ["layer 1"]
+        waits = [span for span in timeline.stop() if span.row == "wait offload"]
+        assert [span.name for span in waits] == ["layer 1"]
         assert waits[0].stop - waits[0].start >= 0.015
 
     def test_the_stream_ends_the_span_of_a_transfer_that_has_a_work_of_its_own(self):
@@ -227,7 +227,7 @@ class TestTimeline:
         work = stream.follow(message, stream.begin("keys"))
         message.arrive()
         wait(work)
-        assert [(interval.row, interval.name) for interval in timeline.stop()] == [("cp", "keys")]
+        assert [(span.row, span.name) for span in timeline.stop()] == [("cp", "keys")]
 
 
 def test_tensors_are_kept_until_the_operation_is_over():

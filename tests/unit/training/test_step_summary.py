@@ -2,13 +2,13 @@
 
 import pytest
 
-from megatron.core.timeline import Interval
+from megatron.core.timeline import FinishedSpan
 from megatron.training.logging.step_summary import format_summary, summarize
 
 
 def rank(*spans):
     """An iteration of 10 s with these spans."""
-    return [Interval("iteration", "iteration 3", 1.0, 11.0), *(Interval(*span) for span in spans)]
+    return [FinishedSpan("iteration", "iteration 3", 1.0, 11.0), *(FinishedSpan(*span) for span in spans)]
 
 
 def shares(*ranks):
@@ -72,7 +72,7 @@ def test_waiting_for_all_stages_at_the_end_is_bubble_and_for_a_send_is_not():
 
 
 def test_the_slowest_rank_gives_the_time():
-    slow = [Interval("iteration", "iteration 3", 1.0, 13.0), Interval("compute", "forward 0", 1.0, 13.0)]
+    slow = [FinishedSpan("iteration", "iteration 3", 1.0, 13.0), FinishedSpan("compute", "forward 0", 1.0, 13.0)]
     (summary,) = summarize([rank(), slow])
     assert format_summary(summary) == "where iteration 3 went: 12000.0 ms | compute 50.0% | other 50.0%"
 
