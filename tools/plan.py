@@ -34,7 +34,7 @@ from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES, schedule_or_default
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.simulate import Costs, Timeline, simulate
+from megatron.schedule.simulate import Costs, SimulatedTimeline, simulate
 from megatron.schedule.spec import Formula, Times
 from megatron.schedule.validate import chunks_near
 from megatron.spec.sizes import Target
@@ -287,7 +287,7 @@ def costs_of(args: argparse.Namespace, v: int) -> Costs:
     )
 
 
-def print_report(timeline: Timeline, formula: Formula | None) -> None:
+def print_report(timeline: SimulatedTimeline, formula: Formula | None) -> None:
     """Prints a line for the step, and one row per rank."""
     rows = report(timeline)
     table = Table(title=headline(timeline), title_justify="left", title_style="", box=SIMPLE)
@@ -319,7 +319,7 @@ def print_report(timeline: Timeline, formula: Formula | None) -> None:
         console.print(f"without communication: idle {formula.text} = {formula.value:.2%} of the step")
 
 
-def headline(timeline: Timeline) -> str:
+def headline(timeline: SimulatedTimeline) -> str:
     """Formats name, sizes, time and bubble."""
     schedule = timeline.schedule
     ranks, stages = schedule.placement.num_ranks, schedule.placement.num_stages
@@ -331,7 +331,7 @@ def headline(timeline: Timeline) -> str:
     return f"{schedule.name}: {sizes}, {schedule.num_microbatches} microbatches, {time}"
 
 
-def write_files(args: argparse.Namespace, timeline: Timeline) -> None:
+def write_files(args: argparse.Namespace, timeline: SimulatedTimeline) -> None:
     """Writes the requested files."""
     if args.png is not None:
         draw(Path(args.png), timeline, headline(timeline))

@@ -92,7 +92,7 @@ class Costs:
         return by_kind[kind]
 
 
-class Interval(NamedTuple):
+class ActionInterval(NamedTuple):
     """The time of an action, in seconds from the start of the step. For a send or receive: while its data moved."""
 
     action: Action
@@ -101,7 +101,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SimulatedTimeline:
     """The result of a simulation. `intervals` are those of each rank, in the order of its list.
 
     `exposed` is the time in seconds that each rank was blocked by communication: the time that a network without cost
@@ -109,7 +109,7 @@ class Timeline:
     """
 
     schedule: Schedule
-    intervals: tuple[tuple[Interval, ...], ...]
+    intervals: tuple[tuple[ActionInterval, ...], ...]
     exposed: tuple[float, ...]
 
     @cached_property
@@ -117,7 +117,7 @@ class Timeline:
         """Seconds until the last rank has finished."""
         return max(interval.stop for intervals in self.intervals for interval in intervals)
 
-    def computation(self, rank: int) -> list[Interval]:
+    def computation(self, rank: int) -> list[ActionInterval]:
         """Returns the intervals in which the rank computes."""
         return [interval for interval in self.intervals[rank] if interval.action.kind in COMPUTE]
 
@@ -135,14 +135,14 @@ class Timeline:
         return max(0.0, 1 - self.busy(rank) / (intervals[-1].stop - intervals[0].start))
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs) -> SimulatedTimeline:
     """Simulates the whole step. Raises ScheduleError if ranks deadlock, with the action of each."""
     play = _Play(schedule, costs)
     ready = list(range(schedule.placement.num_ranks))
     while ready:
         ready += play.advance(ready.pop())
     play.check_finished()
-    return Timeline(schedule, play.in_list_order(), tuple(play.exposed))
+    return SimulatedTimeline(schedule, play.in_list_order(), tuple(play.exposed))
 
 
 class _Play:
@@ -164,7 +164,7 @@ class _Play:
         self._posted: dict[Action, float] = {}  # send or receive -> when posted
         self._moved: dict[Action, float] = {}  # send or receive -> when the data has arrived
         self._way_free: dict[tuple[int, int], float] = {}  # (from rank, to rank) -> when the last transfer has left
-        self._intervals: dict[Action, Interval] = {}
+        self._intervals: dict[Action, ActionInterval] = {}
         self._waiting: dict[Action, list[int]] = {}  # action -> ranks that can continue when it is computed or moved
         self._woken: list[int] = []
 
@@ -192,7 +192,7 @@ class _Play:
         if alone := [str(action) for action in self._posted if action not in self._moved]:
             raise ScheduleError(f"{self._schedule.name}: nothing at the other end of {', '.join(alone)}")
 
-    def in_list_order(self) -> tuple[tuple[Interval, ...], ...]:
+    def in_list_order(self) -> tuple[tuple[ActionInterval, ...], ...]:
         """Returns the interval of each action, in the order of the ranks' lists."""
         return tuple(tuple(map(self._intervals.__getitem__, actions)) for actions in self._schedule.actions)
 
@@ -227,7 +227,7 @@ class _Play:
         self._due[rank] = self._copied[Kind.OFFLOAD][rank]
         stop = self._free[rank] = start + self._seconds[kind][stage]
         self.exposed[rank] += start - made
-        self._intervals[action] = Interval(action, start, stop)
+        self._intervals[action] = ActionInterval(action, start, stop)
         if kind is not Kind.WEIGHT_GRAD:
             result = action if kind is not Kind.BACKWARD else Action(Kind.INPUT_GRAD, stage, microbatch)
             self._made[result] = stop
@@ -244,7 +244,7 @@ class _Play:
             seconds = self._costs.reload
         start = max(begun, self._copied[action.kind][rank])
         stop = self._copied[action.kind][rank] = start + seconds
-        self._intervals[action] = Interval(action, start, stop)
+        self._intervals[action] = ActionInterval(action, start, stop)
         if action.kind is Kind.RELOAD:
             self._reloaded[action] = stop
 
@@ -270,7 +270,7 @@ class _Play:
         stop = start + self._costs.transfer + self._costs.latency
         for end in (action, other):
             self._moved[end] = stop
-            self._intervals[end] = Interval(end, start, stop)
+            self._intervals[end] = ActionInterval(end, start, stop)
             self._wake(end)
 
     def _wake(self, what: Action) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron.config.activation_offload import RESIDENT_LAYERS
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.schedule import Kind, Schedule
-from megatron.schedule.simulate import Costs, Timeline, simulate
+from megatron.schedule.simulate import Costs, SimulatedTimeline, simulate
 
 _STEPS = 20  # ratios that `largest_hidden_ratio` tries
 _SAME = 1 + 1e-6  # step times that count as one
@@ -57,7 +57,7 @@ def _moves_layers(schedule: Schedule, stages: Sequence[StageTimes]) -> bool:
     return counts[Kind.OFFLOAD] < counts[Kind.FORWARD] and any(stage.layers > RESIDENT_LAYERS for stage in stages)
 
 
-def _play(schedule: Schedule, stages: Sequence[StageTimes], offload: float, reload: float) -> Timeline:
+def _play(schedule: Schedule, stages: Sequence[StageTimes], offload: float, reload: float) -> SimulatedTimeline:
     costs = Costs.uniform(len(stages), offload=offload, reload=reload)
     return simulate(
         schedule,

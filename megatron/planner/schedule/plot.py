@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.schedule.schedule import COMPUTE, Kind
-from megatron.schedule.simulate import Interval, Timeline
+from megatron.schedule.simulate import ActionInterval, SimulatedTimeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +53,7 @@ PALE = 0.62  # mean of red, green and blue from which numbers are dark
 LARGEST, SMALLEST = 9.0, 4.0  # points of the microbatches' numbers; smaller ones are left out
 
 
-def draw(path: Path, timeline: Timeline, title: str) -> None:
+def draw(path: Path, timeline: SimulatedTimeline, title: str) -> None:
     """Write a PNG to `path`, making its folder: a row a rank, a box an action with its microbatch's number.
 
     Later chunks of a rank are paler; copies to host memory and back are lines below its row. Raises OSError.
@@ -80,7 +80,7 @@ def draw(path: Path, timeline: Timeline, title: str) -> None:
     figure.savefig(path)
 
 
-def _draw_rank(axes: Axes, timeline: Timeline, rank: int) -> None:
+def _draw_rank(axes: Axes, timeline: SimulatedTimeline, rank: int) -> None:
     stages = timeline.schedule.placement.stages_of(rank)
     computations = timeline.computation(rank)
     narrowest = min(_points(interval, timeline) for interval in computations)
@@ -110,7 +110,7 @@ def _draw_rank(axes: Axes, timeline: Timeline, rank: int) -> None:
             )
 
 
-def _points(interval: Interval, timeline: Timeline) -> float:
+def _points(interval: ActionInterval, timeline: SimulatedTimeline) -> float:
     """About how wide the box of an interval is."""
     return (interval.stop - interval.start) / timeline.makespan * (WIDTH - MARGIN) * POINTS
 
@@ -122,7 +122,7 @@ def _shade(colour: RGB, chunk: int, chunks: int) -> RGB:
     return red, green, blue
 
 
-def _dress(axes: Axes, timeline: Timeline, title: str) -> None:
+def _dress(axes: Axes, timeline: SimulatedTimeline, title: str) -> None:
     ranks, stages = timeline.schedule.placement.num_ranks, timeline.schedule.placement.num_stages
     axes.set_xlim(0, timeline.makespan)
     axes.set_ylim(ranks - 0.5, -0.5)
@@ -136,7 +136,7 @@ def _dress(axes: Axes, timeline: Timeline, title: str) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def write_trace(path: Path, timeline: Timeline) -> None:
+def write_trace(path: Path, timeline: SimulatedTimeline) -> None:
     """One process a rank, with rows for computation, transfers and copies. Raises OSError."""
     events: list[dict[str, Any]] = []
     for rank, intervals in enumerate(timeline.intervals):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.schedule.simulate import Timeline
+from megatron.schedule.simulate import SimulatedTimeline
 from megatron.schedule.validate import memory_in_flight
 
 
@@ -27,7 +27,7 @@ class RankReport:
     awaiting_weight_grad: int
 
 
-def report(timeline: Timeline) -> list[RankReport]:
+def report(timeline: SimulatedTimeline) -> list[RankReport]:
     """One row per rank."""
     rows = []
     for rank, in_flight in enumerate(memory_in_flight(timeline.schedule)):

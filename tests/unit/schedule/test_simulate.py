@@ -6,7 +6,7 @@ import pytest
 
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.schedule import Action, Kind, ScheduleError
-from megatron.schedule.simulate import Costs, Interval, simulate
+from megatron.schedule.simulate import ActionInterval, Costs, simulate
 
 from .lists import gpipe, one_f_one_b, zb_h1
 
@@ -99,7 +99,7 @@ def test_intervals_stand_in_the_order_of_the_list():
     schedule = with_transfers(one_f_one_b(3, 4), overlap=True)
     timeline = simulate(schedule, Costs.uniform(3, transfer=0.1))
     assert [[i.action for i in intervals] for intervals in timeline.intervals] == [list(a) for a in schedule.actions]
-    assert timeline.computation(1)[0] == Interval(Action(F, 1, 0), 1.1, 2.1)
+    assert timeline.computation(1)[0] == ActionInterval(Action(F, 1, 0), 1.1, 2.1)
 
 
 def test_a_send_that_nobody_takes():
