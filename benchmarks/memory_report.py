@@ -26,7 +26,7 @@ from megatron.tooling.memory_check import (
     PP2,
     RATIO,
     TP2,
-    Measured,
+    MemoryCheck,
     measure,
 )
 
@@ -156,7 +156,7 @@ def main() -> None:
     print(f"\n{len(names)} runs; largest difference {worst:.2%}")
 
 
-def run_all(world_size: int, runs: list[str]) -> list[list[Measured]]:
+def run_all(world_size: int, runs: list[str]) -> list[list[MemoryCheck]]:
     """Returns, for each run, the pipeline ranks, each represented by the neighbour with the largest peak."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

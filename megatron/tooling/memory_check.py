@@ -48,7 +48,7 @@ GEMM_LAST = "--recompute-granularity selective --recompute-modules norm mlp_act"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MemoryCheck:
     """The result of one rank: its pipeline rank, its planned memory, and the measured peak of its third step in bytes."""
 
     pp_rank: int
@@ -63,7 +63,7 @@ def configured(flags: str, world_size: int) -> RunConfig:
     return run
 
 
-def measure(rank: int, world_size: int, flags: str) -> Measured:
+def measure(rank: int, world_size: int, flags: str) -> MemoryCheck:
     """Builds the run, takes some steps, and measures. Collective over the world, which torch.distributed has joined."""
     run = configured(flags, world_size)
     instances = data_parallel_settings(run.parallel).optimizer_instances
@@ -80,4 +80,4 @@ def measure(rank: int, world_size: int, flags: str) -> Measured:
     peak = memory.peak - before
     wide = any(slow_half(CPU, bucket.dtype) for bucket in trainer.data_parallel.buckets)
     planned = plan_memory(run, world_size, Target(cpu=True, wide=wide))[groups.pp.rank]
-    return Measured(groups.pp.rank, planned, peak)
+    return MemoryCheck(groups.pp.rank, planned, peak)

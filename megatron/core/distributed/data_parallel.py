@@ -39,7 +39,7 @@ from megatron.core.device import headroom, synchronize
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.gradient_pool import GradientPool
 from megatron.core.distributed.param_router import ParamRouter
-from megatron.core.distributed.reduce_mode import Measured, choose_mode
+from megatron.core.distributed.reduce_mode import ReduceProfile, choose_mode
 from megatron.core.groups import Groups
 from megatron.core.offload.weights import WeightOffload
 from megatron.core.parameter import Parameter, local_parameters
@@ -323,7 +323,7 @@ class DataParallel:
             for bucket in self.buckets:
                 bucket.keep_grads(self.keeps_grads)
 
-    def _measure(self) -> Measured:
+    def _measure(self) -> ReduceProfile:
         """Communication: the largest bucket is reduced three times, then two small all-reduces over the world."""
         largest = max((bucket.size for bucket in self.buckets), default=0)  # none where all of this stage is frozen
         size = sum(bucket.size for bucket in self.buckets)
@@ -334,7 +334,7 @@ class DataParallel:
         least = torch.tensor([float(headroom(self.device))], dtype=torch.float64, device=self.device)
         reduce_seconds, backward_seconds = all_reduce(slowest, self._groups.world, "max").tolist()
         (free,) = all_reduce(least, self._groups.world, "min").tolist()
-        return Measured(4 * size, max(0, 4 * saved), reduce_seconds, backward_seconds, int(free))
+        return ReduceProfile(4 * size, max(0, 4 * saved), reduce_seconds, backward_seconds, int(free))
 
     def _probe(self, size: int) -> float:
         """Seconds that reducing so many gradients takes, the median of three."""

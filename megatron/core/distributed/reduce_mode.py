@@ -16,7 +16,7 @@ _MIB = 1024**2
 
 
 @dataclass(frozen=True)
-class Measured:
+class ReduceProfile:
     """The slowest rank's times and the smallest rank's room. Bytes and seconds."""
 
     gradient_bytes: int  # of the whole fp32 gradient
@@ -26,7 +26,7 @@ class Measured:
     headroom_bytes: int
 
 
-def choose_mode(microbatches: int, measured: Measured) -> tuple[str, str]:
+def choose_mode(microbatches: int, measured: ReduceProfile) -> tuple[str, str]:
     """(mode, the numbers behind it) for steps of so many microbatches."""
     exposed = max(0.0, measured.reduce_seconds - measured.backward_seconds)
     rate = measured.gradient_bytes / max(measured.reduce_seconds, 1e-9) / 1e6

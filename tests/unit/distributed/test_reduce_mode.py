@@ -3,13 +3,13 @@
 import pytest
 
 from megatron.config.data_parallel import EVERY, LAST
-from megatron.core.distributed.reduce_mode import Measured, choose_mode
+from megatron.core.distributed.reduce_mode import ReduceProfile, choose_mode
 
 MIB = 1024**2
-ROOM = Measured(
+ROOM = ReduceProfile(
     gradient_bytes=400 * MIB, extra_bytes=300 * MIB, reduce_seconds=2.0, backward_seconds=0.5, headroom_bytes=300 * MIB
 )
-FULL = Measured(
+FULL = ReduceProfile(
     gradient_bytes=400 * MIB, extra_bytes=300 * MIB, reduce_seconds=2.0, backward_seconds=0.5, headroom_bytes=299 * MIB
 )
 
