@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 19
 
 
 @dataclass(frozen=True)
-class Block:
+class FileBlock:
     """Bytes [start, stop) of a file, both at line starts. `data` holds them if the file cannot be read from an offset."""
 
     path: str
@@ -48,8 +48,8 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     return found
 
 
-def read_blocks(path: str) -> Iterator[Block]:
-    """Yields the blocks of a file in order. For plain files only block ends are read here; `Block.lines` reads the
+def read_blocks(path: str) -> Iterator[FileBlock]:
+    """Yields the blocks of a file in order. For plain files only block ends are read here; `FileBlock.lines` reads the
     lines.
     """
     if not path.endswith(".gz"):
@@ -59,7 +59,7 @@ def read_blocks(path: str) -> Iterator[Block]:
             while start < size:
                 file.seek(min(start + BLOCK_BYTES, size))
                 file.readline()
-                yield Block(path, start, file.tell())
+                yield FileBlock(path, start, file.tell())
                 start = file.tell()
         return
     try:
@@ -67,7 +67,7 @@ def read_blocks(path: str) -> Iterator[Block]:
             start = 0
             while data := file.read(BLOCK_BYTES):
                 data += file.readline()
-                yield Block(path, start, start + len(data), data)
+                yield FileBlock(path, start, start + len(data), data)
                 start += len(data)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path} is not a whole gzip file: {error}; copy it again") from error

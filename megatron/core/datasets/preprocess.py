@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.base.errors import ConfigError, DataError, UserError
 from megatron.base.log import get_logger
 from megatron.core.datasets.indexed import IndexedDatasetWriter, merge_datasets, pack_tokens, token_dtype
-from megatron.core.datasets.jsonl import Block, find_inputs, parse_texts, read_blocks
+from megatron.core.datasets.jsonl import FileBlock, find_inputs, parse_texts, read_blocks
 from megatron.core.datasets.scratch import is_left, open_held
 from megatron.core.datasets.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ class EncodedBlock:
     of them, and there are no documents.
     """
 
-    block: Block
+    block: FileBlock
     lines: int
     packed: dict[str, Packed] = field(default_factory=dict)
     refused: Sequence[tuple[int, str]] = ()
@@ -134,7 +134,7 @@ class BlockEncoder(Dataset[EncodedBlock]):
         self.tokenizer, self.keys, self.append_eod, self.on_error = tokenizer, keys, append_eod, on_error
         self.dtype = token_dtype(tokenizer.vocab_size)
 
-    def __getitem__(self, block: Block) -> EncodedBlock:
+    def __getitem__(self, block: FileBlock) -> EncodedBlock:
         lines = block.lines()
         documents: dict[int, list[list[str]]] = {}  # by line
         refused: list[tuple[int, str]] = []

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.core.datasets.indexed import pack_tokens
-from megatron.core.datasets.jsonl import Block, find_inputs
+from megatron.core.datasets.jsonl import FileBlock, find_inputs
 from megatron.core.datasets.preprocess import EncodedBlock, Output, Packed, encode_blocks, write_blocks
 from megatron.core.datasets.sft import MASK_DTYPE, TOKEN_DTYPE, mask_prefix, template_path
 from megatron.core.datasets.sft_records import parse_conversation
@@ -107,7 +107,7 @@ class ConversationEncoder(Dataset[EncodedBlock]):
     def __init__(self, template: ChatTemplate, seq_length: int | None, truncate: bool, on_error: str) -> None:
         self.template, self.seq_length, self.truncate, self.on_error = template, seq_length, truncate, on_error
 
-    def __getitem__(self, block: Block) -> EncodedBlock:
+    def __getitem__(self, block: FileBlock) -> EncodedBlock:
         lines = block.lines()
         kept: list[tuple[list[int], list[bool]]] = []
         counts = dict.fromkeys(("tokens", "trained", "dropped", "truncated"), 0)
