@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core.groups import Group
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     """A slice in flight."""
 
     work: Any
@@ -32,7 +32,7 @@ class Message(NamedTuple):
             raise RuntimeError(f"a slice {self.direction} rank {self.rank}: {error}") from error
 
 
-def exchange(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Message]:
+def exchange(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[Transfer]:
     """Start to send `outgoing[r]` to each other rank r of the group and to receive `incoming[r]` from it.
 
     Contiguous CPU tensors, which must live until every returned work has been waited for. Receives are posted first:
@@ -43,17 +43,17 @@ def exchange(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor
     return received + [send(group, outgoing[r], r, tag) for r in others]
 
 
-def receive(group: Group, incoming: Tensor, r: int, tag: int) -> Message:
+def receive(group: Group, incoming: Tensor, r: int, tag: int) -> Transfer:
     """Start to receive the message of rank number r of the group with this tag; see `exchange`."""
     # The process group's own calls: dist.isend and irecv check and log each time, ten times as long.
     assert group.process_group is not None
-    return Message(group.process_group.recv([incoming], r, tag), "from", group.ranks[r])
+    return Transfer(group.process_group.recv([incoming], r, tag), "from", group.ranks[r])
 
 
-def send(group: Group, outgoing: Tensor, r: int, tag: int) -> Message:
+def send(group: Group, outgoing: Tensor, r: int, tag: int) -> Transfer:
     """Start to send to rank number r of the group; see `exchange`."""
     assert group.process_group is not None
-    return Message(group.process_group.send([outgoing], r, tag), "to", group.ranks[r])
+    return Transfer(group.process_group.send([outgoing], r, tag), "to", group.ranks[r])
 
 
 def sum_in_rank_order(pieces: Sequence[Tensor], rank: int, out: Tensor) -> None:
