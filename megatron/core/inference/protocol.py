@@ -142,7 +142,7 @@ class TextPart(_Body):
     text: str
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -160,7 +160,7 @@ class Message(_Body):
 class ChatRequest(_Generation):
     """A request of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
