@@ -68,8 +68,8 @@ Record = dict[tuple[int, str], Tensor]  # (layer, site) -> [b, s, channels]; lay
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Two tensors: the largest and the mean distance in ulps, and the fraction of elements that are not bit-identical."""
+class SiteDifference:
+    """Two tensors at a site: largest and mean distance in ulps, and the fraction of elements that differ in their bits."""
 
     layer: int
     site: str
@@ -78,14 +78,14 @@ class Difference:
     differing: float
 
 
-def compare(layer: int, site: str, ours: Tensor, theirs: Tensor) -> Difference:
+def compare(layer: int, site: str, ours: Tensor, theirs: Tensor) -> SiteDifference:
     """Returns distances in ulps of the compared dtype at the larger element's size, at least its tensor's mean size.
 
     Without that lower limit an element that cancels to nearly zero would count as millions of ulps off.
     """
     a, b = ours.double(), theirs.double()
     ulps = _ulps(a, b, theirs.dtype, floor=float(b.abs().mean()))
-    return Difference(layer, site, float(ulps.max()), float(ulps.mean()), float((a != b).double().mean()))
+    return SiteDifference(layer, site, float(ulps.max()), float(ulps.mean()), float((a != b).double().mean()))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _ulps(a: Tensor, b: Tensor, dtype: torch.dtype, *, floor: float = 0.0) -> Te
     return (a - b).abs() / (torch.finfo(dtype).eps * torch.exp2(size.log2().floor()))
 
 
-class Pair:
+class ModelPair:
     """The same model in transformers and here, from the same folder, in the same dtype, on the CPU or one GPU."""
 
     def __init__(
@@ -182,13 +182,13 @@ class Pair:
             yield name, difference / largest if largest else difference
 
 
-def differences(ours: Record, theirs: Record) -> list[Difference]:
+def differences(ours: Record, theirs: Record) -> list[SiteDifference]:
     """Returns the differences at every site, in the order of computation."""
     assert ours.keys() == theirs.keys()
     return [compare(layer, site, ours[layer, site], theirs[layer, site]) for layer, site in theirs]
 
 
-def ablation(pair: Pair, tokens: Tensor, theirs: Tensor) -> list[tuple[str, Difference]]:
+def ablation(pair: ModelPair, tokens: Tensor, theirs: Tensor) -> list[tuple[str, SiteDifference]]:
     """Returns the logits' differences: unchanged, with each operation of transformers, and with all of them."""
     rows = [("as it is", compare(-1, "logits", pair.logits(tokens), theirs))]
     operations = _as_theirs(pair.ours, pair.config, pair.family)

@@ -26,7 +26,16 @@ from megatron.command_line.arguments import FlagParser, path_word, within
 from megatron.command_line.exits import check_output, exit_code
 from megatron.config.interval import NOT_NEGATIVE, SEED, SIZE, between
 from megatron.config.parallel import ParallelConfig
-from megatron.conversion.align import SITES, TIE, Choices, Difference, Pair, ablation, differences, first_choices
+from megatron.conversion.align import (
+    SITES,
+    TIE,
+    Choices,
+    ModelPair,
+    SiteDifference,
+    ablation,
+    differences,
+    first_choices,
+)
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.groups import disconnect
 from megatron.tooling.restore import read_saved
@@ -96,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     parallel = ParallelConfig(device=args.device)
     groups, device = start_process(parallel, 0, 1, 0, 1)
     dtype: torch.dtype = getattr(torch, args.dtype)
-    pair = Pair(Path(args.hf), dtype, groups, device, ours=ours)
+    pair = ModelPair(Path(args.hf), dtype, groups, device, ours=ours)
     longest = pair.config.max_position_embeddings
     if longest and args.length > longest:
         raise ConfigError(f"--length {args.length} is above the model's {longest} positions")
@@ -168,19 +177,19 @@ def describe(found: Choices) -> str:
     return f"first choices: the same at {found.same} of {found.positions} positions ({share:.2%}){ties}"
 
 
-def worst(found: Sequence[Difference]) -> list[Difference]:
+def worst(found: Sequence[SiteDifference]) -> list[SiteDifference]:
     """Returns the layer with the largest mean of each site, in the order of computation."""
     sites = dict.fromkeys(row.site for row in found)
     return [max((row for row in found if row.site == site), key=lambda row: row.mean_ulps) for site in sites]
 
 
-def line(row: Difference) -> str:
+def line(row: SiteDifference) -> str:
     """Formats a row of the table."""
     layer = "" if row.layer < 0 else str(row.layer)
     return f"{layer:>6s}  {row.site:11s} {row.max_ulps:10.1f} {row.mean_ulps:11.4f} {row.differing:10.2%}"
 
 
-def draw(found: Sequence[Difference], path: Path) -> None:
+def draw(found: Sequence[SiteDifference], path: Path) -> None:
     """Draws the mean ulps of each site over the layers."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()

@@ -22,7 +22,7 @@ FAMILIES = ["llama", "llama with biases", "mistral", "qwen2 with windows", "qwen
 
 
 def pair_of(folder, dtype, ours=None):
-    return align.Pair(folder, dtype, pool.groups(), CPU, ours=ours)
+    return align.ModelPair(folder, dtype, pool.groups(), CPU, ours=ours)
 
 
 def test_ulps_are_counted_at_the_size_of_a_number():
@@ -30,7 +30,7 @@ def test_ulps_are_counted_at_the_size_of_a_number():
     near = torch.tensor([1.0 + 2**-23, 2.0 + 2**-21, 1.1e-9])
     found = align.compare(0, "x", near, one)
     assert found.max_ulps == pytest.approx(2.0) and found.differing == 1.0
-    assert align.compare(0, "x", one, one) == align.Difference(0, "x", 0.0, 0.0, 0.0)
+    assert align.compare(0, "x", one, one) == align.SiteDifference(0, "x", 0.0, 0.0, 0.0)
 
 
 def test_first_choices_tell_ties_from_disagreements():
