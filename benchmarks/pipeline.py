@@ -34,7 +34,7 @@ from megatron.base.mesh import Mesh
 from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.comm.pipeline import Mailbox
 from megatron.core.groups import Groups, create_groups
-from megatron.core.pipeline_parallel.engine import Engine
+from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.schedule.passes import with_transfers
@@ -161,7 +161,7 @@ class Ours:
     def step(self) -> None:
         """One training step."""
         self.work.kept = 0
-        Engine(self._schedule, self._groups.pp.rank, self, self._mailbox, torch.float32, self).run()
+        PipelineEngine(self._schedule, self._groups.pp.rank, self, self._mailbox, torch.float32, self).run()
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """Runs the forward of a stage; see Program."""

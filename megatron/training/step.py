@@ -17,7 +17,7 @@ from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import Optimizer, Update
-from megatron.core.pipeline_parallel.engine import Engine
+from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.schedule.schedule import Action, Kind
@@ -71,7 +71,7 @@ class TrainStep:
             offload.begin_step(schedule, tensors_of(*parts))
         program = TrainProgram(self._model, self._data_parallel, timers, *parts, offload)
         actions = None if offload is None else offload.actions
-        engine = Engine(schedule, rank, program, self._mailbox, self._model.hidden_dtype, program, actions)
+        engine = PipelineEngine(schedule, rank, program, self._mailbox, self._model.hidden_dtype, program, actions)
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
             losses = engine.run(before=lambda action: heartbeat.move_to(_phase(action)))
             if offload is not None:
@@ -214,7 +214,7 @@ def evaluate(
             parts = parts_here(batches, [batch.loss_mask.float() for batch in batches], model, groups)
             program = ForwardProgram(model, *parts)
             schedule = pipeline.evaluation_of(len(batches))
-            losses = Engine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
+            losses = PipelineEngine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
             if losses:  # here is the last stage
                 total[0] += _sum(losses, device)
                 total[1] += sum(weights.sum() for weights in parts[1])

@@ -70,7 +70,7 @@ class Post(Protocol):
 
 
 class Offload(Protocol):
-    """Where activations wait for their backward; see core/memory/activation_offload.py."""
+    """Where activations wait for their backward; see core/offload/activations.py."""
 
     def offload(self, stage: int, microbatch: int) -> None:
         """Starts to offload the forward's saved activations to host memory."""
@@ -98,7 +98,7 @@ class _Alive:
     objective: Tensor | None  # of the last stage
 
 
-class Engine:
+class PipelineEngine:
     """Runs one rank's part of a schedule, which holds its transfers."""
 
     def __init__(

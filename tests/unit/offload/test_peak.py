@@ -8,7 +8,7 @@ import torch
 from megatron.core.offload.copy_engine import WAIT, CopyEngine
 from megatron.core.offload.host_pool import HostPool
 from megatron.core.offload.policies import ByRatio
-from megatron.core.pipeline_parallel.engine import Engine
+from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline, write_chrome_trace
 from megatron.schedule.offload_pass import with_offload
@@ -58,7 +58,7 @@ def test_peak_bytes_are_those_of_the_closed_form(p, v, ratio):
         )
         program, live = Program(stages), LiveBytes()
         with live:
-            Engine(schedule, rank, program, mail.box(rank), torch.float32, program, stages.offload).run()
+            PipelineEngine(schedule, rank, program, mail.box(rank), torch.float32, program, stages.offload).run()
         stages.offload.end_step()
         assert live.now < 1000
         return live.peak
@@ -159,7 +159,7 @@ def played(schedule, ratio, rate, layers=2):
         stages = Stages(schedule, rank, layers, ByRatio(ratio), engine, HostPool(pinned=False), clock.spend)
         program = Program(stages, clock.spend)
         box = ClockBox(mail, rank, clock)
-        Engine(schedule, rank, program, box, torch.float32, program, stages.offload).run()
+        PipelineEngine(schedule, rank, program, box, torch.float32, program, stages.offload).run()
         done = clock.now
         stages.offload.end_step()
         return timeline.stop(), done

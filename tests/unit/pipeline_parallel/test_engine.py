@@ -10,7 +10,7 @@ from enum import Enum
 import pytest
 import torch
 
-from megatron.core.pipeline_parallel.engine import Engine
+from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES as REGISTERED
 from megatron.schedule.schedule import Action, Kind, ScheduleError
@@ -135,7 +135,9 @@ class Multiply(torch.autograd.Function):
 def run_all(schedule, programs, grad=True, dtype=torch.float64):
     """Every rank in a thread; the objectives of each."""
     mail = Mail()
-    engines = [Engine(schedule, rank, program, mail.box(rank), dtype, program) for rank, program in enumerate(programs)]
+    engines = [
+        PipelineEngine(schedule, rank, program, mail.box(rank), dtype, program) for rank, program in enumerate(programs)
+    ]
     found, errors = [None] * len(engines), []
 
     def work(rank):
