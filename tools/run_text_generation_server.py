@@ -33,7 +33,7 @@ from megatron.config.interval import SIZE, between
 from megatron.core.comm.collectives import barrier
 from megatron.core.groups import disconnect
 from megatron.core.inference.chat import open_template
-from megatron.core.inference.engine import Engine
+from megatron.core.inference.continuous_batching import InferenceEngine
 from megatron.core.inference.slots import SlotDecoder
 from megatron.tooling.restore import stop_ids
 from megatron.tooling.tool import (
@@ -143,7 +143,7 @@ def serve(args: argparse.Namespace) -> None:
         if listener is None:
             follow(decoder)
         else:
-            engine = Engine(decoder, tokenizer, max_waiting=args.max_queue, stop_ids=ends)
+            engine = InferenceEngine(decoder, tokenizer, max_waiting=args.max_queue, stop_ids=ends)
             name = args.served_model_name or saved.name
             settings = Settings(
                 model=name,
@@ -180,7 +180,7 @@ def most_connections(requests: int) -> int:
     return wanted if files == resource.RLIM_INFINITY else min(wanted, files // 2)
 
 
-def lead(engine: Engine, app: FastAPI, listener: socket.socket, name: str, max_connections: int) -> None:
+def lead(engine: InferenceEngine, app: FastAPI, listener: socket.socket, name: str, max_connections: int) -> None:
     """Serves until a signal, or until the engine fails; then raises the engine's error.
 
     The event loop has the main thread, where signals arrive, and the engine has a separate one.

@@ -5,7 +5,7 @@ import torch
 
 from megatron.base.errors import CheckpointError
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.inference.engine import Engine, Request
+from megatron.core.inference.continuous_batching import InferenceEngine, Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.score import Window, score
 from megatron.core.inference.slots import SlotDecoder
@@ -22,7 +22,7 @@ def serve(rank, size, layout, folder, slots):
     decoder = SlotDecoder(model, build, slots=slots, capacity=40)
     if rank > 0:
         return decoder.follow()
-    engine = Engine(decoder, NullTokenizer(99), max_waiting=10)
+    engine = InferenceEngine(decoder, NullTokenizer(99), max_waiting=10)
     pieces = [[] for _ in range(8)]
     engine.submit(
         [

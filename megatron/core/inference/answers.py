@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.engine import Piece, ScoredToken
+from megatron.core.inference.continuous_batching import Piece, ScoredToken
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API and vLLM write this in its place
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.base.errors import MegatronError
-from megatron.core.inference.engine import Piece, Request
+from megatron.core.inference.continuous_batching import Piece, Request
 from megatron.core.inference.sampling import Sampling
 
 DEFAULT_TOKENS = 16  # for /v1/completions, as in OpenAI's API; a chat answer may use all the remaining context

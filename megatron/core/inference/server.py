@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron.base.errors import DataError
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference import engine as engines
+from megatron.core.inference import continuous_batching as batching
 from megatron.core.inference.answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, Echo
 from megatron.core.inference.chat import ChatTemplate
 from megatron.core.inference.protocol import (
@@ -35,7 +35,7 @@ from megatron.core.inference.protocol import (
 )
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
-Numbered = tuple[int, engines.Piece]  # a piece and the number of its choice
+Numbered = tuple[int, batching.Piece]  # a piece and the number of its choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Settings:
     max_body: int = 4 << 20  # maximum bytes of a request
 
 
-def build_app(engine: engines.Engine, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
+def build_app(engine: batching.InferenceEngine, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
     """Returns the application; `engine.run` must be running on another thread."""
     routes = _Routes(engine, tokenizer, settings)
     app = FastAPI(title="Megatron-Patched", docs_url=None, redoc_url=None, openapi_url=None)
@@ -68,7 +68,7 @@ def build_app(engine: engines.Engine, tokenizer: Tokenizer, settings: Settings) 
 class _Routes:
     """The routes of the application, one method per route."""
 
-    def __init__(self, engine: engines.Engine, tokenizer: Tokenizer, settings: Settings) -> None:
+    def __init__(self, engine: batching.InferenceEngine, tokenizer: Tokenizer, settings: Settings) -> None:
         self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
         self._created = int(time.time())
         bos = tokenizer.bos if settings.add_bos else None
@@ -143,7 +143,7 @@ class _Routes:
         )
         try:
             self._engine.submit(requests)
-        except (engines.QueueFull, engines.EngineStopped) as error:
+        except (batching.QueueFull, batching.EngineStopped) as error:
             raise ApiError(503, str(error), code="overloaded") from error
         prompt_tokens = sum(len(prompt) for prompt in prompts)
         if body.stream:
@@ -231,7 +231,7 @@ async def _receive(http: Request, limit: int) -> bytes:
 
 
 def _hand_over(
-    loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Numbered], number: int, piece: engines.Piece
+    loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Numbered], number: int, piece: batching.Piece
 ) -> None:
     """Passes a piece from the engine's thread to the event loop's."""
     with contextlib.suppress(RuntimeError):  # the loop was closed, so there is no receiver
@@ -252,7 +252,7 @@ async def _until_ended(pieces: asyncio.Queue[Numbered], choices: int) -> AsyncIt
 async def _whole_answer(
     answer: AnswerFormat,
     pieces: asyncio.Queue[Numbered],
-    requests: Sequence[engines.Request],
+    requests: Sequence[batching.Request],
     prompt_tokens: int,
     http: Request,
 ) -> Response:
@@ -304,7 +304,7 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-def _chunk_event(answer: AnswerFormat, number: int, piece: engines.Piece) -> str:
+def _chunk_event(answer: AnswerFormat, number: int, piece: batching.Piece) -> str:
     return _event(answer.chunk(number, piece))
 
 
@@ -315,7 +315,7 @@ def _event(data: dict[str, Any]) -> str:
 class _EventStream(StreamingResponse):
     """A stream that cancels its requests when it ends for any reason."""
 
-    def __init__(self, events: AsyncIterator[str], requests: Sequence[engines.Request]) -> None:
+    def __init__(self, events: AsyncIterator[str], requests: Sequence[batching.Request]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._requests = requests
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron.core.inference.chat import open_template
 from megatron.core.inference.connections import configure
-from megatron.core.inference.engine import Engine
+from megatron.core.inference.continuous_batching import InferenceEngine
 from megatron.core.inference.server import Settings, build_app
 from megatron.core.inference.slots import SlotDecoder
 from tests import pool
@@ -60,7 +60,9 @@ class Live:
     ):
         self.built = small_model(pool.groups(), **fields)
         self.tokenizer = tokenizer
-        self.engine = Engine(SlotDecoder(*self.built, slots=slots, capacity=128), tokenizer, max_waiting=max_waiting)
+        self.engine = InferenceEngine(
+            SlotDecoder(*self.built, slots=slots, capacity=128), tokenizer, max_waiting=max_waiting
+        )
         template = open_template(tokenizer) if chat else None
         app = build_app(self.engine, tokenizer, Settings(model="tiny", chat_template=template, **settings))
         self._server = uvicorn.Server(configure(app, max_connections, grace_seconds=1, request_seconds=request_seconds))

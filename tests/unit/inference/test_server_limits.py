@@ -12,7 +12,7 @@ import pytest
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from megatron.core.inference.answers import ChatFormat, CompletionFormat, Echo
 from megatron.core.inference.chat import ChatTemplate
-from megatron.core.inference.engine import Piece, ScoredToken
+from megatron.core.inference.continuous_batching import Piece, ScoredToken
 from tests.unit.inference.serving import Live, wait_until, write_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.inference.engine import Engine, EngineStopped, QueueFull, Request, ScoredToken
+from megatron.core.inference.continuous_batching import EngineStopped, InferenceEngine, QueueFull, Request, ScoredToken
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.slots import SlotDecoder
 from tests import pool
@@ -19,7 +19,9 @@ def built():
 
 
 def make_engine(built, slots=3, max_waiting=100, **options):
-    return Engine(SlotDecoder(*built, slots=slots, capacity=64), NullTokenizer(99), max_waiting=max_waiting, **options)
+    return InferenceEngine(
+        SlotDecoder(*built, slots=slots, capacity=64), NullTokenizer(99), max_waiting=max_waiting, **options
+    )
 
 
 class Asked:
@@ -141,7 +143,7 @@ def test_log_probabilities_are_over_all_ids_of_the_model(built):
     decoder = SlotDecoder(*built, slots=1, capacity=64)
     prompt = [id % 40 for id in PROMPTS[2]]
     (asked,) = serve(
-        Engine(decoder, NullTokenizer(40), max_waiting=1), Asked(prompt, 8, top_logprobs=3, score_prompt=True)
+        InferenceEngine(decoder, NullTokenizer(40), max_waiting=1), Asked(prompt, 8, top_logprobs=3, score_prompt=True)
     )
     prompt_tokens, new = asked.pieces[0].prompt, [token for piece in asked.pieces for token in piece.tokens]
     ids = [token.id for token in [*prompt_tokens, *new]]

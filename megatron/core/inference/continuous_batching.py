@@ -127,7 +127,7 @@ class _Row:
         self.request.on_piece(Piece("", len(self._stream.ids), (), "error", error))
 
 
-class Engine:
+class InferenceEngine:
     """Runs requests and reports pieces. Greedy and seeded answers equal those of `generate` for the same prompt."""
 
     def __init__(
