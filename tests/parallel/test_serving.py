@@ -23,7 +23,7 @@ def serve(rank, size, layout, folder, slots):
     if rank > 0:
         return decoder.follow()
     engine = InferenceEngine(decoder, NullTokenizer(99), max_waiting=10)
-    pieces = [[] for _ in range(8)]
+    outputs = [[] for _ in range(8)]
     engine.submit(
         [
             Request(
@@ -31,7 +31,7 @@ def serve(rank, size, layout, folder, slots):
                 max_new_tokens=5 + 3 * i,
                 sampling=GREEDY if i < 4 else SAMPLING,
                 seed=i,
-                on_piece=pieces[i].append,
+                on_output=outputs[i].append,
             )
             for i in range(8)
         ]
@@ -41,7 +41,7 @@ def serve(rank, size, layout, folder, slots):
     decoder.idle()
     engine.stop()
     engine.run()
-    return ["".join(piece.text for piece in own) for own in pieces]
+    return ["".join(output.text for output in own) for own in outputs]
 
 
 def offline(rank, size, layout, folder):

@@ -1,4 +1,4 @@
-"""The OpenAI API's answers: JSON objects built from an engine's pieces, complete or in chunks."""
+"""The OpenAI API's answers: JSON objects built from an engine's outputs, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.continuous_batching import Piece, ScoredToken
+from megatron.core.inference.continuous_batching import RequestOutput, ScoredToken
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API and vLLM write this in its place
 
@@ -26,7 +26,7 @@ class Echo:
 
 @dataclass
 class Answer:
-    """One choice: the joined pieces of a request."""
+    """One choice: the joined outputs of a request."""
 
     text: str = ""
     prompt: list[ScoredToken] = field(default_factory=list)
@@ -34,12 +34,12 @@ class Answer:
     count: int = 0
     reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
-        """Appends the next piece."""
-        self.text += piece.text
-        self.prompt += piece.prompt
-        self.tokens += piece.tokens
-        self.count, self.reason = piece.count, piece.reason
+    def add(self, output: RequestOutput) -> None:
+        """Appends the next output."""
+        self.text += output.text
+        self.prompt += output.prompt
+        self.tokens += output.tokens
+        self.count, self.reason = output.count, output.reason
 
 
 class AnswerFormat(Protocol):
@@ -53,7 +53,7 @@ class AnswerFormat(Protocol):
         """Returns the chunk before the first token of choice `index`, or None."""
         ...
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """Returns the next chunk of choice `index`."""
         ...
 
@@ -87,10 +87,10 @@ class CompletionFormat:
         echo = "" if self._logprobs else self._echoes[index].text
         return {**self._head, "choices": [self._choice(index, echo, (), (), None)]} if echo else None
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """See AnswerFormat."""
-        text = self._echoes[index].text + piece.text if piece.prompt else piece.text
-        return {**self._head, "choices": [self._choice(index, text, piece.prompt, piece.tokens, piece.reason)]}
+        text = self._echoes[index].text + output.text if output.prompt else output.text
+        return {**self._head, "choices": [self._choice(index, text, output.prompt, output.tokens, output.reason)]}
 
     def usage_chunk(self, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
         """See AnswerFormat."""
@@ -156,9 +156,9 @@ class ChatFormat:
         """Returns the chunk that names the role of the speaker."""
         return self._chunk(index, {"role": "assistant", "content": ""}, (), None)
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """See AnswerFormat."""
-        return self._chunk(index, {"content": piece.text} if piece.text else {}, piece.tokens, piece.reason)
+        return self._chunk(index, {"content": output.text} if output.text else {}, output.tokens, output.reason)
 
     def usage_chunk(self, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
         """See AnswerFormat."""

@@ -52,11 +52,11 @@ class ScoredToken:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The progress of a request. The last piece has a reason: "stop", "length" or "error"; `error` then has details.
+class RequestOutput:
+    """The progress of a request. The last output has a reason: "stop", "length" or "error"; `error` then has details.
 
     `count` is the number of new tokens so far, including the one that ended it. `tokens`, if requested, are the new
-    ones since the last piece. `prompt`, if requested, holds all tokens of the prompt, once, before any new one.
+    ones since the last output. `prompt`, if requested, holds all tokens of the prompt, once, before any new one.
     """
 
     text: str
@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A prompt to continue, and the callback that receives its pieces.
+    """A prompt to continue, and the callback that receives its outputs.
 
     With `max_new_tokens` 0 the prompt is only read. `top_logprobs` is the number of likeliest tokens to report, or None
     for no log-probabilities; `score_prompt` also reports those of the prompt's tokens.
@@ -79,7 +79,7 @@ class Request:
     max_new_tokens: int
     sampling: Sampling
     seed: int
-    on_piece: Callable[[Piece], None]
+    on_output: Callable[[RequestOutput], None]
     stop_strings: Sequence[str] = ()
     top_logprobs: int | None = None
     score_prompt: bool = False
@@ -109,7 +109,7 @@ class _Row:
         """Reports that the prompt has been read."""
         self.ended = self.request.max_new_tokens == 0
         if prompt or self.ended:
-            self.request.on_piece(Piece("", 0, (), "length" if self.ended else None, prompt=prompt))
+            self.request.on_output(RequestOutput("", 0, (), "length" if self.ended else None, prompt=prompt))
 
     def push(self, token: int, chosen: tuple[ScoredToken, ...]) -> None:
         """Adds the next token and reports the text that has become final."""
@@ -120,15 +120,15 @@ class _Row:
         text = stream.take()
         if text or chosen or self.ended:
             reason = stream.reason if self.ended else None
-            self.request.on_piece(Piece(text, len(stream.ids), chosen, reason))
+            self.request.on_output(RequestOutput(text, len(stream.ids), chosen, reason))
 
     def fail(self, error: str) -> None:
         self.ended = True
-        self.request.on_piece(Piece("", len(self._stream.ids), (), "error", error))
+        self.request.on_output(RequestOutput("", len(self._stream.ids), (), "error", error))
 
 
 class InferenceEngine:
-    """Runs requests and reports pieces. Greedy and seeded answers equal those of `generate` for the same prompt."""
+    """Runs requests and reports outputs. Greedy and seeded answers equal those of `generate` for the same prompt."""
 
     def __init__(
         self, decoder: SlotDecoder, tokenizer: Tokenizer, *, max_waiting: int, stop_ids: Collection[int] = ()
@@ -167,7 +167,7 @@ class InferenceEngine:
             self._changed.notify()
 
     def run(self) -> None:
-        """Serves until `stop`, or until an error, which is then stored in `failure`. Every request gets its last piece."""
+        """Serves until `stop`, or until an error, which is then stored in `failure`. Every request gets its last output."""
         try:
             while self._wait():
                 if not self.step():
@@ -182,7 +182,7 @@ class InferenceEngine:
         for row in self._rows:
             row.fail(why)
         for request in left:
-            request.on_piece(Piece("", 0, (), "error", why))
+            request.on_output(RequestOutput("", 0, (), "error", why))
 
     @torch.inference_mode()
     def step(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.base.errors import MegatronError
-from megatron.core.inference.continuous_batching import Piece, Request
+from megatron.core.inference.continuous_batching import Request, RequestOutput
 from megatron.core.inference.sampling import Sampling
 
 DEFAULT_TOKENS = 16  # for /v1/completions, as in OpenAI's API; a chat answer may use all the remaining context
@@ -235,9 +235,9 @@ def make_requests(
     *,
     score_prompt: bool,
     context: int,
-    on_piece: Callable[[int, Piece], None],
+    on_output: Callable[[int, RequestOutput], None],
 ) -> list[Request]:
-    """Returns n requests per prompt, in order; request i uses seed + i, and `on_piece` gets i with its pieces.
+    """Returns n requests per prompt, in order; request i uses seed + i, and `on_output` gets i with its outputs.
 
     `context` is the maximum length of prompt and answer together. `max_tokens` None allows all remaining context.
     Raises ApiError.
@@ -256,7 +256,7 @@ def make_requests(
                     max_new_tokens=tokens,
                     sampling=sampling,
                     seed=seed + number,
-                    on_piece=functools.partial(on_piece, number),
+                    on_output=functools.partial(on_output, number),
                     stop_strings=stops,
                     top_logprobs=top_logprobs,
                     score_prompt=score_prompt,

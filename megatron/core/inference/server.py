@@ -35,7 +35,7 @@ from megatron.core.inference.protocol import (
 )
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
-Numbered = tuple[int, batching.Piece]  # a piece and the number of its choice
+Numbered = tuple[int, batching.RequestOutput]  # an output and the number of its choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class _Routes:
         *,
         score_prompt: bool = False,
     ) -> Response:
-        pieces: asyncio.Queue[Numbered] = asyncio.Queue()
+        outputs: asyncio.Queue[Numbered] = asyncio.Queue()
         requests = make_requests(
             body,
             prompts,
@@ -139,7 +139,7 @@ class _Routes:
             top_logprobs,
             score_prompt=score_prompt,
             context=self._engine.max_tokens,
-            on_piece=functools.partial(_hand_over, asyncio.get_running_loop(), pieces),
+            on_output=functools.partial(_hand_over, asyncio.get_running_loop(), outputs),
         )
         try:
             self._engine.submit(requests)
@@ -148,9 +148,9 @@ class _Routes:
         prompt_tokens = sum(len(prompt) for prompt in prompts)
         if body.stream:
             include_usage = body.stream_options.include_usage
-            events = _events(answer, pieces, len(requests), prompt_tokens if include_usage else None)
+            events = _events(answer, outputs, len(requests), prompt_tokens if include_usage else None)
             return _EventStream(events, requests)
-        return await _whole_answer(answer, pieces, requests, prompt_tokens, http)
+        return await _whole_answer(answer, outputs, requests, prompt_tokens, http)
 
     async def _read(self, kind: type[_Body], http: Request) -> _Body:
         """Returns the request's body. Raises ApiError. Parsing runs on a thread, because its time grows with the body's
@@ -231,35 +231,35 @@ async def _receive(http: Request, limit: int) -> bytes:
 
 
 def _hand_over(
-    loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Numbered], number: int, piece: batching.Piece
+    loop: asyncio.AbstractEventLoop, outputs: asyncio.Queue[Numbered], number: int, output: batching.RequestOutput
 ) -> None:
-    """Passes a piece from the engine's thread to the event loop's."""
+    """Passes an output from the engine's thread to the event loop's."""
     with contextlib.suppress(RuntimeError):  # the loop was closed, so there is no receiver
-        loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))
+        loop.call_soon_threadsafe(outputs.put_nowait, (number, output))
 
 
-async def _until_ended(pieces: asyncio.Queue[Numbered], choices: int) -> AsyncIterator[Numbered]:
-    """Yields every piece, up to the last one of the last choice. Raises ApiError if one ends with an error."""
+async def _until_ended(outputs: asyncio.Queue[Numbered], choices: int) -> AsyncIterator[Numbered]:
+    """Yields every output, up to the last one of the last choice. Raises ApiError if one ends with an error."""
     running = choices
     while running:
-        number, piece = await pieces.get()
-        if piece.reason == "error":
-            raise ApiError(500, piece.error)
-        running -= piece.reason is not None
-        yield number, piece
+        number, output = await outputs.get()
+        if output.reason == "error":
+            raise ApiError(500, output.error)
+        running -= output.reason is not None
+        yield number, output
 
 
 async def _whole_answer(
     answer: AnswerFormat,
-    pieces: asyncio.Queue[Numbered],
+    outputs: asyncio.Queue[Numbered],
     requests: Sequence[batching.Request],
     prompt_tokens: int,
     http: Request,
 ) -> Response:
     async def collect() -> Response:
         answers = [Answer() for _ in requests]
-        async for number, piece in _until_ended(pieces, len(requests)):
-            answers[number].add(piece)
+        async for number, output in _until_ended(outputs, len(requests)):
+            answers[number].add(output)
         # Log-probabilities of long answers mean many texts to decode and much JSON, so use a thread.
         return await asyncio.to_thread(lambda: JSONResponse(answer.whole(answers, prompt_tokens)))
 
@@ -282,7 +282,7 @@ async def _disconnected(http: Request) -> None:
 
 
 async def _events(
-    answer: AnswerFormat, pieces: asyncio.Queue[Numbered], choices: int, usage_of: int | None
+    answer: AnswerFormat, outputs: asyncio.Queue[Numbered], choices: int, usage_of: int | None
 ) -> AsyncIterator[str]:
     """Yields server-sent events. `usage_of` is the number of prompt tokens if usage was requested."""
     counts = [0] * choices
@@ -290,11 +290,11 @@ async def _events(
         if (opening := answer.opening(number)) is not None:
             yield _event(opening)
     try:
-        async for number, piece in _until_ended(pieces, choices):
-            counts[number] = piece.count
-            words = functools.partial(_chunk_event, answer, number, piece)
+        async for number, output in _until_ended(outputs, choices):
+            counts[number] = output.count
+            words = functools.partial(_chunk_event, answer, number, output)
             yield (
-                await asyncio.to_thread(words) if piece.prompt else words()
+                await asyncio.to_thread(words) if output.prompt else words()
             )  # a prompt may have thousands of tokens to decode
     except ApiError as error:  # the status has been sent, so the error can only be reported in the stream
         yield _event(error.body())
@@ -304,8 +304,8 @@ async def _events(
     yield "data: [DONE]\n\n"
 
 
-def _chunk_event(answer: AnswerFormat, number: int, piece: batching.Piece) -> str:
-    return _event(answer.chunk(number, piece))
+def _chunk_event(answer: AnswerFormat, number: int, output: batching.RequestOutput) -> str:
+    return _event(answer.chunk(number, output))
 
 
 def _event(data: dict[str, Any]) -> str:

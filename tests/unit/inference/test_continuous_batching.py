@@ -28,19 +28,19 @@ class Asked:
     """A request and what came of it."""
 
     def __init__(self, prompt, new=12, sampling=GREEDY, seed=0, **options):
-        self.pieces = []
+        self.outputs = []
         self.request = Request(
             prompt=prompt,
             max_new_tokens=new,
             sampling=sampling,
             seed=seed,
-            on_piece=self.pieces.append,
+            on_output=self.outputs.append,
             **options,
         )
 
     @property
     def text(self):
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(output.text for output in self.outputs)
 
     @property
     def ids(self):
@@ -48,7 +48,7 @@ class Asked:
 
     @property
     def reason(self):
-        return self.pieces[-1].reason if self.pieces else None
+        return self.outputs[-1].reason if self.outputs else None
 
 
 def serve(engine, *asked):
@@ -111,21 +111,21 @@ def test_what_ends_an_answer_is_told(built):
     engine = make_engine(built, stop_ids=[tokenizer_end])
     stop = f" {free[0][3]} {free[0][4]}"
     by_text, by_id = serve(engine, Asked(PROMPTS[0], stop_strings=[stop]), Asked(PROMPTS[1]))
-    assert (by_text.ids, by_text.reason, by_text.pieces[-1].count) == (free[0][:3], "stop", 5)
+    assert (by_text.ids, by_text.reason, by_text.outputs[-1].count) == (free[0][:3], "stop", 5)
     end = free[1].index(tokenizer_end)
-    assert (by_id.ids, by_id.reason, by_id.pieces[-1].count) == (free[1][:end], "stop", end + 1)
+    assert (by_id.ids, by_id.reason, by_id.outputs[-1].count) == (free[1][:end], "stop", end + 1)
 
 
 def test_text_comes_as_it_is_made(built):
     (asked,) = serve(make_engine(built), Asked(PROMPTS[0]))
-    assert len(asked.pieces) == 12 and [piece.count for piece in asked.pieces] == list(range(1, 13))
+    assert len(asked.outputs) == 12 and [output.count for output in asked.outputs] == list(range(1, 13))
 
 
 def test_log_probabilities_are_those_of_a_full_forward(built):
     model, _ = built
     asked, other = serve(make_engine(built), Asked(PROMPTS[0], 6, SAMPLING, 1, top_logprobs=3), Asked(PROMPTS[2]))
-    tokens = [token for piece in asked.pieces for token in piece.tokens]
-    assert [token.id for token in tokens] == asked.ids and not any(piece.tokens for piece in other.pieces)
+    tokens = [token for output in asked.outputs for token in output.tokens]
+    assert [token.id for token in tokens] == asked.ids and not any(output.tokens for output in other.outputs)
     for place, token in enumerate(tokens):
         ids = PROMPTS[0] + asked.ids[:place]
         with torch.no_grad():
@@ -145,7 +145,7 @@ def test_log_probabilities_are_over_all_ids_of_the_model(built):
     (asked,) = serve(
         InferenceEngine(decoder, NullTokenizer(40), max_waiting=1), Asked(prompt, 8, top_logprobs=3, score_prompt=True)
     )
-    prompt_tokens, new = asked.pieces[0].prompt, [token for piece in asked.pieces for token in piece.tokens]
+    prompt_tokens, new = asked.outputs[0].prompt, [token for output in asked.outputs for token in output.tokens]
     ids = [token.id for token in [*prompt_tokens, *new]]
     with torch.no_grad():
         logprobs = model(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0))[:, 0, :99].log_softmax(-1)
@@ -167,10 +167,10 @@ def test_a_request_for_nothing_new_only_reads_its_prompt(built):
         Asked(PROMPTS[1], 1, top_logprobs=0, score_prompt=True),
         Asked(PROMPTS[2], 3),
     )
-    (piece,) = scored.pieces
-    assert (piece.text, piece.count, piece.reason, len(piece.prompt)) == ("", 0, "length", len(PROMPTS[0]))
-    assert [(piece.count, piece.reason, piece.prompt) for piece in bare.pieces] == [(0, "length", ())]
-    assert one.pieces[0].prompt == (ScoredToken(PROMPTS[1][0]),) and one.pieces[-1].tokens[0].top == ()
+    (output,) = scored.outputs
+    assert (output.text, output.count, output.reason, len(output.prompt)) == ("", 0, "length", len(PROMPTS[0]))
+    assert [(output.count, output.reason, output.prompt) for output in bare.outputs] == [(0, "length", ())]
+    assert one.outputs[0].prompt == (ScoredToken(PROMPTS[1][0]),) and one.outputs[-1].tokens[0].top == ()
     assert usual.ids == one_by_one(*built, PROMPTS[2:3], 3)[0]
 
 
@@ -183,8 +183,8 @@ def test_a_prompt_whose_scores_are_not_finite_ends_its_own_request_only():
         Asked([3, 7, 5], 0, top_logprobs=0, score_prompt=True),
         Asked([3, 5], 0, top_logprobs=0, score_prompt=True),
     )
-    assert bad.reason == "error" and "not finite" in bad.pieces[-1].error
-    assert good.reason == "length" and good.pieces[0].prompt[1].logprob < 0
+    assert bad.reason == "error" and "not finite" in bad.outputs[-1].error
+    assert good.reason == "length" and good.outputs[0].prompt[1].logprob < 0
 
 
 class TestLeaving:
@@ -205,7 +205,7 @@ class TestLeaving:
         gone.request.cancel()
         while engine.step():
             pass
-        assert runs.reason == "length" and gone.pieces == []
+        assert runs.reason == "length" and gone.outputs == []
 
     def test_the_queue_takes_all_of_a_call_or_nothing(self, built):
         engine = make_engine(built, slots=1, max_waiting=3)
@@ -227,8 +227,8 @@ class TestThread:
     def test_requests_are_served_until_it_stops(self, built):
         engine, done = make_engine(built), threading.Event()
         asked = Asked(PROMPTS[0])
-        keep = asked.request.on_piece
-        asked.request.on_piece = lambda piece: (keep(piece), done.set() if piece.reason else None)
+        keep = asked.request.on_output
+        asked.request.on_output = lambda output: (keep(output), done.set() if output.reason else None)
         thread = self.run(engine)
         engine.submit([asked.request])
         assert done.wait(20)
@@ -247,7 +247,7 @@ class TestThread:
         engine.stop()
         engine.run()
         for asked in (runs, waits):
-            assert asked.reason == "error" and asked.pieces[-1].error == "the server is shutting down"
+            assert asked.reason == "error" and asked.outputs[-1].error == "the server is shutting down"
 
     def test_a_failure_reaches_every_request(self, built, monkeypatch):
         engine = make_engine(built, slots=1)
@@ -258,7 +258,7 @@ class TestThread:
         monkeypatch.setattr(SlotDecoder, "step", lambda self, tokens: (_ for _ in ()).throw(error))
         engine.run()
         assert engine.failure is error
-        assert [one.pieces[-1].error for one in asked] == ["the engine failed: the device is gone"] * 4
+        assert [one.outputs[-1].error for one in asked] == ["the engine failed: the device is gone"] * 4
         with pytest.raises(EngineStopped):
             engine.submit([asked[0].request])
 
@@ -268,5 +268,5 @@ def test_logits_that_are_not_finite_end_their_own_request_only():
     with torch.no_grad():
         model.embedding.word_embeddings.weight[7] = float("nan")
     bad, good = serve(make_engine((model, build)), Asked([3, 7]), Asked(PROMPTS[0]))
-    assert bad.reason == "error" and "not finite" in bad.pieces[-1].error
+    assert bad.reason == "error" and "not finite" in bad.outputs[-1].error
     assert good.ids == one_by_one(model, build, PROMPTS[:1])[0]

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from megatron.core.inference.answers import ChatFormat, CompletionFormat, Echo
 from megatron.core.inference.chat import ChatTemplate
-from megatron.core.inference.continuous_batching import Piece, ScoredToken
+from megatron.core.inference.continuous_batching import RequestOutput, ScoredToken
 from tests.unit.inference.serving import Live, wait_until, write_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -229,7 +229,7 @@ class TestConnections:
 def test_a_log_probability_that_json_has_no_number_for(tokenizer):
     """OpenAI's API and vLLM write -9999.0 for minus infinity."""
     least = ScoredToken(5, float("-inf"), ((6, -1.0), (5, float("-inf"))))
-    piece = Piece("x", 1, (least,), "length", prompt=(ScoredToken(7), least))
+    output = RequestOutput("x", 1, (least,), "length", prompt=(ScoredToken(7), least))
     for answer in (CompletionFormat("m", tokenizer, [Echo("e")], True), ChatFormat("m", tokenizer, True)):
-        made = answer.chunk(0, piece)
+        made = answer.chunk(0, output)
         assert "-9999.0" in json.dumps(made, allow_nan=False)
