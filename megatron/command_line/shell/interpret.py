@@ -17,9 +17,9 @@ from megatron.command_line.shell.syntax import (
     Arm,
     Case,
     Chain,
+    CommandGroup,
     For,
     Function,
-    Group,
     If,
     Not,
     Script,
@@ -127,7 +127,7 @@ class _Walker:
             case Arithmetic():
                 value = calculate(statement.text, scope)
                 return None if value is None else value != 0
-            case Group():
+            case CommandGroup():
                 return self._run_all(statement.body, scope)
             case Not():
                 status = self._run(statement.body, scope)

@@ -11,9 +11,9 @@ from megatron.command_line.shell.syntax import (
     Assignment,
     Case,
     Chain,
+    CommandGroup,
     For,
     Function,
-    Group,
     If,
     Not,
     Part,
@@ -115,7 +115,7 @@ class _Parser:
         while True:
             self.cursor.blanks()
             if self.cursor.starts("||") or not (self.cursor.take("|&") or self.cursor.take("|")):
-                return commands[0] if len(commands) == 1 else Group(tuple(commands))
+                return commands[0] if len(commands) == 1 else CommandGroup(tuple(commands))
             self.cursor.lines()
             commands.append(self._command())
 
@@ -128,7 +128,7 @@ class _Parser:
             "while": self._while,
             "until": self._while,
             "function": self._function,
-            "{": lambda: Group(self._block("{", "}")),
+            "{": lambda: CommandGroup(self._block("{", "}")),
             "[[": self._test,
         }
         keyword = self._keyword()
@@ -138,7 +138,7 @@ class _Parser:
         elif self.cursor.take("(("):
             return Arithmetic(self.cursor.arithmetic())
         elif self.cursor.starts("("):
-            statement = Group(self._block("(", ")"))
+            statement = CommandGroup(self._block("(", ")"))
         else:
             return self._simple()
         self._redirections()

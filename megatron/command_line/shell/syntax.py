@@ -60,7 +60,7 @@ class Arithmetic:
 
 
 @dataclass(frozen=True)
-class Group:
+class CommandGroup:
     """`{ body }`, `( body )`, or the commands of a pipeline one after the other."""
 
     body: tuple[Statement, ...]
@@ -134,7 +134,7 @@ class Function:
     body: Statement
 
 
-Statement = Simple | Test | Arithmetic | Group | Not | Chain | If | Case | For | While | Function
+Statement = Simple | Test | Arithmetic | CommandGroup | Not | Chain | If | Case | For | While | Function
 
 
 @dataclass(frozen=True)
