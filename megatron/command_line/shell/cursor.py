@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.shell.syntax import Part, Word
+from megatron.command_line.shell.syntax import Word, WordPart
 from megatron.command_line.shell.unknown import CLOSE, OPEN
 
 _NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
@@ -76,12 +76,12 @@ class Cursor:
 
     def word(self, stops: str = METACHARACTERS) -> Word | None:
         """Returns the word that begins here, or None. It ends before an unquoted character of `stops`."""
-        parts: list[Part] = []
+        parts: list[WordPart] = []
         plain: list[str] = []
 
         def flush() -> None:
             if plain:
-                parts.append(Part("text", "".join(plain), False))
+                parts.append(WordPart("text", "".join(plain), False))
                 plain.clear()
 
         while self.at < len(self.text):
@@ -112,30 +112,30 @@ class Cursor:
         end = self.at + len(text)
         return self.starts(text) and self.text[end : end + 1] in ("", *METACHARACTERS)
 
-    def _special(self) -> list[Part]:
+    def _special(self) -> list[WordPart]:
         char, start = self.text[self.at], self.at
         if char == OPEN:  # text that was expanded before and is read again, by eval
             self.at = self._find(CLOSE) + 1
-            return [Part("text", self.text[start : self.at], True)]
+            return [WordPart("text", self.text[start : self.at], True)]
         if char == "\\":
             self.at += 2
-            return [Part("text", self.text[start + 1 : self.at], True)]
+            return [WordPart("text", self.text[start + 1 : self.at], True)]
         if char == "'":
             self.at += 1
             end = self._find("'")
             inside, self.at = self.text[self.at : end], end + 1
-            return [Part("text", inside, True)]
+            return [WordPart("text", inside, True)]
         if self.take("$'"):
-            return [Part("text", self._escaped(), True)]
+            return [WordPart("text", self._escaped(), True)]
         if self.take('"') or self.take('$"'):
             return self._double_quoted()
         if self.starts("<(", ">("):
             self.at += 2
-            return [Part("command", self._until_parenthesis(), False)]
+            return [WordPart("command", self._until_parenthesis(), False)]
         return [self._expansion(quoted=False)]
 
-    def _double_quoted(self) -> list[Part]:
-        parts: list[Part] = []
+    def _double_quoted(self) -> list[WordPart]:
+        parts: list[WordPart] = []
         start = self.at
         while not self.take('"'):
             if self.at >= len(self.text):
@@ -146,15 +146,15 @@ class Cursor:
             elif self.take("\\"):
                 after = self.text[self.at : self.at + 1]
                 self.at += 1
-                parts.append(Part("text", {"\n": ""}.get(after, after if after in '$`"\\' else "\\" + after), True))
+                parts.append(WordPart("text", {"\n": ""}.get(after, after if after in '$`"\\' else "\\" + after), True))
             elif char in "$`":
                 parts.append(self._expansion(quoted=True))
             else:
-                parts.append(Part("text", char, True))
+                parts.append(WordPart("text", char, True))
                 self.at += 1
-        return parts or [Part("text", "", True)]
+        return parts or [WordPart("text", "", True)]
 
-    def _expansion(self, quoted: bool) -> Part:
+    def _expansion(self, quoted: bool) -> WordPart:
         """Returns the expansion that begins with a `$` or a backquote."""
         if self.take("`"):
             start = self.at
@@ -163,19 +163,19 @@ class Cursor:
                     raise self.error("a ` is not closed", start)
                 self.at += 2 if self.starts("\\") else 1
             self.at += 1
-            return Part("command", self.text[start : self.at - 1].replace("\\`", "`"), quoted)
+            return WordPart("command", self.text[start : self.at - 1].replace("\\`", "`"), quoted)
         if self.take("$(("):
-            return Part("arithmetic", self.arithmetic(), quoted)
+            return WordPart("arithmetic", self.arithmetic(), quoted)
         if self.take("$("):
-            return Part("command", self._until_parenthesis(), quoted)
+            return WordPart("command", self._until_parenthesis(), quoted)
         if self.take("${"):
-            return Part("parameter", self._until_brace(), quoted)
+            return WordPart("parameter", self._until_brace(), quoted)
         name = _NAME.match(self.text, self.at + 1)
         if name is None:
             self.at += 1
-            return Part("text", "$", quoted)
+            return WordPart("text", "$", quoted)
         self.at = name.end()
-        return Part("parameter", name[0], quoted)
+        return WordPart("parameter", name[0], quoted)
 
     def arithmetic(self) -> str:
         """Returns the text up to the closing `))`."""

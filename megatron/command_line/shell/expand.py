@@ -10,7 +10,7 @@ from megatron.base.errors import ConfigError
 from megatron.command_line.shell.arithmetic import evaluate
 from megatron.command_line.shell.parser import parse, parse_word
 from megatron.command_line.shell.scope import Array, Scope
-from megatron.command_line.shell.syntax import Part, Simple, Word
+from megatron.command_line.shell.syntax import Simple, Word, WordPart
 from megatron.command_line.shell.unknown import is_known, mark, split
 
 _PARAMETER = re.compile(r"(?P<count>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?")
@@ -69,9 +69,9 @@ def _fields(word: Word, scope: Scope) -> list[str]:
     return found if current is None else [*found, current]
 
 
-def _parts(word: Word, scope: Scope) -> list[Part]:
+def _parts(word: Word, scope: Scope) -> list[WordPart]:
     """Returns the word's parts, replacing unset names by their defaults, as in `${name:-text}`."""
-    parts: list[Part] = []
+    parts: list[WordPart] = []
     for part in word.parts:
         found = _PARAMETER.match(part.text) if part.kind == "parameter" else None
         rest = part.text[found.end() :] if found else ""
@@ -82,7 +82,7 @@ def _parts(word: Word, scope: Scope) -> list[Part]:
     return parts
 
 
-def _values(part: Part, scope: Scope) -> list[str]:
+def _values(part: WordPart, scope: Scope) -> list[str]:
     """Returns one text, or several for `${name[@]}`."""
     if part.kind == "text":
         return [part.text]
@@ -110,7 +110,7 @@ def _output(text: str, scope: Scope) -> str:
     return " ".join(words[1:]) if words[:1] == ["echo"] and words[1:2] not in (["-e"], ["-n"]) else unknown
 
 
-def _parameter(part: Part, scope: Scope) -> list[str]:
+def _parameter(part: WordPart, scope: Scope) -> list[str]:
     """Expands `${...}` in all its forms; an unsupported form is unknown."""
     unknown = [mark(f"${{{part.text}}}")]
     found = _PARAMETER.match(part.text)
@@ -145,17 +145,17 @@ def _element(name: str, index: str | None, scope: Scope) -> str:
     return array.get(key, array.get(str(position), "")) if is_known(key) else mark(f"${{{name}[{index}]}}")
 
 
-def _default(part: Part, name: str, index: str | None, rest: str, scope: Scope) -> tuple[Part, ...]:
+def _default(part: WordPart, name: str, index: str | None, rest: str, scope: Scope) -> tuple[WordPart, ...]:
     """Handles `:-`, `:=`, `:+`, `:?` and the forms without a colon, which only test whether the name is set."""
     colon = rest.startswith(":")
     operator, word = rest[colon], parse_word(rest[colon + 1 :], part.quoted)
     value = " ".join(scope.array(name)) if "@" in (index, name) else _element(name, index, scope)
     is_there = scope.is_set(name) and (not colon or value != "")
-    nothing = (Part("text", "", True),) if part.quoted else ()
+    nothing = (WordPart("text", "", True),) if part.quoted else ()
     if operator == "+":
         return (tuple(_parts(word, scope)) if is_there else ()) or nothing
     if is_there or operator == "?":
-        return (Part("parameter", name if index is None else f"{name}[{index}]", part.quoted),)
+        return (WordPart("parameter", name if index is None else f"{name}[{index}]", part.quoted),)
     if operator == "=":
         scope.assign(name, text_of(word, scope), None, append=False)
     return tuple(_parts(word, scope)) or nothing

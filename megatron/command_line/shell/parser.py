@@ -16,13 +16,13 @@ from megatron.command_line.shell.syntax import (
     Function,
     If,
     Not,
-    Part,
     Script,
     Simple,
     Statement,
     Test,
     While,
     Word,
+    WordPart,
     literal,
 )
 
@@ -47,7 +47,7 @@ def parse_word(text: str, quoted: bool) -> Word:
     """Returns all of `text` as one word, including blanks, as in `${name:-text}`. `quoted`: whether quotes surround it."""
     word = Cursor(text).word(stops="")
     parts = word.parts if word else ()
-    return Word(tuple(Part(part.kind, part.text, part.quoted or quoted) for part in parts))
+    return Word(tuple(WordPart(part.kind, part.text, part.quoted or quoted) for part in parts))
 
 
 class _Parser:
@@ -236,7 +236,7 @@ class _Parser:
             operator = next((text for text in _TEST_OPERATORS if self.cursor.take(text)), None)
             pattern = bool(words) and literal(words[-1]) == "=~"
             word = (
-                Word((Part("text", operator, False),))
+                Word((WordPart("text", operator, False),))
                 if operator
                 else self.cursor.word(" \t\n" if pattern else METACHARACTERS)
             )

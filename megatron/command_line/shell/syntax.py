@@ -9,7 +9,7 @@ Kind = Literal["text", "parameter", "command", "arithmetic"]
 
 
 @dataclass(frozen=True)
-class Part:
+class WordPart:
     """A piece of a word: plain text, or the inside of `${...}`, `$(...)` or `$((...))`. Quoted pieces are not split."""
 
     kind: Kind
@@ -21,7 +21,7 @@ class Part:
 class Word:
     """Pieces that follow one another without a blank."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WordPart, ...]
 
 
 @dataclass(frozen=True)
