@@ -29,7 +29,7 @@ LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class SplitSource:
     """The source of a split's documents: the words of a flag, and the part [low, high) of each dataset's documents."""
 
     flag: str
@@ -39,7 +39,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Part:
+class BlendPart:
     """The sequences [first, last) of one dataset and their weight in the split's blend; None weighs by size in tokens."""
 
     data: IndexedDataset | Conversations
@@ -98,17 +98,23 @@ def check_flags(config: DataConfig) -> int:
     return config.seq_length
 
 
-def find_sources(config: DataConfig) -> Splits[Source | None]:
+def find_sources(config: DataConfig) -> Splits[SplitSource | None]:
     """Returns the source of each split: a range of --data-path's documents, or the split's own data path."""
     if config.data_path is None:
         flags = Splits(config.train_data_path, config.valid_data_path, config.test_data_path).items()
-        return Splits(*(Source(f"--{name}-data-path", words) if words is not None else None for name, words in flags))
+        return Splits(
+            *(SplitSource(f"--{name}-data-path", words) if words is not None else None for name, words in flags)
+        )
     bounds = np.concatenate([[0.0], np.cumsum(split_shares(config.split or DEFAULT_SPLIT))]).tolist()
-    return Splits(*(Source("--data-path", config.data_path, bounds[i], bounds[i + 1]) for i in range(3)))
+    return Splits(*(SplitSource("--data-path", config.data_path, bounds[i], bounds[i + 1]) for i in range(3)))
 
 
 def _megatron_blend(
-    parts: list[Part], size: int, config: DataConfig, name: str, build: Callable[[Part, int | None], SampleDataset]
+    parts: list[BlendPart],
+    size: int,
+    config: DataConfig,
+    name: str,
+    build: Callable[[BlendPart, int | None], SampleDataset],
 ) -> SampleDataset:
     """Returns at least `size` samples in Megatron-LM's order; without weights at most as many as the datasets hold.
 
@@ -149,12 +155,12 @@ def _megatron_blend(
     return BlendedDataset(datasets, blend, num_samples)
 
 
-def _cache_folder(config: DataConfig, part: Part) -> Path:
+def _cache_folder(config: DataConfig, part: BlendPart) -> Path:
     return Path(config.data_cache_path or Path(part.data.prefix).parent / "cache")
 
 
 def _build_part(
-    part: Part, num_samples: int | None, config: DataConfig, name: str, seq_length: int, seed: int, vocab_size: int
+    part: BlendPart, num_samples: int | None, config: DataConfig, name: str, seq_length: int, seed: int, vocab_size: int
 ) -> SampleDataset:
     cache = _cache_folder(config, part)
     if isinstance(part.data, Conversations):
@@ -187,11 +193,11 @@ def _build_part(
 
 
 def _open_parts(
-    source: Source, name: str, config: DataConfig, opened: dict[str, IndexedDataset | Conversations]
-) -> list[Part]:
+    source: SplitSource, name: str, config: DataConfig, opened: dict[str, IndexedDataset | Conversations]
+) -> list[BlendPart]:
     """Opens the datasets that hold tokens for a split. An empty part is an error in training and ignored elsewhere."""
     prefixes, weights = parse_blend(source.words, source.flag)
-    parts: list[Part] = []
+    parts: list[BlendPart] = []
     for number, prefix in enumerate(prefixes):
         if prefix not in opened:
             opened[prefix] = (Conversations if config.sft else IndexedDataset)(prefix)
@@ -199,7 +205,7 @@ def _open_parts(
         first, last = round(source.low * len(data)), round(source.high * len(data))
         tokens = int(np.sum(data.sequence_lengths[first:last], dtype=np.int64))
         if tokens:
-            parts.append(Part(data, first, last, tokens, weights[number] if weights else None))
+            parts.append(BlendPart(data, first, last, tokens, weights[number] if weights else None))
         elif name == "train" or source.high > source.low:
             problem = (
                 f"the {name} split gets documents {first} to {last} of the {len(data)} of {prefix}, with no tokens"
