@@ -237,7 +237,7 @@ class TestTheTestsThemselves:
             ("megatron.core.transformer.mlp", "from megatron.core.transformer.norm import Norm", False),
             ("megatron.core.transformer.mlp", "from megatron.core.tensor_parallel import linear", False),
             ("megatron.core.parameter", "from megatron.core.groups import Group", False),
-            ("megatron.core.datasets.gpt", "from megatron.core.comm.collectives import barrier", True),
+            ("megatron.core.datasets.gpt_dataset", "from megatron.core.comm.collectives import barrier", True),
             ("megatron.schedule.passes", "from megatron.schedule import schedule", False),
             ("megatron.schedule.schedule", "from megatron.config import model", True),
             ("megatron.config.rules.check", "from megatron.base.errors import ConfigError", False),

@@ -15,7 +15,7 @@ from megatron.base.log import get_logger
 from megatron.config.data import DataConfig
 from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.core.datasets.blend import Blend, BlendedDataset, parse_blend
-from megatron.core.datasets.gpt import GPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.megatron_blend import FurthestBehind, blend_sizes, furthest_behind, normalize

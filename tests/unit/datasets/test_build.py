@@ -9,7 +9,7 @@ from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.build import build_datasets
-from megatron.core.datasets.gpt import GPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.mock import FACTOR, NOISE, STEP, MockDataset
 from megatron.core.datasets.sample import Splits
 from tests.unit.datasets.helpers import write_documents

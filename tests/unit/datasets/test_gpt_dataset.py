@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.base.errors import DataError
-from megatron.core.datasets.gpt import GPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.sample_index import build_sample_index
 from tests.unit.datasets.helpers import write_documents
