@@ -32,7 +32,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
 from megatron.core.comm.collectives import barrier, gather_objects
-from megatron.core.comm.pipeline import Mailbox
+from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.groups import Groups, create_groups
 from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.streams import Streams
@@ -307,7 +307,7 @@ def worker(rank: int, p: int, port: int, cases: list[Case], rounds: int, real_ti
 def run(p: int, cases: list[Case], rounds: int, real_time: bool) -> None:
     """Prints the rows of one size."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.pipelining", "megatron.core.comm.pipeline"])
+    context.set_forkserver_preload(["torch.distributed.pipelining", "megatron.core.comm.pipeline_messages"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

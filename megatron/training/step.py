@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.config.pipeline import ONE_STAGE, PipelineSettings
 from megatron.core.comm.collectives import all_reduce, gather_objects
-from megatron.core.comm.pipeline import Mailbox
+from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.core.comm.pipeline import Mailbox
+from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from tests import pool

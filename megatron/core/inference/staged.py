@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm.collectives import broadcast
-from megatron.core.comm.pipeline import Mailbox
+from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.models.gpt import GPTModel
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
