@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.arguments import FlagParser, path_word, within
 from megatron.command_line.exits import exit_code
 from megatron.command_line.flag_check import Verdict, check_command
+from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.command_line.launch_script import Command, read_launch
 from megatron.config.flag_table import ALIAS, NOOP, READ, SAME
 from megatron.config.interval import SIZE

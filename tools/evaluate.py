@@ -24,8 +24,8 @@ from rich.table import Table
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.launch import launch_environment
-from megatron.command_line.arguments import FlagParser, path_word, within
 from megatron.command_line.exits import check_output
+from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.config.interval import SIZE, SIZE_OR_NONE
 from megatron.core.comm.collectives import barrier
 from megatron.core.datasets.jsonl import parse_texts, read_blocks

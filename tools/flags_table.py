@@ -7,7 +7,7 @@ import typing
 from dataclasses import Field
 from typing import Any
 
-from megatron.command_line.arguments import GROUP_TITLES, plain_type, spellings_of
+from megatron.command_line.flag_parser import GROUP_TITLES, plain_type, spellings_of
 from megatron.config.flag import flag_of
 from megatron.config.presets import PRESETS
 from megatron.config.run import PARTS, flag_fields

@@ -20,7 +20,7 @@ from typing import TextIO
 
 from megatron.base.errors import ConfigError, DataError, UserError
 from megatron.base.log import get_logger
-from megatron.command_line.arguments import FlagParser, path_word, within
+from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.config.interval import SEED, SIZE, SIZE_OR_NONE
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import barrier, gather_objects

@@ -9,8 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron.command_line.arguments import FlagParser, within
 from megatron.command_line.exits import exit_code
+from megatron.command_line.flag_parser import FlagParser, within
 from megatron.command_line.read import parse
 from megatron.config.interval import COUNT, NOT_NEGATIVE
 from megatron.tooling.layout_parity import GRID, compare, reduced, run_layout

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron.base.errors import DataError
 from megatron.base.log import get_logger, setup_logging
-from megatron.command_line.arguments import FlagParser, path_word
 from megatron.command_line.exits import exit_code
+from megatron.command_line.flag_parser import FlagParser, path_word
 from megatron.core.datasets.indexed import merge_datasets
 
 LOGGER = get_logger(__name__)

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.arguments import FlagParser, path_word, within
 from megatron.command_line.exits import check_output, exit_code
+from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.command_line.read import parse
 from megatron.config.interval import COUNT, FRACTION, LAYERS, NOT_NEGATIVE, POSITIVE, RANKS, between
 from megatron.config.rules.check import check, check_vocabulary

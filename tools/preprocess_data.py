@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from megatron.base.errors import ConfigError
 from megatron.base.log import get_logger, setup_logging
-from megatron.command_line.arguments import FlagParser, within
 from megatron.command_line.exits import exit_code
+from megatron.command_line.flag_parser import FlagParser, within
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import SIZE, WORKERS
 from megatron.core.datasets.preprocess import PreprocessOptions, preprocess

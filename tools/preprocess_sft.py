@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron.base.log import get_logger, setup_logging
-from megatron.command_line.arguments import FlagParser, within
 from megatron.command_line.exits import exit_code
+from megatron.command_line.flag_parser import FlagParser, within
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import SIZE
 from megatron.core.datasets.sft_preprocess import SFTOptions, preprocess_sft

@@ -25,8 +25,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron.command_line.arguments import FlagParser
 from megatron.command_line.exits import exit_code
+from megatron.command_line.flag_parser import FlagParser
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.training.logging.line import parse_evaluation, parse_line
 from megatron.training.logging.loss_curve import Point, draw_loss_curve

@@ -28,7 +28,7 @@ except ModuleNotFoundError as missing:
 from megatron.base.errors import ConfigError
 from megatron.base.launch import launch_environment
 from megatron.base.log import get_logger
-from megatron.command_line.arguments import FlagParser, within
+from megatron.command_line.flag_parser import FlagParser, within
 from megatron.config.interval import SIZE, between
 from megatron.core.comm.collectives import barrier
 from megatron.core.groups import disconnect

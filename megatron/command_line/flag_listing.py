@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from megatron.base.log import get_logger
-from megatron.command_line.arguments import print_arguments
+from megatron.command_line.flag_parser import print_arguments
 from megatron.config.run import RunConfig
 
 log = get_logger(__name__)

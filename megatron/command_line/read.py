@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.arguments import build_parser, plain_type, spellings_of, value_of
+from megatron.command_line.flag_parser import build_parser, plain_type, spellings_of, value_of
 from megatron.config.flag import flag_of
 from megatron.config.flag_table import ALIAS, NOOP, READ, REFUSE, SAME, find_row, flag_table, is_listed
 from megatron.config.note import Note

@@ -1,4 +1,4 @@
-"""Declares the command-line flag of a dataclass field: `command_line/arguments.py` generates the parser from it, and
+"""Declares the command-line flag of a dataclass field: `command_line/flag_parser.py` generates the parser from it, and
 `config/rules` check its values.
 """
 

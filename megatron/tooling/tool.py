@@ -14,8 +14,8 @@ from typing import NoReturn
 from megatron.base.errors import ConfigError
 from megatron.base.launch import launch_environment
 from megatron.base.log import setup_logging
-from megatron.command_line.arguments import FlagParser, path_word, within
 from megatron.command_line.exits import exit_code
+from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT_OR_NONE, RANKS
 from megatron.config.parallel import ParallelConfig

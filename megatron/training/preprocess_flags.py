@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.command_line.arguments import FlagParser, add_config, path_word, within
+from megatron.command_line.flag_parser import FlagParser, add_config, path_word, within
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT, WORKERS
 from megatron.core.datasets.preprocess import ON_ERROR

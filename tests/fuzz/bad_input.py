@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.command_line.arguments import build_parser
+from megatron.command_line.flag_parser import build_parser
 from tests.e2e.helpers import launch
 from tests.fuzz import programs
 from tests.fuzz.campaign import Campaign, Failure, main

@@ -32,7 +32,7 @@ import tools.preprocess_data
 import tools.preprocess_sft
 import tools.quickstart
 import tools.run_text_generation_server  # noqa: F401, all of them: what is imported here need not be in each process
-from megatron.command_line.arguments import FlagParser
+from megatron.command_line.flag_parser import FlagParser
 from megatron.tooling import layout_parity
 from tests.e2e.helpers import launch
 from tests.e2e.helpers.runs import MOCK, flags, write_dataset

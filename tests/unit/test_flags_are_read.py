@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.command_line.arguments import build_parser
+from megatron.command_line.flag_parser import build_parser
 from megatron.config.flag import flag_of
 from megatron.config.rules.check import check
 from megatron.config.run import PARTS, flag_fields
@@ -26,7 +26,7 @@ CONFIG_CLASSES = {cls.__name__: part for part, cls in PARTS.items()}
 # Flags that choose nothing yet: value that is always in effect, and the row of the start-up table that says so.
 SAID_ONLY = {"transformer_impl": ("local", "layers")}
 # These judge or print every field; reading one there changes nothing about the run.
-REPORTERS = ("megatron/config/", "megatron/command_line/arguments.py", "tools/flags_table.py")
+REPORTERS = ("megatron/config/", "megatron/command_line/flag_parser.py", "tools/flags_table.py")
 # The files of the configuration that make something of it.
 MAKERS = (
     "megatron/config/mesh.py",

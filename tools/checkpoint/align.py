@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 
 from megatron.base.errors import ConfigError
 from megatron.base.log import setup_logging
-from megatron.command_line.arguments import FlagParser, path_word, within
 from megatron.command_line.exits import check_output, exit_code
+from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.config.interval import NOT_NEGATIVE, SEED, SIZE, between
 from megatron.config.parallel import ParallelConfig
 from megatron.conversion.align import (

@@ -23,8 +23,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.log import get_logger, setup_logging
-from megatron.command_line.arguments import FlagParser, path_word, within
 from megatron.command_line.exits import exit_code
+from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT_OR_NONE, RANKS, SIZE
 from megatron.conversion.convert import OnBytes, to_checkpoint, to_hf, to_peft

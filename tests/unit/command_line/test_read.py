@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.arguments import GROUP_TITLES, spellings_of
+from megatron.command_line.flag_parser import GROUP_TITLES, spellings_of
 from megatron.command_line.read import canonical, parse, read
 from megatron.config.flag import flag_of, spelling
 from megatron.config.note import Note

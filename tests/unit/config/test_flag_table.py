@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.command_line.arguments import build_parser
+from megatron.command_line.flag_parser import build_parser
 from megatron.command_line.read import canonical, read
 from megatron.config.flag_table import (
     ALIAS,

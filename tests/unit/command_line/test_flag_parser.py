@@ -1,7 +1,7 @@
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.arguments import (
+from megatron.command_line.flag_parser import (
     GROUP_TITLES,
     FlagParser,
     build_parser,
