@@ -16,7 +16,7 @@ from megatron.core.datasets.jsonl import FileBlock, find_inputs
 from megatron.core.datasets.preprocess import EncodedBlock, Output, Packed, encode_blocks, write_blocks
 from megatron.core.datasets.sft import MASK_DTYPE, TOKEN_DTYPE, mask_prefix, template_path
 from megatron.core.datasets.sft_records import parse_conversation
-from megatron.core.datasets.sft_template import ChatTemplate
+from megatron.core.datasets.sft_template import SFTTemplate
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 
@@ -68,7 +68,7 @@ def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
                 "tokens": stack.enter_context(Output(prefix, TOKEN_DTYPE)),
             }
             encoder = ConversationEncoder(
-                ChatTemplate(tokenizer), options.seq_length, options.truncate, options.on_error
+                SFTTemplate(tokenizer), options.seq_length, options.truncate, options.on_error
             )
             written = write_blocks(
                 encode_blocks(paths, encoder, options.workers), outputs, options.log_interval, options.on_error
@@ -104,7 +104,7 @@ def preprocess_sft(options: SFTOptions, tokenizer: Tokenizer) -> SFTSummary:
 class ConversationEncoder(Dataset[EncodedBlock]):
     """Maps a block to packed conversations. It is sent to worker processes and therefore holds everything they need."""
 
-    def __init__(self, template: ChatTemplate, seq_length: int | None, truncate: bool, on_error: str) -> None:
+    def __init__(self, template: SFTTemplate, seq_length: int | None, truncate: bool, on_error: str) -> None:
         self.template, self.seq_length, self.truncate, self.on_error = template, seq_length, truncate, on_error
 
     def __getitem__(self, block: FileBlock) -> EncodedBlock:

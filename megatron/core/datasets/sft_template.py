@@ -32,8 +32,8 @@ TEXTS = ("reasoning_content", "reasoning", "thinking", "refusal")
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class ChatTemplate:
-    """A tokenizer's template, or the text `template` instead. Raises ConfigError if there is none."""
+class SFTTemplate:
+    """Encodes by a tokenizer's chat template, or by the text `template` instead. Raises ConfigError if there is none."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None) -> None:
         if template is None and not tokenizer.library.chat_template:

@@ -54,7 +54,7 @@ class Gradients(Protocol):
 
 
 class Post(Protocol):
-    """How messages travel; see comm/pipeline.py."""
+    """How messages travel; see comm/pipeline_messages.py."""
 
     def send(self, tensor: Tensor, peer: int, name: str) -> None:
         """Start to send."""

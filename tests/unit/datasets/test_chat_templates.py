@@ -10,7 +10,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.core.datasets.chat_templates import CHAT_TEMPLATES, read_chat_template
 from megatron.core.datasets.sft import template_of, template_path
 from megatron.core.datasets.sft_records import Conversation
-from megatron.core.datasets.sft_template import ChatTemplate
+from megatron.core.datasets.sft_template import SFTTemplate
 from megatron.core.datasets.tokenizer import build_tokenizer, portable
 from tests.unit.datasets.chat import CHATML, messages, tokenizer_folder
 from tools.quickstart import save_tokenizer
@@ -25,7 +25,7 @@ def config_of(folder, template):
 def test_chatml_on_the_quickstarts_tokenizer_trains_answers_that_end_with_its_eos(tmp_path):
     save_tokenizer(["the quick brown fox"] * 20, 300, tmp_path)
     tokenizer = build_tokenizer(config_of(tmp_path, "chatml"), None)
-    ids, trained = ChatTemplate(tokenizer).encode(Conversation(TURNS))
+    ids, trained = SFTTemplate(tokenizer).encode(Conversation(TURNS))
     answers = tokenizer.decode([token for token, is_trained in zip(ids, trained, strict=True) if is_trained])
     assert answers == "jumps over<|endoftext|>five dozen<|endoftext|>"
     assert [token for token, is_trained in zip(ids, trained, strict=True) if is_trained].count(tokenizer.eod) == 2
@@ -46,7 +46,7 @@ def test_chatml_is_the_published_one_where_im_end_is_the_eos(tmp_path):
 
 def test_chatml_begins_with_the_bos_that_a_base_model_is_used_to(tmp_path):
     tokenizer = build_tokenizer(config_of(tokenizer_folder(tmp_path), "chatml"), None)
-    assert ChatTemplate(tokenizer).encode(Conversation(TURNS))[0][0] == tokenizer.bos
+    assert SFTTemplate(tokenizer).encode(Conversation(TURNS))[0][0] == tokenizer.bos
 
 
 def test_a_template_is_named_or_a_file_or_its_text(tmp_path):

@@ -15,7 +15,7 @@ from megatron.core.datasets import jsonl
 from megatron.core.datasets.sft import Conversations, template_of
 from megatron.core.datasets.sft_preprocess import SFTOptions, preprocess_sft
 from megatron.core.datasets.sft_records import parse_conversation
-from megatron.core.datasets.sft_template import ChatTemplate
+from megatron.core.datasets.sft_template import SFTTemplate
 from megatron.core.datasets.tokenizer import NullTokenizer, build_tokenizer
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from tests.unit.datasets.chat import CHATML, LLAMA3, messages, tokenizer_folder
@@ -65,7 +65,7 @@ def written(tmp_path):
 
 
 def expected(tokenizer, given):
-    template = ChatTemplate(tokenizer)
+    template = SFTTemplate(tokenizer)
     pairs = [template.encode(parse_conversation(json.dumps(record).encode())) for record in given]
     return [(tokens, [int(mark) for mark in trained]) for tokens, trained in pairs]
 

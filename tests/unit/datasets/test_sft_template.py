@@ -6,7 +6,7 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.core.datasets.sft_records import Conversation
-from megatron.core.datasets.sft_template import ChatTemplate
+from megatron.core.datasets.sft_template import SFTTemplate
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from tests.unit.datasets.chat import CHATML, LLAMA3, MARKED, MISTRAL, MOVING, PLAIN, messages, tokenizer_folder
 
@@ -24,7 +24,7 @@ def with_spaces(tmp_path_factory):
 
 
 def encode(tokenizer, template, turns, tools=None):
-    return ChatTemplate(tokenizer, template).encode(Conversation(turns, tools))
+    return SFTTemplate(tokenizer, template).encode(Conversation(turns, tools))
 
 
 def runs(tokenizer, ids, trained):
@@ -180,7 +180,7 @@ def test_what_is_not_text_to_learn_may_be_left_out(tokenizer):
 def test_turns_of_weight_0(tokenizer, template):
     whole, all_trained = encode(tokenizer, template, TURNS)
     for left, untrained in ((1, {2}), (0, {4})):
-        ids, trained = ChatTemplate(tokenizer, template).encode(Conversation(TURNS, untrained=frozenset(untrained)))
+        ids, trained = SFTTemplate(tokenizer, template).encode(Conversation(TURNS, untrained=frozenset(untrained)))
         assert ids == whole
         assert runs(tokenizer, ids, trained) == [runs(tokenizer, whole, all_trained)[left]]
 
@@ -190,7 +190,7 @@ def test_marks_that_are_not_one_per_turn_cannot_be_weighed(tokenizer):
     twice = MARKED.replace(answer, "{% generation %}{{ 'a' }}{% endgeneration %}{{ ':' }}" + answer)
     encode(tokenizer, twice, TURNS)
     with pytest.raises(ValueError, match="4 marked parts for 2 turns of the assistant"):
-        ChatTemplate(tokenizer, twice).encode(Conversation(TURNS, untrained=frozenset({2})))
+        SFTTemplate(tokenizer, twice).encode(Conversation(TURNS, untrained=frozenset({2})))
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_refusals(tokenizer, template, turns, says):
 
 def test_a_template_is_needed(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match=r"no chat template, .* give --chat-template chatml, or a file"):
-        ChatTemplate(tokenizer)
+        SFTTemplate(tokenizer)
     own = HuggingFaceTokenizer(tokenizer_folder(tmp_path, CHATML))
-    ids, trained = ChatTemplate(own).encode(Conversation(TURNS))
+    ids, trained = SFTTemplate(own).encode(Conversation(TURNS))
     assert runs(own, ids, trained) == ["jumps over<|im_end|>", "five dozen<|im_end|>"]
-    ids, trained = ChatTemplate(own, LLAMA3).encode(Conversation(TURNS))
+    ids, trained = SFTTemplate(own, LLAMA3).encode(Conversation(TURNS))
     assert runs(own, ids, trained) == ["jumps over<|eot_id|>", "five dozen<|eot_id|>"]
