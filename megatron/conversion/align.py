@@ -64,7 +64,7 @@ _LINEAR_SITES = {
     "down_proj": "down",
 }
 TIE = 2  # ulps
-Record = dict[tuple[int, str], Tensor]  # (layer, site) -> [b, s, channels]; layer -1: after the last one
+SiteTensors = dict[tuple[int, str], Tensor]  # (layer, site) -> [b, s, channels]; layer -1: after the last one
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class ModelPair:
         self.device = device
 
     @torch.no_grad()
-    def record(self, tokens: Tensor) -> tuple[Record, Record]:
+    def record(self, tokens: Tensor) -> tuple[SiteTensors, SiteTensors]:
         """Records all sites of both models for tokens [b, s]."""
         theirs = _record_theirs(self.theirs, self.family, decoder_spec(self.config), tokens)
         ours = self._recorder.record(self.ours, self.config, tokens)
@@ -182,7 +182,7 @@ class ModelPair:
             yield name, difference / largest if largest else difference
 
 
-def differences(ours: Record, theirs: Record) -> list[SiteDifference]:
+def differences(ours: SiteTensors, theirs: SiteTensors) -> list[SiteDifference]:
     """Returns the differences at every site, in the order of computation."""
     assert ours.keys() == theirs.keys()
     return [compare(layer, site, ours[layer, site], theirs[layer, site]) for layer, site in theirs]
@@ -205,7 +205,7 @@ class _Recorder:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel, self._layer = kernel, 0
-        self._record: Record = {}
+        self._record: SiteTensors = {}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Calls the kernel and records rotated queries and keys."""
@@ -215,7 +215,7 @@ class _Recorder:
         self._note("attention", found)
         return found
 
-    def record(self, model: GPTModel, config: ModelConfig, tokens: Tensor) -> Record:
+    def record(self, model: GPTModel, config: ModelConfig, tokens: Tensor) -> SiteTensors:
         """Runs one forward and returns its record."""
         self._record = {}
         hooks = []
@@ -285,8 +285,8 @@ def _their_modules(
                 yield (site,), [width], block.get_submodule(each.name)
 
 
-def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor) -> Record:
-    found: Record = {}
+def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor) -> SiteTensors:
+    found: SiteTensors = {}
     hooks: list[Any] = []
 
     def note(layer: int, sites: tuple[str, ...], widths: list[int]) -> Callable[[Any, Any, Tensor], None]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["text", "parameter", "command", "arithmetic"]
+PartKind = Literal["text", "parameter", "command", "arithmetic"]
 
 
 @dataclass(frozen=True)
 class WordPart:
     """A piece of a word: plain text, or the inside of `${...}`, `$(...)` or `$((...))`. Quoted pieces are not split."""
 
-    kind: Kind
+    kind: PartKind
     text: str
     quoted: bool
 

@@ -18,10 +18,10 @@ from megatron.config.rules.needs import own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
 from megatron.config.run import RunConfig
 
-Rule = Callable[[RunConfig, int], str | None]
+ConfigRule = Callable[[RunConfig, int], str | None]
 
 # In this order: plain values first, so that no later rule divides by zero; contradictions before flags without effect.
-RULES: tuple[Rule, ...] = (
+RULES: tuple[ConfigRule, ...] = (
     values_are_known,
     numbers_are_in_range,
     *rules_model.RULES,

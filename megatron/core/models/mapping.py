@@ -19,6 +19,8 @@ from torch import Tensor
 from megatron.base.box import Box, first_hole, first_overlap, intersect
 from megatron.core.dist_checkpointing.tensor_file import narrow
 
+Read = Callable[[str, Box], Tensor]  # elements of the tensor of that name
+
 
 @dataclass(frozen=True)
 class Part:
@@ -84,9 +86,7 @@ class Table:
         return [(common, part.own, part.to_own(common)) for part, common in found if common]
 
 
-def gather(
-    pieces: Iterable[tuple[Box, str, Box]], box: Box, dtype: torch.dtype, read: Callable[[str, Box], Tensor]
-) -> Tensor:
+def gather(pieces: Iterable[tuple[Box, str, Box]], box: Box, dtype: torch.dtype, read: Read) -> Tensor:
     """Elements `box` of a tensor from the pieces that `of_own` or `of_theirs` names; zero where there is none."""
     out = torch.zeros(box.shape, dtype=dtype)
     for common, name, there in pieces:

@@ -34,7 +34,7 @@ from megatron.core.offload.host_pool import HostPool
 from megatron.core.offload.policies import OffloadPolicy
 from megatron.core.offload.saved_tensors import SavedParameter, SavedView, StorageGroup, StorageIndex
 
-Handle = Tensor | SavedView | SavedParameter  # kept by autograd in place of a saved tensor
+SavedHandle = Tensor | SavedView | SavedParameter  # kept by autograd in place of a saved tensor
 
 
 class ActivationOffload:
@@ -143,7 +143,7 @@ class ActivationOffload:
             or tensor.untyped_storage().data_ptr() in self._resident
         )
 
-    def _pack(self, tensor: Tensor) -> Handle:
+    def _pack(self, tensor: Tensor) -> SavedHandle:
         """Autograd keeps this bound method with every tensor, so `self` must not refer to saved tensors afterwards."""
         assert self._forward is not None
         return self._forward.pack(tensor)
@@ -175,7 +175,7 @@ class _StageForward:
         self._layer: int | None = None  # None before the first layer, to whose group earlier tensors belong
         self._due = 0.0  # bytes that should have been offloaded so far
 
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, tensor: Tensor) -> SavedHandle:
         """The handle that autograd keeps in place of a tensor that it saves."""
         if (parameter := self._owner.parameter_of(tensor)) is not None:
             offset = int(tensor.storage_offset()) - int(parameter.storage_offset())
@@ -237,5 +237,5 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def _unpack(handle: Handle) -> Tensor:
+def _unpack(handle: SavedHandle) -> Tensor:
     return handle if isinstance(handle, Tensor) else handle.tensor()

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.schedule.schedule import GRADIENTS_OF_WEIGHTS, Action, Kind, Schedule, ScheduleError
 
-Place = tuple[int, int]  # stage, microbatch
+StageMicrobatch = tuple[int, int]  # stage, microbatch
 
 
 class Program(Protocol):
@@ -118,10 +118,10 @@ class PipelineEngine:
         self._differentiation = gradients
         self._actions = schedule.actions[rank]
         self._last_stage = schedule.placement.num_stages - 1
-        self._outputs: dict[Place, Tensor] = {}  # of stages here, not yet sent or taken over
-        self._gradients: dict[Place, Tensor] = {}  # of the inputs of stages here, the same way
+        self._outputs: dict[StageMicrobatch, Tensor] = {}  # of stages here, not yet sent or taken over
+        self._gradients: dict[StageMicrobatch, Tensor] = {}  # of the inputs of stages here, the same way
         self._messages: dict[Action, Message] = {}
-        self._alive: dict[Place, _Alive] = {}
+        self._alive: dict[StageMicrobatch, _Alive] = {}
 
     def run(self, before: Callable[[Action], None] = lambda action: None) -> list[Tensor]:
         """Objectives of the microbatches, detached, on the rank with the last stage; elsewhere none.
@@ -199,7 +199,9 @@ class PipelineEngine:
         if alive.input is not None:
             self._gradients[stage, m] = torch.zeros_like(alive.input) if alive.input.grad is None else alive.input.grad
 
-    def _arrived(self, kind: Kind, stage: int, m: int, here: dict[Place, Tensor], place: Place) -> Tensor:
+    def _arrived(
+        self, kind: Kind, stage: int, m: int, here: dict[StageMicrobatch, Tensor], place: StageMicrobatch
+    ) -> Tensor:
         """From another rank, or from the neighbouring stage on this one."""
         message = self._messages.pop(Action(kind, stage, m), None)
         return here.pop(place) if message is None else message.take()

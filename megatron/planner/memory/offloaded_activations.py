@@ -17,14 +17,14 @@ from megatron.schedule.offload_pass import moved_groups, with_offload
 from megatron.schedule.schedule import GRADIENTS_OF_INPUT, Action, Kind, Schedule
 from megatron.spec.memory.trace import ACTIVATIONS, MemoryTrace, Profile
 
-Group = tuple[int, int]
+OffloadGroup = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(frozen=True)
 class Offloaded:
     """groups: those that the schedule moves, and `ratio` of them."""
 
-    groups: frozenset[Group]
+    groups: frozenset[OffloadGroup]
     ratio: float
 
 
@@ -53,7 +53,7 @@ class OffloadTrace:
         by_layer: Mapping[int, StageMemory],
     ) -> None:
         self._trace, self._offloaded, self._whole, self._by_layer = trace, offloaded, whole, by_layer
-        self._leaving: list[Group] = []  # since before the computation that is next or runs
+        self._leaving: list[OffloadGroup] = []  # since before the computation that is next or runs
         self._now = self.most = 0
 
     def profile(self, action: Action) -> Profile:
@@ -81,7 +81,7 @@ class OffloadTrace:
         elif action.kind in GRADIENTS_OF_INPUT:
             self._count(-self._by_layer[action.stage].offloaded)
 
-    def _move(self, group: Group, *, back: bool) -> None:
+    def _move(self, group: OffloadGroup, *, back: bool) -> None:
         net = self._whole[group[0]].forward.net
         sign = 1 if back else -1
         moved = {kind: sign * int(self._offloaded.ratio * net.get(kind, 0)) for kind in ACTIVATIONS}

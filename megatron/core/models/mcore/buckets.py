@@ -30,7 +30,7 @@ _PARTS = (
     "mlp.linear_fc2.",
 )
 _LOCAL_PARTS = ("self_attention.linear_qkv.layer_norm_", *(part for part in _PARTS if "qkv.layer" not in part))
-Place = tuple[int, int]  # (bucket, first element in it)
+BucketPosition = tuple[int, int]  # (bucket, first element in it)
 
 
 def in_module_order(names: Collection[str], *, local: bool) -> list[str]:
@@ -49,9 +49,9 @@ def in_module_order(names: Collection[str], *, local: bool) -> list[str]:
     return sorted(names, key=order)
 
 
-def place(numels: Mapping[str, int], buckets: Sequence[int]) -> dict[str, Place] | None:
+def place(numels: Mapping[str, int], buckets: Sequence[int]) -> dict[str, BucketPosition] | None:
     """Returns the positions of parameters, in the order of modules, in buckets of these sizes; None if they do not fit."""
-    places: dict[str, Place] = {}
+    places: dict[str, BucketPosition] = {}
     bucket, end = 0, 0
     for name in reversed(list(numels)):
         start = _aligned(end)

@@ -26,7 +26,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.dcp_writer import write_dcp
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.dist_checkpointing.whole import WholeTensor
-from megatron.core.models.mapping import Table, gather
+from megatron.core.models.mapping import Read, Table, gather
 from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
 from megatron.core.models.mcore.names import CheckpointLayout, padded_rows, table
 from megatron.core.models.mcore.publish import published
@@ -36,7 +36,6 @@ from megatron.core.models.source import Source
 COMMON_FILE, CONFIG_FILE = "common.pt", "metadata.json"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
 _SHARDING = "fully_reshardable"
-Read = Callable[[str, Box], Tensor]
 
 
 def write_torch_dist(

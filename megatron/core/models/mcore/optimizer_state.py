@@ -20,7 +20,7 @@ from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.buckets import place
 from megatron.core.models.mcore.classic import ClassicFiles
-from megatron.core.models.mcore.names import CheckpointLayout
+from megatron.core.models.mcore.names import CheckpointLayout, Shape
 from megatron.core.models.mcore.torch_dist import ModelSpace, TorchDistFiles
 
 SAVE_AGAIN = (
@@ -28,7 +28,6 @@ SAVE_AGAIN = (
     "with --no-load-optim"
 )
 _MASTERS = ("param", "fp32_param")
-Shape = tuple[int, ...]
 
 
 class OptimizerState(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import ConfigError
-from megatron.core.models.mapping import Table, gather
+from megatron.core.models.mapping import Read, Table, gather
 from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
 from megatron.core.models.mcore.classic import FILE
 from megatron.core.models.mcore.names import CheckpointLayout, padded_rows, table
@@ -21,8 +21,6 @@ from megatron.core.models.mcore.publish import published
 from megatron.core.models.mcore.training_state import MOMENTS, Adam, TrainingState, arguments_for, param_groups
 from megatron.core.models.source import Source
 from megatron.spec.decoder import OUTPUT_LAYER
-
-Read = Callable[[str, Box], Tensor]
 
 
 def write_mcore(
