@@ -31,7 +31,7 @@ PRESET = "--preset"
 
 
 @dataclass(frozen=True)
-class Typed:
+class TypedFlag:
     """A flag as written on the command line, and the words after it."""
 
     flag: str
@@ -49,7 +49,7 @@ class Outcome:
     alias. `here` is the behaviour in effect instead of a noop. `why` is the reason, or the mistake.
     """
 
-    typed: Typed
+    typed: TypedFlag
     kind: str
     meant: tuple[str, ...] = ()
     here: str = ""
@@ -126,14 +126,14 @@ def canonical(flag: str) -> str:
     return dashed
 
 
-def _split(argv: Sequence[str]) -> tuple[list[Typed], list[str]]:
+def _split(argv: Sequence[str]) -> tuple[list[TypedFlag], list[str]]:
     """Returns the flags with the words after them, and the problems of words without a flag."""
-    typed: list[Typed] = []
+    typed: list[TypedFlag] = []
     problems = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
-            typed.append(Typed(canonical(flag), (value,) if equals else ()))
+            typed.append(TypedFlag(canonical(flag), (value,) if equals else ()))
         elif word.startswith("-") and not _NUMBER.match(word) and len(word) == 2:
             problems.append(f"{word} is not a known flag; --help lists all of them")
         elif typed:
@@ -143,7 +143,7 @@ def _split(argv: Sequence[str]) -> tuple[list[Typed], list[str]]:
     return typed, problems
 
 
-def _joined(typed: Iterable[Typed]) -> tuple[list[Typed], list[Note]]:
+def _joined(typed: Iterable[TypedFlag]) -> tuple[list[TypedFlag], list[Note]]:
     """Joins several words after a flag that takes one text, as they come from a shell variable without quotes."""
     found, notes = [], []
     for item in typed:
@@ -162,7 +162,7 @@ def _joined(typed: Iterable[Typed]) -> tuple[list[Typed], list[Note]]:
     return found, notes
 
 
-def _judge(item: Typed, flags: dict[str, tuple[str, ...]]) -> Outcome:
+def _judge(item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Outcome:
     row = find_row(item.flag, item.words, flags)
     if item.flag == PRESET or (item.flag in _fields() and (row is None or not row.values)):
         return Outcome(item, READ, (item.flag, *item.words))
@@ -182,7 +182,7 @@ def _judge(item: Typed, flags: dict[str, tuple[str, ...]]) -> Outcome:
     return Outcome(item, row.outcome, here=row.here, why=row.text)
 
 
-def _written_out(text: str, item: Typed, flags: dict[str, tuple[str, ...]]) -> Iterator[str]:
+def _written_out(text: str, item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Iterator[str]:
     """Yields the words of an alias: `{}` is the value, `{-1}` the value minus one, `{--x}` the value of another flag."""
     values = {"{}": item.words} | {f"{{{flag}}}": words for flag, words in flags.items()}
     for part in text.split():
@@ -198,7 +198,7 @@ class _Meant:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.notes: list[Note] = []
-        self._origins: dict[str, Typed] = {}
+        self._origins: dict[str, TypedFlag] = {}
 
     def add(self, outcome: Outcome, problems: list[str]) -> None:
         """Adds the values of `outcome`, with a note if one replaces another value."""
@@ -218,7 +218,7 @@ class _Meant:
                 self._origins[name] = outcome.typed
 
 
-def _value(item: Typed) -> tuple[str, Any]:
+def _value(item: TypedFlag) -> tuple[str, Any]:
     """Returns (field, value) of a flag of this program; a switch that is switched off is None. Raises ConfigError."""
     if item.flag == PRESET:
         if len(item.words) != 1:
@@ -241,7 +241,7 @@ def _notes(outcomes: Iterable[Outcome]) -> list[Note]:
     ]
 
 
-def _asked(item: Typed) -> str:
+def _asked(item: TypedFlag) -> str:
     return " ".join(item.words) or "on"
 
 

@@ -29,7 +29,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 READ, SAME, NOOP, REFUSE, ALIAS = OUTCOMES = ("read", "same", "noop", "refuse", "alias")
-Typed = Mapping[str, Sequence[str]]  # flags of a command line, with their values
+TypedFlags = Mapping[str, Sequence[str]]  # flags of a command line, with their values
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FlagRow:
     here: str
     text: str
 
-    def fits(self, words: Sequence[str], typed: Typed) -> bool:
+    def fits(self, words: Sequence[str], typed: TypedFlags) -> bool:
         """Returns whether the row applies to a flag with these values on this command line."""
         if self.values and not (words and set(words) <= set(self.values)):
             return False
@@ -59,7 +59,7 @@ def is_listed(flag: str) -> bool:
     return flag in exact or any(fnmatchcase(flag, row.flag) for row in families)
 
 
-def find_row(flag: str, words: Sequence[str], typed: Typed) -> FlagRow | None:
+def find_row(flag: str, words: Sequence[str], typed: TypedFlags) -> FlagRow | None:
     """Returns the row for `flag` with the values `words` on a command line with the flags `typed`, or None."""
     exact, families = _index()
     rows = [*exact.get(flag, ()), *(row for row in families if fnmatchcase(flag, row.flag))]
