@@ -159,6 +159,18 @@ def installed_packages() -> set[str]:
     raise AssertionError("setup.py has no install_requires")
 
 
+def public_types(tree: ast.Module) -> list[str]:
+    """Returns the public classes and type aliases of a module. Names of assignments in capitals are constants."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign):
+            assigned = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found += [name for name in assigned if name[0].isupper() and not name.isupper()]
+    return [name for name in found if not name.startswith("_")]
+
+
 def _is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
@@ -218,6 +230,15 @@ def test_no_import_cycles():
     while ready := {m for m in edges if m not in finished and edges[m] <= finished}:
         finished |= ready
     assert set(edges) - finished == set(), "these modules import each other, or a module that does"
+
+
+def test_no_two_public_types_have_one_name():
+    """A reader who meets a name in two files takes it for one thing."""
+    places: dict[str, list[str]] = {}
+    for module in MODULES:
+        for name in public_types(tree_of(module)):
+            places.setdefault(name, []).append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def _module_in(name: str) -> str | None:
@@ -284,6 +305,16 @@ class TestTheTestsThemselves:
             ("megatron.training.loop", "import torch, math, megatron.base.log", False),
         ):
             assert bool(undeclared_imports(module, ast.parse(source), installed_packages())) is faulty
+
+    def test_public_types(self):
+        lines = (
+            "class MLP: ...",
+            "class _Row: ...",
+            "Pair = tuple[int, int]",
+            "LIMIT = at = 1",
+            "def f():\n    class Inner: ...",
+        )
+        assert public_types(ast.parse("\n".join(lines))) == ["MLP", "Pair"]
 
     def test_every_unit_exists(self):
         """A renamed package would otherwise be missing from LAYERS unnoticed."""
