@@ -185,6 +185,13 @@ class ModelConfig:
         needs=Need(lambda run: run.model.window is not None, "every layer has full attention", "give --window-size"),
     )
     untie_embeddings_and_output_weights: bool = flag(False, "use separate weights for the output head")
+    embedding_multiplier_scale: float = flag(
+        1.0, "token embeddings are multiplied by this, before positions are added", within=POSITIVE
+    )
+    residual_multiplier: float = flag(
+        1.0, "outputs of attention and MLP are multiplied by this, before the residual is added", within=POSITIVE
+    )
+    logits_scaling: float = flag(1.0, "logits are divided by this", within=POSITIVE)
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", within=BELOW_ONE)
     hidden_dropout: float = flag(
         0.1, "dropout on the output of attention and MLP, before the residual is added", within=BELOW_ONE

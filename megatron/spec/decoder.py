@@ -33,13 +33,17 @@ OUTPUT_LAYER = "output_layer.weight"
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). dropout: on what is added to x."""
+    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    residual_multiplier, dropout: on each output of attention and mlp, before it is added to x.
+    """
 
     input_norm: NormSpec
     attention: AttentionSpec
     pre_mlp_norm: NormSpec
     mlp: MLPSpec
     dropout: float = field(compare=False)
+    residual_multiplier: float = 1.0
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
         """(path in the layer, spec) of the modules with parameters, in the order in which they are made."""
@@ -60,11 +64,15 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """Token embedding [rows, h], sharded by rows, and a learned position table [positions, h], which is replicated."""
+    """Token embedding [rows, h], sharded by rows, and a learned position table [positions, h], which is replicated.
+
+    multiplier: factor on the token embeddings, before positions are added.
+    """
 
     words: ParamSpec
     positions: ParamSpec | None
     dropout: float = field(compare=False)
+    multiplier: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class DecoderSpec:
     """Embedding, layers, final norm and output layer.
 
     tied: the output layer shares the weight of the word embeddings. vocabulary: token ids, without padding rows.
-    softmax_size: rows of the output layer that take part in the softmax.
+    softmax_size: rows of the output layer that take part in the softmax. logits_scaling: its results are divided by this.
     """
 
     embedding: EmbeddingSpec
@@ -95,6 +103,7 @@ class DecoderSpec:
     vocabulary: int
     softmax_size: int = field(compare=False)
     lora: LoraSpec | None = None
+    logits_scaling: float = 1.0
 
     @property
     def rotary(self) -> RotarySpec | None:
@@ -149,7 +158,7 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
     rows = (model.padded_vocab_size,)
     head = (Projection("lm_head", Box((0,), rows)),)
     return DecoderSpec(
-        EmbeddingSpec(words, positions, model.hidden_dropout),
+        EmbeddingSpec(words, positions, model.hidden_dropout, model.embedding_multiplier_scale),
         tuple(
             _layer(model, window, has_rotary)
             for window, has_rotary in zip(model.windows, model.layers_with_rotary, strict=True)
@@ -162,6 +171,7 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
         LoraSpec(model.lora_rank, model.lora_alpha, model.lora_projections, model.lora_dropout)
         if model.lora_rank
         else None,
+        model.logits_scaling,
     )
 
 
@@ -200,7 +210,14 @@ def _layer(model: ModelConfig, window: int | None, has_rotary: bool) -> LayerSpe
         init=init,
         output_init=output_init,
     )
-    return LayerSpec(_norm(model, h, SEQUENCE), attention, _norm(model, h, SEQUENCE), mlp, model.hidden_dropout)
+    return LayerSpec(
+        _norm(model, h, SEQUENCE),
+        attention,
+        _norm(model, h, SEQUENCE),
+        mlp,
+        model.hidden_dropout,
+        model.residual_multiplier,
+    )
 
 
 def output_scale(num_layers: int) -> float:

@@ -115,6 +115,9 @@ def draw_model(rng: random.Random) -> Flags:
         ("--untie-embeddings-and-output-weights",),
         ("--calculate-per-token-loss",),
     )
+    found += some(
+        rng, 0.15, ("--embedding-multiplier-scale", 3), ("--residual-multiplier", 0.4), ("--logits-scaling", 1.5)
+    )
     found += some(rng, 0.15, LORA)
     return words(found)
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.config.data import DataConfig
 from megatron.core.comm.collectives import all_gather
@@ -241,6 +242,39 @@ def test_cross_entropy(size, vocab_size, scale):
     gradient = torch.cat(grads, 2)
     assert_close(gradient, alone[1])
     assert gradient[..., vocab_size:].eq(0).all()
+
+
+class View(torch.autograd.Function):
+    """Returns a view of a new tensor, as a linear layer does with --tp-comm-overlap."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 1.0).flatten(0, 1).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def divided_cross_entropy(rank, size, apart):
+    """(loss, gradient) of logits / 3, which the loss divides, or which are divided `apart`. With hooks, as under activation
+    offload, autograd notices when a view is changed."""
+    tp = pool.groups(tp=size).tp
+    logits = shard(normal(S, B, VOCAB), 2, tp).clone().requires_grad_()
+    given, scaling = (logits / 3.0, 1.0) if apart else (View.apply(logits), 3.0)
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        loss = vocab_parallel_cross_entropy(given, make_ids(S, B - 1, vocab=37), 37, tp, scaling)
+    loss.backward(normal(S, B, seed=1))
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_cross_entropy_of_divided_logits(size):
+    for found, expected in zip(
+        pool.run(size, divided_cross_entropy, False), pool.run(size, divided_cross_entropy, True), strict=True
+    ):
+        assert found[0].equal(expected[0])
+        assert_close(found[1], expected[1])
 
 
 def test_cross_entropy_of_strided_logits():

@@ -64,11 +64,12 @@ class GPTModel(nn.Module):
             return hidden
         if caches is not None:
             hidden = hidden[-1:]  # generation asks for the next token only, and the head is the widest layer
-        logits = self.head(hidden)
         if labels is None:
-            return logits
-        size = self._build.spec.softmax_size
-        return vocab_parallel_cross_entropy(logits, labels.t(), size, self._build.groups.tp).t()
+            return self.head(hidden)
+        assert self.output_layer is not None
+        spec, tp = self._build.spec, self._build.groups.tp
+        logits = self.output_layer(hidden)
+        return vocab_parallel_cross_entropy(logits, labels.t(), spec.softmax_size, tp, spec.logits_scaling).t()
 
     def hidden(
         self,
@@ -98,7 +99,8 @@ class GPTModel(nn.Module):
         """Hidden states of the last stage [s or s/tp, b, h] -> logits [s, b, padded vocab / tp]."""
         assert self.output_layer is not None
         logits: Tensor = self.output_layer(hidden)
-        return logits
+        scaling = self._build.spec.logits_scaling
+        return logits if scaling == 1.0 else logits / scaling
 
     @property
     def is_whole(self) -> bool:
@@ -140,7 +142,8 @@ class GPTModel(nn.Module):
 
 
 class Embedding(nn.Module):
-    """tokens [b, s] -> hidden [s or s/tp, b, h]: token embedding, learned positions if configured, dropout.
+    """tokens [b, s] -> hidden [s or s/tp, b, h]: token embedding, times its factor, learned positions if configured,
+    dropout.
 
     A copy that only lends its weight to the head has no positions.
     """
@@ -161,16 +164,18 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """See the class."""
-        build, dropout = self._build, self._build.spec.embedding.dropout
+        build, spec = self._build, self._build.spec.embedding
         hidden = self.word_embeddings(tokens)
+        if spec.multiplier != 1.0:
+            hidden = hidden * spec.multiplier
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(positions)
         if build.config.fp32_residual_connection:
             hidden = hidden.float()
-        if dropout == 0.0 or not self.training:
+        if spec.dropout == 0.0 or not self.training:
             return hidden
         with build.rng.stream("sharded" if build.sequence_parallel else "replicated"):
-            return nn.functional.dropout(hidden, dropout)
+            return nn.functional.dropout(hidden, spec.dropout)
 
 
 class PositionEmbedding(nn.Module):

@@ -42,7 +42,7 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = build.norm(spec.pre_mlp_norm)
         self.mlp = MLP(build, spec.mlp, recompute_activation=MLP_ACT in recomputed)
         add_adapters(self, build, spec)
-        self._rng, self._dropout = build.rng, spec.dropout
+        self._rng, self._dropout, self._multiplier = build.rng, spec.dropout, spec.residual_multiplier
         self._stream = "sharded" if build.sequence_parallel else "replicated"
         if NORM in recomputed:
             self.input_layernorm.defer_to(self.self_attention.linear_qkv)
@@ -55,10 +55,13 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See the class."""
-        x = x + self._drop(self.self_attention(self.input_layernorm(x), positions, cache))
-        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)))
+        x = x + self._branch(self.self_attention(self.input_layernorm(x), positions, cache))
+        return x + self._branch(self.mlp(self.pre_mlp_layernorm(x)))
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def _branch(self, x: Tensor) -> Tensor:
+        """The output of attention or MLP as it is added to the residual stream."""
+        if self._multiplier != 1.0:
+            x = x * self._multiplier
         if self._dropout == 0.0 or not self.training:
             return x
         with self._rng.stream(self._stream):

@@ -26,7 +26,7 @@ class EmbeddingMemory:
     def __init__(self, spec: EmbeddingSpec, sizes: Sizes) -> None:
         self._sizes = sizes
         self._positions = 0 if spec.positions is None else spec.positions.numel * sizes.e
-        self._dropout = spec.dropout > 0
+        self._dropout, self._multiplied = spec.dropout > 0, spec.multiplier != 1
         self._local_ids = sizes.tokens * (INT64 + MASK) if sizes.tp > 1 else 0
 
     def forward(self, trace: MemoryTrace) -> None:
@@ -40,6 +40,8 @@ class EmbeddingMemory:
             trace.free(WORK, sizes.whole)
         elif sizes.tp > 1:
             trace.use(WORK, sizes.whole)  # summed in a copy
+        if self._multiplied:
+            trace.use(WORK, sizes.hidden)
         if self._positions:
             trace.use(WORK, sizes.hidden + sizes.hidden // sizes.b)
         trace.take(RESIDUAL, sizes.residual)
@@ -58,7 +60,9 @@ class EmbeddingMemory:
             trace.use(BACKWARD, sizes.residual)
             trace.free(DROPOUT, self._mask)
         trace.use(WORK, self._positions)
-        around = (sizes.hidden if sizes.residual != sizes.hidden else 0) + (sizes.whole if sizes.sp > 1 else 0)
+        around = (sizes.hidden if self._multiplied or sizes.residual != sizes.hidden else 0) + (
+            sizes.whole if sizes.sp > 1 else 0
+        )
         masked = sizes.whole if sizes.tp > 1 else 0
         fp32 = sizes.whole // sizes.e * FP32 if sizes.target.cpu and sizes.e < FP32 else 0
         trace.use(WORK, around + masked + fp32)

@@ -52,7 +52,7 @@ class LayerMemory:
     """
 
     def __init__(self, spec: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> None:
-        self._sizes, self._dropout = sizes, spec.dropout > 0
+        self._sizes, self._dropout, self._multiplied = sizes, spec.dropout > 0, spec.residual_multiplier != 1
         self._norm_again, self._mlp_again = NORM in modules, WHOLE_MLP in modules
         self._input_norm = NormMemory(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR)
         self._attention = AttentionMemory(spec.attention, sizes, again=CORE_ATTN in modules)
@@ -138,28 +138,31 @@ class LayerMemory:
             self._mlp_norm.forget(trace)
 
     def _add(self, trace: MemoryTrace, reader: str) -> None:
-        """The branch's output, with dropout, to the residual stream, whose reader is a norm. The output stays."""
+        """The branch's output, with its factor and dropout, to the residual stream, whose reader is a norm. It stays."""
         sizes = self._sizes
+        product = sizes.hidden if self._multiplied else 0
+        trace.take(WORK, product)
         if self._dropout:
             trace.take(DROPOUT, self._mask, DROPOUT)
             trace.take(WORK, sizes.hidden)
         trace.take(RESIDUAL, sizes.residual, reader)
         if self._dropout:
             trace.free(WORK, sizes.hidden)
+        trace.free(WORK, product)
 
     def _branch_gradient(self, trace: MemoryTrace) -> int:
         """Bytes of the gradient of the branch's output; 0 when it is the residual stream's own."""
-        sizes = self._sizes
-        if not self._dropout and sizes.residual == sizes.hidden:
-            return 0
+        sizes, made = self._sizes, 0
         if sizes.residual != sizes.hidden:
             trace.take(BACKWARD, sizes.hidden)
-        if self._dropout:
-            trace.take(BACKWARD, sizes.hidden)
-            trace.free(DROPOUT, self._mask)
-            if sizes.residual != sizes.hidden:
-                trace.free(BACKWARD, sizes.hidden)
-        return sizes.hidden
+            made = sizes.hidden
+        for applies, mask in ((self._dropout, self._mask), (self._multiplied, 0)):
+            if applies:
+                trace.take(BACKWARD, sizes.hidden)
+                trace.free(DROPOUT, mask)
+                trace.free(BACKWARD, made)
+                made = sizes.hidden
+        return made
 
     def _norm_backward(self, trace: MemoryTrace, behind: LinearMemory, norm: NormMemory) -> None:
         """The backward of the linear layer behind a norm, and of the norm."""

@@ -42,6 +42,8 @@ LLAMA = {
 }
 # LayerNorm, learned positions, biases everywhere, normalised queries and keys, tied.
 GPT = {**SHAPE, "ffn_hidden_size": 64, "qk_layernorm": True}
+# Powers of two: with them rounding is the same.
+FACTORS = {"embedding_multiplier_scale": 4.0, "residual_multiplier": 0.5, "logits_scaling": 8.0}
 
 
 def make_build(fields, groups, *, sequence_parallel=False, device=CPU, seed=11, block_attention=None, **options):

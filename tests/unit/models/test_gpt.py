@@ -1,8 +1,11 @@
 """The whole decoder: names, counts, losses, and the published shapes."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
@@ -13,7 +16,7 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from tests import pool
-from tests.unit.models.builds import CPU, GPT, LLAMA, VOCAB, losses, make_ids, make_model
+from tests.unit.models.builds import CPU, FACTORS, GPT, LLAMA, VOCAB, losses, make_ids, make_model
 
 # Of the models as published.
 PARAMETERS = {
@@ -172,6 +175,59 @@ def test_half_precision():
         assert (loss - exact).abs().max() < 0.1
         loss.sum().backward()
         assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+
+
+@pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_factors_are_those_of_the_weights_behind_them(fields, precision):
+    """Powers of two change no rounding: with the factors on the weights instead, losses and gradients are the same bits."""
+    fields = {**fields, **precision, "untie_embeddings_and_output_weights": True}
+    found = make_model({**fields, **FACTORS}, pool.groups(), spread=0.1)
+    plain = make_model(fields, pool.groups(), spread=0.1)
+    factors = {}
+    for name, parameter in local_parameters(plain).items():
+        factors[name] = 1.0
+        if "word_embeddings" in name:
+            factors[name] = FACTORS["embedding_multiplier_scale"]
+        elif "linear_proj" in name or "linear_fc2" in name:
+            factors[name] = FACTORS["residual_multiplier"]
+        elif "output_layer" in name:
+            factors[name] = 1 / FACTORS["logits_scaling"]
+        parameter.data *= factors[name]
+    ids = make_ids(3, 10)
+    tokens, positions = ids[:, :-1], torch.arange(10).unsqueeze(0)
+    with torch.no_grad():
+        assert found(tokens, positions).equal(plain(tokens, positions))
+    loss, expected = losses(found, ids), losses(plain, ids)
+    assert loss.equal(expected)
+    loss.sum().backward()
+    expected.sum().backward()
+    for name, parameter in local_parameters(plain).items():
+        assert local_parameters(found)[name].grad.equal(parameter.grad * factors[name]), name
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_factors_are_one_operation_each_way():
+    """On the embeddings, on what each of four branches adds, and on the logits, which are divided in their own memory."""
+    counts = []
+    for factors in ({}, FACTORS):
+        model = make_model({**LLAMA, **factors}, pool.groups())
+        with Operations() as operations:
+            losses(model, make_ids(2, 10)).sum().backward()
+        counts.append(operations.counts)
+    assert counts[1] - counts[0] == {"aten.mul.Tensor": 2 * (1 + 4), "aten.div_.Tensor": 1, "aten.div.Tensor": 1}
+    assert not counts[0] - counts[1]
 
 
 class TestPresets:

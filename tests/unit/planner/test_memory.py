@@ -69,6 +69,8 @@ MODELS = {
         "num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 4,
     },
     "layer norm, fp32 residual, 1p": {"bf16": True, "fp32_residual_connection": True, "apply_layernorm_1p": True},
+    "llama, factors": {**LLAMA_LIKE, "residual_multiplier": 0.5},
+    "gpt, factors, dropout, fp32 residual": {"residual_multiplier": 0.5, "fp32_residual_connection": True, "bf16": True},
     "squared relu, fp32 residual": {
         **LLAMA_LIKE, "swiglu": False, "squared_relu": True, "bf16": True, "fp32_residual_connection": True,
     },
@@ -234,6 +236,7 @@ def test_what_is_not_planned(fields, word):
 
 
 SMALL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
+FACTORS = "--embedding-multiplier-scale 4 --residual-multiplier 0.5 --logits-scaling 8"
 CASES = {
     "llama": f"{LLAMA} --ffn-hidden-size 320",
     "llama, bf16, GEMM-last": f"{LLAMA} --bf16 --kaimm-recompute-norm --kaimm-recompute-mlp-activation-func",
@@ -244,6 +247,8 @@ CASES = {
     "gpt, dropout": GPT,
     "gpt, attention dropout, selective": "--recompute-activations",
     "tied, large vocabulary": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd",
+    "llama, bf16, factors": f"{LLAMA} --bf16 {FACTORS}",
+    "tied, large vocabulary, factors": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd {FACTORS}",
 }
 
 

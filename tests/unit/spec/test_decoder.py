@@ -12,7 +12,7 @@ from megatron.schedule.partition import Stage, partition
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.parameter import local_shape
 from tests import pool
-from tests.unit.models.builds import GPT, LLAMA, make_build
+from tests.unit.models.builds import FACTORS, GPT, LLAMA, make_build
 
 VARIANTS = {
     "llama": LLAMA,
@@ -21,6 +21,7 @@ VARIANTS = {
     "qk norm": {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True},
     "some layers without rotary": {**LLAMA, "no_rope_freq": "2", "rotary_percent": 0.5, "rotary_interleaved": True},
     "squared relu": {**GPT, "squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
+    "factors": {**LLAMA, **FACTORS},
 }
 
 
@@ -62,6 +63,7 @@ def test_models_are_the_same_when_their_descriptions_are():
     same = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "init_method_std": 1.0, "bf16": True}
     assert decoder_spec(config) == decoder_spec(make_build({**GPT, **same}, pool.groups()).config)
     others = [{"squared_relu": True}, {"num_layers": 3}, {"ffn_hidden_size": 96}, {"add_bias_linear": False}]
+    others += [{name: factor} for name, factor in FACTORS.items()]
     described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]
     assert all(one != other for one, other in itertools.combinations(described, 2))
 

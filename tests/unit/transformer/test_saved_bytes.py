@@ -15,7 +15,7 @@ from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import PARTS
 from tests import pool
-from tests.unit.models.builds import CPU, GPT, LLAMA, make_build
+from tests.unit.models.builds import CPU, FACTORS, GPT, LLAMA, make_build
 from tests.unit.recompute.test_rerun import MODES, UNFUSED, selective
 from tests.unit.spec import planned
 
@@ -42,6 +42,14 @@ MODELS = {
     "llama, unfused, bf16": {**LLAMA, **BF16, **UNFUSED},
     "llama, unfused, dropout": {**LLAMA, **UNFUSED, **DROPOUT},
     "llama, dropout": {**LLAMA, **DROPOUT},
+    "llama, factors": {**LLAMA, **BF16, **FACTORS},
+    "llama, factors, fp32 residual": {
+        **LLAMA,
+        **BF16,
+        **FACTORS,
+        "fp32_residual_connection": True,
+        "hidden_dropout": 0.1,
+    },
     "one kv head": {**LLAMA, **ONE_KV_HEAD},
     "one kv head, no positions": {**LLAMA, **ONE_KV_HEAD, "position_embedding_type": "none"},
     "one kv head, no positions, unfused": {**LLAMA, **ONE_KV_HEAD, **UNFUSED, "position_embedding_type": "none"},

@@ -224,6 +224,9 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
     factor = model.rotary_seq_len_interpolation_factor
     if factor is not None and not float(factor).is_integer():
         wrong.append(f"--rotary-seq-len-interpolation-factor {factor} (Megatron-LM's is a whole number)")
+    for name in ("embedding_multiplier_scale", "residual_multiplier", "logits_scaling"):
+        if getattr(model, name) != 1:
+            wrong.append(f"--{name.replace('_', '-')} {getattr(model, name)}")
     if _rotates_an_odd_number(model):
         wrong.append(
             f"--rotary-percent {model.rotary_percent} of head size {model.head_dim} (an odd number of channels)"
