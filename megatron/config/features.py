@@ -14,7 +14,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OFF, STATES, updates_on_cpu
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import PipelineSettings
-from megatron.config.recompute import RecomputeConfig
+from megatron.config.recompute import NORM, RECOMPUTE_MODULES, RecomputeConfig
 from megatron.config.rules.needs import notes
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
@@ -71,7 +71,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         _pipeline_overlap(parallel),
         _context(cp, settings.attention_comm_types, facts),
         _optimizer_sharding(data_parallel, mesh, facts),
-        _recompute(run.recompute, settings.pipeline, facts, trains=trains),
+        _recompute(run.recompute, model, settings.pipeline, facts, trains=trains),
         _activation_offload(run.activation_offload, settings),
         _weight_offload(run.activation_offload, run.optimizer_offload.offload_dir, facts),
         _optimizer_offload(settings, replicas, facts, on_cpu=updates_on_cpu(run.optimizer, run.optimizer_offload)),
@@ -183,7 +183,9 @@ def _context(cp: int, types: tuple[str, ...], facts: Facts) -> Feature:
     return Feature(name, asked, f"{asked}: {kernel}", why.removesuffix(")"))
 
 
-def _recompute(recompute: RecomputeConfig, pipeline: PipelineSettings, facts: Facts, *, trains: bool) -> Feature:
+def _recompute(
+    recompute: RecomputeConfig, model: ModelConfig, pipeline: PipelineSettings, facts: Facts, *, trains: bool
+) -> Feature:
     name, asked = "activation recompute", str(recompute)
     if asked != "off" and not trains:
         return Feature(name, asked, "off", "evaluation only")
@@ -191,6 +193,9 @@ def _recompute(recompute: RecomputeConfig, pipeline: PipelineSettings, facts: Fa
     if recompute.is_full and largest < (recompute.recompute_num_layers or 0):
         in_effect = str(dataclasses.replace(recompute, recompute_num_layers=largest))
         return Feature(name, asked, in_effect, f"the largest stage has {largest} layer{'s' if largest > 1 else ''}")
+    if not model.pre_norm and NORM in recompute.modules and not recompute.is_full:
+        others = " ".join(part for part in RECOMPUTE_MODULES if part in recompute.modules - {NORM})
+        return Feature(name, asked, others or "off", "--no-pre-norm: no norm stands before a linear layer")
     return Feature(name, asked, facts.recomputed or asked, "layers on this rank" if facts.recomputed else "")
 
 

@@ -143,6 +143,12 @@ class ModelConfig:
         1e-5, "epsilon inside the norm's square root", aliases=("--layernorm-epsilon",), within=POSITIVE
     )
     apply_layernorm_1p: bool = flag(False, "store norm weights minus one, so that weight decay pulls them to one")
+    pre_norm: bool = on_by_default(
+        when_off="attention and MLP read the residual stream itself, not its norm; only with --post-norm"
+    )
+    post_norm: bool = flag(
+        False, "normalize the outputs of attention and MLP, too, before they are added to the residual stream"
+    )
     swiglu: bool = flag(False, "gated SiLU MLP: silu(gate) x up")
     squared_relu: bool = flag(False, "squared ReLU MLP activation")
     openai_gelu: bool = flag(

@@ -51,8 +51,9 @@ class RecomputeConfig:
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "parts of a layer, with selective: attention between its projections (core_attn), both norms (norm), the MLP's "
-        "activation (mlp_act), the whole MLP (mlp); norm and mlp_act recompute no GEMM; default core_attn",
+        "parts of a layer, with selective: attention between its projections (core_attn), the norms before attention and "
+        "MLP (norm), the MLP's activation (mlp_act), the whole MLP (mlp); norm and mlp_act recompute no GEMM; "
+        "default core_attn",
         choices=(*RECOMPUTE_MODULES, *_OTHER_NAMES),
         nargs="+",
         metavar="MODULE",

@@ -46,14 +46,21 @@ SITES = (
     "k rotated",
     "attention",
     "o_proj",
+    "o_proj norm",
     "mlp norm",
     "gate",
     "up",
     "swiglu",
     "down",
+    "down norm",
 )
 # Our norm in a layer, and a projection of a linear layer -> the site that holds its output.
-_NORM_SITES = {"input_layernorm": "norm", "pre_mlp_layernorm": "mlp norm"}
+_NORM_SITES = {
+    "input_layernorm": "norm",
+    "post_self_attn_layernorm": "o_proj norm",
+    "pre_mlp_layernorm": "mlp norm",
+    "post_mlp_layernorm": "down norm",
+}
 _LINEAR_SITES = {
     "q_proj": "q",
     "k_proj": "k",
@@ -222,16 +229,16 @@ class _Recorder:
         for number, layer in enumerate(_layers(model)):
             hooks += [
                 layer.register_forward_pre_hook(lambda module, args, number=number: self._begin(number)),
-                layer.input_layernorm.register_forward_hook(self._noting("norm")),
                 layer.self_attention.linear_qkv.register_forward_hook(
                     lambda module, args, out: self._note_qkv(out, config)
                 ),
                 layer.self_attention.linear_proj.register_forward_hook(self._noting("o_proj")),
-                layer.pre_mlp_layernorm.register_forward_hook(self._noting("mlp norm")),
                 layer.mlp.linear_fc1.register_forward_hook(lambda module, args, out: self._note_gate_up(out)),
                 layer.mlp.linear_fc2.register_forward_pre_hook(lambda module, args: self._note("swiglu", args[0])),
                 layer.mlp.linear_fc2.register_forward_hook(self._noting("down")),
             ]
+            norms = [(site, getattr(layer, path)) for path, site in _NORM_SITES.items()]
+            hooks += [norm.register_forward_hook(self._noting(site)) for site, norm in norms if norm is not None]
         assert model.decoder.final_layernorm is not None
         hooks.append(model.decoder.final_layernorm.register_forward_hook(lambda module, args, out: self._end(out)))
         try:
@@ -321,7 +328,7 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
     finally:
         for hook in hooks:
             hook.remove()
-    order = [(layer, site) for layer in range(len(model.model.layers)) for site in SITES]
+    order = [(layer, site) for layer in range(len(model.model.layers)) for site in SITES if (layer, site) in found]
     return {**{key: found[key] for key in order}, (-1, "final norm"): found[-1, "final norm"], (-1, "logits"): logits}
 
 

@@ -33,24 +33,32 @@ OUTPUT_LAYER = "output_layer.weight"
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)).
+    """Residual layer: x + post_norm(attention(norm(x))), then x + post_norm(mlp(norm(x))).
 
-    residual_multiplier, dropout: on each output of attention and mlp, before it is added to x.
+    A norm that is None is left out. residual_multiplier, dropout: on what is added to x.
     """
 
-    input_norm: NormSpec
+    input_norm: NormSpec | None
     attention: AttentionSpec
-    pre_mlp_norm: NormSpec
+    post_attention_norm: NormSpec | None
+    pre_mlp_norm: NormSpec | None
     mlp: MLPSpec
+    post_mlp_norm: NormSpec | None
     dropout: float = field(compare=False)
     residual_multiplier: float = 1.0
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
         """(path in the layer, spec) of the modules with parameters, in the order in which they are made."""
-        yield "input_layernorm", self.input_norm
+        if self.input_norm is not None:
+            yield "input_layernorm", self.input_norm
         yield from ((f"self_attention.{path}", spec) for path, spec in self.attention.parts())
-        yield "pre_mlp_layernorm", self.pre_mlp_norm
+        if self.post_attention_norm is not None:
+            yield "post_self_attn_layernorm", self.post_attention_norm
+        if self.pre_mlp_norm is not None:
+            yield "pre_mlp_layernorm", self.pre_mlp_norm
         yield from ((f"mlp.{path}", spec) for path, spec in self.mlp.parts())
+        if self.post_mlp_norm is not None:
+            yield "post_mlp_layernorm", self.post_mlp_norm
 
     def linears(self) -> dict[str, LinearSpec]:
         """Path in the layer -> linear layer."""
@@ -210,14 +218,9 @@ def _layer(model: ModelConfig, window: int | None, has_rotary: bool) -> LayerSpe
         init=init,
         output_init=output_init,
     )
-    return LayerSpec(
-        _norm(model, h, SEQUENCE),
-        attention,
-        _norm(model, h, SEQUENCE),
-        mlp,
-        model.hidden_dropout,
-        model.residual_multiplier,
-    )
+    norm = _norm(model, h, SEQUENCE)
+    before, after = norm if model.pre_norm else None, norm if model.post_norm else None
+    return LayerSpec(before, attention, after, before, mlp, after, model.hidden_dropout, model.residual_multiplier)
 
 
 def output_scale(num_layers: int) -> float:

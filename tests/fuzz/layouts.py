@@ -118,6 +118,7 @@ def draw_model(rng: random.Random) -> Flags:
     found += some(
         rng, 0.15, ("--embedding-multiplier-scale", 3), ("--residual-multiplier", 0.4), ("--logits-scaling", 1.5)
     )
+    found += rng.choice([[], [], [], [("--post-norm",)], [("--post-norm",), ("--no-pre-norm",)]])
     found += some(rng, 0.15, LORA)
     return words(found)
 

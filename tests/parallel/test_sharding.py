@@ -133,6 +133,7 @@ MODELS = {
     "llama": LLAMA,
     "gpt": GPT,
     "bf16": {**LLAMA, "bf16": True},
+    "norms behind": {**GPT, "pre_norm": False, "post_norm": True},
 }
 
 

@@ -27,7 +27,6 @@ from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.config.interval import NOT_NEGATIVE, SEED, SIZE, between
 from megatron.config.parallel import ParallelConfig
 from megatron.conversion.align import (
-    SITES,
     TIE,
     Choices,
     ModelPair,
@@ -194,7 +193,8 @@ def draw(found: Sequence[SiteDifference], path: Path) -> None:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     colors = matplotlib.colormaps["tab20"]
-    for number, site in enumerate(SITES):
+    sites = dict.fromkeys(row.site for row in found if row.layer >= 0)
+    for number, site in enumerate(sites):
         rows = [row for row in found if row.site == site]
         axes.plot([row.layer for row in rows], [row.mean_ulps for row in rows], ".-", color=colors(number), label=site)
     axes.set_xlabel("layer")

@@ -86,7 +86,8 @@ def offloaded_modules_keep_something(run: RunConfig, world_size: int) -> str | N
         return None
     gone = set(OFFLOAD_MODULES) if recompute.is_full else set[str]()
     for name in recompute.modules:
-        gone |= _KEPT_NO_MORE.get(name, set())
+        # A norm behind attention or MLP is not recomputed, and belongs to the same part.
+        gone |= set() if name == NORM and run.model.post_norm else _KEPT_NO_MORE.get(name, set())
     if found := [part for part in offload.offload_modules or () if part in gone]:
         return f"--offload-modules {' '.join(found)} names parts that recompute ({recompute}) does not save; remove one"
     return None

@@ -135,6 +135,13 @@ def groups_divide_heads(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
+def layers_have_norms(run: RunConfig, world_size: int) -> str | None:
+    """A layer has norms before attention and MLP, behind them, or both."""
+    if run.model.pre_norm or run.model.post_norm:
+        return None
+    return "--no-pre-norm leaves the layers without norms; add --post-norm, or remove it"
+
+
 def mlp_has_a_width(run: RunConfig, world_size: int) -> str | None:
     """The default width of a gated MLP is rounded down to a multiple of 64, which is 0 for tiny models."""
     m = run.model
@@ -326,6 +333,7 @@ SHAPE_RULES = (
     one_activation,
     heads_divide_hidden,
     groups_divide_heads,
+    layers_have_norms,
     mlp_has_a_width,
     tp_divides_layers,
     sequence_parallel_divides_sequence,

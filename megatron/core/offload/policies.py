@@ -9,15 +9,17 @@ from torch import nn
 
 from megatron.config.activation_offload import RESIDENT_LAYERS
 
-# Part of a layer -> (the module whose forward begins it, the part that begins when that forward ends). The names are those
-# of Megatron-LM's --offload-modules.
+# Module of a layer, if the layer has it -> (the part of the layer that its forward begins, the part that begins when that
+# forward ends). The names of the parts are those of Megatron-LM's --offload-modules.
 _PARTS = {
-    "attn_norm": ("input_layernorm", None),
-    "qkv_linear": ("self_attention.linear_qkv", "core_attn"),
-    "attn_proj": ("self_attention.linear_proj", None),
-    "mlp_norm": ("pre_mlp_layernorm", None),
-    "mlp_fc1": ("mlp.linear_fc1", "mlp_act"),
-    "mlp_fc2": ("mlp.linear_fc2", None),
+    "input_layernorm": ("attn_norm", None),
+    "self_attention.linear_qkv": ("qkv_linear", "core_attn"),
+    "self_attention.linear_proj": ("attn_proj", None),
+    "post_self_attn_layernorm": ("attn_norm", None),
+    "pre_mlp_layernorm": ("mlp_norm", None),
+    "mlp.linear_fc1": ("mlp_fc1", "mlp_act"),
+    "mlp.linear_fc2": ("mlp_fc2", None),
+    "post_mlp_layernorm": ("mlp_norm", None),
 }
 
 
@@ -100,10 +102,11 @@ class ByModules:
     def attach(self, layers: Iterable[nn.Module]) -> None:
         """Register hooks on the layers' modules that track which part runs."""
         for layer in layers:
-            for part, (path, following) in _PARTS.items():
-                module = layer.get_submodule(path)
-                module.register_forward_pre_hook(lambda *_, part=part: self._enter(part))
-                module.register_forward_hook(lambda *_, following=following: self._enter(following))
+            modules = dict(layer.named_modules())
+            for path in _PARTS.keys() & modules.keys():
+                part, following = _PARTS[path]
+                modules[path].register_forward_pre_hook(lambda *_, part=part: self._enter(part))
+                modules[path].register_forward_hook(lambda *_, following=following: self._enter(following))
 
     def _enter(self, part: str | None) -> None:
         self._current = part

@@ -37,8 +37,8 @@ class SelfAttention(nn.Module):
         tp = build.groups.tp.size
         self.linear_qkv = build.column(spec.linear_qkv)
         self.linear_proj = build.row(spec.linear_proj)
-        self.q_layernorm = None if spec.q_norm is None else build.norm(spec.q_norm)
-        self.k_layernorm = None if spec.k_norm is None else build.norm(spec.k_norm)
+        self.q_layernorm = build.optional_norm(spec.q_norm)
+        self.k_layernorm = build.optional_norm(spec.k_norm)
         self._local_groups, self._d = spec.local_groups(tp), spec.head_dim
         self._per_group = spec.heads // spec.groups // spec.group_holders(tp)
         self.core, self.rotate, self._prefetch = core, rotate, prefetch

@@ -17,12 +17,13 @@ from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.core_attention import RecomputedAttention
 from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recompute, recompute_module
 from megatron.kernels.ops.attention import AttentionKernel
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x)). [s or s/tp, b, h] -> the same.
+    """The residual layer of LayerSpec. [s or s/tp, b, h] -> the same.
 
     `number`: the layer's place in the whole model, from 0.
     """
@@ -30,7 +31,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, build: Build, number: int) -> None:
         super().__init__()
         spec, recomputed = build.spec.layers[number], build.recompute.parts_of(number)
-        self.input_layernorm = build.norm(spec.input_norm)
+        self.input_layernorm = build.optional_norm(spec.input_norm)
         core = _core_attention(build, number)
         early = core if isinstance(core, AllGatherAttention) else None
         self.self_attention = SelfAttention(
@@ -39,13 +40,17 @@ class TransformerLayer(nn.Module):
             RecomputedAttention(core, build.rng) if CORE_ATTN in recomputed else core,
             prefetch=None if early is None else early.prefetch,
         )
-        self.pre_mlp_layernorm = build.norm(spec.pre_mlp_norm)
+        self.post_self_attn_layernorm = build.optional_norm(spec.post_attention_norm)
+        self.pre_mlp_layernorm = build.optional_norm(spec.pre_mlp_norm)
         self.mlp = MLP(build, spec.mlp, recompute_activation=MLP_ACT in recomputed)
+        self.post_mlp_layernorm = build.optional_norm(spec.post_mlp_norm)
         add_adapters(self, build, spec)
         self._rng, self._dropout, self._multiplier = build.rng, spec.dropout, spec.residual_multiplier
+        self._dtype = build.dtype
         self._stream = "sharded" if build.sequence_parallel else "replicated"
-        if NORM in recomputed:
+        if NORM in recomputed and self.input_layernorm is not None:
             self.input_layernorm.defer_to(self.self_attention.linear_qkv)
+        if NORM in recomputed and self.pre_mlp_layernorm is not None:
             self.pre_mlp_layernorm.defer_to(self.mlp.linear_fc1)
         if WHOLE_MLP in recomputed:
             recompute_module(self.mlp, build.rng, last=self.mlp.linear_fc2)
@@ -55,11 +60,18 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See the class."""
-        x = x + self._branch(self.self_attention(self.input_layernorm(x), positions, cache))
-        return x + self._branch(self.mlp(self.pre_mlp_layernorm(x)))
+        x = x + self._branch(
+            self.self_attention(self._read(x, self.input_layernorm), positions, cache), self.post_self_attn_layernorm
+        )
+        return x + self._branch(self.mlp(self._read(x, self.pre_mlp_layernorm)), self.post_mlp_layernorm)
 
-    def _branch(self, x: Tensor) -> Tensor:
+    def _read(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """The residual stream as attention or the MLP reads it."""
+        return x.to(self._dtype) if norm is None else norm(x)
+
+    def _branch(self, x: Tensor, norm: Norm | None) -> Tensor:
         """The output of attention or MLP as it is added to the residual stream."""
+        x = x if norm is None else norm(x)
         if self._multiplier != 1.0:
             x = x * self._multiplier
         if self._dropout == 0.0 or not self.training:
@@ -108,10 +120,11 @@ class TransformerBlock(nn.Module):
             x = self.layers[str(number)](x, positions)
         return x
 
-    def _last_gemm(self, layers: Sequence[int]) -> RowParallelLinear:
+    def _last_gemm(self, layers: Sequence[int]) -> RowParallelLinear | None:
+        """The layer that the last of `layers` ends with; None if that is a norm, which keeps its input for backward."""
         layer = self.layers[str(layers[-1])]
         assert isinstance(layer, TransformerLayer)
-        return layer.mlp.linear_fc2
+        return layer.mlp.linear_fc2 if layer.post_mlp_layernorm is None else None
 
 
 def _core_attention(build: Build, number: int) -> AttentionKernel:

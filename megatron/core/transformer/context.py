@@ -65,6 +65,10 @@ class Build:
             spec, tp=self.groups.tp, sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device
         )
 
+    def optional_norm(self, spec: NormSpec | None) -> Norm | None:
+        """A normalization layer, if there is one."""
+        return None if spec is None else self.norm(spec)
+
     def parameter(self, spec: ParamSpec) -> Parameter:
         """This rank's piece of a parameter, uninitialised."""
         return make_parameter(

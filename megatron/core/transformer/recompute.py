@@ -10,9 +10,13 @@ from megatron.core.recompute.rerun import Random, checkpoint
 from megatron.core.tensor_parallel.linear import RowParallelLinear
 
 
-def recompute(function: Callable[[Tensor], Tensor], x: Tensor, rng: Random, *, last: RowParallelLinear) -> Tensor:
-    """function(x), run again in backward. The region ends with the layer `last`, whose GEMM is left out the second time:
-    nothing that backward needs depends on its result."""
+def recompute(
+    function: Callable[[Tensor], Tensor], x: Tensor, rng: Random, *, last: RowParallelLinear | None
+) -> Tensor:
+    """function(x), run again in backward. The GEMM of `last`, if given, is left out the second time: the region ends with
+    this layer, and nothing that backward needs depends on its result."""
+    if last is None:
+        return checkpoint(function, [x], rng)
 
     def again(x: Tensor) -> Tensor:
         with last.without_gemm():

@@ -26,6 +26,8 @@ from megatron.spec.memory.trace import (
     MLP_FC1,
     MLP_FC2,
     MLP_NORM,
+    POST_ATTN_NORM,
+    POST_MLP_NORM,
     QKV_LINEAR,
     RESIDUAL,
     MemoryTrace,
@@ -139,6 +141,9 @@ def _share_of_parts(offload: ActivationOffloadConfig, again: frozenset[str], lay
     of the norm or activation that it computes again."""
     parts = layer.kept_by_part()
     named = set(offload.offload_modules or ())
+    for part, behind in ((ATTN_NORM, POST_ATTN_NORM), (MLP_NORM, POST_MLP_NORM)):
+        if part in named:
+            named.add(behind)
     for name, part, linear in (
         (NORM, ATTN_NORM, QKV_LINEAR),
         (NORM, MLP_NORM, MLP_FC1),

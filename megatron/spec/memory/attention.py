@@ -14,7 +14,6 @@ from megatron.spec.memory.trace import (
     BACKWARD,
     COMMUNICATION,
     CORE_ATTN,
-    NORMS,
     WORK,
     MemoryTrace,
 )
@@ -95,16 +94,16 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
 
 
 class AttentionMemory:
-    """From the layer's first norm to the output of the projection.
+    """From the input of the fused projection to the output of the other one.
 
-    again: attention between its projections is computed again in backward.
+    again: attention between its projections is computed again in backward. input_kind: of the memory that it reads.
     """
 
-    def __init__(self, spec: AttentionSpec, sizes: Sizes, *, again: bool) -> None:
+    def __init__(self, spec: AttentionSpec, sizes: Sizes, *, again: bool, input_kind: str) -> None:
         self._spec, self._sizes, self._rope = spec, sizes, spec.rotary is not None
         self._heads = heads = heads_of(spec, sizes)
         self._qk_norm = spec.q_norm is not None
-        self.qkv = LinearMemory(spec.linear_qkv, sizes, (NORMS, ATTENTION), CORE_ATTN)
+        self.qkv = LinearMemory(spec.linear_qkv, sizes, (input_kind, ATTENTION), CORE_ATTN)
         self._changed = self._rope or self._qk_norm  # what the kernel gets are tensors of their own
         first = kernel_memory(spec, sizes)
         if sizes.unfused_attention and not self._changed and spec.local_groups(sizes.tp) == 1 < heads.number:

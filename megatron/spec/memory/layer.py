@@ -24,9 +24,8 @@ from __future__ import annotations
 from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.memory.attention import AttentionMemory
-from megatron.spec.memory.linear import LinearMemory
 from megatron.spec.memory.mlp import MLPMemory
-from megatron.spec.memory.norm import NormMemory
+from megatron.spec.memory.norm import NoNormMemory, NormMemory, PostNormMemory
 from megatron.spec.memory.trace import (
     ATTN_NORM,
     BACKWARD,
@@ -36,12 +35,15 @@ from megatron.spec.memory.trace import (
     MLP_NORM,
     NORMS,
     PARTS,
+    POST_ATTN_NORM,
+    POST_MLP_NORM,
     QKV_LINEAR,
     RESIDUAL,
     WORK,
     MemoryTrace,
     profile_of,
 )
+from megatron.spec.norm import NormSpec
 from megatron.spec.sizes import MASK, Sizes
 
 
@@ -53,13 +55,23 @@ class LayerMemory:
 
     def __init__(self, spec: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> None:
         self._sizes, self._dropout, self._multiplied = sizes, spec.dropout > 0, spec.residual_multiplier != 1
-        self._norm_again, self._mlp_again = NORM in modules, WHOLE_MLP in modules
-        self._input_norm = NormMemory(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR)
-        self._attention = AttentionMemory(spec.attention, sizes, again=CORE_ATTN in modules)
-        self._mlp_norm = NormMemory(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1)
-        self._mlp = MLPMemory(spec.mlp, sizes, act_again=MLP_ACT in modules, again=self._mlp_again)
+        self._mlp_again, deferred = WHOLE_MLP in modules, NORM in modules
+        self._input_norm = _before(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR, deferred=deferred)
+        self._attention = AttentionMemory(
+            spec.attention, sizes, again=CORE_ATTN in modules, input_kind=self._input_norm.kind
+        )
+        self._attention_norm = _behind(spec.post_attention_norm, sizes, POST_ATTN_NORM)
+        self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1, deferred=deferred)
+        self._mlp = MLPMemory(
+            spec.mlp,
+            sizes,
+            act_again=MLP_ACT in modules,
+            again=self._mlp_again,
+            input_kind=self._pre_mlp_norm.kind,
+        )
+        self._mlp_norm = _behind(spec.post_mlp_norm, sizes, POST_MLP_NORM)
         # A region of norm and MLP keeps its input alone, which is the residual stream.
-        self._region = self._norm_again and self._mlp_again
+        self._region = self._pre_mlp_norm.deferred and self._mlp_again
 
     def forward(self, trace: MemoryTrace) -> None:
         """Leaves the tensors that backward needs, and the residual stream after the layer."""
@@ -67,21 +79,20 @@ class LayerMemory:
         with trace.doing("attention"):
             self._input_norm.forward(trace)
             self._attention.project(trace)
-            if self._norm_again:
-                self._input_norm.forget(trace)
+            self._input_norm.forward_over(trace)
             self._attention.forward(trace)  # leaves its output
-            self._add(trace, MLP_NORM)
+            self._add(trace, self._attention_norm, self._pre_mlp_norm.part)
         if self._input_norm.copies:
-            trace.free(RESIDUAL, sizes.residual, ATTN_NORM)  # the layer's input, which nothing keeps
+            trace.free(RESIDUAL, sizes.residual, self._input_norm.part)  # the layer's input, which nothing keeps
         with trace.doing("mlp"):
             self._mlp_input(trace)
             self._mlp.forward(trace)
             if self._region:
-                trace.free(NORMS, self._mlp_norm.kept_input, MLP_NORM)
-            self._add(trace, ATTN_NORM)  # of the next layer, as its norm is to this one
+                trace.free(NORMS, self._pre_mlp_norm.kept_input, MLP_NORM)
+            self._add(trace, self._mlp_norm, self._input_norm.part)  # of the next layer, as it is to this one
             trace.free(WORK, sizes.hidden)  # the MLP's output
-        if self._mlp_norm.copies and not self._region:
-            trace.free(RESIDUAL, sizes.residual, MLP_NORM)
+        if self._pre_mlp_norm.copies and not self._region:
+            trace.free(RESIDUAL, sizes.residual, self._pre_mlp_norm.part)
         trace.free(WORK, sizes.hidden)  # the attention's output, which lives as long as the layer's function
         self._attention.end_layer(trace)
 
@@ -93,7 +104,7 @@ class LayerMemory:
         sizes = self._sizes
         trace.take(COMMUNICATION, self._attention.early)
         with trace.doing("mlp"):
-            branch = self._branch_gradient(trace)
+            branch = self._branch_gradient(trace, self._mlp_norm)
             if self._mlp_again:
                 if self._region:
                     self._mlp_input(trace)
@@ -101,18 +112,18 @@ class LayerMemory:
                     self._mlp.fc1.forward(trace)
                 self._mlp.activate(trace)
             self._mlp.backward(trace, branch)
-            self._norm_backward(trace, self._mlp.fc1, self._mlp_norm)
-            if not self._mlp_norm.copies or self._region:
+            self._pre_mlp_norm.backward_behind(self._mlp.fc1, trace)
+            if self._pre_mlp_norm.keeps_stream or self._region:
                 trace.free(RESIDUAL, sizes.residual)
             trace.free(BACKWARD, sizes.residual)
         shared = sizes.split_backward and branch == 0  # the weight gradients need the incoming gradient later
         if shared or not owned:
             trace.take(BACKWARD, sizes.residual)
         with trace.doing("attention"):
-            branch = self._branch_gradient(trace)
+            branch = self._branch_gradient(trace, self._attention_norm)
             self._attention.backward(trace, grad=branch)
-            self._norm_backward(trace, self._attention.qkv, self._input_norm)
-            if not self._input_norm.copies:
+            self._input_norm.backward_behind(self._attention.qkv, trace)
+            if self._input_norm.keeps_stream:
                 trace.free(RESIDUAL, sizes.residual)
             trace.free(BACKWARD, sizes.residual)
         if shared:
@@ -131,15 +142,17 @@ class LayerMemory:
         return {part: parts.get(part, 0) for part in PARTS}
 
     def _mlp_input(self, trace: MemoryTrace) -> None:
-        """The second norm and fc1."""
-        self._mlp_norm.forward(trace)
+        """The norm before the MLP, and fc1."""
+        self._pre_mlp_norm.forward(trace)
         self._mlp.fc1.forward(trace)
-        if self._norm_again:
-            self._mlp_norm.forget(trace)
+        self._pre_mlp_norm.forward_over(trace)
 
-    def _add(self, trace: MemoryTrace, reader: str) -> None:
-        """The branch's output, with its factor and dropout, to the residual stream, whose reader is a norm. It stays."""
+    def _add(self, trace: MemoryTrace, norm: PostNormMemory | None, reader: str | None) -> None:
+        """The branch's output, with its norm, factor and dropout, to the residual stream, which the part `reader` saves. The
+        output stays."""
         sizes = self._sizes
+        if norm is not None:
+            norm.forward(trace)
         product = sizes.hidden if self._multiplied else 0
         trace.take(WORK, product)
         if self._dropout:
@@ -150,8 +163,13 @@ class LayerMemory:
             trace.free(WORK, sizes.hidden)
         trace.free(WORK, product)
 
-    def _branch_gradient(self, trace: MemoryTrace) -> int:
+    def _branch_gradient(self, trace: MemoryTrace, norm: PostNormMemory | None) -> int:
         """Bytes of the gradient of the branch's output; 0 when it is the residual stream's own."""
+        added = self._added_gradient(trace)
+        return added if norm is None else norm.backward(trace, added)
+
+    def _added_gradient(self, trace: MemoryTrace) -> int:
+        """Bytes of the gradient of what the branch adds to the residual stream; 0 when it is the stream's own."""
         sizes, made = self._sizes, 0
         if sizes.residual != sizes.hidden:
             trace.take(BACKWARD, sizes.hidden)
@@ -164,17 +182,21 @@ class LayerMemory:
                 made = sizes.hidden
         return made
 
-    def _norm_backward(self, trace: MemoryTrace, behind: LinearMemory, norm: NormMemory) -> None:
-        """The backward of the linear layer behind a norm, and of the norm."""
-        if self._norm_again:
-            norm.again(trace)
-            behind.backward(trace, then=norm.backward)
-        else:
-            behind.backward(trace)
-            norm.backward(trace)
-
     @property
     def _mask(self) -> int:
         """Bytes that dropout of hidden states keeps. On the CPU torch has no kernel of its own for it: it keeps factors."""
         sizes = self._sizes
         return sizes.rows * sizes.h * (sizes.e if sizes.target.cpu else MASK)
+
+
+def _before(
+    norm: NormSpec | None, sizes: Sizes, part: str, linear: str, *, deferred: bool
+) -> NormMemory | NoNormMemory:
+    """Between the residual stream and a linear layer. part, linear: the parts of the norm, and of the linear layer."""
+    if norm is None:
+        return NoNormMemory(sizes, linear)
+    return NormMemory(norm, sizes, part, linear, deferred)
+
+
+def _behind(norm: NormSpec | None, sizes: Sizes, part: str) -> PostNormMemory | None:
+    return None if norm is None else PostNormMemory(norm, sizes, part)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from megatron.spec.memory.linear import LinearMemory
-from megatron.spec.memory.trace import BACKWARD, MLP, MLP_ACT, MLP_FC2, NORMS, WORK, MemoryTrace
+from megatron.spec.memory.trace import BACKWARD, MLP, MLP_ACT, MLP_FC2, WORK, MemoryTrace
 from megatron.spec.mlp import SQUARED_RELU, MLPSpec
 from megatron.spec.sizes import Sizes
 
 
 class MLPMemory:
-    """From the output of the layer's second norm to that of fc2.
+    """From the input of fc1 to the output of fc2.
 
-    act_again: fc2 computes the activation again in its backward. again: the backward computes all but fc2 again.
+    act_again: fc2 computes the activation again in its backward. again: the backward computes all but fc2 again. input_kind:
+    of the memory that fc1 reads.
     """
 
-    def __init__(self, spec: MLPSpec, sizes: Sizes, *, act_again: bool, again: bool) -> None:
+    def __init__(self, spec: MLPSpec, sizes: Sizes, *, act_again: bool, again: bool, input_kind: str) -> None:
         self._spec, self._act_again, self._again = spec, act_again, again
-        self.fc1 = LinearMemory(spec.linear_fc1, sizes, (NORMS, MLP), MLP_ACT)
+        self.fc1 = LinearMemory(spec.linear_fc1, sizes, (input_kind, MLP), MLP_ACT)
         self._fc2 = LinearMemory(spec.linear_fc2, sizes, (MLP, WORK))
 
     def activate(self, trace: MemoryTrace) -> None:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from megatron.spec.memory.trace import BACKWARD, NORMS, WORK, MemoryTrace
+from megatron.spec.memory.linear import LinearMemory
+from megatron.spec.memory.trace import BACKWARD, NORMS, RESIDUAL, WORK, MemoryTrace
 from megatron.spec.norm import RMS_NORM, NormSpec
 from megatron.spec.sizes import FP32, Sizes
 
 
 @dataclass(frozen=True)
 class NormMemory:
-    """A norm of the residual stream. part: the one that its statistics count to; reader: the one that saves its output."""
+    """A norm of the residual stream. part: the one that its statistics count to; reader: the one that saves its output.
+
+    deferred: the linear layer behind it applies it, and again in backward (GEMM-last).
+    """
 
     spec: NormSpec
     sizes: Sizes
     part: str | None = None
     reader: str | None = None
+    deferred: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The kind of the memory that the linear layer behind it reads."""
+        return NORMS
 
     @property
     def rms(self) -> bool:
@@ -27,6 +38,11 @@ class NormMemory:
     def copies(self) -> bool:
         """LayerNorm in another dtype than its input's keeps a copy of that, and not the input itself."""
         return not self.rms and self.sizes.r != self.sizes.e
+
+    @property
+    def keeps_stream(self) -> bool:
+        """Whether it keeps the residual stream itself, until its backward."""
+        return not self.copies
 
     @property
     def out(self) -> int:
@@ -61,15 +77,21 @@ class NormMemory:
         trace.take(NORMS, self.statistics, self.part)
         trace.take(NORMS, self.out, self.reader)
 
-    def forget(self, trace: MemoryTrace) -> None:
-        """Free the tensors that can be computed again from the input or its copy."""
-        trace.free(NORMS, self._row_statistics, self.part)
-        trace.free(NORMS, self.out, self.reader)
+    def forward_over(self, trace: MemoryTrace) -> None:
+        """After the forward of the linear layer behind it: if deferred, only the input or its copy is still needed."""
+        if self.deferred:
+            trace.free(NORMS, self._row_statistics, self.part)
+            trace.free(NORMS, self.out, self.reader)
 
-    def again(self, trace: MemoryTrace) -> None:
-        """As `forward`, after `forget`."""
-        self.forward(trace)
-        trace.free(NORMS, self.kept_input)
+    def backward_behind(self, linear: LinearMemory, trace: MemoryTrace) -> None:
+        """The backward of the linear layer behind it, and its own."""
+        if self.deferred:
+            self.forward(trace)
+            trace.free(NORMS, self.kept_input)
+            linear.backward(trace, then=self.backward)
+        else:
+            linear.backward(trace)
+            self.backward(trace)
 
     def backward(self, trace: MemoryTrace) -> None:
         """From the gradient of its output to that of its input, which takes its place. Frees the statistics."""
@@ -91,6 +113,68 @@ class NormMemory:
     @property
     def _fp32_input(self) -> bool:
         return self.sizes.r == FP32
+
+
+@dataclass(frozen=True)
+class NoNormMemory:
+    """In the place of a norm that a layer does not have: the linear layer reads the residual stream itself, or a copy in its
+    own dtype. part: that linear layer, which saves one of them. See NormMemory for the methods."""
+
+    sizes: Sizes
+    part: str
+
+    deferred, keeps_stream, kept_input = False, False, 0
+
+    @property
+    def copies(self) -> bool:
+        """Whether the linear layer reads a copy, so that nothing keeps the residual stream itself."""
+        return self.sizes.r != self.sizes.e
+
+    @property
+    def kind(self) -> str:
+        """The kind of the memory that the linear layer reads."""
+        return NORMS if self.copies else RESIDUAL
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """Leaves the copy, if there is one."""
+        trace.take(NORMS, self.sizes.hidden if self.copies else 0, self.part)
+
+    def forward_over(self, trace: MemoryTrace) -> None:
+        """Nothing more is left."""
+
+    def backward_behind(self, linear: LinearMemory, trace: MemoryTrace) -> None:
+        """The backward of the linear layer, and of the copy."""
+        linear.backward(trace)
+        if self.copies:
+            trace.take(BACKWARD, self.sizes.residual)
+            trace.free(BACKWARD, self.sizes.hidden)
+
+
+@dataclass(frozen=True)
+class PostNormMemory:
+    """A norm of the output of attention or of the MLP, which it keeps. part: the one that it counts to."""
+
+    spec: NormSpec
+    sizes: Sizes
+    part: str
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """Its input is work space, and so is the output that it leaves. The input is kept as bytes of norms."""
+        self._norm.forward(trace)
+
+    def backward(self, trace: MemoryTrace, grad: int) -> int:
+        """From the gradient of its output, of `grad` bytes (0 when it belongs to another), to that of its input, which takes
+        its place and whose bytes are returned. Frees the input."""
+        self._norm.backward(trace)
+        trace.free(NORMS, self._norm.out)
+        if not grad:
+            trace.take(BACKWARD, self._norm.out)
+        return self._norm.out
+
+    @property
+    def _norm(self) -> NormMemory:
+        """Such a norm of a stream in the dtype of the activations. It leaves as many bytes: of its output, not its input."""
+        return NormMemory(self.spec, dataclasses.replace(self.sizes, r=self.sizes.e), self.part, self.part)
 
 
 def row_statistics(spec: NormSpec, sizes: Sizes) -> int:

@@ -17,9 +17,11 @@ BACKWARD, COMMUNICATION, WORK = "backward", "communication", "work space"
 ACTIVATIONS = (ATTENTION, MLP, NORMS, RESIDUAL, DROPOUT, EMBEDDING, LOGITS, BATCH)
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, *ACTIVATIONS, BACKWARD, COMMUNICATION, WORK)
 
-# Parts of a layer that save activations: those of --offload-modules, and the dropout of hidden states.
+# Parts of a layer that save activations: those of --offload-modules, the norms behind attention and MLP (which move with
+# those before them), and the dropout of hidden states.
 ATTN_NORM, QKV_LINEAR, CORE_ATTN, ATTN_PROJ, MLP_NORM, MLP_FC1, MLP_ACT, MLP_FC2 = OFFLOAD_MODULES
-PARTS = (*OFFLOAD_MODULES, DROPOUT)
+POST_ATTN_NORM, POST_MLP_NORM = "post_attn_norm", "post_mlp_norm"
+PARTS = (*OFFLOAD_MODULES, POST_ATTN_NORM, POST_MLP_NORM, DROPOUT)
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ MEMORY_CASES = [
     (
         rules_activation_offload.offloaded_modules_keep_something,
         {**PARTS_MOVE, "offload_modules": ("attn_norm", "mlp_fc1"), "kaimm_recompute_norm": True},
-        {**PARTS_MOVE, "offload_modules": ("mlp_fc1",), "kaimm_recompute_norm": True},
+        {**PARTS_MOVE, "offload_modules": ("attn_norm",), "kaimm_recompute_norm": True, "post_norm": True},
         1,
         ["attn_norm names", "norm"],
     ),

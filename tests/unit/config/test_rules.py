@@ -112,6 +112,7 @@ CASES = [
         1,
         ["4", "3"],
     ),
+    (rules_model.layers_have_norms, {"pre_norm": False}, {"pre_norm": False, "post_norm": True}, 1, ["--post-norm"]),
     (
         rules_model.mlp_has_a_width,
         {"hidden_size": 16, "swiglu": True},

@@ -230,7 +230,7 @@ ALWAYS = """
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention lora_rank
     rotary_interleaved
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
-    openai_gelu bias_gelu_fusion add_bias_linear qk_layernorm
+    pre_norm post_norm openai_gelu bias_gelu_fusion add_bias_linear qk_layernorm
     untie_embeddings_and_output_weights attention_dropout hidden_dropout
     init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by
     fixed_padded_vocab_size mask_padded_vocabulary fp16 bf16

@@ -328,6 +328,8 @@ def test_every_argument_that_is_written_is_megatrons(version):
             {**LLAMA, "residual_multiplier": 0.5, "logits_scaling": 8.0},
             "--residual-multiplier 0.5, --logits-scaling 8.0",
         ),
+        ({**LLAMA, "post_norm": True}, "--post-norm"),
+        ({**LLAMA, "post_norm": True, "pre_norm": False}, "--no-pre-norm, --post-norm"),
     ],
 )
 def test_what_has_no_argument_there_is_named(fields, named):

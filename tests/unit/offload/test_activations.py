@@ -291,9 +291,9 @@ class TestByLayer:
 class TestModules:
     FIELDS: ClassVar = {**LLAMA, "num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 
-    def run(self, *parts, evaluate=False):
+    def run(self, *parts, evaluate=False, **more):
         """(bytes out, gradients) of a decoder whose first two layers may move."""
-        model = make_model(self.FIELDS, pool.groups())
+        model = make_model({**self.FIELDS, **more}, pool.groups())
         policy, layers = ByModules(parts), list(model.decoder.layers.values())
         offload = make(model, layers=4, policy=policy, moved=frozenset())
         attach_to_layers(offload, layers)
@@ -323,6 +323,12 @@ class TestModules:
         together, gradients = self.run(*OFFLOAD_MODULES)
         assert all(map(torch.equal, gradients, expected))
         assert together <= sum(alone.values()) and all(0 < nbytes < together for nbytes in alone.values())
+
+    def test_norms_behind_attention_move_with_those_before_it(self):
+        """Each keeps its input and one number per token."""
+        before, both = self.run("attn_norm")[0], self.run("attn_norm", post_norm=True)[0]
+        behind, _ = self.run("attn_norm", post_norm=True, pre_norm=False)
+        assert both - before == behind == 2 * 32 * 4 * (32 + 1)
 
     def test_an_evaluation_has_no_hooks(self):
         assert self.run(*OFFLOAD_MODULES, evaluate=True) == (0, {})

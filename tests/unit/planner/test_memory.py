@@ -63,6 +63,11 @@ MODELS = {
     "llama": LLAMA_LIKE,
     "llama, gqa": {**LLAMA_LIKE, "group_query_attention": True, "num_query_groups": 2},
     "llama, qk norm": {**LLAMA_LIKE, "qk_layernorm": True},
+    "llama, norms behind": {**LLAMA_LIKE, "pre_norm": False, "post_norm": True},
+    "gpt, norms on both sides": {"attention_dropout": 0.0, "post_norm": True},
+    "norms behind, fp32 residual": {
+        "pre_norm": False, "post_norm": True, "bf16": True, "fp32_residual_connection": True,
+    },
     "gpt": {"attention_dropout": 0.0},
     "gpt, no dropout, no positions": {
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "position_embedding_type": "none",
@@ -200,11 +205,12 @@ class TestStep:
             (("mlp_act",), (), ("mlp_act",)),
             (("core_attn",), (), ("core_attn", "attn_proj")),  # a fused kernel keeps its output
             (("core_attn",), ("core_attn",), ("core_attn",)),
+            (("attn_norm",), (), ("attn_norm", "post_attn_norm")),
             (("qkv_linear", "mlp_fc2"), ("norm", "mlp_act"), ("attn_norm", "mlp_act")),  # within the linear layers
         ],
     )
     def test_parts_take_along_what_they_save(self, named, again, moved):
-        fields = {**STEP_SHAPE, "fine_grained_activation_offloading": True, "offload_modules": named}
+        fields = {**STEP_SHAPE, "fine_grained_activation_offloading": True, "offload_modules": named, "post_norm": True}
         fields |= {"recompute_granularity": "selective", "recompute_modules": again} if again else {}
         parts = layer_bytes_of(make_run(**fields))
         assert peak(**fields).host == pytest.approx(6 * sum(parts[name] for name in moved), abs=100)
@@ -244,6 +250,8 @@ CASES = {
         f"{LLAMA} --group-query-attention --num-query-groups 2 --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --global-batch-size 4"
     ),
+    "llama, bf16, norms behind": f"{LLAMA} --bf16 --no-pre-norm --post-norm",
+    "gpt, dropout, norms on both sides": f"{GPT} --post-norm",
     "gpt, dropout": GPT,
     "gpt, attention dropout, selective": "--recompute-activations",
     "tied, large vocabulary": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd",

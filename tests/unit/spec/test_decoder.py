@@ -20,6 +20,8 @@ VARIANTS = {
     "tied": {**LLAMA, "untie_embeddings_and_output_weights": False},
     "qk norm": {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True},
     "some layers without rotary": {**LLAMA, "no_rope_freq": "2", "rotary_percent": 0.5, "rotary_interleaved": True},
+    "norms on both sides": {**GPT, "post_norm": True},
+    "norms behind": {**LLAMA, "pre_norm": False, "post_norm": True},
     "squared relu": {**GPT, "squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
     "factors": {**LLAMA, **FACTORS},
 }
@@ -64,6 +66,7 @@ def test_models_are_the_same_when_their_descriptions_are():
     assert decoder_spec(config) == decoder_spec(make_build({**GPT, **same}, pool.groups()).config)
     others = [{"squared_relu": True}, {"num_layers": 3}, {"ffn_hidden_size": 96}, {"add_bias_linear": False}]
     others += [{name: factor} for name, factor in FACTORS.items()]
+    others += [{"post_norm": True}, {"post_norm": True, "pre_norm": False}]
     described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]
     assert all(one != other for one, other in itertools.combinations(described, 2))
 

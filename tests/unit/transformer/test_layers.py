@@ -204,6 +204,20 @@ class TestBlock:
         expected = middle + layer.mlp(layer.pre_mlp_layernorm(middle))
         assert layer(x, where).equal(expected)
 
+    def test_norms_behind_attention_and_mlp(self):
+        layer, x = built(TransformerLayer, {**GPT, "post_norm": True}, 0), hidden()
+        behind = layer.post_self_attn_layernorm(layer.self_attention(layer.input_layernorm(x), NOWHERE))
+        middle = x + behind
+        expected = middle + layer.post_mlp_layernorm(layer.mlp(layer.pre_mlp_layernorm(middle)))
+        assert layer(x, NOWHERE).equal(expected) and not middle.equal(x + layer.self_attention(x, NOWHERE))
+
+    def test_no_norms_before_them(self):
+        fields = {**GPT, "pre_norm": False, "post_norm": True}
+        layer, x = built(TransformerLayer, fields, 0), hidden()
+        assert layer.input_layernorm is None and layer.pre_mlp_layernorm is None
+        middle = x + layer.post_self_attn_layernorm(layer.self_attention(x, NOWHERE))
+        assert layer(x, NOWHERE).equal(middle + layer.post_mlp_layernorm(layer.mlp(middle)))
+
     def test_hidden_dropout(self):
         layer, x = built(TransformerLayer, {**GPT, "hidden_dropout": 0.5}, 0), hidden()
         assert not layer(x, NOWHERE).equal(layer(x, NOWHERE))

@@ -28,6 +28,7 @@ WAYS = {
     **MODES,
 }
 BF16 = {"bf16": True}
+BEHIND = {"pre_norm": False, "post_norm": True}
 ONE_KV_HEAD = {"num_query_groups": 1}
 MHA = {"group_query_attention": False, "num_query_groups": None}
 ATTENTION_DROPOUT, DROPOUT = {"attention_dropout": 0.1}, {"attention_dropout": 0.1, "hidden_dropout": 0.1}
@@ -38,6 +39,11 @@ MODELS = {
     "llama, normed heads, 1p": {**LLAMA, "qk_layernorm": True, "apply_layernorm_1p": True},
     "llama, fp32 residual": {**LLAMA, **BF16, "fp32_residual_connection": True, "hidden_dropout": 0.1},
     "llama, a layer without rotary": {**LLAMA, "no_rope_freq": "2"},
+    "llama, norms on both sides": {**LLAMA, **BF16, "post_norm": True},
+    "llama, norms behind": {**LLAMA, **BF16, **BEHIND, "hidden_dropout": 0.1},
+    "llama, norms behind, fp32 residual": {**LLAMA, **BF16, **BEHIND, "fp32_residual_connection": True},
+    "gpt, norms on both sides, fp32 residual": {**GPT, **BF16, "post_norm": True, "fp32_residual_connection": True},
+    "gpt, norms behind, 1p": {**GPT, **BEHIND, "apply_layernorm_1p": True},
     "llama, no positions": {**LLAMA, "position_embedding_type": "none"},
     "llama, unfused, bf16": {**LLAMA, **BF16, **UNFUSED},
     "llama, unfused, dropout": {**LLAMA, **UNFUSED, **DROPOUT},
@@ -135,7 +141,7 @@ def over_tp(rank, size, name, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt, dropout", "llama, unfused, bf16"])
+@pytest.mark.parametrize("name", ["llama", "gpt, dropout", "llama, unfused, bf16", "llama, norms behind"])
 def test_over_tp(name, sequence_parallel):
     for found in pool.run(2, over_tp, name, sequence_parallel):
         assert {way: kept for way, (kept, _) in found.items()} == {way: said for way, (_, said) in found.items()}
@@ -158,7 +164,7 @@ def test_the_figures_of_a_llama_layer(tp):
 
 
 def test_parts_add_up_and_are_all_named():
-    config = make_build(MODELS["gpt, dropout"], pool.groups()).config
+    config = make_build({**MODELS["gpt, dropout"], "post_norm": True}, pool.groups()).config
     sizes = planned.sizes_for(config, planned.CPU, TOKENS, SAMPLES)
     parts = planned.layer_memory(config, sizes).kept_by_part()
     assert tuple(parts) == PARTS and all(parts.values())

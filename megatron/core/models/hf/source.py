@@ -41,8 +41,7 @@ class HFSource:
 
 
 def _last_layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns two tensors that bound the number of layers and of heads."""
+    """Returns a tensor that bounds the number of layers, of channels and of heads."""
     assert model.num_layers and model.hidden_size and model.num_attention_heads
-    h, last = model.hidden_size, f"model.layers.{model.num_layers - 1}."
     heads = model.num_attention_heads * model.head_dim
-    return {f"{last}input_layernorm.weight": (h,), f"{last}self_attn.o_proj.weight": (h, heads)}
+    return {f"model.layers.{model.num_layers - 1}.self_attn.o_proj.weight": (model.hidden_size, heads)}

@@ -221,6 +221,10 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
             wrong.append(f"--rotary-percent {model.rotary_percent} (Megatron-LM's YaRN rotates whole heads)")
         if model.rope_scaling_factor <= 1 and model.yarn_mscale not in (None, 1):
             wrong.append(f"--yarn-mscale {model.yarn_mscale} (Megatron-LM's is 1 for a scaling factor up to 1)")
+    if not model.pre_norm:
+        wrong.append("--no-pre-norm")
+    if model.post_norm:
+        wrong.append("--post-norm")
     factor = model.rotary_seq_len_interpolation_factor
     if factor is not None and not float(factor).is_integer():
         wrong.append(f"--rotary-seq-len-interpolation-factor {factor} (Megatron-LM's is a whole number)")
