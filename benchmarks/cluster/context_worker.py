@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,11 +34,13 @@ from megatron.core.transformer.context import Build, Positions
 from megatron.kernels.choose import Kernels, choose_kernels
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule
+from megatron.kernels.ops.attention_scores import Scores
 
 TIMEOUT_SECONDS = 600.0
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 CPU = torch.device("cpu")
 SEQUENCE, MICRO_BATCH, HIDDEN, HEADS = 8192, 1, 128, 4
+SCORES = Scores(1.0 / math.sqrt(HIDDEN / HEADS))
 SHAPE: dict[str, Any] = {
     "num_layers": 1,
     "hidden_size": HIDDEN,
@@ -77,7 +80,7 @@ class Counter:
             return blocks.backward(grad, q, k, v, out, lse, rule)
 
         def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-            self._add(14, q, k, Rule(0))  # its backward is torch's
+            self._add(14, q, k, Rule(SCORES, 0))  # its backward is torch's
             return whole(q, k, v, **options)
 
         fields = {**vars(kernels), "attention": attention, "block_attention": BlockKernel(forward, backward)}
@@ -164,7 +167,7 @@ def ring_step_seconds(groups: Groups, kernels: Kernels, rounds: int) -> list[flo
         barrier(groups.world)
         with silent(groups.cp.size), torch.no_grad():
             started = time.perf_counter()
-            attention(q, k, v, segments=None, window=None, dropout=0.0)
+            attention(q, k, v, scores=SCORES, segments=None, window=None, dropout=0.0)
             seconds.append((time.perf_counter() - started) / groups.cp.size)
     return seconds
 

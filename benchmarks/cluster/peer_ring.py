@@ -8,6 +8,7 @@ use. It has the same balanced layout, [b, n, s, d].
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as peer
 
 from megatron.core.groups import Group
+from megatron.kernels.ops.attention_scores import Scores
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -31,10 +33,19 @@ class TorchRing:
         self.group, self.method = group.process_group, _METHODS[method]
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Tensor | None,
+        window: int | None,
+        dropout: float,
     ) -> Tensor:
         """q [s / size, b, n, d]; k, v [s / size, b, n, d] -> [s / size, b, n * d]."""
-        assert segments is None and window is None and dropout == 0.0 and self.group is not None
+        assert scores == Scores(1.0 / math.sqrt(q.shape[-1])) and segments is None and window is None and dropout == 0.0
+        assert self.group is not None
         out: Tensor = _Ring.apply(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), self)
         return out.permute(2, 0, 1, 3).flatten(2)
 

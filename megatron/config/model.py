@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +173,17 @@ class ModelConfig:
         ),
     )
     qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotation")
+    softmax_scale: float | None = flag(
+        None,
+        "factor on the products of queries and keys before the softmax; default 1 / sqrt(size of a head)",
+        within=POSITIVE,
+    )
+    attn_logit_softcapping: float | None = flag(
+        None,
+        "cap attention scores smoothly at this value C: C x tanh(score / C), as in Gemma 2; needs more time, because no "
+        "fused kernel caps scores",
+        within=POSITIVE,
+    )
     window_size: str | None = flag(
         None,
         "sliding-window attention: a query sees its own key and LEFT keys before it; RIGHT must be 0. Hugging Face's "
@@ -327,6 +339,11 @@ class ModelConfig:
                 "they are rotated in pairs; change it or --kv-channels, or use --position-embedding-type none"
             )
         return channels
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the products of queries and keys."""
+        return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
 
     @property
     def window(self) -> int | None:

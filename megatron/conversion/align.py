@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import choose_kernels
+from megatron.kernels.ops.attention_scores import Scores
 from megatron.spec.decoder import DecoderSpec, LayerSpec, decoder_spec
 from megatron.spec.norm import NormSpec
 
@@ -392,7 +393,7 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options: Any) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, window: int | None, **options: Any) -> Tensor:
     """[s, b, n, d] -> [s, b, n d]; GEMMs in [b, n, s, d], the mask added as a number."""
     s, repeats = q.shape[0], q.shape[2] // k.shape[2]
     q, k, v = (t.permute(1, 2, 0, 3).contiguous() for t in (q, k, v))
@@ -401,7 +402,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options
     if window is not None:
         seen = seen.triu(1 - window)
     mask = torch.zeros(s, s, dtype=q.dtype, device=q.device).masked_fill(~seen, torch.finfo(q.dtype).min)
-    weights = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5 + mask
+    weights = scores.capped(torch.matmul(q, k.transpose(2, 3)) * scores.scale) + mask
     found = torch.matmul(F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype), v)
     return found.permute(2, 0, 1, 3).flatten(2)
 

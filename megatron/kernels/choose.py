@@ -24,8 +24,10 @@ class Kernels:
 
 def choose_kernels(config: ModelConfig, device: torch.device) -> Kernels:
     """Returns the requested kernels, or the closest ones that can run here. All compute the same function."""
-    dtype = getattr(torch, config.dtype_name)
-    attention_kernel, choice = attention.choose(config.attention_backend, device, dtype)
-    block_kernel, block_choice = attention_lse.choose(config.attention_backend, device, dtype, config.attention_dropout)
+    dtype, softcap = getattr(torch, config.dtype_name), config.attn_logit_softcapping
+    attention_kernel, choice = attention.choose(config.attention_backend, device, dtype, softcap)
+    block_kernel, block_choice = attention_lse.choose(
+        config.attention_backend, device, dtype, config.attention_dropout, softcap
+    )
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     return Kernels(attention_kernel, block_kernel, weight_grad_kernel, choice, block_choice, missing)

@@ -54,6 +54,7 @@ class AttentionSpec:
     q queries, its key and its value, of d channels each.
 
     q_norm, k_norm: over each head's channels. window: the keys that a query sees at most, its own included; None: all.
+    softmax_scale: factor on the products of queries and keys. softcap: scores are capped smoothly at it; None: they are not.
     rotary: None in a layer without rotary embedding.
     """
 
@@ -65,6 +66,8 @@ class AttentionSpec:
     q_norm: NormSpec | None
     k_norm: NormSpec | None
     window: int | None
+    softmax_scale: float
+    softcap: float | None
     rotary: RotarySpec | None
     dropout: float = field(compare=False)
 

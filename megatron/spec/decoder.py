@@ -206,6 +206,8 @@ def _layer(model: ModelConfig, window: int | None, has_rotary: bool) -> LayerSpe
         q_norm,
         k_norm,
         window,
+        model.attention_scale,
+        model.attn_logit_softcapping,
         rotary_spec(model) if has_rotary else None,
         model.attention_dropout,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FP32, INT64, MASK = 4, 8, 1
+FP32, INT32, INT64, MASK = 4, 4, 8, 1
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ def draw_model(rng: random.Random) -> Flags:
     found += [activation] if activation else []
     if rng.random() < 0.2:
         found += [("--window-size", f"{rng.choice([3, 7])},0")]
+    found += some(rng, 0.15, ("--attn-logit-softcapping", 0.5), ("--softmax-scale", 0.5))
     found += some(
         rng,
         0.4,

@@ -6,12 +6,14 @@ import torch
 from megatron.kernels.backends import flash
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_rule import Rule
+from megatron.kernels.ops.attention_scores import Scores
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
 from tests.unit.context_parallel import simulated
 from tests.unit.kernels.close import random
 
 pytestmark = NEEDS_CUDA
 FLASH, EFFICIENT = attention_lse.flash_attention, attention_lse.efficient
+SCORES = Scores(0.1)
 HALVES = [torch.bfloat16, torch.float16]
 KERNELS = [(FLASH, dtype) for dtype in HALVES] + [(EFFICIENT, dtype) for dtype in (*HALVES, torch.float32)]
 IDS = [f"{'flash' if kernel is FLASH else 'efficient'}-{str(dtype)[6:]}" for kernel, dtype in KERNELS]
@@ -41,12 +43,12 @@ def inputs(s, t, n, g, d, dtype):
 
 
 RULES = {
-    "all": ((100, 60), Rule()),
-    "causal": ((100, 100), Rule(0)),
-    "later queries": ((40, 100), Rule(60)),
-    "window": ((100, 100), Rule(0, 33)),
-    "end of a window": ((31, 31), Rule(40, 41)),
-    "segments": ((100, 60), Rule(segments=(torch.arange(100) // 30, torch.arange(60) // 25 + 1))),
+    "all": ((100, 60), Rule(SCORES)),
+    "causal": ((100, 100), Rule(SCORES, 0)),
+    "later queries": ((40, 100), Rule(SCORES, 60)),
+    "window": ((100, 100), Rule(SCORES, 0, 33)),
+    "end of a window": ((31, 31), Rule(SCORES, 40, 41)),
+    "segments": ((100, 60), Rule(SCORES, segments=(torch.arange(100) // 30, torch.arange(60) // 25 + 1))),
 }
 
 

@@ -7,11 +7,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.base.errors import ConfigError
 from megatron.kernels.backends import flash
 from megatron.kernels.ops import activation, attention, cross_entropy, norm, weight_grad
+from megatron.kernels.ops.attention_scores import Scores
 from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import outputs_and_gradients, random
 
 pytestmark = NEEDS_CUDA
 HALVES = [torch.bfloat16, torch.float16]
+SCORES = Scores(0.1)
 
 
 def off_by(found, expected):
@@ -67,16 +69,13 @@ class TestFlash:
     @pytest.mark.parametrize(("n", "g"), [(8, 8), (8, 2), (8, 1)])
     @pytest.mark.parametrize(("s", "d"), [(128, 64), (200, 128)])
     def test_against_the_reference(self, dtype, n, g, s, d):
-        kernel, said = attention.choose("flash", CUDA, dtype)
+        kernel, said = attention.choose("flash", CUDA, dtype, None)
         assert said.startswith("flash (FlashAttention-")
         data = attention_inputs(s, n, g, d, dtype)
         upstream = random(s, 2, n * d, seed=9).to(CUDA)
-        found = outputs_and_gradients(lambda *x: kernel(*x, segments=None, window=None, dropout=0.0), data, upstream)
-        exact = outputs_and_gradients(
-            lambda *x: attention.unfused(*x, segments=None, window=None, dropout=0.0),
-            [x.float() for x in data],
-            upstream,
-        )
+        options = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
+        found = outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream)
+        exact = outputs_and_gradients(lambda *x: attention.unfused(*x, **options), [x.float() for x in data], upstream)
         for a, b in zip(found, exact, strict=True):
             assert off_by(a, b) < 4 * torch.finfo(dtype).eps
 
@@ -86,37 +85,37 @@ class TestFlash:
     @pytest.mark.parametrize("window", [1, 50, 199, 200])
     def test_window(self, dtype, n, g, d, window):
         """20 channels are no multiple of 8: by the other kernel."""
-        kernel, _ = attention.choose("flash", CUDA, dtype)
+        kernel, _ = attention.choose("flash", CUDA, dtype, None)
         data, upstream = attention_inputs(200, n, g, d, dtype), random(200, 2, n * d, seed=9).to(CUDA)
-        options = {"segments": None, "window": window, "dropout": 0.0}
+        options = {"scores": SCORES, "segments": None, "window": window, "dropout": 0.0}
         found = outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream)
         exact = outputs_and_gradients(lambda *x: attention.unfused(*x, **options), [x.float() for x in data], upstream)
         for a, b in zip(found, exact, strict=True):
             assert off_by(a, b) < 4 * torch.finfo(dtype).eps
 
     def test_auto_takes_it(self):
-        assert attention.choose("auto", CUDA, torch.bfloat16)[1].startswith("flash")
-        assert attention.choose("auto", CUDA, torch.float32)[1].startswith("fused")
+        assert attention.choose("auto", CUDA, torch.bfloat16, None)[1].startswith("flash")
+        assert attention.choose("auto", CUDA, torch.float32, None)[1].startswith("fused")
         with pytest.raises(ConfigError, match="it needs bf16 or fp16"):
-            attention.choose("flash", CUDA, torch.float32)
+            attention.choose("flash", CUDA, torch.float32, None)
 
     def test_what_it_cannot_do_goes_elsewhere(self):
         """Segments and cached queries, beside the same without."""
-        kernel, _ = attention.choose("flash", CUDA, torch.bfloat16)
+        kernel, _ = attention.choose("flash", CUDA, torch.bfloat16, None)
         data = attention_inputs(64, 4, 2, 64, torch.bfloat16)
         one_document = torch.zeros(2, 64, dtype=torch.long, device=CUDA)
-        whole = kernel(*data, segments=None, window=None, dropout=0.0)
-        assert off_by(kernel(*data, segments=one_document, window=None, dropout=0.0), whole) < 0.02
-        last = kernel(data[0][-5:], *data[1:], segments=None, window=None, dropout=0.0)
+        whole = kernel(*data, scores=SCORES, segments=None, window=None, dropout=0.0)
+        assert off_by(kernel(*data, scores=SCORES, segments=one_document, window=None, dropout=0.0), whole) < 0.02
+        last = kernel(data[0][-5:], *data[1:], scores=SCORES, segments=None, window=None, dropout=0.0)
         assert off_by(last, whole[-5:]) < 0.02
 
     def test_dropout_follows_the_generator(self):
-        kernel, _ = attention.choose("flash", CUDA, torch.bfloat16)
+        kernel, _ = attention.choose("flash", CUDA, torch.bfloat16, None)
         data = attention_inputs(64, 4, 2, 64, torch.bfloat16)
         results = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            results.append(kernel(*data, segments=None, window=None, dropout=0.5))
+            results.append(kernel(*data, scores=SCORES, segments=None, window=None, dropout=0.5))
         assert results[0].equal(results[1]) and not results[0].equal(results[2])
 
 
@@ -125,9 +124,22 @@ def test_masks_on_cuda(backend):
     """Segments through each kernel that takes masks."""
     data = attention_inputs(96, 4, 4, 64, torch.bfloat16)
     segments = torch.arange(96, device=CUDA).div(40, rounding_mode="floor").expand(2, 96)
-    exact = attention.unfused(*(x.float() for x in data), segments=segments, window=None, dropout=0.0)
+    exact = attention.unfused(*(x.float() for x in data), scores=SCORES, segments=segments, window=None, dropout=0.0)
     with sdpa_kernel(backend):
-        assert off_by(attention.fused(*data, segments=segments, window=None, dropout=0.0), exact) < 0.02
+        assert off_by(attention.fused(*data, scores=SCORES, segments=segments, window=None, dropout=0.0), exact) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("window", [None, 50])
+def test_capped_scores(dtype, window):
+    kernel, said = attention.choose("auto", CUDA, dtype, 1.5)
+    assert said.startswith("unfused rows")
+    data, upstream = attention_inputs(200, 8, 2, 64, dtype), random(200, 2, 512, seed=9).to(CUDA)
+    options = {"scores": Scores(0.1, 1.5), "segments": None, "window": window, "dropout": 0.0}
+    found = outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream)
+    exact = outputs_and_gradients(lambda *x: attention.unfused(*x, **options), [x.float() for x in data], upstream)
+    for a, b in zip(found, exact, strict=True):
+        assert off_by(a, b) < max(1e-5, 4 * torch.finfo(dtype).eps)
 
 
 KERNELS = {

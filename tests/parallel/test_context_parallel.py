@@ -5,10 +5,11 @@ import torch
 
 from megatron.base.errors import ConfigError
 from megatron.core.context_parallel import layout
+from megatron.kernels.ops.attention_scores import Scores
 from tests import pool
-from tests.parallel.context import alone, error, joined, local_inputs, make, part, whole_inputs
+from tests.parallel.context import SCORES, alone, error, joined, local_inputs, make, part, whole_inputs
 
-PLAIN = {"segments": None, "window": None, "dropout": 0.0}
+PLAIN = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
 # Of two samples: documents of unequal length that chunk borders cut.
 SEGMENTS = torch.stack([torch.arange(48) // 13, torch.arange(48).sub(5).clamp(min=0) // 23])
 OPTIONS = {
@@ -17,6 +18,7 @@ OPTIONS = {
     "window 21": {**PLAIN, "window": 21},
     "segments": {**PLAIN, "segments": SEGMENTS},
     "both": {**PLAIN, "segments": SEGMENTS, "window": 10},
+    "capped": {**PLAIN, "scores": Scores(1.3, 1.5), "segments": SEGMENTS, "window": 10},
 }
 # size -> (query heads, key heads): as many, fewer, one.
 HEADS = {
@@ -60,7 +62,7 @@ def test_one_rank(kind):
 
 @pytest.mark.parametrize(("kind", "size"), [("p2p", 2), ("all_gather", 2), ("a2a+p2p", 4)])
 class TestKernels:
-    @pytest.mark.parametrize("options", ["plain", "both"])
+    @pytest.mark.parametrize("options", ["plain", "both", "capped"])
     def test_the_reference(self, kind, size, options):
         check(size, kind, HEADS[size], OPTIONS[options], asked="unfused")
 
@@ -121,7 +123,7 @@ def dropped(rank, size):
     results = []
     for seed in (1, 1, 2):
         torch.manual_seed(size * seed + rank)
-        results.append(attend(q, q, v, segments=None, window=None, dropout=0.25))
+        results.append(attend(q, q, v, scores=SCORES, segments=None, window=None, dropout=0.25))
     return results
 
 

@@ -11,9 +11,9 @@ from megatron.core.recompute.saved_bytes import saved_bytes
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_lse import BlockKernel
 from tests import pool
-from tests.parallel.context import local_inputs, make, whole_inputs
+from tests.parallel.context import SCORES, local_inputs, make, whole_inputs
 
-PLAIN = {"segments": None, "window": None, "dropout": 0.0}
+PLAIN = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
 S, B, D = 48, 2, 8
 GRID = [(kind, size) for size in (2, 3) for kind in ("p2p", "all_gather", "a2a")] + [("a2a+p2p", 4)]
 
@@ -44,7 +44,7 @@ def formulas(kind, size, n, g, itemsize):
 
 def measured(rank, size, kind, heads, dtype):
     """(calls of the forward, of the backward)"""
-    attend, cp = make(kind, size, attention_lse.choose("auto", torch.device("cpu"), dtype, 0.0)[0])
+    attend, cp = make(kind, size, attention_lse.choose("auto", torch.device("cpu"), dtype, 0.0, None)[0])
     leaves, grad = local_inputs(whole_inputs(S, *heads, b=B, d=D, dtype=dtype), cp)
     with cp.heartbeat.record() as forward:
         out = attend(*leaves, **PLAIN)

@@ -7,9 +7,8 @@ import torch
 
 from megatron.config.context_parallel import inner_size
 from megatron.config.rules.check import check
-from megatron.core.context_parallel.blocks import draw_seed
 from megatron.kernels.ops import attention_lse
-from megatron.kernels.ops.attention_rule import Drop
+from megatron.kernels.ops.attention_rule import Drop, draw_seed
 from megatron.tooling.layout_parity import Layout, measure, reduced, under
 from tests import pool
 from tests.parallel.context import error, joined, local_inputs, make, whole_inputs
@@ -25,7 +24,7 @@ def with_seed(rank, size, kind, heads, s, seed):
     found = []
     for _ in range(2):
         torch.manual_seed(seed)
-        out = attend(*leaves, segments=None, window=None, dropout=0.4)
+        out = attend(*leaves, scores=simulated.SCORES, segments=None, window=None, dropout=0.4)
         found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     return found
 

@@ -377,7 +377,7 @@ def attention_masks(rank, size):
     layer = make_model(fields, pool.groups(tp=size)).decoder.layers["0"].self_attention
     seen = []
 
-    def attend(q, k, v, *, segments, window, dropout):
+    def attend(q, k, v, *, scores, segments, window, dropout):
         assert dropout == 0.5
         seen.append(torch.rand(50))
         return q.flatten(2)

@@ -27,11 +27,12 @@ from torch import Tensor
 from megatron.core.comm.collectives import Handle, all_gather_async, reduce_scatter_async
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.block_plan import Block, other_blocks, own_blocks
-from megatron.core.context_parallel.blocks import Attention, Gradient, draw_seed, rule_of_all, rule_of_rank, zeros_like
+from megatron.core.context_parallel.blocks import Attention, Gradient, rule_of_all, rule_of_rank, zeros_like
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
-from megatron.kernels.ops.attention_rule import Rule
+from megatron.kernels.ops.attention_rule import Rule, draw_seed
+from megatron.kernels.ops.attention_scores import Scores
 
 _Part = tuple[list[Block], Rule]  # blocks to attend, and the rule of all of their queries and keys
 
@@ -53,7 +54,15 @@ class AllGatherAttention:
         self._prefetched = self._start(k, v)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Tensor | None,
+        window: int | None,
+        dropout: float,
     ) -> Tensor:
         """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
 
@@ -63,7 +72,7 @@ class AllGatherAttention:
         self._attended = gathering
         exchange, kv = gathering or self._start(k, v)
         seed = draw_seed(dropout, q.device)
-        out: Tensor = _Attend.apply(q, kv, exchange, segments, window, dropout, seed)
+        out: Tensor = _Attend.apply(q, kv, exchange, scores, segments, window, dropout, seed)
         return out.flatten(2)
 
     def gather_early(self, x: Tensor) -> Tensor:
@@ -155,12 +164,13 @@ class _Attend(torch.autograd.Function):
         q: Tensor,
         kv: Tensor,
         exchange: _Exchange,
+        scores: Scores,
         segments: Tensor | None,
         window: int | None,
         dropout: float,
         seed: Tensor | None,
     ) -> Tensor:
-        whole = rule_of_all(segments, dropout, seed, len(q) * exchange.group.size)
+        whole = rule_of_all(scores, segments, dropout, seed, len(q) * exchange.group.size)
         own, others = exchange.parts(len(q), whole, window)
         exchange.gather(kv)  # under way since `_Start`, unless this is done again by a recomputation
         attention = Attention(exchange.kernel, q)
@@ -168,7 +178,7 @@ class _Attend(torch.autograd.Function):
         attention.add(exchange.take_gathered(), *others)
         out = attention.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, attention.lse, segments, seed)
-        ctx.exchange, ctx.window, ctx.dropout = exchange, window, dropout
+        ctx.exchange, ctx.scores, ctx.window, ctx.dropout = exchange, scores, window, dropout
         return out
 
     @staticmethod
@@ -176,7 +186,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse, segments, seed = ctx.saved_tensors
         exchange: _Exchange = ctx.exchange
-        whole = rule_of_all(segments, ctx.dropout, seed, len(q) * exchange.group.size)
+        whole = rule_of_all(ctx.scores, segments, ctx.dropout, seed, len(q) * exchange.group.size)
         own, others = exchange.parts(len(q), whole, ctx.window)
         gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse)
         exchange.gather(kv)
@@ -186,7 +196,7 @@ class _Attend(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             exchange.reduce(dfull.to(kv.dtype))
         gradient.add(kv, dkv, *own)
-        return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None, None, None
+        return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None, None, None, None
 
 
 class _GatherEarly(torch.autograd.Function):

@@ -11,15 +11,16 @@ from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.block_plan import Block
 from megatron.kernels.ops.attention_lse import BlockKernel, merge_
 from megatron.kernels.ops.attention_rule import Drop, Rule
+from megatron.kernels.ops.attention_scores import Scores
 
 
-def rule_of_all(segments: Tensor | None, dropout: float, seed: Tensor | None, length: int) -> Rule:
+def rule_of_all(scores: Scores, segments: Tensor | None, dropout: float, seed: Tensor | None, length: int) -> Rule:
     """The rule of all `length` queries and keys of a sequence. segments: their ids [b, s]; seed: see `draw_seed`."""
     ids = None if segments is None else (segments, segments)
     if seed is None:
-        return Rule(segments=ids)
+        return Rule(scores, segments=ids)
     places = torch.arange(length, dtype=torch.int32, device=seed.device)
-    return Rule(segments=ids, drop=Drop(dropout, seed, places, places))
+    return Rule(scores, segments=ids, drop=Drop(dropout, seed, places, places))
 
 
 def rule_of_rank(rule: Rule, rank: int, source: int | None, size: int) -> Rule:
@@ -33,14 +34,7 @@ def rule_of_rank(rule: Rule, rank: int, source: int | None, size: int) -> Rule:
     drop, segments = rule.drop, rule.segments
     if drop is not None:
         drop = Drop(drop.rate, drop.seed, *taken((drop.queries, drop.keys), 0))
-    return Rule(segments=None if segments is None else taken(segments, 1), drop=drop)
-
-
-def draw_seed(dropout: float, device: torch.device) -> Tensor | None:
-    """The seed of a forward's dropout, int32 [1], from the device's current generator; None without dropout."""
-    if dropout == 0.0:
-        return None
-    return torch.randint(1 << 31, (1,), device=device).to(torch.int32)
+    return Rule(rule.scores, segments=None if segments is None else taken(segments, 1), drop=drop)
 
 
 class Attention:

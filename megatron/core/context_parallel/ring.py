@@ -17,11 +17,12 @@ from torch import Tensor
 from megatron.core.comm.collectives import Handle
 from megatron.core.comm.p2p import shift_async
 from megatron.core.context_parallel.block_plan import Block, own_in_two, ring_blocks
-from megatron.core.context_parallel.blocks import Attention, Gradient, draw_seed, rule_of_all, rule_of_rank, zeros_like
+from megatron.core.context_parallel.blocks import Attention, Gradient, rule_of_all, rule_of_rank, zeros_like
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
-from megatron.kernels.ops.attention_rule import Rule
+from megatron.kernels.ops.attention_rule import Rule, draw_seed
+from megatron.kernels.ops.attention_scores import Scores
 
 _KEYS, _GRADIENTS = 1, 2  # tags of messages in flight at the same time
 _NAMES = {_KEYS: "keys and values", _GRADIENTS: "their gradient"}
@@ -34,13 +35,21 @@ class RingAttention:
         self.group, self.kernel, self._trace = group, kernel, trace
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Tensor | None,
+        window: int | None,
+        dropout: float,
     ) -> Tensor:
         """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
 
         Dropout takes its seed from the current generator.
         """
-        out: Tensor = _Ring.apply(q, k, v, self, segments, window, dropout, draw_seed(dropout, q.device))
+        out: Tensor = _Ring.apply(q, k, v, self, scores, segments, window, dropout, draw_seed(dropout, q.device))
         return out.flatten(2)
 
     def shift(self, tensor: Tensor, tag: int) -> tuple[Tensor, Handle]:
@@ -70,6 +79,7 @@ class _Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         ring: RingAttention,
+        scores: Scores,
         segments: Tensor | None,
         window: int | None,
         dropout: float,
@@ -77,7 +87,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         kv = torch.stack((k, v))
         attention, here = Attention(ring.kernel, q), kv
-        steps = ring.steps(len(q), rule_of_all(segments, dropout, seed, len(q) * ring.group.size), window)
+        steps = ring.steps(len(q), rule_of_all(scores, segments, dropout, seed, len(q) * ring.group.size), window)
         for step, (blocks, rule) in enumerate(steps, start=1):
             # Posted before the attention of this step, waited for after it.
             coming = ring.shift(here, _KEYS) if step < len(steps) else None
@@ -86,7 +96,7 @@ class _Ring(torch.autograd.Function):
                 here = _arrived(coming)
         out = attention.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, attention.lse, segments, seed)
-        ctx.ring, ctx.window, ctx.dropout = ring, window, dropout
+        ctx.ring, ctx.scores, ctx.window, ctx.dropout = ring, scores, window, dropout
         return out
 
     @staticmethod
@@ -100,7 +110,7 @@ class _Ring(torch.autograd.Function):
         ring: RingAttention = ctx.ring
         gradient, here = Gradient(ring.kernel, grad.contiguous(), q, out, lse), kv
         own, late = zeros_like(kv), None
-        whole = rule_of_all(segments, ctx.dropout, seed, len(q) * ring.group.size)
+        whole = rule_of_all(ctx.scores, segments, ctx.dropout, seed, len(q) * ring.group.size)
         (_, own_rule), *steps = ring.steps(len(q), whole, ctx.window)
         first, last = own_in_two(ring.group.rank, ring.group.size, len(q) // 2, ctx.window)
         coming = ring.shift(here, _KEYS) if steps else None
@@ -118,7 +128,7 @@ class _Ring(torch.autograd.Function):
         if late is not None:
             own += _arrived(late)
         dk, dv = own.to(kv.dtype).unbind()
-        return gradient.dq.to(q.dtype), dk, dv, None, None, None, None, None
+        return gradient.dq.to(q.dtype), dk, dv, None, None, None, None, None, None
 
 
 def _arrived(coming: tuple[Tensor, Handle]) -> Tensor:

@@ -24,6 +24,7 @@ from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention import AttentionKernel
+from megatron.kernels.ops.attention_scores import Scores
 
 
 class UlyssesAttention:
@@ -36,7 +37,15 @@ class UlyssesAttention:
         self._group, self._attention, self._trace = group, attention, trace
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Tensor | None,
+        window: int | None,
+        dropout: float,
     ) -> Tensor:
         """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
 
@@ -49,7 +58,7 @@ class UlyssesAttention:
         # A rank's share of all three in one message: [size, s / size, b, (n + 2 g) / size, d].
         heads: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self._group, self._trace)
         q, k, v = heads.split([x.shape[3] for x in parts], dim=2)
-        out = self._attention(q, k, v, segments=segments, window=window, dropout=dropout)
+        out = self._attention(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
         back: Tensor = _ToSequence.apply(out.unflatten(2, (-1, d)), self._group, self._trace)
         return back.permute(1, 2, 0, 3, 4).flatten(2)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops.attention import AttentionKernel
+from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.rope import rotate
 from megatron.spec.attention import AttentionSpec
 
@@ -42,6 +43,7 @@ class SelfAttention(nn.Module):
         self._local_groups, self._d = spec.local_groups(tp), spec.head_dim
         self._per_group = spec.heads // spec.groups // spec.group_holders(tp)
         self.core, self.rotate, self._prefetch = core, rotate, prefetch
+        self._scores = Scores(spec.softmax_scale, spec.softcap)
         self._spec, self._rng = spec, build.rng
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
@@ -64,11 +66,11 @@ class SelfAttention(nn.Module):
         return self.linear_proj(self._attend(q, k, v, positions.segments))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
-        window, dropout = self._spec.window, self._spec.dropout
+        window, dropout, scores = self._spec.window, self._spec.dropout, self._scores
         if dropout == 0.0 or not self.training:
-            return self.core(q, k, v, segments=segments, window=window, dropout=0.0)
+            return self.core(q, k, v, scores=scores, segments=segments, window=window, dropout=0.0)
         with self._rng.stream("sharded"):
-            return self.core(q, k, v, segments=segments, window=window, dropout=dropout)
+            return self.core(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
 
     def _normed_and_rotated(self, x: Tensor, norm: Norm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """[s, b, heads, d] -> the same."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core.recompute.rerun import checkpoint
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.kernels.ops.attention import AttentionKernel
+from megatron.kernels.ops.attention_scores import Scores
 
 
 class RecomputedAttention:
@@ -23,13 +24,21 @@ class RecomputedAttention:
         self._kernel, self._rng = kernel, rng
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Tensor | None,
+        window: int | None,
+        dropout: float,
     ) -> Tensor:
         """See AttentionKernel."""
         kernel, rng = self._kernel, self._rng
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return kernel(q, k, v, segments=segments, window=window, dropout=dropout)
+            return kernel(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
 
         def again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # The layer calls from within this stream, which a second run has to enter by itself.

@@ -15,6 +15,8 @@ import torch.nn.attention as torch_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.kernels.ops.attention_scores import Scores
+
 LARGEST_HEAD = 192  # wider heads have a gradient on some GPUs only
 
 
@@ -49,21 +51,21 @@ def attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     version()
 
     def flash(
-        q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+        q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
     ) -> Tensor:
         if segments is not None or q.shape[0] != k.shape[0]:
-            return otherwise(q, k, v, segments=segments, window=window, dropout=dropout)
+            return otherwise(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
         if window is None or window >= k.shape[0]:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return otherwise(q, k, v, segments=None, window=None, dropout=dropout)
+                return otherwise(q, k, v, scores=scores, segments=None, window=None, dropout=dropout)
         if dropout > 0.0 or q.shape[-1] % 8 or q.shape[-1] > LARGEST_HEAD:
-            return otherwise(q, k, v, segments=None, window=window, dropout=dropout)
-        return windowed(q, k, v, window)
+            return otherwise(q, k, v, scores=scores, segments=None, window=window, dropout=dropout)
+        return windowed(q, k, v, scores.uncapped_scale, window)
 
     return flash
 
 
-def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
     """Causal attention of each query to the `window` keys that end with its own. q [s, b, n, d]; k, v [s, b, g, d].
 
     SDPA has no argument for a window, but the underlying operator and its gradient have one. FlashAttention-3, if
@@ -75,6 +77,6 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     no_packing, no_dropout, causal_without_window, debug = (None, None), 0.0, False, False
     out, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *no_packing, s, s, no_dropout, causal_without_window, debug,
-        window_size_left=window - 1, window_size_right=0,
+        scale=scale, window_size_left=window - 1, window_size_right=0,
     )  # fmt: skip
     return out.transpose(0, 1).reshape(s, b, n * d)

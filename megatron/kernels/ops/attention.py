@@ -1,12 +1,12 @@
 """Softmax attention on [s, b, heads, d] tensors with grouped key/value heads.
 
 `unfused` is the reference: plain torch, softmax in fp32. `fused` is torch's SDPA, which itself chooses the flash,
-memory-efficient or math kernel. `flash` requires FlashAttention (see backends/flash.py).
+memory-efficient or math kernel. `flash` requires FlashAttention (see backends/flash.py). Neither can cap scores: then
+`attention_rows` replaces them.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import torch
@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.backends import flash
+from megatron.kernels.ops import attention_rows
+from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.gemm import slow_half
 
 
@@ -25,23 +27,34 @@ class AttentionKernel(Protocol):
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Tensor | None,
+        window: int | None,
+        dropout: float,
     ) -> Tensor: ...
 
 
-def unfused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
+def unfused(
+    q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
+) -> Tensor:
     """The reference. It materializes the full [b, n, s, t] probabilities."""
     s, b, n, d = q.shape
     t, group = k.shape[0], n // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    scores = torch.einsum("sbnd,tbnd->bnst", q, k) / math.sqrt(d)
-    allowed = causal_mask(s, t, segments, window, q.device)
-    scores = scores.float().masked_fill(~allowed, float("-inf"))
-    probabilities = F.dropout(scores.softmax(dim=-1).to(q.dtype), dropout)
+    weights = scores.capped((torch.einsum("sbnd,tbnd->bnst", q, k) / scores.divisor).float())
+    weights = weights.masked_fill(~causal_mask(s, t, segments, window, q.device), float("-inf"))
+    probabilities = F.dropout(weights.softmax(dim=-1).to(q.dtype), dropout)
     return torch.einsum("bnst,tbnd->sbnd", probabilities, v).reshape(s, b, n * d)
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float) -> Tensor:
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
+) -> Tensor:
     """torch's scaled_dot_product_attention. The permuted views need no copy, because SDPA takes any strides."""
     s, b, n, d = q.shape
     if window is not None:
@@ -55,7 +68,14 @@ def fused(q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: i
     mask = None if causal or (plain and s == 1) else causal_mask(s, t, segments, window, q.device)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=k.shape[1] != n
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scores.uncapped_scale,
+        enable_gqa=k.shape[1] != n,
     )
     return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
 
@@ -74,18 +94,23 @@ def in_fp32(kernel: AttentionKernel) -> AttentionKernel:
     """Wraps `kernel` to run on fp32 copies of half-precision tensors; the result is rounded once."""
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, *, segments: Tensor | None, window: int | None, dropout: float
+        q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
     ) -> Tensor:
         q32, k32, v32 = q.float(), k.float(), v.float()
-        return kernel(q32, k32, v32, segments=segments, window=window, dropout=dropout).to(q.dtype)
+        return kernel(q32, k32, v32, scores=scores, segments=segments, window=window, dropout=dropout).to(q.dtype)
 
     return attention
 
 
-def choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[AttentionKernel, str]:
+def choose(asked: str, device: torch.device, dtype: torch.dtype, softcap: float | None) -> tuple[AttentionKernel, str]:
     """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table."""
     if asked == "unfused":
         return unfused, "unfused (plain torch, asked for)"
+    if softcap is not None:
+        return (
+            attention_rows.attention,
+            "unfused rows (plain torch, some queries at a time: no fused kernel caps scores)",
+        )
     if asked in ("auto", "flash"):
         reason = flash.missing(device, dtype)
         if reason is None:

@@ -8,13 +8,12 @@ other kernels.
 Probabilities are dropped after normalisation, so the log-sum-exp is that of all keys, and a block's dropped output is
 merged like any other. With factors F, O = sum (F P) V and dS = P (F dP - D), where D = sum P (F dP) = sum dO O as
 without dropout. F must be the same in backward, where the block boundaries may differ: see `Drop`. The fused kernels
-draw their own factors, depending on the position in their call, so `with_dropout` passes blocks with dropout to the
-reference, some rows at a time.
+draw their own factors, depending on the position in their call, so `with_dropout` passes blocks with dropout to
+`by_rows`: the reference, some queries at a time.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -56,8 +55,12 @@ class BlockKernel(NamedTuple):
     backward: Backward
 
 
-def choose(asked: str, device: torch.device, dtype: torch.dtype, dropout: float) -> tuple[BlockKernel, str]:
+def choose(
+    asked: str, device: torch.device, dtype: torch.dtype, dropout: float, softcap: float | None
+) -> tuple[BlockKernel, str]:
     """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table."""
+    if softcap is not None and asked != "unfused":
+        return by_rows, "unfused blocks (plain torch in fp32: no fused kernel here caps scores)"
     kernel, choice = _choose(asked, device, dtype)
     if dropout == 0.0:
         return kernel, choice
@@ -102,9 +105,9 @@ def prefix_apart(kernel: BlockKernel) -> BlockKernel:
         before = rule.prefix(len(q), len(k))
         if not before:
             return kernel.forward(q, k, v, rule)
-        out, lse = kernel.forward(q, k[before:], v[before:], Rule(0))
+        out, lse = kernel.forward(q, k[before:], v[before:], rule._replace(offset=0))
         out = _wide(out)
-        merge_(out, lse, *kernel.forward(q, k[:before], v[:before], Rule()))
+        merge_(out, lse, *kernel.forward(q, k[:before], v[:before], rule._replace(offset=None)))
         return out, lse
 
     def backward(
@@ -113,8 +116,8 @@ def prefix_apart(kernel: BlockKernel) -> BlockKernel:
         before = rule.prefix(len(q), len(k))
         if not before:
             return kernel.backward(grad, q, k, v, out, lse, rule)
-        dq, *own = kernel.backward(grad, q, k[before:], v[before:], out, lse, Rule(0))
-        more, *others = kernel.backward(grad, q, k[:before], v[:before], out, lse, Rule())
+        dq, *own = kernel.backward(grad, q, k[before:], v[before:], out, lse, rule._replace(offset=0))
+        more, *others = kernel.backward(grad, q, k[:before], v[:before], out, lse, rule._replace(offset=None))
         dk, dv = (torch.cat(pair) for pair in zip(others, own, strict=True))
         return _wide(dq) + more, dk, dv
 
@@ -122,32 +125,38 @@ def prefix_apart(kernel: BlockKernel) -> BlockKernel:
 
 
 def with_dropout(kernel: BlockKernel) -> BlockKernel:
-    """Wraps `kernel`; rules with dropout go to the reference, some queries at a time. See [Note: dropout in blocks]."""
+    """Wraps `kernel`; rules with dropout go to `by_rows`. See [Note: dropout in blocks]."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-        if rule.drop is None:
-            return kernel.forward(q, k, v, rule)
-        found = [
-            reference_forward(q[rows], k[:reach], v[:reach], cut) for rows, reach, cut in _some_rows(q, len(k), rule)
-        ]
-        outs, lses = zip(*found, strict=True)
-        return torch.cat(outs), torch.cat(lses, dim=-1)
+        return (kernel if rule.drop is None else by_rows).forward(q, k, v, rule)
 
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if rule.drop is None:
-            return kernel.backward(grad, q, k, v, out, lse, rule)
-        queries, dk, dv = [], _wide(torch.zeros_like(k)), _wide(torch.zeros_like(v))
-        for rows, reach, cut in _some_rows(q, len(k), rule):
-            some = grad[rows], q[rows], k[:reach], v[:reach], out[rows], lse[..., rows]
-            dq, *of_keys = reference_backward(*some, cut)
-            queries.append(dq)
-            for total, part in zip((dk, dv), of_keys, strict=True):
-                total[:reach] += part
-        return torch.cat(queries), dk, dv
+        return (kernel if rule.drop is None else by_rows).backward(grad, q, k, v, out, lse, rule)
 
     return BlockKernel(forward, backward)
+
+
+def rows_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """As `reference_forward`, with at most ATTENTION_MATRIX weights at a time. Supports `rule.drop`."""
+    found = [reference_forward(q[rows], k[:reach], v[:reach], cut) for rows, reach, cut in _some_rows(q, len(k), rule)]
+    outs, lses = zip(*found, strict=True)
+    return torch.cat(outs), torch.cat(lses, dim=-1)
+
+
+def rows_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `rows_forward`, some queries at a time."""
+    queries, dk, dv = [], _wide(torch.zeros_like(k)), _wide(torch.zeros_like(v))
+    for rows, reach, cut in _some_rows(q, len(k), rule):
+        some = grad[rows], q[rows], k[:reach], v[:reach], out[rows], lse[..., rows]
+        dq, *of_keys = reference_backward(*some, cut)
+        queries.append(dq)
+        for total, part in zip((dk, dv), of_keys, strict=True):
+            total[:reach] += part
+    return torch.cat(queries), dk, dv
 
 
 def _some_rows(q: Tensor, t: int, rule: Rule) -> Iterator[tuple[slice, int, Rule]]:
@@ -174,22 +183,25 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     lse.copy_(total)
 
 
-def _probabilities(q: Tensor, k: Tensor, lse: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Returns ([b, g, m, s, t] weights, log-sum-exp [b, g, m, s]) of q [s, b, g, m, d] and k [t, b, g, d].
+def _scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:
+    """Returns the scores [b, g, m, s, t] of q [s, b, g, m, d] and k [t, b, g, d], also where the rule hides the key."""
+    return rule.scores.capped(torch.einsum("sbgmd,tbgd->bgmst", q, k) / rule.scores.divisor)
+
+
+def _probabilities(scores: Tensor, lse: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Overwrites scores [b, g, m, s, t] with the weights; returns them and the log-sum-exp [b, g, m, s].
 
     `lse` None computes the block's own log-sum-exp.
     """
-    s, t = q.shape[0], k.shape[0]
-    scores = torch.einsum("sbgmd,tbgd->bgmst", q, k) / math.sqrt(q.shape[-1])
-    mask = rule.mask(s, t, q.device)
+    s, t = scores.shape[-2:]
+    mask = rule.mask(s, t, scores.device)
     if mask is not None:
-        mask = mask if mask.dim() == 2 else mask.unsqueeze(1)
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores.masked_fill_(~(mask if mask.dim() == 2 else mask.unsqueeze(1)), float("-inf"))
     if lse is None:
         lse = scores.logsumexp(dim=-1)
     # -inf - -inf is NaN, so the scores of a query without keys are compared with 0 instead.
     base = lse.masked_fill(lse.isneginf(), 0.0)
-    return (scores - base.unsqueeze(-1)).exp(), lse
+    return scores.sub_(base.unsqueeze(-1)).exp_(), lse
 
 
 def reference_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -197,7 +209,7 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
     `rule.drop`.
     """
     q, k, v = _wide(q, k.shape[2]), _wide(k), _wide(v)
-    weights, lse = _probabilities(q, k, None, rule)
+    weights, lse = _probabilities(_scores(q, k, rule), None, rule)
     if rule.drop is not None:
         weights.mul_(_factors(rule.drop, q))
     return torch.einsum("bgmst,tbgd->sbgmd", weights, v).flatten(2, 3), lse.flatten(1, 2)
@@ -206,20 +218,28 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
 def reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the softmax from the merged log-sum-exp: dS = P * (dP - sum(grad * out)). Supports `rule.drop`."""
+    """The gradient of the softmax from the merged log-sum-exp: dS = P * (dP - sum(grad * out)), times the slope of a cap.
+
+    Supports `rule.drop`.
+    """
     groups = k.shape[2]
     grad, q, out, k, v = _wide(grad, groups), _wide(q, groups), _wide(out, groups), _wide(k), _wide(v)
-    weights, _ = _probabilities(q, k, lse.unflatten(1, q.shape[2:4]), rule)
+    scores = _scores(q, k, rule)
+    slope = rule.scores.slope(scores)
+    weights, _ = _probabilities(scores, lse.unflatten(1, q.shape[2:4]), rule)
     delta = (grad * out).sum(-1).permute(1, 2, 3, 0)  # [b, g, m, s]
     factors = None if rule.drop is None else _factors(rule.drop, q)
     into_weights = torch.einsum("sbgmd,tbgd->bgmst", grad, v)
     if factors is not None:
         into_weights.mul_(factors)
-    scores = into_weights.sub_(delta.unsqueeze(-1)).mul_(weights).div_(math.sqrt(q.shape[-1]))
+    into_scores = into_weights.sub_(delta.unsqueeze(-1)).mul_(weights)
+    if slope is not None:
+        into_scores.mul_(slope)
+    products = into_scores.div_(rule.scores.divisor)
     if factors is not None:
         weights.mul_(factors)
-    dq = torch.einsum("bgmst,tbgd->sbgmd", scores, k).flatten(2, 3)
-    dk = torch.einsum("bgmst,sbgmd->tbgd", scores, q)
+    dq = torch.einsum("bgmst,tbgd->sbgmd", products, k).flatten(2, 3)
+    dk = torch.einsum("bgmst,sbgmd->tbgd", products, q)
     dv = torch.einsum("bgmst,sbgmd->tbgd", weights, grad)
     return dq, dk, dv
 
@@ -269,6 +289,7 @@ def flash_backward(
 
 
 reference = BlockKernel(reference_forward, reference_backward)
+by_rows = BlockKernel(rows_forward, rows_backward)
 cpu = prefix_apart(BlockKernel(attention_lse_cpu.forward, attention_lse_cpu.backward))
 efficient = prefix_apart(BlockKernel(efficient_forward, efficient_backward))
 flash_attention = BlockKernel(flash_forward, flash_backward)

@@ -15,7 +15,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor
     """torch's flash attention for CPUs. It takes grouped heads directly, and masks as additive tensors of q's dtype."""
     mask = None if rule.square(q.shape[0], k.shape[0]) else rule.mask(q.shape[0], k.shape[0], q.device)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(q, k, v), 0.0, rule.square(q.shape[0], k.shape[0]), attn_mask=_additive(mask, q.dtype)
+        *_heads_first(q, k, v),
+        0.0,
+        rule.square(q.shape[0], k.shape[0]),
+        attn_mask=_additive(mask, q.dtype),
+        scale=rule.scores.uncapped_scale,
     )
     return forget_blind(out.permute(2, 0, 1, 3), lse, mask)
 
@@ -27,7 +31,12 @@ def backward(
     square = rule.square(q.shape[0], k.shape[0])
     mask = None if square else _additive(rule.mask(q.shape[0], k.shape[0], q.device), q.dtype)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_heads_first(grad, q, k, v, out), lse, 0.0, square, attn_mask=mask
+        *_heads_first(grad, q, k, v, out),
+        lse,
+        0.0,
+        square,
+        attn_mask=mask,
+        scale=rule.scores.uncapped_scale,
     )
     dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients)
     return dq, dk, dv

@@ -51,7 +51,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, 
     causal, window = _window(rule, s, t)
     no_packing, no_dropout, debug = (None, None), 0.0, False
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_batch_first(q, k, v), *no_packing, s, t, no_dropout, causal, debug, **window
+        *_batch_first(q, k, v), *no_packing, s, t, no_dropout, causal, debug, scale=rule.scores.uncapped_scale, **window
     )
     return out.transpose(0, 1), lse
 
@@ -75,6 +75,7 @@ def flash_backward(
         causal,
         seed,
         offset,
+        scale=rule.scores.uncapped_scale,
         **window,
     )
     dq, dk, dv = (x.transpose(0, 1) for x in gradients)
@@ -101,6 +102,7 @@ def efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
         with_lse,
         no_dropout,
         rule.square(s, k.shape[0]),
+        scale=rule.scores.uncapped_scale,
     )
     return forget_blind(out.permute(2, 0, 1, 3), lse[..., :s], mask)
 
@@ -119,7 +121,16 @@ def efficient_backward(
     # The kernel takes any strides, but the tokens of the output must be contiguous within a sample.
     solid = out.transpose(0, 1).contiguous().transpose(1, 2)
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        *heads, _bias(mask, q), solid, padded, seed, offset, no_dropout, wanted, square
+        *heads,
+        _bias(mask, q),
+        solid,
+        padded,
+        seed,
+        offset,
+        no_dropout,
+        wanted,
+        square,
+        scale=rule.scores.uncapped_scale,
     )
     dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients[:3])
     return dq, _summed(dk, k.shape[2]), _summed(dv, k.shape[2])

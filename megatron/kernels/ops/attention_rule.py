@@ -1,4 +1,4 @@
-"""The rule of a block of attention: which keys its queries may see, and which of those are dropped."""
+"""The rule of a block of attention: how keys are scored, which of them queries may see, and which are dropped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.hash32 import hash32_, wrapped
 
 
@@ -33,27 +34,35 @@ class Drop(NamedTuple):
         return kept.view(b, n, len(queries), len(keys)).float().div_(1.0 - self.rate)
 
 
+def draw_seed(dropout: float, device: torch.device) -> Tensor | None:
+    """The seed of a forward's dropout, int32 [1], from the device's current generator; None without dropout."""
+    if dropout == 0.0:
+        return None
+    return torch.randint(1 << 31, (1,), device=device).to(torch.int32)
+
+
 class Rule(NamedTuple):
     """Query i of s sees key j of t if 0 <= i + offset - j < window and both are in one segment.
 
-    `offset` is the position of the first query minus that of the first key, at least 0; None makes every key visible.
-    `window` requires an offset; None is no limit. `segments` are the ids of the queries [b, s] and of the keys [b, t],
-    or None. `drop` applies to the visible keys.
+    `scores` are computed for the visible keys. `offset` is the position of the first query minus that of the first key,
+    at least 0; None makes every key visible. `window` requires an offset; None is no limit. `segments` are the ids of the
+    queries [b, s] and of the keys [b, t], or None. `drop` applies to the visible keys.
     """
 
+    scores: Scores
     offset: int | None = None
     window: int | None = None
     segments: tuple[Tensor, Tensor] | None = None
     drop: Drop | None = None
 
     def cut(self, queries: slice, keys: slice) -> Rule:
-        """Returns the rule for a part of the tokens that ignores positions: only `segments` and `drop`."""
+        """Returns the rule for a part of the tokens, without `offset` and `window`."""
         segments, drop = self.segments, self.drop
         if segments is not None:
             segments = segments[0][:, queries], segments[1][:, keys]
         if drop is not None:
             drop = drop._replace(queries=drop.queries[queries], keys=drop.keys[keys])
-        return Rule(segments=segments, drop=drop)
+        return Rule(self.scores, segments=segments, drop=drop)
 
     def square(self, s: int, t: int) -> bool:
         """Returns whether this is plain causal attention of s queries to keys at the same positions."""

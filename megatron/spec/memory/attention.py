@@ -18,7 +18,7 @@ from megatron.spec.memory.trace import (
     MemoryTrace,
 )
 from megatron.spec.norm import NormSpec
-from megatron.spec.sizes import FP32, MASK, Sizes
+from megatron.spec.sizes import FP32, INT32, MASK, Sizes
 from megatron.spec.work_space import ATTENTION_MATRIX
 
 
@@ -60,17 +60,18 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
 
     Fused kernels keep one number a query and head, not the matrix of probabilities (Dao et al., arXiv 2205.14135). torch's
     for the CPU knows no dropout; then, as in the reference, the matrix is kept: of the softmax, and with dropout of its
-    factors and of the product. Both of those work on copies of keys (and values) for every query head.
+    factors and of the product. Both of those work on copies of keys (and values) for every query head. No fused kernel
+    caps scores: plain torch computes some queries at a time, and the reference keeps the hyperbolic tangents, too.
     """
-    heads, dropout = heads_of(spec, sizes), spec.dropout > 0
+    heads, dropout, capped = heads_of(spec, sizes), spec.dropout > 0, spec.softcap is not None
     lse = sizes.tokens * heads.number * FP32
     if sizes.cp > 1 and sizes.comm_type != "a2a":  # keys and values are kept as one tensor
         fp32 = FP32 // sizes.e
         forward = fp32 * 2 * heads.queries
         backward = forward + fp32 * 4 * heads.keys
-        if dropout:
-            largest, in_backward = _dropped_at_once(heads.number, sizes)
-            forward, backward = forward + 3 * FP32 * largest, backward + 5 * FP32 * in_backward
+        if dropout or capped:
+            largest, in_backward = _weights_at_once(heads.number, sizes)
+            forward, backward = forward + 3 * FP32 * largest, backward + (5 if dropout else 3) * FP32 * in_backward
         whole = not (sizes.unfused_attention or sizes.target.wide)
         return KernelMemory(
             lse + 2 * heads.keys, forward, backward, True, False, False, keeps_output=whole, strided=False
@@ -79,8 +80,14 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
     matrix = sizes.b * heads.number * sizes.s * keys  # elements
     if sizes.unfused_attention:
         rounded = sizes.e if sizes.e < FP32 else 0
-        kept = matrix * (FP32 + rounded + (2 * sizes.e if dropout else 0)) + 2 * heads.queries + sizes.s * keys * MASK
+        kept = (
+            matrix * (FP32 + rounded + (2 * sizes.e if dropout else 0) + (FP32 if capped else 0))
+            + 2 * heads.queries
+            + sizes.s * keys * MASK
+        )
         return KernelMemory(kept, FP32 * matrix, 2 * FP32 * matrix, True, False, False, strided=False)
+    if capped:
+        return _rows_memory(heads, sizes, matrix, lse, dropout=dropout)
     width = FP32 if sizes.target.wide else sizes.e
     wide = width // sizes.e
     if dropout and sizes.target.cpu:
@@ -91,6 +98,19 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
     if wide > 1:  # fp32 copies of queries, keys, values and output
         return KernelMemory(lse + wide * 2 * (heads.queries + heads.keys), wide * heads.queries, 0, False, False, False)
     return KernelMemory(lse, keeps_output=True)
+
+
+def _rows_memory(heads: Heads, sizes: Sizes, matrix: int, lse: int, *, dropout: bool) -> KernelMemory:
+    """Of plain torch, some queries at a time (kernels/ops/attention_rows.py), with `matrix` probabilities in all.
+
+    Backward holds weights, slopes and a gradient of some rows, with dropout also its factors; of halves fp32 copies of keys,
+    values and those rows.
+    """
+    once, fp32 = min(matrix, ATTENTION_MATRIX), FP32 // sizes.e
+    copies = 2 * heads.keys + 3 * heads.queries * once // matrix if fp32 > 1 else 0
+    forward = fp32 * (2 * heads.queries + copies) + 3 * FP32 * once
+    backward = fp32 * (2 * heads.queries + 4 * heads.keys + copies) + (4 if dropout else 3) * FP32 * once
+    return KernelMemory(lse + (INT32 if dropout else 0), forward, backward, keeps_output=True, strided=False)
 
 
 class AttentionMemory:
@@ -234,7 +254,9 @@ class AttentionMemory:
     @property
     def _made_again(self) -> int:
         """Bytes of the output that a second run makes: a fused kernel keeps it, plain GEMMs end before it."""
-        return self._heads.queries if self._again is not None and self._again.strided else 0
+        return (
+            self._heads.queries if self._again is not None and (self._again.strided or self._again.keeps_output) else 0
+        )
 
     @property
     def _given_queries(self) -> int:
@@ -256,8 +278,8 @@ class AttentionMemory:
         return self._qk_norm or (self._kernel.keeps_values and not self._copies_values) or views
 
 
-def _dropped_at_once(heads: int, sizes: Sizes) -> tuple[int, int]:
-    """Probabilities of the largest block, in forward and in backward, where plain torch drops them."""
+def _weights_at_once(heads: int, sizes: Sizes) -> tuple[int, int]:
+    """Probabilities of the largest block, in forward and in backward, where plain torch computes them."""
     own = sizes.b * heads * sizes.s**2
     if sizes.comm_type == "all_gather":
         largest = min(max(own, own * (sizes.cp - 1) // 2), ATTENTION_MATRIX)

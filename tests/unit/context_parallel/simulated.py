@@ -1,23 +1,24 @@
 """Every rank of a ring or an all-gather in one process: the same blocks and merges, no messages."""
 
-import math
-
 import torch
 
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.block_plan import other_blocks, own_blocks, ring_blocks
 from megatron.core.context_parallel.blocks import Attention, Gradient, rule_of_all, rule_of_rank, zeros_like
 from megatron.kernels.ops import attention
+from megatron.kernels.ops.attention_scores import Scores
+
+SCORES = Scores(0.3)
 
 
 def cut(x, dim, size):
     return [layout.take(x, dim, rank, size) for rank in range(size)]
 
 
-def ring(kernel, q, k, v, grad, size, segments=None, window=None, drop=None):
+def ring(kernel, q, k, v, grad, size, segments=None, window=None, drop=None, scores=SCORES):
     """[out, dq, dk, dv] of the whole sequence; q, grad [s, b, n, d], k, v [s, b, g, d]."""
     queries, grads, keys = cut(q, 0, size), cut(grad, 0, size), cut(torch.stack((k, v)), 1, size)
-    whole = rule_of_all(segments, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
+    whole = rule_of_all(scores, segments, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
     dkv, results = [zeros_like(kv) for kv in keys], []
     for rank in range(size):
         sources = [(rank - step) % size for step in range(size)]
@@ -35,11 +36,11 @@ def ring(kernel, q, k, v, grad, size, segments=None, window=None, drop=None):
     return [out, dq, *layout.to_natural_order(torch.cat(dkv, dim=1), 1, size).unbind()]
 
 
-def gathered(kernel, q, k, v, grad, size, segments=None, window=None, drop=None):
+def gathered(kernel, q, k, v, grad, size, segments=None, window=None, drop=None, scores=SCORES):
     """As `ring`, for keys and values that were gathered."""
     queries, grads, kv = cut(q, 0, size), cut(grad, 0, size), torch.stack((k, v))
     keys = cut(kv, 1, size)
-    whole = rule_of_all(segments, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
+    whole = rule_of_all(scores, segments, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
     dkv, results = zeros_like(kv), []
     own_dkv = [zeros_like(x) for x in keys]
     for rank in range(size):
@@ -58,12 +59,14 @@ def gathered(kernel, q, k, v, grad, size, segments=None, window=None, drop=None)
     return [out, dq, *dkv.unbind()]
 
 
-def exact(q, k, v, grad, segments=None, window=None, factors=1.0):
+def exact(q, k, v, grad, segments=None, window=None, factors=1.0, scores=SCORES):
     """The same of one process, in fp64. factors: [b, n, s, t] on the probabilities."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in leaves[1:])
-    scores = torch.einsum("sbnd,tbnd->bnst", leaves[0], k) / math.sqrt(q.shape[-1])
+    found = scores.scale * torch.einsum("sbnd,tbnd->bnst", leaves[0], k)
+    if scores.softcap is not None:
+        found = scores.softcap * torch.tanh(found / scores.softcap)
     visible = attention.causal_mask(len(q), len(k), segments, window, q.device)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1) * factors
+    weights = found.masked_fill(~visible, float("-inf")).softmax(-1) * factors
     out = torch.einsum("bnst,tbnd->sbnd", weights, v)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]

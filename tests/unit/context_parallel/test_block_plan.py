@@ -8,6 +8,7 @@ from megatron.core.context_parallel.block_plan import Block, other_blocks, own_b
 from megatron.kernels.ops.attention import causal_mask
 from megatron.kernels.ops.attention_lse_cuda import _reach, flash_takes
 from megatron.kernels.ops.attention_rule import Rule
+from megatron.kernels.ops.attention_scores import Scores
 
 SIZES = [1, 2, 3, 5]
 CHUNKS = [1, 5]
@@ -21,7 +22,7 @@ def lengths(block):
 
 def seen(block):
     """[queries, keys] of a block."""
-    mask = Rule(block.offset, block.window).mask(*lengths(block), CPU)
+    mask = Rule(Scores(1.0), block.offset, block.window).mask(*lengths(block), CPU)
     return torch.ones(lengths(block), dtype=torch.bool) if mask is None else mask
 
 
@@ -122,7 +123,7 @@ def test_flash_says_the_same(plan, size, chunk, window):
     for rank in range(size):
         for block, _, _ in plan(rank, size, chunk, window):
             s, t = lengths(block)
-            rule = Rule(block.offset, block.window)
+            rule = Rule(Scores(1.0), block.offset, block.window)
             assert flash_takes(torch.empty(s, 1, 1, 8), torch.empty(t, 1, 1, 8), rule)
             if rule.offset is None:
                 continue

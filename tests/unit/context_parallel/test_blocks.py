@@ -7,6 +7,7 @@ from megatron.core.context_parallel.block_plan import Block
 from megatron.core.context_parallel.blocks import Attention
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_rule import Drop
+from megatron.kernels.ops.attention_scores import Scores
 from tests.unit.context_parallel import simulated
 from tests.unit.kernels.close import random
 
@@ -31,6 +32,17 @@ def test_as_one_process(kernel, size, run, segments, window):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("run", [simulated.ring, simulated.gathered])
+@pytest.mark.parametrize("window", [None, 9])
+def test_capped_scores_as_one_process(size, run, window):
+    data, scores = inputs(40, 4, 2), Scores(1.3, 1.5)
+    segments = torch.arange(40).expand(2, 40) // 11
+    found = run(attention_lse.by_rows, *data, size, segments, window, scores=scores)
+    for a, b in zip(found, simulated.exact(*data, segments, window, scores=scores), strict=True):
+        assert (a.double() - b).abs().max() <= 3e-6 * float(b.abs().max())
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("run", [simulated.ring, simulated.gathered])
 @pytest.mark.parametrize("segments", [None, torch.arange(40).expand(2, 40) // 11], ids=["", "segments"])
 @pytest.mark.parametrize("window", [None, 9])
 def test_dropout_as_one_process(size, run, segments, window):
@@ -50,8 +62,8 @@ def test_merges_are_fp32():
     q, k, v, _ = inputs(80, 4, 2, torch.bfloat16)
     attention = Attention(attention_lse.reference, q)
     blocks = [Block(slice(0, 80), slice(5 * n, 5 * n + 5), None, None) for n in range(16)]
-    attention.add(torch.stack((k, v)), blocks, attention_lse.Rule())
-    whole, lse = attention_lse.reference.forward(*(x.double() for x in (q, k, v)), attention_lse.Rule())
+    attention.add(torch.stack((k, v)), blocks, attention_lse.Rule(simulated.SCORES))
+    whole, lse = attention_lse.reference.forward(*(x.double() for x in (q, k, v)), attention_lse.Rule(simulated.SCORES))
     assert attention.out.dtype == attention.lse.dtype == torch.float32
     torch.testing.assert_close(attention.out.double(), whole, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(attention.lse.double(), lse, rtol=1e-5, atol=1e-6)
@@ -61,11 +73,11 @@ def test_very_different_blocks():
     """A block that outweighs all others, first or last, and scores that would overflow an exponential."""
     q, k, v, _ = inputs(8, 2, 2)
     q, k = 30 * q, 30 * k
-    whole, lse = attention_lse.reference.forward(*(x.double() for x in (q, k, v)), attention_lse.Rule())
+    whole, lse = attention_lse.reference.forward(*(x.double() for x in (q, k, v)), attention_lse.Rule(simulated.SCORES))
     assert lse.abs().max() > 100
     for order in (range(8), reversed(range(8))):
         attention = Attention(attention_lse.cpu, q)
         blocks = [Block(slice(0, 8), slice(n, n + 1), None, None) for n in order]
-        attention.add(torch.stack((k, v)), blocks, attention_lse.Rule())
+        attention.add(torch.stack((k, v)), blocks, attention_lse.Rule(simulated.SCORES))
         torch.testing.assert_close(attention.lse.double(), lse, rtol=1e-6, atol=1e-4)
         torch.testing.assert_close(attention.out.double(), whole, rtol=1e-3, atol=1e-3)

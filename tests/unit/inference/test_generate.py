@@ -16,6 +16,8 @@ SHAPES = {
     "qk-norm": {**LLAMA, "qk_layernorm": True},
     "window": {**LLAMA, "window_size": "4,0", "window_attn_skip_freq": "2"},
     "unfused window": {**LLAMA, "window_size": "4,0", "attention_backend": "unfused"},
+    "capped window": {**LLAMA, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
+    "capped unfused": {**LLAMA, "attn_logit_softcapping": 0.5, "attention_backend": "unfused"},
     "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_scaling_original_max_position_embeddings": 16},
 }
 

@@ -1,22 +1,22 @@
 """Attention kernels against a loop over queries, and what `choose` picks."""
 
-import math
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.backends import flash
-from megatron.kernels.ops import attention, gemm
+from megatron.kernels.ops import attention, attention_rows, gemm
+from megatron.kernels.ops.attention_scores import Scores
 from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
-KERNELS = {"unfused": attention.unfused, "fused": attention.fused}
+KERNELS = {"unfused": attention.unfused, "fused": attention.fused, "rows": attention_rows.attention}
+SCORES, CAPPED = Scores(8**-0.5), Scores(1.3, 1.5)
 CPU = torch.device("cpu")
-PLAIN = {"segments": None, "window": None, "dropout": 0.0}
+PLAIN = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 2, 2, 2, 2, 2]])
 
 
-def slow(q, k, v, segments=None, window=None):
+def slow(q, k, v, segments=None, window=None, scores=SCORES):
     """One query at a time, keys picked by the rule in words."""
     s, b, n, d = q.shape
     t, per_group = k.shape[0], n // k.shape[2]
@@ -28,8 +28,10 @@ def slow(q, k, v, segments=None, window=None):
             seen = [j for j in seen if window is None or place - j < window]
             for head in range(n):
                 keys, values = (x[seen, sample, head // per_group] for x in (k, v))
-                weights = (keys @ q[i, sample, head] / math.sqrt(d)).softmax(0)
-                rows.append(weights @ values)
+                found = scores.scale * keys @ q[i, sample, head]
+                if scores.softcap is not None:
+                    found = scores.softcap * torch.tanh(found / scores.softcap)
+                rows.append(found.softmax(0) @ values)
     return torch.stack(rows).view(s, b, n * d)
 
 
@@ -48,7 +50,7 @@ class TestAgainstTheLoop:
     @pytest.mark.parametrize(("s", "t"), [(7, 7), (1, 7), (3, 7)])
     def test_segments(self, kernel, s, t):
         assert_same(
-            lambda *x: kernel(*x, segments=SEGMENTS, window=None, dropout=0.0),
+            lambda *x: kernel(*x, scores=SCORES, segments=SEGMENTS, window=None, dropout=0.0),
             lambda *x: slow(*x, segments=SEGMENTS),
             inputs(s, t, 4, 2),
         )
@@ -59,19 +61,23 @@ class TestAgainstTheLoop:
     def test_window(self, kernel, s, t, window, segments):
         segments = None if segments is None else segments[:, :t]
         assert_same(
-            lambda *x: kernel(*x, segments=segments, window=window, dropout=0.0),
+            lambda *x: kernel(*x, scores=SCORES, segments=segments, window=window, dropout=0.0),
             lambda *x: slow(*x, segments=segments, window=window),
             inputs(s, t, 4, 2),
         )
 
+    def test_another_scale(self, kernel):
+        options = {**PLAIN, "scores": Scores(1.3)}
+        assert_same(lambda *x: kernel(*x, **options), lambda *x: slow(*x, scores=Scores(1.3)), inputs(6, 6, 4, 2))
+
     def test_a_window_of_one_is_the_value_itself(self, kernel):
         q, k, v = inputs(5, 5, 2, 2)
-        torch.testing.assert_close(kernel(q, k, v, segments=None, window=1, dropout=0.0), v.flatten(2))
+        torch.testing.assert_close(kernel(q, k, v, scores=SCORES, segments=None, window=1, dropout=0.0), v.flatten(2))
 
     def test_documents_do_not_mix(self, kernel):
         """Packed documents give what each gives alone."""
         q, k, v = inputs(9, 9, 4, 2, b=1)
-        together = kernel(q, k, v, segments=torch.tensor([[0] * 4 + [1] * 5]), window=None, dropout=0.0)
+        together = kernel(q, k, v, scores=SCORES, segments=torch.tensor([[0] * 4 + [1] * 5]), window=None, dropout=0.0)
         alone = [kernel(q[r], k[r], v[r], **PLAIN) for r in (slice(0, 4), slice(4, 9))]
         torch.testing.assert_close(together, torch.cat(alone))
 
@@ -100,10 +106,10 @@ class TestAgainstTheLoop:
         q = torch.zeros(s, 1, 1, s)  # every visible key has the same weight
         v = torch.eye(s).view(s, 1, 1, s)
         torch.manual_seed(5)
-        out = kernel(q, q, v, segments=None, window=None, dropout=0.25)
+        out = kernel(q, q, v, scores=SCORES, segments=None, window=None, dropout=0.25)
         torch.manual_seed(5)
-        assert out.equal(kernel(q, q, v, segments=None, window=None, dropout=0.25))
-        assert not out.equal(kernel(q, q, v, segments=None, window=None, dropout=0.25))
+        assert out.equal(kernel(q, q, v, scores=SCORES, segments=None, window=None, dropout=0.25))
+        assert not out.equal(kernel(q, q, v, scores=SCORES, segments=None, window=None, dropout=0.25))
         weights = out.view(s, s) * torch.arange(1, s + 1).unsqueeze(1)  # 0 or 1 / 0.75 where visible
         kept = weights[torch.ones(s, s).tril().bool()]
         assert 0.70 < kept.gt(0).float().mean() < 0.80
@@ -115,11 +121,31 @@ class TestAgainstTheLoop:
         s, window = 64, 16
         q, v = torch.zeros(s, 1, 1, s), torch.eye(s).view(s, 1, 1, s)
         torch.manual_seed(5)
-        weights = kernel(q, q, v, segments=None, window=window, dropout=0.25).view(s, s)[window:] * window
+        weights = (
+            kernel(q, q, v, scores=SCORES, segments=None, window=window, dropout=0.25).view(s, s)[window:] * window
+        )
         inside = torch.ones(s, s).tril().triu(1 - window).bool()[window:]
         assert weights[~inside].eq(0).all()
         assert 0.70 < weights[inside].gt(0).float().mean() < 0.80
         assert weights.sum() / weights.gt(0).sum() == pytest.approx(1 / 0.75)
+
+
+@pytest.mark.parametrize("kernel", ["unfused", "rows"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["", "segments"])
+@pytest.mark.parametrize("s", [7, 2])
+def test_capped_scores(kernel, window, segments, s):
+    """The cap bends a third of the scores by more than a tenth."""
+    options = {"segments": segments, "window": window, "scores": CAPPED}
+    data = inputs(s, 7, 4, 2)
+    assert_same(lambda *x: KERNELS[kernel](*x, **options, dropout=0.0), lambda *x: slow(*x, **options), data)
+    products = 1.3 * torch.einsum("sbngd,tbgd->bngst", data[0].unflatten(2, (2, 2)).transpose(2, 3), data[1])
+    assert (products.abs() > 1.1 * (1.5 * torch.tanh(products / 1.5)).abs()).float().mean() > 0.3
+
+
+def test_a_fused_kernel_does_not_pass_over_a_cap():
+    with pytest.raises(AssertionError, match="this kernel cannot cap scores"):
+        attention.fused(*inputs(4, 4, 2, 2), **{**PLAIN, "scores": CAPPED})
 
 
 @pytest.mark.parametrize("window", [None, 17])
@@ -130,8 +156,9 @@ def test_kernels_agree_on_a_longer_sequence(window):
         outputs_and_gradients(lambda *x: kernel(*x, **{**PLAIN, "window": window}), data, upstream)  # noqa: B023
         for kernel in KERNELS.values()
     ]
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for first, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=1e-4, atol=1e-5)
 
 
 class TestWhatSdpaIsAsked:
@@ -150,19 +177,19 @@ class TestWhatSdpaIsAsked:
 
     @pytest.mark.parametrize("window", [None, 7, 8])
     def test_a_window_as_long_as_the_sequence_needs_no_mask(self, asked, window):
-        attention.fused(*inputs(7, 7, 4, 2), segments=None, window=window, dropout=0.0)
+        attention.fused(*inputs(7, 7, 4, 2), scores=SCORES, segments=None, window=window, dropout=0.0)
         assert asked == [(7, None, True)]
 
     def test_a_shorter_one_does(self, asked):
-        attention.fused(*inputs(7, 7, 4, 2), segments=None, window=6, dropout=0.0)
+        attention.fused(*inputs(7, 7, 4, 2), scores=SCORES, segments=None, window=6, dropout=0.0)
         assert asked == [(7, (7, 7), False)]
 
     def test_one_query_reads_its_window_of_the_cache_without_a_mask(self, asked):
-        attention.fused(*inputs(1, 7, 4, 2), segments=None, window=3, dropout=0.0)
+        attention.fused(*inputs(1, 7, 4, 2), scores=SCORES, segments=None, window=3, dropout=0.0)
         assert asked == [(3, None, False)]
 
     def test_several_queries_read_the_windows_of_all(self, asked):
-        attention.fused(*inputs(2, 7, 4, 2), segments=None, window=3, dropout=0.0)
+        attention.fused(*inputs(2, 7, 4, 2), scores=SCORES, segments=None, window=3, dropout=0.0)
         assert asked == [(4, (2, 4), False)]
 
 
@@ -184,25 +211,35 @@ class TestChoose:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_on_cpu(self, asked, kernel, said, dtype, slow_dtypes):
         slow_dtypes(torch.float16)
-        assert attention.choose(asked, CPU, dtype) == (kernel, said)
+        assert attention.choose(asked, CPU, dtype, None) == (kernel, said)
 
     @pytest.mark.parametrize(("asked", "why"), [("fused", "asked for"), ("auto", "no flash: the device is cpu")])
     def test_on_a_cpu_without_bf16(self, asked, why, slow_dtypes):
         """In fp32: the result is rounded once, where the native kernel rounds in between."""
         slow_dtypes(torch.bfloat16)
-        kernel, said = attention.choose(asked, CPU, torch.bfloat16)
+        kernel, said = attention.choose(asked, CPU, torch.bfloat16, None)
         assert said == f"fused (torch SDPA in fp32, this CPU has no bfloat16 products; {why})"
         data = inputs(8, 8, 4, 2, dtype=torch.bfloat16)
         expected = attention.fused(*(x.float() for x in data), **PLAIN).bfloat16()
         assert kernel(*data, **PLAIN).equal(expected)
         assert_same(lambda *x: kernel(*x, **PLAIN), slow, data, rtol=1e-2, atol=1e-2)
         segments = torch.zeros(2, 8, dtype=torch.long)
-        windowed = attention.fused(*(x.float() for x in data), segments=segments, window=3, dropout=0.0).bfloat16()
-        assert kernel(*data, segments=segments, window=3, dropout=0.0).equal(windowed)
+        windowed = attention.fused(
+            *(x.float() for x in data), scores=SCORES, segments=segments, window=3, dropout=0.0
+        ).bfloat16()
+        assert kernel(*data, scores=SCORES, segments=segments, window=3, dropout=0.0).equal(windowed)
         assert not windowed.equal(expected)
 
+    def test_with_a_cap(self):
+        """Also where a fused kernel is asked for: there is none."""
+        for asked in ("auto", "flash", "fused"):
+            kernel, said = attention.choose(asked, CPU, torch.bfloat16, 30.0)
+            assert kernel is attention_rows.attention
+            assert said == "unfused rows (plain torch, some queries at a time: no fused kernel caps scores)"
+        assert attention.choose("unfused", CPU, torch.bfloat16, 30.0)[0] is attention.unfused
+
     def test_flash_on_a_cpu_falls_back_with_the_reason(self):
-        kernel, said = attention.choose("flash", CPU, torch.float32)
+        kernel, said = attention.choose("flash", CPU, torch.float32, None)
         assert kernel is attention.fused and said == "fused (torch SDPA; no flash: the device is cpu)"
 
     def test_why_flash_is_missing(self):
@@ -216,21 +253,21 @@ class TestFlash:
         """(kernel, what it asked the other kernel for: lengths, segments, window, dropout, "by flash or not at all")"""
         calls = []
 
-        def otherwise(q, k, v, *, segments, window, dropout):
+        def otherwise(q, k, v, *, scores, segments, window, dropout):
             only_flash = torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
             calls.append((q.shape[0], k.shape[0], segments is not None, window, dropout, only_flash))
-            return attention.fused(q, k, v, segments=segments, window=window, dropout=dropout)
+            return attention.fused(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
 
         return flash.attention(otherwise), calls
 
     def test_what_it_cannot_do_is_left_to_the_other_kernel(self, calls):
         """Segments, queries that continue a cache, and windows with dropout or odd heads."""
         kernel, asked = calls
-        kernel(*inputs(6, 6, 4, 2), segments=torch.zeros(2, 6, dtype=torch.long), window=4, dropout=0.0)
-        kernel(*inputs(2, 6, 4, 2), segments=None, window=4, dropout=0.0)
-        kernel(*inputs(6, 6, 4, 2), segments=None, window=4, dropout=0.1)
-        kernel(*inputs(6, 6, 4, 2, d=12), segments=None, window=4, dropout=0.0)
-        kernel(*inputs(6, 6, 4, 2, d=200), segments=None, window=4, dropout=0.0)
+        kernel(*inputs(6, 6, 4, 2), scores=SCORES, segments=torch.zeros(2, 6, dtype=torch.long), window=4, dropout=0.0)
+        kernel(*inputs(2, 6, 4, 2), scores=SCORES, segments=None, window=4, dropout=0.0)
+        kernel(*inputs(6, 6, 4, 2), scores=SCORES, segments=None, window=4, dropout=0.1)
+        kernel(*inputs(6, 6, 4, 2, d=12), scores=SCORES, segments=None, window=4, dropout=0.0)
+        kernel(*inputs(6, 6, 4, 2, d=200), scores=SCORES, segments=None, window=4, dropout=0.0)
         assert asked == [
             (6, 6, True, 4, 0.0, False),
             (2, 6, False, 4, 0.0, False),
@@ -242,7 +279,7 @@ class TestFlash:
     def test_a_window_as_long_as_the_sequence_is_none(self, calls):
         kernel, asked = calls
         for window in (None, 6, 7):
-            kernel(*inputs(6, 6, 4, 4), segments=None, window=window, dropout=0.0)
+            kernel(*inputs(6, 6, 4, 4), scores=SCORES, segments=None, window=window, dropout=0.0)
         assert asked == [(6, 6, False, None, 0.0, True)] * 3
 
     @pytest.mark.parametrize("window", [1, 2, 5])
@@ -251,42 +288,44 @@ class TestFlash:
         kernel, asked = calls
         data = inputs(6, 6, 4, 2, b=3)
         with torch.no_grad(), FlashOperator():
-            out = kernel(*data, segments=None, window=window, dropout=0.0)
+            out = kernel(*data, scores=Scores(0.9), segments=None, window=window, dropout=0.0)
         assert asked == []
-        torch.testing.assert_close(out, slow(*data, window=window))
+        torch.testing.assert_close(out, slow(*data, window=window, scores=Scores(0.9)))
 
     def test_the_gradient_knows_the_window(self):
         """Shapes only: what autograd asks of the operator's backward."""
         data = [x.to("meta", torch.bfloat16).requires_grad_() for x in inputs(6, 6, 4, 2, b=3)]
         with FlashOperator() as operator:
-            out = flash.windowed(*data, 4)
+            out = flash.windowed(*data, 0.3, 4)
             gradients = torch.autograd.grad(out, data, torch.empty_like(out))
         assert out.shape == (6, 3, 32) and [g.shape for g in gradients] == [x.shape for x in data]
-        assert operator.windows_of_backward == [(3, 0)]
+        assert operator.asked_of_backward == [(0.3, 3, 0)]
 
 
 class FlashOperator(TorchDispatchMode):
-    """torch's FlashAttention on [b, s, heads, d] tensors of the CPU; of its backward, which windows it was given."""
+    """torch's FlashAttention on [b, s, heads, d] tensors of the CPU; of its backward, the scale and the window that it was
+    given."""
 
     def __init__(self):
         super().__init__()
-        self.windows_of_backward = []
+        self.asked_of_backward = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if operator is torch.ops.aten._flash_attention_backward.default:
-            self.windows_of_backward.append((kwargs["window_size_left"], kwargs["window_size_right"]))
+            names = ("scale", "window_size_left", "window_size_right")
+            self.asked_of_backward.append(tuple(kwargs[name] for name in names))
         if operator is torch.ops.aten._flash_attention_forward.default and args[0].device.type == "cpu":
             return self.forward(*args, **kwargs)
         return operator(*args, **kwargs)
 
     @staticmethod
-    def forward(q, k, v, ends_q, ends_k, s, t, dropout, causal, debug, *, window_size_left, window_size_right):
+    def forward(q, k, v, ends_q, ends_k, s, t, dropout, causal, debug, *, scale, window_size_left, window_size_right):
         assert (ends_q, ends_k, s, t) == (None, None, q.shape[1], k.shape[1])
         assert (dropout, causal, debug) == (0.0, False, False)
         place = torch.arange(t) - torch.arange(s).unsqueeze(1)  # of a key beside its query
         hidden = (place < -window_size_left) | (place > window_size_right)
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-        scores = torch.einsum("bsnd,btnd->bnst", q, k) / math.sqrt(q.shape[-1])
+        scores = scale * torch.einsum("bsnd,btnd->bnst", q, k)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         return torch.einsum("bnst,btnd->bsnd", weights, v), *[torch.empty(0)] * 4

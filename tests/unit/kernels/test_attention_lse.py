@@ -7,27 +7,41 @@ import torch
 
 from megatron.kernels.ops import attention_lse, attention_lse_cuda, gemm
 from megatron.kernels.ops.attention_rule import Drop, Rule
+from megatron.kernels.ops.attention_scores import Scores
 from tests.unit.kernels.close import random
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+SCORES, CAPPED = Scores(8**-0.5), Scores(1.3, 1.5)
 KERNELS = {
     "reference": attention_lse.reference,
+    "by_rows": attention_lse.by_rows,
     "cpu": attention_lse.cpu,
     "in_fp32": attention_lse.in_fp32(attention_lse.cpu),
 }
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [3, 3, 3, 4, 4, 4]]), torch.tensor([[1, 1, 2, 2, 5], [3, 4, 4, 4, 4]])
 RULES = {
-    "all": ((6, 5), Rule()),
-    "causal": ((6, 6), Rule(0)),
-    "causal, later queries": ((4, 9), Rule(5)),
-    "window": ((6, 6), Rule(0, 3)),
-    "end of a window": ((5, 5), Rule(6, 7)),
-    "segments": ((6, 5), Rule(segments=SEGMENTS)),  # the first queries of sample 0 see nothing
-    "causal in segments": ((6, 6), Rule(0, None, (SEGMENTS[0], SEGMENTS[0]))),
-    "window in segments": ((6, 5), Rule(2, 3, SEGMENTS)),
+    "all": ((6, 5), Rule(SCORES)),
+    "causal": ((6, 6), Rule(SCORES, 0)),
+    "causal, later queries": ((4, 9), Rule(SCORES, 5)),
+    "window": ((6, 6), Rule(SCORES, 0, 3)),
+    "another scale": ((6, 6), Rule(Scores(0.2), 0)),
+    "end of a window": ((5, 5), Rule(SCORES, 6, 7)),
+    "segments": ((6, 5), Rule(SCORES, segments=SEGMENTS)),  # the first queries of sample 0 see nothing
+    "causal in segments": ((6, 6), Rule(SCORES, 0, None, (SEGMENTS[0], SEGMENTS[0]))),
+    "window in segments": ((6, 5), Rule(SCORES, 2, 3, SEGMENTS)),
+}
+CAPPED_RULES = {f"{name}, capped": (lengths, rule._replace(scores=CAPPED)) for name, (lengths, rule) in RULES.items()}
+CASES = {
+    f"{kernel}, {name}": (KERNELS[kernel], *case)
+    for kernel in KERNELS
+    for name, case in {**RULES, **(CAPPED_RULES if kernel in ("reference", "by_rows") else {})}.items()
 }
 kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 rules = pytest.mark.parametrize(("lengths", "rule"), RULES.values(), ids=RULES)
+
+
+def rule_at(*places):
+    return Rule(SCORES, *places)
 
 
 def inputs(s, t, n=4, g=2, *, b=2, d=8, dtype=torch.float32):
@@ -49,7 +63,9 @@ def visible(s, t, rule, b=2):
 def scores_of(q, k, rule):
     """[b, n, s, t] in fp64, -inf where not visible."""
     k = k.double().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    scores = torch.einsum("sbnd,tbnd->bnst", q.double(), k) / math.sqrt(q.shape[-1])
+    scores, cap = rule.scores.scale * torch.einsum("sbnd,tbnd->bnst", q.double(), k), rule.scores.softcap
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     return scores.masked_fill(~visible(len(q), len(k), rule).unsqueeze(1), float("-inf"))
 
 
@@ -65,8 +81,7 @@ def assert_near(found, expected, tolerance=2e-6):
     assert (found[finite].double() - expected[finite]).abs().max() <= tolerance * expected[finite].abs().max()
 
 
-@kernels
-@rules
+@pytest.mark.parametrize(("kernel", "lengths", "rule"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 class TestAgainstTheDefinition:
     def test_forward(self, kernel, lengths, rule, heads):
@@ -82,7 +97,7 @@ class TestAgainstTheDefinition:
         (s, t), (n, g), more = lengths, heads, 7
         q, k, v = (x.double().requires_grad_() for x in inputs(s, t, n, g))
         other_k, other_v = random(more, 2, g, 8, seed=5).double(), random(more, 2, g, 8, seed=6).double()
-        scores = torch.cat([scores_of(q, k, rule), scores_of(q, other_k, Rule())], dim=-1)
+        scores = torch.cat([scores_of(q, k, rule), scores_of(q, other_k, Rule(rule.scores))], dim=-1)
         out, lse = attended(scores, torch.cat([v, other_v])), scores.logsumexp(-1)
         grad = random(s, 2, n, 8, seed=9)
         # What goes to q by way of this block's keys alone is what is left without the others' part.
@@ -90,7 +105,9 @@ class TestAgainstTheDefinition:
         others = scores[..., t:].softmax(-1) * (scores[..., t:].logsumexp(-1) - lse).exp().unsqueeze(-1)
         delta = (grad.double() * out).sum(-1).permute(1, 2, 0).unsqueeze(-1)
         wide_k, wide_v = (x.repeat_interleave(n // g, dim=2) for x in (other_k, other_v))
-        into = others * (torch.einsum("sbnd,tbnd->bnst", grad.double(), wide_v) - delta) / math.sqrt(8)
+        into = others * (torch.einsum("sbnd,tbnd->bnst", grad.double(), wide_v) - delta) * rule.scores.scale
+        if rule.scores.softcap is not None:
+            into *= 1 - (scores[..., t:] / rule.scores.softcap).square()
         expected = (exact[0] - torch.einsum("bnst,tbnd->sbnd", into, wide_k), *exact[1:])
         narrow = [x.detach().float() for x in (q, k, v, out)]
         found = kernel.backward(grad, *narrow, lse.detach().float(), rule)
@@ -99,7 +116,7 @@ class TestAgainstTheDefinition:
 
 
 @kernels
-@pytest.mark.parametrize("rule", [Rule(), Rule(0), Rule(0, 3)])
+@pytest.mark.parametrize("rule", [Rule(SCORES), Rule(SCORES, 0), Rule(SCORES, 0, 3)])
 def test_half_precision(kernel, rule):
     """Within the rounding of bf16; log-sum-exp is fp32 all the same."""
     data = inputs(6, 6, dtype=torch.bfloat16)
@@ -120,14 +137,14 @@ def test_strides_of_a_fused_projection(kernel):
     """Slices of one tensor, and a part of the log-sum-exp."""
     qkv = random(6, 2, 2, 4, 8)
     q, k, v = qkv[:, :, :, :2].flatten(2, 3), qkv[:, :, :, 2], qkv[:, :, :, 3]
-    out, lse = kernel.forward(q, k, v, Rule(0))
+    out, lse = kernel.forward(q, k, v, Rule(SCORES, 0))
     rows = slice(3, 6)
-    last, last_lse = kernel.forward(q[rows], k, v, Rule(3))
+    last, last_lse = kernel.forward(q[rows], k, v, Rule(SCORES, 3))
     assert_near(last, out[rows].double())
     assert_near(last_lse, lse[..., rows].double())
-    found = kernel.backward(out[rows], q[rows], k, v, out[rows], lse[..., rows], Rule(3))
+    found = kernel.backward(out[rows], q[rows], k, v, out[rows], lse[..., rows], Rule(SCORES, 3))
     solid = [x.contiguous() for x in (out[rows], q[rows], k, v, out[rows], lse[..., rows])]
-    for a, b in zip(found, kernel.backward(*solid, Rule(3)), strict=True):
+    for a, b in zip(found, kernel.backward(*solid, Rule(SCORES, 3)), strict=True):
         assert_near(a, b.double())
 
 
@@ -142,13 +159,15 @@ class TestRule:
             assert mask.expand(2, 1, *lengths)[:, 0].equal(expected)
 
     def test_prefix(self):
-        assert Rule(5).prefix(4, 9) == 5
-        others = [(Rule(0), 4, 4), (Rule(4), 4, 9), (Rule(), 4, 9), (Rule(5, 7), 4, 9), (Rule(5, None, SEGMENTS), 4, 9)]
+        assert rule_at(5).prefix(4, 9) == 5
+        others = [(rule_at(0), 4, 4), (rule_at(4), 4, 9), (rule_at(), 4, 9), (rule_at(5, 7), 4, 9)]
+        others.append((rule_at(5, None, SEGMENTS), 4, 9))
         assert [rule.prefix(s, t) for rule, s, t in others] == [0] * 5
 
     def test_only_plain_causal_attention_is_square(self):
-        assert Rule(0).square(4, 4)
-        others = [(Rule(0), 4, 5), (Rule(1), 4, 4), (Rule(), 4, 4), (Rule(0, 4), 4, 4), (Rule(0, None, SEGMENTS), 4, 4)]
+        assert rule_at(0).square(4, 4)
+        others = [(rule_at(0), 4, 5), (rule_at(1), 4, 4), (rule_at(), 4, 4), (rule_at(0, 4), 4, 4)]
+        others.append((rule_at(0, None, SEGMENTS), 4, 4))
         assert not any(rule.square(s, t) for rule, s, t in others)
 
 
@@ -166,28 +185,34 @@ def test_a_prefix_needs_no_mask():
 
     kernel = attention_lse.prefix_apart(attention_lse.BlockKernel(forward, backward))
     q, k, v = inputs(4, 9)
-    out, lse = kernel.forward(q, k, v, Rule(5))
-    expected = attention_lse.reference.forward(q, k, v, Rule(5))
+    out, lse = kernel.forward(q, k, v, Rule(SCORES, 5))
+    expected = attention_lse.reference.forward(q, k, v, Rule(SCORES, 5))
     assert_near(out, expected[0].double())
     assert_near(lse, expected[1].double())
     grad = random(*out.shape, seed=9)
-    exact = attention_lse.reference.backward(grad, q, k, v, out, lse, Rule(5))
-    for a, b in zip(kernel.backward(grad, q, k, v, out, lse, Rule(5)), exact, strict=True):
+    exact = attention_lse.reference.backward(grad, q, k, v, out, lse, Rule(SCORES, 5))
+    for a, b in zip(kernel.backward(grad, q, k, v, out, lse, Rule(SCORES, 5)), exact, strict=True):
         assert_near(a, b.double())
-    assert calls == [(4, Rule(0)), (5, Rule())] * 2
-    kernel.forward(q, k, v, Rule(5, 7))
-    assert calls[4:] == [(9, Rule(5, 7))]
+    assert calls == [(4, Rule(SCORES, 0)), (5, Rule(SCORES))] * 2
+    kernel.forward(q, k, v, Rule(SCORES, 5, 7))
+    assert calls[4:] == [(9, Rule(SCORES, 5, 7))]
 
 
 class TestCuda:
     """What can be said of the CUDA kernels without a GPU: torch accepts the arguments, and which kernel is asked."""
 
-    @pytest.mark.parametrize("rule", [Rule(), Rule(0), Rule(0, 3), Rule(4, 9)])
+    @pytest.mark.parametrize("rule", [Rule(SCORES), Rule(SCORES, 0), Rule(SCORES, 0, 3), Rule(SCORES, 4, 9)])
     def test_flash_on_meta(self, rule):
         self.check(attention_lse.flash_forward, attention_lse.flash_backward, rule, torch.bfloat16)
 
     @pytest.mark.parametrize(
-        "rule", [Rule(), Rule(0), Rule(0, 3), Rule(segments=(torch.empty(2, 6, device=META),) * 2)]
+        "rule",
+        [
+            Rule(SCORES),
+            Rule(SCORES, 0),
+            Rule(SCORES, 0, 3),
+            Rule(SCORES, segments=(torch.empty(2, 6, device=META),) * 2),
+        ],
     )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_efficient_on_meta(self, rule, dtype):
@@ -203,15 +228,15 @@ class TestCuda:
     @pytest.mark.parametrize(
         ("s", "t", "d", "rule", "takes"),
         [
-            (8, 8, 64, Rule(0), True),
-            (8, 16, 64, Rule(8), True),
-            (8, 16, 64, Rule(8, 4), True),
-            (16, 8, 64, Rule(), True),
-            (16, 8, 64, Rule(0), False),  # more queries than keys
-            (8, 8, 64, Rule(20, 4), False),  # a window that ends before the block
-            (8, 8, 20, Rule(0), False),
-            (8, 8, 256, Rule(0), False),
-            (8, 8, 64, Rule(segments=SEGMENTS), False),
+            (8, 8, 64, Rule(SCORES, 0), True),
+            (8, 16, 64, Rule(SCORES, 8), True),
+            (8, 16, 64, Rule(SCORES, 8, 4), True),
+            (16, 8, 64, Rule(SCORES), True),
+            (16, 8, 64, Rule(SCORES, 0), False),  # more queries than keys
+            (8, 8, 64, Rule(SCORES, 20, 4), False),  # a window that ends before the block
+            (8, 8, 20, Rule(SCORES, 0), False),
+            (8, 8, 256, Rule(SCORES, 0), False),
+            (8, 8, 64, Rule(SCORES, segments=SEGMENTS), False),
         ],
     )
     def test_what_flash_takes(self, s, t, d, rule, takes):
@@ -264,7 +289,7 @@ class TestDropout:
         whole = drop_of(40, 60).factors(2, 4)
         assert drop_of(7, 9, first_query=11, first_key=30).factors(2, 4).equal(whole[:, :, 11:18, 30:39])
 
-    @rules
+    @pytest.mark.parametrize(("lengths", "rule"), {**RULES, **CAPPED_RULES}.values(), ids=[*RULES, *CAPPED_RULES])
     def test_reference(self, lengths, rule):
         """Against autograd through the definition, in fp64. The log-sum-exp knows nothing of dropout."""
         q, k, v = (x.double().requires_grad_() for x in inputs(*lengths))
@@ -281,7 +306,7 @@ class TestDropout:
         for a, b in zip((out, *found), (expected, *gradients), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # factors are fp32
 
-    @rules
+    @pytest.mark.parametrize(("lengths", "rule"), {**RULES, **CAPPED_RULES}.values(), ids=[*RULES, *CAPPED_RULES])
     def test_some_rows_at_a_time(self, lengths, rule, monkeypatch):
         monkeypatch.setattr(attention_lse, "ATTENTION_MATRIX", 2 * 4 * lengths[1] * 2)  # two queries
         kernel = attention_lse.with_dropout(attention_lse.cpu)
@@ -297,38 +322,50 @@ class TestDropout:
         """As in evaluation."""
         fast = attention_lse.BlockKernel(lambda *args: "forward", lambda *args: "backward")
         kernel = attention_lse.with_dropout(fast)
-        assert kernel.forward(*inputs(6, 6), Rule(0)) == "forward"
-        assert kernel.backward(*[torch.zeros(1)] * 6, Rule(0)) == "backward"
+        assert kernel.forward(*inputs(6, 6), Rule(SCORES, 0)) == "forward"
+        assert kernel.backward(*[torch.zeros(1)] * 6, Rule(SCORES, 0)) == "backward"
 
 
 class TestChoose:
     def test_with_dropout(self):
-        kernel, said = attention_lse.choose("auto", CPU, torch.float32, 0.1)
+        kernel, said = attention_lse.choose("auto", CPU, torch.float32, 0.1, None)
         assert said == "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
-        dropping = Rule(drop=drop_of(6, 6))
-        assert not kernel.forward(*inputs(6, 6), dropping)[0].equal(kernel.forward(*inputs(6, 6), Rule())[0])
+        dropping = Rule(SCORES, drop=drop_of(6, 6))
+        assert not kernel.forward(*inputs(6, 6), dropping)[0].equal(kernel.forward(*inputs(6, 6), Rule(SCORES))[0])
+
+    def test_with_a_cap(self):
+        """No fused kernel caps; without one asked for, the reference is what it is without a cap."""
+        for asked in ("auto", "flash", "fused"):
+            for dropout in (0.0, 0.1):
+                assert attention_lse.choose(asked, CPU, torch.float32, dropout, 30.0) == (
+                    attention_lse.by_rows,
+                    "unfused blocks (plain torch in fp32: no fused kernel here caps scores)",
+                )
+        assert attention_lse.choose("unfused", CPU, torch.float32, 0.0, 30.0)[0] is attention_lse.reference
 
     def test_on_cpu(self, monkeypatch):
         monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.float16})
-        assert attention_lse.choose("unfused", CPU, torch.float32, 0.0)[0] is attention_lse.reference
-        assert attention_lse.choose("unfused", CPU, torch.float32, 0.1)[1].endswith("(plain torch in fp32, asked for)")
+        assert attention_lse.choose("unfused", CPU, torch.float32, 0.0, None)[0] is attention_lse.reference
+        assert attention_lse.choose("unfused", CPU, torch.float32, 0.1, None)[1].endswith(
+            "(plain torch in fp32, asked for)"
+        )
         for asked in ("auto", "fused"):
             for dtype in (torch.float32, torch.bfloat16):
-                assert attention_lse.choose(asked, CPU, dtype, 0.0) == (
+                assert attention_lse.choose(asked, CPU, dtype, 0.0, None) == (
                     attention_lse.cpu,
                     "fused blocks (torch's flash for CPUs)",
                 )
-        kernel, said = attention_lse.choose("auto", CPU, torch.float16, 0.0)
+        kernel, said = attention_lse.choose("auto", CPU, torch.float16, 0.0, None)
         assert said == "fused blocks (torch's flash for CPUs in fp32, this one has no float16 products)"
-        out, lse = kernel.forward(*inputs(6, 6, dtype=torch.float16), Rule(0))
+        out, lse = kernel.forward(*inputs(6, 6, dtype=torch.float16), Rule(SCORES, 0))
         assert out.dtype == lse.dtype == torch.float32
 
     def test_flash_on_a_cpu_falls_back(self):
-        found, expected = (attention_lse.choose(asked, CPU, torch.float32, 0.0) for asked in ("flash", "auto"))
+        found, expected = (attention_lse.choose(asked, CPU, torch.float32, 0.0, None) for asked in ("flash", "auto"))
         assert found == expected
 
     def test_on_cuda(self):
         """Without a GPU: fp32 needs none to know that flash cannot do it."""
-        kernel, said = attention_lse.choose("auto", torch.device("cuda"), torch.float32, 0.0)
+        kernel, said = attention_lse.choose("auto", torch.device("cuda"), torch.float32, 0.0, None)
         assert kernel is attention_lse.efficient
         assert said == "memory-efficient blocks (no flash: the dtype is float32, it needs bf16 or fp16)"

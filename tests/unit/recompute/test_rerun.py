@@ -49,6 +49,7 @@ MODELS = {
     "llama, dropout": {**LLAMA, **DROPOUT},
     "gpt, dropout": {**GPT, **DROPOUT, **UNFUSED},
     "gpt, exact": {**GPT, "add_bias_linear": False, "apply_layernorm_1p": True},
+    "capped scores": {**LLAMA, **DROPOUT, "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
     "squared relu": {**LLAMA, "swiglu": False, "squared_relu": True, "add_bias_linear": True, "qk_layernorm": True},
     "bf16": {**LLAMA, "bf16": True, "fp32_residual_connection": True, "apply_layernorm_1p": True},
     "bf16, layer norm": {**GPT, "bf16": True, "fp32_residual_connection": True},

@@ -67,6 +67,7 @@ def test_models_are_the_same_when_their_descriptions_are():
     others = [{"squared_relu": True}, {"num_layers": 3}, {"ffn_hidden_size": 96}, {"add_bias_linear": False}]
     others += [{name: factor} for name, factor in FACTORS.items()]
     others += [{"post_norm": True}, {"post_norm": True, "pre_norm": False}]
+    others += [{"softmax_scale": 0.3}, {"attn_logit_softcapping": 30.0}]
     described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]
     assert all(one != other for one, other in itertools.combinations(described, 2))
 

@@ -29,6 +29,7 @@ WAYS = {
 }
 BF16 = {"bf16": True}
 BEHIND = {"pre_norm": False, "post_norm": True}
+CAPPED = {"attn_logit_softcapping": 2.0}
 ONE_KV_HEAD = {"num_query_groups": 1}
 MHA = {"group_query_attention": False, "num_query_groups": None}
 ATTENTION_DROPOUT, DROPOUT = {"attention_dropout": 0.1}, {"attention_dropout": 0.1, "hidden_dropout": 0.1}
@@ -56,6 +57,11 @@ MODELS = {
         "fp32_residual_connection": True,
         "hidden_dropout": 0.1,
     },
+    "llama, capped": {**LLAMA, **CAPPED},
+    "llama, capped, bf16, dropout": {**LLAMA, **CAPPED, **BF16, **DROPOUT},
+    "llama, capped, mha, no positions": {**LLAMA, **CAPPED, **MHA, "position_embedding_type": "none"},
+    "llama, capped, unfused, bf16": {**LLAMA, **CAPPED, **UNFUSED, **BF16},
+    "gpt, capped, unfused, dropout": {**GPT, **CAPPED, **UNFUSED, **DROPOUT},
     "one kv head": {**LLAMA, **ONE_KV_HEAD},
     "one kv head, no positions": {**LLAMA, **ONE_KV_HEAD, "position_embedding_type": "none"},
     "one kv head, no positions, unfused": {**LLAMA, **ONE_KV_HEAD, **UNFUSED, "position_embedding_type": "none"},
@@ -71,6 +77,8 @@ MODELS = {
 
 def kernel_of(fields, config, upcast):
     """A kernel in the place of this machine's choice."""
+    if config.attn_logit_softcapping is not None:
+        return attention.choose(config.attention_backend, CPU, torch.float32, config.attn_logit_softcapping)[0]
     if fields.get("attention_backend") == "unfused":
         return attention.unfused
     return attention.in_fp32(attention.fused) if upcast else attention.fused
