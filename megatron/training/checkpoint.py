@@ -193,6 +193,7 @@ _DERIVED = {
     "window_size": "window",
     "window_attn_skip_freq": "windows",
     "add_qkv_bias": "qkv_bias",
+    "softmax_scale": "attention_scale",
     "lora_target_modules": "lora_projections",
 }
 

@@ -34,7 +34,7 @@ from tests.unit.models.test_hf_conversion import load, logits_of
 
 LENGTH = 24
 LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models with large weights
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,14 @@ def _sound(rng: random.Random) -> dict[str, Any]:
     }
     if family == "qwen3" or fields["hidden_size"] // heads % 2 or rng.random() < 0.4:
         fields["head_dim"] = head_dim
-    if family == "llama" and rng.random() < 0.6:
+    if family == "granite":
+        fields |= {
+            "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
+            "attention_multiplier": rng.choice((1, 0.25, 0.015625)),
+            "residual_multiplier": rng.choice((1.0, 0.22, 2)),
+            "logits_scaling": rng.choice((1.0, 6, 16.0, 0.7)),
+        }
+    if family in ("llama", "granite") and rng.random() < 0.6:
         fields |= dict.fromkeys(("attention_bias", "mlp_bias"), rng.random() < 0.5)
     if family == "mistral":
         fields["sliding_window"] = rng.choice((None, 1, 2, 7, LENGTH, 4096))

@@ -18,7 +18,7 @@ from tests.unit.models.hf_models import save_hf_model
 from tools.checkpoint import align as tool
 
 TOKENS = torch.randint(0, 99, (2, 24), generator=torch.Generator().manual_seed(0))
-FAMILIES = ["llama", "llama with biases", "mistral", "qwen2 with windows", "qwen2 tied", "smollm3", "glm"]
+FAMILIES = ["llama", "llama with biases", "mistral", "qwen2 with windows", "qwen2 tied", "smollm3", "glm", "granite"]
 
 
 def pair_of(folder, dtype, ours=None):

@@ -191,6 +191,7 @@ def test_a_config_that_would_change_the_maths_is_refused_by_name(tmp_path, chang
         ({**LLAMA, "apply_layernorm_1p": True}, "apply_layernorm_1p True"),
         ({**LLAMA, "rotary_interleaved": True, "qk_layernorm": True}, "qk_layernorm True"),
         ({**LLAMA, "window_size": "3,0", "window_attn_skip_freq": "2"}, "window_attn_skip_freq"),
+        ({**LLAMA, "window_size": "3,0", "logits_scaling": 8.0}, "window_size 4"),
     ],
 )
 def test_a_model_that_no_family_holds_is_refused(fields, named):

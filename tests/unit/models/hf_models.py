@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     GlmConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -17,6 +18,7 @@ from transformers import (
     SmolLM3Config,
 )
 from transformers.models.glm.modeling_glm import GlmForCausalLM
+from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
@@ -57,7 +59,15 @@ CLASSES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "glm": (GlmForCausalLM, GlmConfig),
+    "granite": (GraniteForCausalLM, GraniteConfig),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config),
+}
+# As in Granite 3; Granite's mixtures of experts divide their logits by 6.
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 6.0,
 }
 # name -> (model_type, what it changes in SHAPE)
 MODELS = {
@@ -78,6 +88,8 @@ MODELS = {
     "qwen3": ("qwen3", {"head_dim": 20}),
     "glm": ("glm", {"head_dim": 12, "pad_token_id": 0}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "granite": ("granite", {**GRANITE, "tie_word_embeddings": True, "pad_token_id": 0}),
+    "granite with biases": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 

@@ -106,6 +106,29 @@ YI = {
     "transformers_version": "4.34.0",
     "vocab_size": 125,
 }
+GRANITE = {
+    **COMMON,
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.1,
+    "attention_multiplier": 0.015625,
+    "bos_token_id": 0,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "logits_scaling": 8.0,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.0.dev0",
+    "vocab_size": 103,
+}
 OLDEST_LLAMA = {
     **{key: value for key, value in LLAMA.items() if key != "max_position_embeddings"},
     "architectures": ["LLaMAForCausalLM"],
@@ -205,5 +228,13 @@ PUBLISHED = {
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "transformers_version": "4.40.1",
+    },
+    "Granite 3.0 2B": GRANITE,
+    "Granite 3.1 8B": {
+        **GRANITE,
+        "attention_multiplier": 0.0078125,
+        "logits_scaling": 16.0,
+        "rope_theta": 5000000.0,
+        "transformers_version": "4.47.0",
     },
 }

@@ -69,7 +69,7 @@ def test_the_logits_of_peft(tmp_path, kind):
     assert_close(ours_of(tmp_path / "base", tmp_path / "adapter"), expected)
 
 
-@pytest.mark.parametrize("base", ["llama with one group", "qwen3", "llama with biases"])
+@pytest.mark.parametrize("base", ["llama with one group", "qwen3", "llama with biases", "granite"])
 def test_of_other_families(tmp_path, base):
     expected = theirs_of(save_adapter(tmp_path, base=base))
     assert_close(ours_of(tmp_path / "base", tmp_path / "adapter"), expected)

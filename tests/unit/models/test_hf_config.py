@@ -58,6 +58,7 @@ def test_rotary_fields_mean_what_they_mean_to_transformers(tmp_path, fields):
         ("qwen2", {"num_attention_heads": 64, "num_key_value_heads": 32, "head_dim": 4}, "num_key_value_heads", ()),
         ("llama", {"num_key_value_heads": 8}, "num_key_value_heads", ()),
         ("qwen2 with windows", {}, "layer_types", ("sliding_window",)),
+        ("granite", {"attention_multiplier": 1.0}, "attention_multiplier", ()),
     ],
 )
 def test_a_field_that_is_left_out_has_the_default_of_its_family(tmp_path, name, made, left_out, null):
@@ -132,6 +133,9 @@ def test_a_size_that_cannot_be_is_one_line_with_file_field_and_value(name, value
         ("qwen2", {"max_window_layers": -1}, "max_window_layers is -1; it must be 0 or more"),
         ("qwen2", {"layer_types": ["full_attention"]}, r"layer_types \['full_attention'\] is not one of"),
         ("qwen2", {"layer_types": [{}] * 3}, "layer_types .* is not one of"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0; it must be above 0"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling is '8', not a value of type int or float"),
+        ("granite", {"mlp_bias": True}, "attention_bias is False and mlp_bias True"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(name, changes, problem):

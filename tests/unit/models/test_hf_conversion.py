@@ -80,7 +80,7 @@ def test_fp32_logits_are_the_same_bits(tmp_path, name):
         assert torch.equal(logits, theirs(tokens).logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "qwen3", "smollm3", "glm"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "qwen3", "smollm3", "glm", "granite"])
 def test_bf16_takes_the_same_first_choices(tmp_path, name):
     save_hf_model(name, tmp_path, torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")

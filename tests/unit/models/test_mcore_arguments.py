@@ -323,6 +323,7 @@ def test_every_argument_that_is_written_is_megatrons(version):
         ({**LLAMA, **YARN, "rope_scaling_factor": 1.0, "yarn_mscale": 1.5}, "--yarn-mscale 1.5"),
         ({**LLAMA, "kv_channels": 6, "rotary_percent": 0.5}, "--rotary-percent 0.5 of head size 6"),
         ({**GPT, "add_bias_linear": False, "openai_gelu": True}, "--openai-gelu"),
+        ({**LLAMA, "softmax_scale": 0.25}, "--softmax-scale 0.25"),
         ({**LLAMA, "embedding_multiplier_scale": 12.0}, "--embedding-multiplier-scale 12.0"),
         (
             {**LLAMA, "residual_multiplier": 0.5, "logits_scaling": 8.0},

@@ -290,6 +290,26 @@ def _write_glm(model: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": model.qkv_bias}
 
 
+def _read_granite(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_read_llama(fields, common),
+        "embedding_multiplier_scale": fields.number("embedding_multiplier", POSITIVE, 1.0),
+        "softmax_scale": fields.number("attention_multiplier", POSITIVE, 1.0),
+        "residual_multiplier": fields.number("residual_multiplier", POSITIVE, 1.0),
+        "logits_scaling": fields.number("logits_scaling", POSITIVE, 1.0),
+    }
+
+
+def _write_granite(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **_write_llama(model),
+        "embedding_multiplier": model.embedding_multiplier_scale,
+        "attention_multiplier": model.attention_scale,
+        "residual_multiplier": model.residual_multiplier,
+        "logits_scaling": model.logits_scaling,
+    }
+
+
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
     if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
@@ -318,6 +338,7 @@ FAMILIES = {
             epsilon=1.5625e-7,
             fused={"mlp.linear_fc1": "gate_up_proj"},
         ),
+        Family("granite", "GraniteForCausalLM", _read_granite, _write_granite),
         # Written as the Llama that it is.
         Family("baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}),
     )
@@ -331,6 +352,9 @@ def _family_of(model: ModelConfig) -> Family:
         return FAMILIES["smollm3"]
     if model.qk_layernorm:
         return FAMILIES["qwen3"]
+    factors = (model.embedding_multiplier_scale, model.residual_multiplier, model.logits_scaling)
+    if model.softmax_scale is not None or factors != (1.0, 1.0, 1.0):
+        return FAMILIES["granite"]
     if model.add_qkv_bias and not model.add_bias_linear:
         return FAMILIES["qwen2"]
     return FAMILIES["llama" if model.window is None else "mistral"]
@@ -353,6 +377,7 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
         "window_attn_skip_freq": model.windows,
         "no_rope_freq": model.layers_with_rotary,
         "add_qkv_bias": model.qkv_bias,
+        "softmax_scale": model.attention_scale,
     }
     if model.position_embedding_type == "yarn":
         derived["yarn_mscale"] = attention_factor(model)

@@ -228,9 +228,12 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
     factor = model.rotary_seq_len_interpolation_factor
     if factor is not None and not float(factor).is_integer():
         wrong.append(f"--rotary-seq-len-interpolation-factor {factor} (Megatron-LM's is a whole number)")
-    for name in ("embedding_multiplier_scale", "residual_multiplier", "logits_scaling"):
-        if getattr(model, name) != 1:
-            wrong.append(f"--{name.replace('_', '-')} {getattr(model, name)}")
+    plain = {"softmax_scale": None, "embedding_multiplier_scale": 1, "residual_multiplier": 1, "logits_scaling": 1}
+    wrong += [
+        f"--{name.replace('_', '-')} {getattr(model, name)}"
+        for name, value in plain.items()
+        if getattr(model, name) != value
+    ]
     if _rotates_an_odd_number(model):
         wrong.append(
             f"--rotary-percent {model.rotary_percent} of head size {model.head_dim} (an odd number of channels)"
