@@ -22,7 +22,7 @@ from megatron.core.models.mcore.arguments import model_of
 from megatron.core.models.mcore.classic import ClassicFiles
 from megatron.core.models.mcore.flat_state import GROUP, of_buckets, of_files, of_gathered
 from megatron.core.models.mcore.folder import CLASSIC, format_of, iteration_folder
-from megatron.core.models.mcore.names import VOCABULARY, CheckpointLayout, table
+from megatron.core.models.mcore.names import table
 from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, ListState, ModelState, OptimizerState, only
 from megatron.core.models.mcore.torch_dist import OPTIMIZER, TorchDistFiles
 
@@ -70,7 +70,7 @@ class MCoreSource:
         """Reads elements of a parameter, see core/models/source.py. Missing rows of the vocabulary are zero."""
 
         def read(key: str, part: Box) -> Tensor:
-            return self._files.read(key, _stored_shape(key, self.table, self.layout), part)
+            return self._files.read(key, self.layout.full_shape(key, self.table.theirs[key]), part)
 
         return gather(self.table.of_own(name, box), box, dtype, read)
 
@@ -120,7 +120,7 @@ class MCoreSource:
         state, names = self._state
 
         def read(theirs: str, part: Box) -> Tensor:
-            return state.read(key, theirs, _stored_shape(theirs, names, state.layout), part)
+            return state.read(key, theirs, state.layout.full_shape(theirs, names.theirs[theirs]), part)
 
         return gather(names.of_own(name, box), box, torch.float32, read)
 
@@ -150,7 +150,7 @@ class MCoreSource:
         """Checks that every tensor exists in the right shape, and that there are no others."""
         there = self._files.shapes
         for key in self.table.theirs:
-            expected = _stored_shape(key, self.table, self.layout)
+            expected = self.layout.full_shape(key, self.table.theirs[key])
             if key not in there:
                 folder, part, name = key.split("/", 2)
                 raise CheckpointError(
@@ -163,12 +163,6 @@ class MCoreSource:
         for key in there:
             if key not in self.table.theirs and not _is_spare(key.split("/", 2)[2]):
                 raise CheckpointError(f"{self.path}: unknown tensor {key}; the model has a part that is not known")
-
-
-def _stored_shape(key: str, names: Table, layout: CheckpointLayout) -> tuple[int, ...]:
-    """Returns the shape of the stored tensor, with all rows of the vocabulary."""
-    shape = names.theirs[key]
-    return (layout.vocabulary, *shape[1:]) if key.endswith(VOCABULARY) else shape
 
 
 def _is_spare(name: str) -> bool:
