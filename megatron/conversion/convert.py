@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from megatron.base.errors import CheckpointError
-from megatron.base.log import get_logger
 from megatron.config.data import TokenizerConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.tokenizer import portable
@@ -27,7 +26,6 @@ from megatron.core.models.source import Source
 from megatron.training.checkpoint import MODEL_PREFIX, converted_state
 from megatron.training.export import CheckpointSource, adapter_export, hf_export
 
-log = get_logger(__name__)
 TOKENIZER_FOLDER = "tokenizer"
 OnBytes = Callable[[int], None]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.base.heartbeat import Call
-from megatron.core.comm.all_to_all import all_to_all, all_to_all_async
+from megatron.core.comm.all_to_all import all_to_all_async
 from megatron.core.comm.p2p import shift_async
 from tests import pool
 
@@ -51,11 +51,16 @@ def test_order(size):
     assert pool.run(size, many) == [[100.0 * ((rank - 1) % size) + n for n in range(8)] for rank in range(size)]
 
 
+def all_to_all(x, group):
+    received, handle = all_to_all_async(x, group)
+    handle.wait()
+    return received
+
+
 def exchanged(rank, size):
     group = pool.groups(cp=size).cp
     mine = tensor(rank, size, 3)
-    got, handle = all_to_all_async(mine, group)
-    handle.wait()
+    got = all_to_all(mine, group)
     strided = all_to_all(tensor(rank, 3, size, dtype=torch.bfloat16).t(), group)
     assert mine.equal(tensor(rank, size, 3)) and all_to_all(got, group).equal(mine)
     return got, strided

@@ -10,15 +10,11 @@ from megatron.core.comm.collectives import Handle, announced, in_flight
 from megatron.core.groups import Group
 
 
-def all_to_all(tensor: Tensor, group: Group) -> Tensor:
-    """[size, ...] on each rank -> [size, ...] in which entry r is the one that rank r held for this rank."""
-    received, handle = all_to_all_async(tensor, group)
-    handle.wait()
-    return received
-
-
 def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Handle]:
-    """As `all_to_all`; the result may be read after the handle's `wait`, and `tensor` must not be written before."""
+    """[size, ...] on each rank -> [size, ...] in which entry r is the one that rank r held for this rank.
+
+    The result may be read after the handle's `wait`, and `tensor` must not be written before.
+    """
     if group.size == 1:
         return tensor, Handle("all_to_all", group, None, (tensor,))
     tensor = tensor.contiguous()

@@ -16,13 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def padded_length(length: int, size: int) -> int:
-    """The next multiple of 2 * size. Padding goes behind the last token, where causal attention does not see it."""
-    return length + -length % (2 * size)
-
-
 def pad(x: Tensor, dim: int, size: int, value: float = 0) -> Tensor:
-    """`x` with `dim` lengthened to `padded_length`; the new entries are `value`."""
+    """`x` with `dim` lengthened to the next multiple of 2 * size, by entries of `value`.
+
+    They go behind the last token, where causal attention does not see them.
+    """
     missing = -x.shape[dim] % (2 * size)
     behind = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing]
     return F.pad(x, behind, value=value) if missing else x
@@ -50,11 +48,6 @@ def take(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
         return x
     chunk = chunk_length(x.shape[dim], size)
     return torch.cat([x.narrow(dim, number * chunk, chunk) for number in chunks_of(rank, size)], dim)
-
-
-def positions(length: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """[length / size]: the places in the whole sequence of the tokens that `rank` holds."""
-    return take(torch.arange(length, device=device), 0, rank, size)
 
 
 def to_natural_order(x: Tensor, dim: int, size: int) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import MegatronError
-from megatron.base.log import get_logger
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.inference.sampling import Draws, Sampling, choose
 from megatron.core.inference.slots import SlotDecoder
@@ -26,7 +25,6 @@ IDLE_SECONDS = 0.5  # between two signals to the other ranks while there is no r
 # limit for new prompts that are read between two steps of the running ones, but at least one prompt is read
 PROMPT_TOKENS = 4096
 _NOT_FINITE = "the model's logits are not finite: its weights are damaged, or they overflow"
-log = get_logger(__name__)
 
 
 class QueueFull(MegatronError):

@@ -28,7 +28,7 @@ def seen(block):
 
 def ring(rank, size, chunk, window):
     """(block, places of its queries, places of its keys in the sequence), in the order they are attended."""
-    places = [layout.positions(2 * size * chunk, r, size, CPU) for r in range(size)]
+    places = [layout.take(torch.arange(2 * size * chunk), 0, r, size) for r in range(size)]
     sources = [(rank - step) % size for step in range(size)]
     return [
         (block, places[rank][block.queries], places[source][block.keys])
@@ -38,7 +38,7 @@ def ring(rank, size, chunk, window):
 
 
 def gathered(rank, size, chunk, window):
-    places = layout.positions(2 * size * chunk, rank, size, CPU)
+    places = layout.take(torch.arange(2 * size * chunk), 0, rank, size)
     everywhere = torch.arange(2 * size * chunk)
     own = [(b, places[b.queries], places[b.keys]) for b in own_blocks(rank, size, chunk, window)]
     return own + [(b, places[b.queries], everywhere[b.keys]) for b in other_blocks(rank, size, chunk, window)]
@@ -69,7 +69,7 @@ def test_together_they_are_the_mask(plan, size, chunk, window):
 def test_own_keys_in_two(size, window):
     """Together what they are in one, and without a window about as much work each."""
     for rank in range(size):
-        places = layout.positions(10 * size, rank, size, CPU)
+        places = layout.take(torch.arange(10 * size), 0, rank, size)
         times, counts = torch.zeros(10, 10, dtype=torch.int64), []
         for part in own_in_two(rank, size, 5, window):
             counts.append(sum(int(seen(block).sum()) for block in part))
