@@ -42,4 +42,9 @@ class CommError(MegatronError):
     """A collective failed or timed out. The message names the collective, its group and the missing ranks."""
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, to quote it in another; the error's type if it has no message."""
+    return str(error).strip().partition("\n")[0].rstrip() or type(error).__name__
+
+
 USER_ERROR_EXIT_CODE = 2

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.base.errors import CommError, ConfigError
+from megatron.base.errors import CommError, ConfigError, first_line
 from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
 from megatron.base.rendezvous import agree_on_attempt
@@ -107,7 +107,7 @@ def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float)
     except (RuntimeError, CommError) as error:  # the store and the backend raise RuntimeError when somebody is missing
         raise CommError(
             f"could not meet the other {world_size - 1} processes at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ.get('MASTER_PORT')} within {timeout_seconds:g} s: {str(error).splitlines()[0]}"
+            f"{os.environ.get('MASTER_PORT')} within {timeout_seconds:g} s: {first_line(error)}"
         ) from error
     publish, read = store_transport(store, rank)
     # Only torchrun is known to wait for its ranks: a shell that started this process may end before it.

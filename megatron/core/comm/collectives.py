@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.base.errors import CommError
+from megatron.base.errors import CommError, first_line
 from megatron.base.heartbeat import Call
 from megatron.core.groups import Group
 
@@ -205,7 +205,7 @@ def _named_failure(op: str, group: Group, number: int | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # raised by gloo and NCCL for a timeout or a lost peer
-        cause = str(error).splitlines()[0]
+        cause = first_line(error)
         seconds = time.monotonic() - started
         raise CommError(group.heartbeat.explain(op, group.name, group.ranks, seconds, cause, number)) from error
     group.heartbeat.leave()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from megatron.base.errors import first_line
 from megatron.core.comm.collectives import announced, gather_objects
 from megatron.core.groups import Group
 
@@ -78,5 +79,5 @@ def _probe(group: Group, device: torch.device) -> str | None:
         memory = symmetric_memory.empty(_PROBE, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(memory, _name(group))
     except RuntimeError as error:  # a driver or container without the calls it needs
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None

@@ -24,7 +24,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, first_line
 from megatron.core.datasets.sft_records import Conversation
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 
@@ -52,7 +52,7 @@ class SFTTemplate:
         try:
             template = self._tokenizer.library.get_chat_template(self._template, conversation.tools)
         except ValueError as error:
-            raise ValueError(f"fits none of the tokenizer's templates: {_first_line(error)}") from error
+            raise ValueError(f"fits none of the tokenizer's templates: {first_line(error)}") from error
         marked = MARK.search(template) is not None
         if not marked and conversation.messages[0]["role"] == "assistant":
             raise ValueError("begins with a turn of the assistant, which answers no prompt; remove that turn")
@@ -172,7 +172,7 @@ class SFTTemplate:
         try:
             return library.apply_chat_template(list(messages), **options)
         except Exception as error:  # the template's own code may raise anything
-            raise ValueError(f"is refused by the chat template: {_first_line(error)}") from error
+            raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 
 
 def _is_to_learn(name: str, value: Any) -> bool:
@@ -198,7 +198,3 @@ def _without(trained: list[bool], conversation: Conversation) -> list[bool]:
     for is_trained, length in runs:
         kept += [is_trained and next(places) not in conversation.untrained] * length
     return kept
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.base.errors import DataError
+from megatron.base.errors import DataError, first_line
 
 
 class HuggingFaceTokenizer:
@@ -41,8 +41,9 @@ class HuggingFaceTokenizer:
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:  # the folder's own code or a parser in Rust may raise anything
-            reason = str(error).strip().split("\n", 1)[0]
-            raise DataError(f"--tokenizer-model {folder} cannot be loaded as a tokenizer: {reason}") from error
+            raise DataError(
+                f"--tokenizer-model {folder} cannot be loaded as a tokenizer: {first_line(error)}"
+            ) from error
         if self.library.eos_token_id is None:
             raise DataError(
                 f"the tokenizer in {folder} has no eos token to end documents with; "

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.base.errors import CheckpointError, CommError
+from megatron.base.errors import CheckpointError, CommError, first_line
 from megatron.base.heartbeat import Call
 from megatron.core.dist_checkpointing.tensor_file import DamagedError
 from megatron.core.groups import Group
@@ -114,7 +114,7 @@ def _watched(group: Group, step: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo and NCCL raise this for a timeout or a lost peer
-        cause = str(error).splitlines()[0]
+        cause = first_line(error)
         seconds = time.monotonic() - started
         raise CommError(group.heartbeat.explain(step, group.name, group.ranks, seconds, cause)) from error
     group.heartbeat.leave()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.base.errors import DataError
+from megatron.base.errors import DataError, first_line
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 
@@ -21,8 +21,7 @@ class ChatTemplate:
         try:
             text = self._library.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # the template may raise anything on these messages
-            reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
-            raise DataError(f"the chat template does not take these messages: {reason}") from error
+            raise DataError(f"the chat template does not take these messages: {first_line(error)}") from error
         return str(text)
 
 
