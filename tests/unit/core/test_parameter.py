@@ -104,15 +104,6 @@ class TestInitialValues:
         shards = [filled(shape, init=init, dim=dim, size=size, rank=rank) for rank in range(size)]
         assert torch.cat(shards, dim).equal(whole)
 
-    @pytest.mark.parametrize("sequence_parallel", [False, True])
-    def test_gradients_are_partial_where_the_input_is_sharded(self, sequence_parallel):
-        for sharding, expected in ((None, False), (SEQUENCE, sequence_parallel), (HEADS, True)):
-            spec = ParamSpec((8,), NORMAL, input_sharding=sharding)
-            made = make_parameter(
-                spec, tp=tp_group(2, 0), sequence_parallel=sequence_parallel, dtype=torch.float32, device=CPU
-            )
-            assert [section.partial for section in made.info.sections] == [expected]
-
     def test_neighbours_that_share_a_group(self):
         whole = filled((2, 12, 5))
         for rank in range(4):
