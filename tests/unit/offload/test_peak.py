@@ -1,7 +1,5 @@
 """What a pipeline rank holds at most, counted tensor by tensor, beside the closed form; and what it waits for."""
 
-import threading
-
 import pytest
 import torch
 
@@ -18,32 +16,13 @@ from megatron.schedule.simulate import Costs, simulate
 from tests.unit.offload.closed_form import peak_chunks
 from tests.unit.offload.live_bytes import LiveBytes
 from tests.unit.offload.stages import LAYER_BYTES, Program, Stages
-from tests.unit.pipeline_parallel.test_engine import Mail
+from tests.unit.pipeline_parallel.rank_threads import Mail, in_threads
 
 CPU = torch.device("cpu")
 
 
 def schedule_of(p, v, m, name=None):
     return with_offload(with_transfers(schedule_or_default(name, v).build(p, m, v=v), overlap=True))
-
-
-def in_threads(work, ranks):
-    errors, found = [], [None] * ranks
-
-    def run(rank):
-        try:
-            found[rank] = work(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
-    return found
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.75, 1.0])

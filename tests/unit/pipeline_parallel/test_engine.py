@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import threading
 import time
 import weakref
 from enum import Enum
@@ -17,55 +16,9 @@ from megatron.schedule.schedule import Action, Kind, ScheduleError
 from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import memory_in_flight
+from tests.unit.pipeline_parallel.rank_threads import Mail, in_threads
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
-
-
-class Mail:
-    """Messages between threads, in order within each direction of a pair of ranks."""
-
-    def __init__(self):
-        self._arrived, self._changed = {}, threading.Condition()
-
-    def box(self, rank):
-        return Box(self, rank)
-
-    def put(self, line, tensor):
-        with self._changed:
-            self._arrived.setdefault(line, []).append(tensor)
-            self._changed.notify_all()
-
-    def take(self, line, number):
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self._arrived.get(line, [])) > number, timeout=20), (
-                "nothing comes"
-            )
-            tensor, self._arrived[line][number] = self._arrived[line][number], None
-            return tensor
-
-
-class Box:
-    def __init__(self, mail, rank):
-        self._mail, self._rank, self._asked = mail, rank, {}
-
-    def send(self, tensor, peer, name):
-        self._mail.put((self._rank, peer), tensor.clone())
-
-    def receive(self, shape, dtype, peer, name):
-        line = (peer, self._rank)
-        number = self._asked[line] = self._asked.get(line, -1) + 1
-        return Coming(self._mail, line, number)
-
-    def flush(self):
-        pass
-
-
-class Coming:
-    def __init__(self, mail, line, number):
-        self._mail, self._line, self._number = mail, line, number
-
-    def take(self):
-        return self._mail.take(self._line, self._number)
 
 
 class Scale:
@@ -138,23 +91,12 @@ def run_all(schedule, programs, grad=True, dtype=torch.float64):
     engines = [
         PipelineEngine(schedule, rank, program, mail.box(rank), dtype, program) for rank, program in enumerate(programs)
     ]
-    found, errors = [None] * len(engines), []
 
     def work(rank):
-        try:
-            with torch.set_grad_enabled(grad):
-                found[rank] = engines[rank].run()
-        except BaseException as error:
-            errors.append(error)
+        with torch.set_grad_enabled(grad):
+            return engines[rank].run()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(engines))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
-    return found
+    return in_threads(work, len(engines))
 
 
 def make(name, p, v, m, overlap):
