@@ -13,25 +13,10 @@ from megatron.training.setup import build
 from tests import pool
 from tests.e2e.helpers.runs import checkpoint
 from tests.parallel.strategies import boxes_of, whole
-from tests.unit.config.runs import make_run
+from tests.unit.config.runs import SHORT_RUN, make_run
 from tests.unit.models.builds import CPU
 
-FIELDS = {
-    "num_layers": 1,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "vocab_size": 120,
-    "make_vocab_size_divisible_by": 8,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "seq_length": 16,
-    "global_batch_size": 12,
-    "num_workers": 0,
-    "eval_iters": 1,
-    "eval_interval": 100,
-    "train_iters": 30,
-    "save_interval": 100,
-}
+FIELDS = {**SHORT_RUN, "num_layers": 1}
 BEFORE, AFTER = 3, 5
 CLOSE = 1e-6  # relative; of losses
 A, B = {"ddp_bucket_size": 2000}, {"ddp_bucket_size": 5500}

@@ -143,14 +143,19 @@ def test_random_state_of_the_ranks_does_not_matter(tmp_path, layout):
     assert first == second
 
 
-def damaged(rank, size, layout, folder):
-    """What every rank says when the last layer, which one of them holds, has a weight that is no number."""
+def restore_damaged(layout, folder):
+    """The weights of the last layer, which one pipeline rank holds, are no numbers."""
     model, build = restore(layout, folder)
     for name, parameter in model.named_parameters():
         if name.startswith(f"decoder.layers.{LAYERS - 1}."):
             parameter.fill_(float("nan"))
+    return model, build
+
+
+def damaged(rank, size, layout, folder):
+    """The error of every rank."""
     with pytest.raises(CheckpointError) as error:
-        run(model, build, PROMPTS)
+        run(*restore_damaged(layout, folder), PROMPTS)
     return str(error.value)
 
 

@@ -14,25 +14,13 @@ from megatron.training.checkpoint import save_checkpoint
 from megatron.training.setup import build
 from tests import pool
 from tests.e2e.helpers.runs import checkpoint
-from tests.unit.config.runs import make_run
+from tests.unit.config.runs import SHORT_RUN, make_run
 from tests.unit.models.builds import CPU
 
 FIELDS = {
+    **SHORT_RUN,
     "num_layers": 8,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "vocab_size": 120,
-    "make_vocab_size_divisible_by": 8,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "seq_length": 16,
     "micro_batch_size": 3,
-    "global_batch_size": 12,
-    "num_workers": 0,
-    "eval_iters": 1,
-    "eval_interval": 100,
-    "train_iters": 30,
-    "save_interval": 100,
     "ddp_bucket_size": 5000,
 }
 BEFORE, AFTER = 2, 3

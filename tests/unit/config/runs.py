@@ -17,6 +17,23 @@ SMALL: dict[str, Any] = {
     "vocab_size": 1000,
 }
 
+# A small run that evaluates and saves only when it is told to; it lacks the number of layers.
+SHORT_RUN = {
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "vocab_size": 120,
+    "make_vocab_size_divisible_by": 8,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "seq_length": 16,
+    "global_batch_size": 12,
+    "num_workers": 0,
+    "eval_iters": 1,
+    "eval_interval": 100,
+    "train_iters": 30,
+    "save_interval": 100,
+}
+
 
 def make_run(given: tuple[str, ...] = (), **fields: Any) -> RunConfig:
     """SMALL with `fields` changed; None unsets one."""
