@@ -15,7 +15,7 @@ def attention_comm_types(parallel: ParallelConfig, num_layers: int) -> tuple[str
     types = tuple("all_gather" if kind == "allgather" else kind for kind in parallel.cp_comm_type)
     if len(types) not in (1, num_layers):
         raise ConfigError(
-            f"--cp-comm-type has {len(types)} values for {num_layers} layers; give one for all of them, or one a layer"
+            f"--cp-comm-type has {len(types)} values for {num_layers} layers; give one for all of them, or one per layer"
         )
     return types * num_layers if len(types) == 1 else types
 

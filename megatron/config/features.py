@@ -43,7 +43,7 @@ class Facts:
     tp_overlap: str  # how products and tensor-parallel communication are interleaved; "off" when they are not
     tp_overlap_why: str  # why not better; empty when it is the best there is, or was not asked for
     recomputed: str = ""  # the recompute of this rank's layers, if they differ
-    far_chunks: tuple[int, int] = (0, 0)  # chunks of optimizer state that the CPU updates, and all
+    cpu_chunks: tuple[int, int] = (0, 0)  # chunks of optimizer state that the CPU updates, and all
 
 
 @dataclass(frozen=True)
@@ -158,18 +158,18 @@ def _pipeline(settings: RunSettings) -> Feature:
     if p == 1:
         return Feature(name, "off", "off", "")
     chunks = pipeline.placement.num_stages // p
-    asked = f"pp {p}, {pipeline.schedule.name}" + (f", {chunks} stages a rank" if chunks > 1 else "")
+    asked = f"pp {p}, {pipeline.schedule.name}" + (f", {chunks} stages per rank" if chunks > 1 else "")
     m = settings.batches.final_num_microbatches
     timeline = simulate(pipeline.schedule_of(m), Costs.uniform(pipeline.placement.num_stages))
     bubble = max(timeline.bubble(rank) for rank in range(p))
-    return Feature(name, asked, asked, f"bubble {bubble:.0%} with {m} microbatch{'es' if m > 1 else ''} a step")
+    return Feature(name, asked, asked, f"bubble {bubble:.0%} with {m} microbatch{'es' if m > 1 else ''} per step")
 
 
 def _pipeline_overlap(parallel: ParallelConfig) -> Feature:
     asked = parallel.overlap_p2p_communication
     if parallel.pipeline_model_parallel_size == 1:
-        return Feature("pipeline messages beside compute", _on(asked), "off", "pp = 1")
-    return Feature("pipeline messages beside compute", _on(asked), _on(asked), "")
+        return Feature("pipeline communication overlap", _on(asked), "off", "pp = 1")
+    return Feature("pipeline communication overlap", _on(asked), _on(asked), "")
 
 
 def _context(cp: int, types: tuple[str, ...], facts: Facts) -> Feature:
@@ -258,7 +258,7 @@ def _optimizer_sharding(settings: DataParallelSettings, mesh: Mesh, facts: Facts
     asked = _SHARED[settings.shards]
     if asked == "off" or facts.shards > 1:
         return Feature("data-parallel sharding", asked, asked, f"over {facts.shards} ranks" if asked != "off" else "")
-    return Feature("data-parallel sharding", asked, "off", f"dp = {mesh.dp}: one rank an instance")
+    return Feature("data-parallel sharding", asked, "off", f"dp = {mesh.dp}: one rank per instance")
 
 
 def _optimizer_offload(settings: RunSettings, replicas: int, facts: Facts, *, on_cpu: bool) -> Feature:
@@ -267,19 +267,19 @@ def _optimizer_offload(settings: RunSettings, replicas: int, facts: Facts, *, on
     memory = f"files in {offload.directory}" if offload.directory else "host memory"
     same = "the device is the CPU, and host memory its own" if facts.device == "cpu" and not offload.directory else ""
     if offload.mode == STATES:
-        return Feature(name, "states", f"states wait in {memory}", same)
+        return Feature(name, "states", f"states in {memory}", same)
     if offload.mode == OFF:
         return Feature(name, "fraction 0" if on_cpu else "off", "off", "")
     asked = "auto" if offload.is_auto else f"static {offload.far:g}"
-    far, chunks = facts.far_chunks
+    far, chunks = facts.cpu_chunks
     in_effect = f"{asked}: {far} of {chunks} chunks in {memory}" + (" at first" if offload.is_auto else "")
     if not offload.overlap:
         return Feature(name, asked, in_effect, same)
     late = []
     if not data_parallel.overlap_reduce and replicas > 1:
-        late.append("backward hides nothing: gradients are reduced after it")
+        late.append("nothing is overlapped with backward: gradients are reduced after it")
     if not data_parallel.overlap_gather and facts.shards > 1:
-        late.append("the next forward hides nothing: parameters are gathered before it")
+        late.append("nothing is overlapped with the next forward: parameters are gathered before it")
     why = "; ".join([*late, *([same] if same else [])])
     return Feature(name, f"{asked}, overlapped", f"{in_effect}, overlapped", why)
 

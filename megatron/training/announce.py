@@ -40,7 +40,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         shards=trainer.groups.shard.size,
         tp_overlap=prepared.shared.overlap.name,
         tp_overlap_why=prepared.overlap_why,
-        far_chunks=trainer.optimizer.cpu_chunks,
+        cpu_chunks=trainer.optimizer.cpu_chunks,
         recomputed="" if prepared.balanced is None else str(prepared.balanced),
     )
 

@@ -28,7 +28,7 @@ def add_preprocess_flags(parser: FlagParser, *, writes: str, records: str) -> No
         type=within(int, WORKERS),
         required=True,
         metavar="N",
-        help="processes that tokenize; one writes besides",
+        help="processes that tokenize; one more process writes",
     )
     add(
         "--on-error",

@@ -58,7 +58,7 @@ def batches_are_whole(run: RunConfig, world_size: int) -> str | None:
     microbatches = size // (t.micro_batch_size * dp)
     if microbatches > MOST_MICROBATCHES:
         return (
-            f"{name} {size} makes {microbatches} microbatches a step of {unit_of(t.micro_batch_size, dp)}, more than "
+            f"{name} {size} makes {microbatches} microbatches per step of {unit_of(t.micro_batch_size, dp)}, more than "
             f"{MOST_MICROBATCHES}; lower it, raise --micro-batch-size, or use more processes"
         )
     for number, name in zip(t.rampup_batch_size or (), ("START", "INCREMENT")):

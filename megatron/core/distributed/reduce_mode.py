@@ -33,8 +33,8 @@ def choose_mode(microbatches: int, measured: ReduceProfile) -> tuple[str, str]:
     numbers = (
         f"{microbatches} microbatch{'' if microbatches == 1 else 'es'}; reducing "
         f"{measured.gradient_bytes / _MIB:.0f} MiB takes {measured.reduce_seconds:.3f} s ({rate:.0f} MB/s), a backward "
-        f"{measured.backward_seconds:.3f} s: exposed {exposed:.3f} s a step once a step, {microbatches * exposed:.3f} s "
-        f"after every microbatch; keeping the gradient takes {measured.extra_bytes / _MIB:.0f} MiB more, of "
-        f"{measured.headroom_bytes / _MIB:.0f} MiB free"
+        f"{measured.backward_seconds:.3f} s: exposed {exposed:.3f} s per step if reduced once, "
+        f"{microbatches * exposed:.3f} s if after every microbatch; keeping the gradient takes "
+        f"{measured.extra_bytes / _MIB:.0f} MiB more, of {measured.headroom_bytes / _MIB:.0f} MiB free"
     )
     return (LAST if measured.extra_bytes <= measured.headroom_bytes else EVERY), numbers

@@ -20,8 +20,8 @@ def memory_headline(run: RunConfig, world_size: int, target: Target) -> str:
     where = "CPU" if target.cpu else "CUDA"
     products = ", products in fp32" if target.wide else ""
     return (
-        f"tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}, {num_microbatches(run, mesh.dp)} microbatches a step, "
-        f"{run.model.dtype_name} on {where}{products}"
+        f"tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}, "
+        f"{num_microbatches(run, mesh.dp)} microbatches per step, {run.model.dtype_name} on {where}{products}"
     )
 
 

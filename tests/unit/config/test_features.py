@@ -51,16 +51,16 @@ def test_sequence_parallelism_says_why_it_is_off():
 def test_pipeline_with_its_bubble():
     two = {"pipeline_model_parallel_size": 2, "num_layers": 8, "global_batch_size": 16}
     assert row("pipeline") == ("off", "off", "")
-    assert row("pipeline", **two) == ("pp 2, 1f1b", "pp 2, 1f1b", "bubble 11% with 8 microbatches a step")
+    assert row("pipeline", **two) == ("pp 2, 1f1b", "pp 2, 1f1b", "bubble 11% with 8 microbatches per step")
     assert row("pipeline", **two, num_virtual_stages_per_pipeline_rank=2)[1:] == (
-        "pp 2, interleaved, 2 stages a rank",
-        "bubble 6% with 8 microbatches a step",
+        "pp 2, interleaved, 2 stages per rank",
+        "bubble 6% with 8 microbatches per step",
     )
-    assert row("pipeline", **{**two, "global_batch_size": None})[2] == "bubble 50% with 1 microbatch a step"
-    assert row("pipeline", dp=4, **two)[2] == "bubble 33% with 2 microbatches a step"
-    assert row("pipeline messages beside compute") == ("on", "off", "pp = 1")
-    assert row("pipeline messages beside compute", **two) == ("on", "on", "")
-    assert row("pipeline messages beside compute", **two, overlap_p2p_communication=False) == ("off", "off", "")
+    assert row("pipeline", **{**two, "global_batch_size": None})[2] == "bubble 50% with 1 microbatch per step"
+    assert row("pipeline", dp=4, **two)[2] == "bubble 33% with 2 microbatches per step"
+    assert row("pipeline communication overlap") == ("on", "off", "pp = 1")
+    assert row("pipeline communication overlap", **two) == ("on", "on", "")
+    assert row("pipeline communication overlap", **two, overlap_p2p_communication=False) == ("off", "off", "")
 
 
 def test_context_parallelism_with_its_kernels():
@@ -116,7 +116,7 @@ def test_data_parallel_sharding():
     assert row(name) == row(name, **FOUR) == ("off", "off", "")
     state = "optimizer state (ZeRO-1)"
     assert row(name, **SHARED, **ZERO1) == row(name, **SHARED, **OVERLAPPED) == (state, state, "over 4 ranks")
-    assert row(name, **ZERO1) == (state, "off", "dp = 1: one rank an instance")
+    assert row(name, **ZERO1) == (state, "off", "dp = 1: one rank per instance")
     both = "optimizer state, gradients (ZeRO-2)"
     assert row(name, **{**FOUR, "facts": dataclasses.replace(GLOO, shards=2)}, **ZERO2) == (both, both, "over 2 ranks")
     everything = "optimizer state, gradients, parameters (ZeRO-3)"
@@ -233,7 +233,7 @@ def test_products_of_a_slow_dtype_are_said_to_be_taken_in_fp32():
 
 
 OFFLOAD, CPU_OFFLOAD = "optimizer offload", {"optimizer_cpu_offload": True}
-FAR = dataclasses.replace(ALONE, far_chunks=(3, 10), device="cuda")
+FAR = dataclasses.replace(ALONE, cpu_chunks=(3, 10), device="cuda")
 
 
 class TestOptimizerOffload:
@@ -257,15 +257,15 @@ class TestOptimizerOffload:
         assert on_disk == ("static 1", "static 1: 3 of 10 chunks in files in far", "")
 
     def test_states(self):
-        assert row(OFFLOAD, FAR, offload_optimizer_states=True)[:2] == ("states", "states wait in host memory")
+        assert row(OFFLOAD, FAR, offload_optimizer_states=True)[:2] == ("states", "states in host memory")
 
     def test_what_overlap_does_not_hide(self):
         overlap = {**CPU_OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": True}
         assert row(OFFLOAD, FAR, **overlap)[::2] == ("static 1, overlapped", "")
         ranks = {"dp": 2, "facts": dataclasses.replace(FAR, shards=2)}
         assert row(OFFLOAD, **ranks, **overlap, use_distributed_optimizer=True)[2] == (
-            "backward hides nothing: gradients are reduced after it; "
-            "the next forward hides nothing: parameters are gathered before it"
+            "nothing is overlapped with backward: gradients are reduced after it; "
+            "nothing is overlapped with the next forward: parameters are gathered before it"
         )
         assert row(OFFLOAD, **ranks, **overlap, overlapped_distributed_optimizer=True)[2] == ""
 

@@ -24,7 +24,7 @@ TRAINING_CASES = [
         {"global_batch_size": 4 * 65537},
         {"global_batch_size": 4 * 65536},
         2,
-        ["262148", "65537 microbatches a step of --micro-batch-size 2 x data-parallel size 2 = 4", "lower it"],
+        ["262148", "65537 microbatches per step of --micro-batch-size 2 x data-parallel size 2 = 4", "lower it"],
     ),
     (
         rules_training.batches_are_whole,

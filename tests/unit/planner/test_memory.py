@@ -304,7 +304,7 @@ class TestTool:
         ranks = plan_memory(run, 4, Target(cpu=True))
         assert rows["most at once"] == [f"{rank.peak / 2**20:.1f}" for rank in ranks]
         assert rows["layers"] == ["2", "2"]
-        assert "dp 2 x pp 2, 2 microbatches a step, float32 on CPU" in out
+        assert "dp 2 x pp 2, 2 microbatches per step, float32 on CPU" in out
         for rank in ranks:
             assert f"rank {rank.rank}: most, {rank.peak / 2**20:.1f} MiB, at {rank.moment}" in out
 
