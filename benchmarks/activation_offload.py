@@ -126,7 +126,8 @@ def by_layer(args: argparse.Namespace) -> None:
         f"each in turn; copies {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} in\n"
     )
     print(
-        "| policy | offloaded per step, MiB | host memory, MiB | step peak, MiB | median step, ms | of none | same bits |"
+        "| policy | offloaded per step, MiB | host memory, MiB | step peak, MiB | median step, ms | relative to none "
+        "| same bits |"
     )
     print("|---|---|---|---|---|---|---|")
     for name, trial in trials.items():
@@ -142,11 +143,13 @@ def by_layer(args: argparse.Namespace) -> None:
 def by_schedule(p: int, m: int) -> None:
     """Simulates schedules with F = 1, B = 2 per rank: peak activations on the device, and the additional time."""
     print(
-        f"\n{p} ranks, {m} microbatches; kept near in microbatches of all of a rank's layers (worst rank), and the step's"
+        f"\n{p} ranks, {m} microbatches; kept: on the device, in microbatches of all of a rank's layers (worst rank). Other"
     )
-    print("time against none, where all of a microbatch's activations take so many forwards to copy, one way\n")
+    print(
+        "columns: increase of the step time over no offload, if copying all activations of a microbatch takes so long\n"
+    )
     copies = (0.5, 1.0, 1.5, 2.0)
-    print("| schedule | ratio | kept near | " + " | ".join(f"{copy:g} F" for copy in copies) + " |")
+    print("| schedule | ratio | kept | " + " | ".join(f"{copy:g} F" for copy in copies) + " |")
     print("|---|---|---|" + "---|" * len(copies))
     for name, v in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("gpipe", 1), ("zb-h1", 1)):
         sent = with_transfers(SCHEDULES[name].build(p, m, v=v), overlap=True)

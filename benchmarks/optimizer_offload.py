@@ -107,11 +107,11 @@ def main() -> None:
             "CPU updates 50 %, overlap": dataclasses.replace(far, far=0.5, overlap=True),
             "CPU updates 100 %": far,
             "CPU updates 100 %, overlap": dataclasses.replace(far, overlap=True),
-            "states wait": dataclasses.replace(far, mode=STATES),
+            "states in host memory": dataclasses.replace(far, mode=STATES),
         }
         if args.disk:
             ways["CPU updates 100 %, disk"] = dataclasses.replace(far, directory=folder)
-            ways["states wait, disk"] = dataclasses.replace(far, mode=STATES, directory=folder)
+            ways["states on disk"] = dataclasses.replace(far, mode=STATES, directory=folder)
         sides = {name: Side(args, offload, False, device) for name, offload in ways.items()}
         sides["moments in bf16"] = Side(args, OffloadSettings(chunk_size=args.chunk), True, device)
         report(args, sides)
@@ -132,7 +132,9 @@ def report(args: argparse.Namespace, sides: dict[str, Side]) -> None:
     for number in range(args.rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             times[name].append(sides[name].steps(args.steps))
-    print("| state | step ms | beside the device | CPU ms a step | near MiB | far MiB |\n|---|---|---|---|---|---|")
+    print(
+        "| state | step ms | relative to the device | CPU ms per step | device MiB | host MiB |\n|---|---|---|---|---|---|"
+    )
     base = times[names[0]]
     for name, side in sides.items():
         ratio = statistics.median(a / b for (a, _), (b, _) in zip(times[name], base, strict=True))

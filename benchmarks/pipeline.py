@@ -340,7 +340,7 @@ def main() -> None:
     args = parser.parse_args()
     priority = "real-time priority, " if args.real_time else ""
     print(
-        f"F = I = W = {args.unit:g} ms a rank and microbatch, interleaved v = 2; medians of {args.rounds} rounds; "
+        f"F = I = W = {args.unit:g} ms per rank and microbatch, interleaved v = 2; medians of {args.rounds} rounds; "
         f"{priority}{os.cpu_count()} cores, Linux {platform.release()}, torch {torch.__version__}\n"
     )
     print(HEADER)

@@ -30,9 +30,9 @@ SAME = 1e-4  # maximum relative difference between the gradients of the methods
 
 LEGEND = (
     "step: median seconds of forward and backward, slowest rank. alone: without communication, in the same rounds.\n"
-    "exposed: median of step - alone; share: of the step. at best: share of the fastest step over the fastest alone.\n"
-    "sent: bytes a rank and step by the interface's counter.\n"
-    "FLOPs: of a rank's attention, counted; apart: by how much the ranks differ."
+    "exposed: median of step - alone; share: exposed / step. at best: the share by the fastest step and the fastest alone.\n"
+    "sent: bytes per rank and step by the interface's counter.\n"
+    "GFLOPs: of one rank's attention, counted; apart: the difference between ranks."
 )
 HEADER = (
     f"{'cp':>2} {'Mbit/s':>6}  {'way':24} {'step s':>7} {'(of steps)':>13} {'alone s':>7} {'exposed s':>9} {'share':>6} "

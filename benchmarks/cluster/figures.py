@@ -89,8 +89,8 @@ HEADER = (
 )
 LEGEND = (
     "step: median seconds, slowest rank. bound: max(F, AG) + max(B, RS) + other microbatches' compute, at the wire's "
-    "rate.\nefficiency: compute only / step. sent: bytes a rank and step by the interface's counter; least: what the "
-    "system's\ncollectives must send. grad+opt: gradients, optimizer state and buffers a rank."
+    "rate.\nefficiency: compute only / step. sent: bytes per rank and step by the interface's counter; least: those "
+    "that the\nsystem's collectives must send. grad+opt: gradients, optimizer state and buffers per rank."
 )
 
 

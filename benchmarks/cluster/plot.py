@@ -33,7 +33,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             here = [row for row in rows if (row.cell.hosts, row.cell.accumulation) == (host, depth)]
             if here:
                 _panel(panel, here, systems)
-            panel.set_title(f"{host} hosts, {depth} microbatch{'es' if depth > 1 else ''} a step", fontsize=11)
+            panel.set_title(f"{host} hosts, {depth} microbatch{'es' if depth > 1 else ''} per step", fontsize=11)
     handles, labels = axes[0][0].get_legend_handles_labels()
     columns = 4 if len(depths) > 1 else 2
     figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, fontsize=9)

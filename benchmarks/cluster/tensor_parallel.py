@@ -27,10 +27,10 @@ FREE_RATE = 10_000.0  # Mbit/s, while compute alone is measured
 CALIBRATION_ROUNDS = 5
 
 LEGEND = (
-    "step: median seconds, slowest rank; fastest: of all rounds. wire: seconds a step's bytes take at the links' rate;\n"
-    "comm: over compute only. exposed: step - compute only, in the same rounds. of serial: as a share of what no overlap\n"
-    "exposes. ratio: step / max(compute, wire). sent: bytes a rank and step by the interface's counter, over what the\n"
-    "collectives must send."
+    "step: median seconds, slowest rank; fastest: of all rounds. wire: seconds that a step's bytes take at the links'\n"
+    "rate; comm: wire / compute only. exposed: step - compute only, in the same rounds. of serial: share of the time that\n"
+    "is exposed without overlap. ratio: step / max(compute, wire). sent: bytes per rank and step by the interface's\n"
+    "counter; ratio: over the bytes that the collectives must send."
 )
 HEADER = (
     f"{'comm':>5} {'Mbit/s':>7}  {'way':20} {'step s':>7} {'fastest':>7} {'wire s':>7} {'exposed s':>9} {'of serial':>9} "
