@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -53,7 +54,8 @@ def through_dcp(group: Group, step: str, run: Callable[[], None]) -> None:
     between ranks.
     """
     failures: dict[int, CheckpointError] = {}
-    with _watched(group, step):
+    with _watched(group, step), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one rank is intended
         try:
             run()
         except CheckpointException as error:

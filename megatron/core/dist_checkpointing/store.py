@@ -9,7 +9,6 @@ memory and a separate gloo group, in a thread.
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,9 +126,7 @@ def _write(tensors: Sequence[ShardedTensor], writer: SafetensorsWriter, group: G
             no_dist=group.process_group is None,
         )
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a world of one rank is intended
-        through_dcp(group, "checkpoint write", run)
+    through_dcp(group, "checkpoint write", run)
 
 
 def _read(tensors: Sequence[ShardedTensor], reader: SafetensorsReader, group: Group) -> None:
@@ -142,9 +139,7 @@ def _read(tensors: Sequence[ShardedTensor], reader: SafetensorsReader, group: Gr
             no_dist=group.process_group is None,
         )
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        through_dcp(group, "checkpoint read", run)
+    through_dcp(group, "checkpoint read", run)
 
 
 def _check(path: Path) -> str:
