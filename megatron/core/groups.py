@@ -74,6 +74,10 @@ class Groups:
     etp: Group
     edp: Group
 
+    def along(self, axis: str | None) -> Group:
+        """The ranks that share a parameter with this `ParamSpec.axis`. Without an axis it is copied along tp."""
+        return {None: self.tp, "tp": self.tp, "etp": self.etp, "ep": self.ep}[axis]
+
 
 _AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),

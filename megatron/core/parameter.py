@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.groups import Group, Groups
+from megatron.core.groups import Groups
 from megatron.spec.parameter import Init, ParamSpec, Section, shard
 
 # Elements that are initialised at a time: the work space fits a CPU core's cache, or keeps a GPU busy.
@@ -45,7 +45,9 @@ class ParamInfo:
 
     def held_first(self, section: Section, groups: Groups) -> bool:
         """Whether of all ranks of a replica that hold the section this is the first: it writes, and counts, for all."""
-        return groups.tp.rank % section.holders == 0 and not (self.on_both_ends and groups.pp.rank > 0)
+        return groups.along(self.spec.axis).rank % section.holders == 0 and not (
+            self.on_both_ends and groups.pp.rank > 0
+        )
 
 
 class GradSlot:
@@ -114,16 +116,17 @@ class Parameter(nn.Parameter):
 
 
 def make_parameter(
-    spec: ParamSpec, *, tp: Group, sequence_parallel: bool = False, dtype: torch.dtype, device: torch.device
+    spec: ParamSpec, groups: Groups, *, sequence_parallel: bool = False, dtype: torch.dtype, device: torch.device
 ) -> Parameter:
-    """This rank's piece of a parameter, uninitialised."""
+    """This rank's piece of a parameter, uninitialised, along the axis that its description names."""
+    ranks = groups.along(spec.axis)
     sections: tuple[Section, ...]
     if spec.axis is None:
         zeros = (0,) * len(spec.shape)
-        partial = tp.size > 1 and bool(spec.reduce_axes(sequence_parallel=sequence_parallel))
-        shape, sections = spec.shape, (Section(0, zeros, spec.shape, tp.size, partial),)
+        partial = ranks.size > 1 and bool(spec.reduce_axes(sequence_parallel=sequence_parallel))
+        shape, sections = spec.shape, (Section(0, zeros, spec.shape, ranks.size, partial),)
     else:
-        shape, sections = shard(spec.shape, tp.size, tp.rank, spec.dim, spec.own_rows)
+        shape, sections = shard(spec.shape, ranks.size, ranks.rank, spec.dim, spec.own_rows)
     parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
     parameter.info = ParamInfo(spec, shape, sections)
     parameter.slot = None

@@ -28,9 +28,9 @@ S, B, WIDTH, TP = 1024, 2, 512, 2
 ASKED = ParallelConfig(tp_comm_overlap=True, sequence_parallel=True)
 
 
-def passes(tp, how, device, dtype, sequence_parallel):
+def passes(groups, how, device, dtype, sequence_parallel):
     """Output and gradients of a column layer, an activation and a row layer, after two passes."""
-    context = LinearContext(tp, sequence_parallel, weight_grad.separate, dtype, device, how)
+    context = LinearContext(groups, sequence_parallel, weight_grad.separate, dtype, device, how)
     layers = torch.nn.Sequential(
         ColumnParallelLinear(LinearSpec(WIDTH, (4 * WIDTH,), COLUMN, ()), context),
         torch.nn.GELU(),
@@ -38,7 +38,7 @@ def passes(tp, how, device, dtype, sequence_parallel):
     )
     initialize(local_parameters(layers), 1)
     rows = S // TP if sequence_parallel else S
-    seed = tp.rank if sequence_parallel else 0
+    seed = groups.tp.rank if sequence_parallel else 0
     x = torch.randn(rows, B, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device, dtype).requires_grad_()
     for _ in range(2):
         out = layers(x)
@@ -54,14 +54,14 @@ def compare(rank, port, queue, device_type, dtype):
     if device_type == "cuda":
         torch.cuda.set_device(device)
     heartbeat = connect(rank, TP, backend=backend, timeout_seconds=60)
-    tp = create_groups(Mesh.create(TP, tp=TP), rank, heartbeat, 60).tp
-    chosen, _ = choose_overlap(ASKED, tp, backend, Streams(device, Timeline(device)))
-    in_chunks = InChunks(ASKED, ChunkComm(tp, Streams(device, Timeline(device))), "in chunks", 100)
+    groups = create_groups(Mesh.create(TP, tp=TP), rank, heartbeat, 60)
+    chosen, _ = choose_overlap(ASKED, groups.tp, backend, Streams(device, Timeline(device)))
+    in_chunks = InChunks(ASKED, ChunkComm(groups.tp, Streams(device, Timeline(device))), "in chunks", 100)
     found = []
     for sequence_parallel in (True, False):
-        expected = passes(tp, PLAIN, device, dtype, sequence_parallel)
+        expected = passes(groups, PLAIN, device, dtype, sequence_parallel)
         for how in (chosen, in_chunks):
-            tensors = passes(tp, how, device, dtype, sequence_parallel)
+            tensors = passes(groups, how, device, dtype, sequence_parallel)
             off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(tensors, expected, strict=True)]
             found.append((how.name, sequence_parallel, off))
     queue.put((rank, found))

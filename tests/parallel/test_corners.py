@@ -99,9 +99,7 @@ def test_frozen_parameters_take_no_memory_and_never_move(name):
 
 def add_extra(model):
     """A parameter that the model does not use by itself."""
-    extra = make_parameter(
-        ParamSpec((70,), Init("constant", 0.0)), tp=pool.groups().tp, dtype=torch.float32, device=CPU
-    )
+    extra = make_parameter(ParamSpec((70,), Init("constant", 0.0)), pool.groups(), dtype=torch.float32, device=CPU)
     nn.init.ones_(extra)
     model.register_parameter("extra", extra)
 
@@ -227,7 +225,7 @@ def few_elements(rank, size, settings):
     groups = groups_for(settings)
     shapes = {"a": (3,), "b": (130,), "c": (5, 7)}
     parameters = {
-        name: make_parameter(ParamSpec(shape, Init("constant", 0.0)), tp=groups.tp, dtype=torch.float32, device=CPU)
+        name: make_parameter(ParamSpec(shape, Init("constant", 0.0)), groups, dtype=torch.float32, device=CPU)
         for name, shape in shapes.items()
     }
     for number, parameter in enumerate(parameters.values(), start=1):

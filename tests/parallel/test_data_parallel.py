@@ -81,7 +81,7 @@ def four_parameters(rank, size, settings):
     init = Init("constant", 0.0)
     shapes = {"a": (3,), "b": (130,), "c": (5, 7), "unused": (9,)}
     parameters = {
-        name: make_parameter(ParamSpec(shape, init), tp=groups.tp, dtype=torch.float32, device=CPU)
+        name: make_parameter(ParamSpec(shape, init), groups, dtype=torch.float32, device=CPU)
         for name, shape in shapes.items()
     }
     for parameter in parameters.values():

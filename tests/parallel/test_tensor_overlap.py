@@ -54,7 +54,7 @@ def in_chunks(tp, *, least_rows=4, timeline=None, **switches):
 
 def layer_of(kind, tp, sequence_parallel, how, dtype=torch.float32, frozen=False):
     kernel = weight_grad.fused if dtype == torch.float32 else weight_grad.fused_upcast
-    context = LinearContext(tp, sequence_parallel, kernel, dtype, CPU, how)
+    context = LinearContext(pool.groups(tp=tp.size), sequence_parallel, kernel, dtype, CPU, how)
     init = Init("normal", 1.0)
     if kind == "column":
         spec = LinearSpec(IN, (2, OUT // 2), COLUMN, (), has_bias=True, init=init, dim=1)

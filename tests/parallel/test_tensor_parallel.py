@@ -93,9 +93,10 @@ def whole(ranks):
 
 def column(rank, size, sequence_parallel, slots, bias, out_shape, shard_dim):
     """(output, gradient of the input, parameters' gradients after two backward passes) of this rank."""
-    tp = pool.groups(tp=size).tp
+    groups = pool.groups(tp=size)
+    tp = groups.tp
     spec = LinearSpec(IN, out_shape, COLUMN, (), has_bias=bias, init=Init("normal", 1.0), dim=shard_dim)
-    layer = ColumnParallelLinear(spec, LinearContext(tp, sequence_parallel, weight_grad.fused, torch.float32, CPU))
+    layer = ColumnParallelLinear(spec, LinearContext(groups, sequence_parallel, weight_grad.fused, torch.float32, CPU))
     parameters = prepare(layer, slots)
     x = normal(S, B, IN)
     x = (shard(x, 0, tp) if sequence_parallel else x).requires_grad_()
@@ -107,9 +108,10 @@ def column(rank, size, sequence_parallel, slots, bias, out_shape, shard_dim):
 
 
 def row(rank, size, sequence_parallel, slots, bias, kernel):
-    tp = pool.groups(tp=size).tp
+    groups = pool.groups(tp=size)
+    tp = groups.tp
     spec = LinearSpec(IN, (OUT,), ROW, (), has_bias=bias, init=Init("normal", 1.0))
-    context = LinearContext(tp, sequence_parallel, getattr(weight_grad, kernel), torch.float32, CPU)
+    context = LinearContext(groups, sequence_parallel, getattr(weight_grad, kernel), torch.float32, CPU)
     layer = RowParallelLinear(spec, context)
     parameters = prepare(layer, slots)
     x = shard(normal(S, B, IN), 2, tp).clone().requires_grad_()
@@ -121,10 +123,11 @@ def row(rank, size, sequence_parallel, slots, bias, kernel):
 
 
 def embedding(rank, size, sequence_parallel, slots):
-    tp = pool.groups(tp=size).tp
+    groups = pool.groups(tp=size)
+    tp = groups.tp
     layer = VocabParallelEmbedding(
         ParamSpec((VOCAB, IN), Init("normal", 1.0), axis="tp"),
-        tp=tp,
+        groups,
         sequence_parallel=sequence_parallel,
         dtype=torch.float32,
         device=CPU,
@@ -139,9 +142,10 @@ def embedding(rank, size, sequence_parallel, slots):
 
 def norm(rank, size, kind):
     """Under sequence parallelism."""
-    tp = pool.groups(tp=size).tp
+    groups = pool.groups(tp=size)
+    tp = groups.tp
     spec = NormSpec(IN, kind, 1e-5, SEQUENCE)
-    layer = Norm(spec, tp=tp, sequence_parallel=True, dtype=torch.float32, device=CPU)
+    layer = Norm(spec, groups, sequence_parallel=True, dtype=torch.float32, device=CPU)
     parameters = prepare(layer, slots=False)
     x = shard(normal(S, B, IN), 0, tp).clone().requires_grad_()
     out = layer(x)

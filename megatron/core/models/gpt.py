@@ -153,7 +153,7 @@ class Embedding(nn.Module):
         spec = build.spec.embedding
         self.word_embeddings = VocabParallelEmbedding(
             spec.words,
-            tp=build.groups.tp,
+            build.groups,
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
             device=build.device,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shard
-from megatron.core.groups import Group
+from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, make_parameter
 from megatron.spec.parameter import ParamSpec
 
@@ -21,13 +21,13 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, spec: ParamSpec, *, tp: Group, sequence_parallel: bool, dtype: torch.dtype, device: torch.device
+        self, spec: ParamSpec, groups: Groups, *, sequence_parallel: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         """`spec`: [rows, h], sharded by rows; tp divides their number."""
         super().__init__()
-        self.weight = make_parameter(spec, tp=tp, dtype=dtype, device=device)
-        self._first = tp.rank * self.weight.shape[0]
-        self._tp, self._sequence_parallel = tp, sequence_parallel
+        self.weight = make_parameter(spec, groups, dtype=dtype, device=device)
+        self._first = groups.tp.rank * self.weight.shape[0]
+        self._tp, self._sequence_parallel = groups.tp, sequence_parallel
 
     def forward(self, ids: Tensor) -> Tensor:
         """See the class."""

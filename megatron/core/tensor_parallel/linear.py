@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.comm.collectives import Handle, all_gather
-from megatron.core.groups import Group
+from megatron.core.groups import Group, Groups
 from megatron.core.parameter import GradSlot, Parameter, make_parameter
 from megatron.core.tensor_parallel.gemm_last import Kept, Prologue
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain, wait
@@ -35,12 +35,17 @@ from megatron.spec.parameter import ParamSpec
 class LinearContext:
     """Where and how linear layers run: all but the layer's own description."""
 
-    tp: Group
+    groups: Groups
     sequence_parallel: bool  # in effect: tp is larger than 1
     weight_grad: WeightGrad
     dtype: torch.dtype
     device: torch.device
     overlap: Plain = PLAIN
+
+    @property
+    def tp(self) -> Group:
+        """The ranks that share the layers."""
+        return self.groups.tp
 
 
 class _ParallelLinear(nn.Module, ABC):
@@ -57,7 +62,7 @@ class _ParallelLinear(nn.Module, ABC):
         def parameter(described: ParamSpec) -> Parameter:
             return make_parameter(
                 described,
-                tp=context.tp,
+                context.groups,
                 sequence_parallel=context.sequence_parallel,
                 dtype=context.dtype,
                 device=context.device,

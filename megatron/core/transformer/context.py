@@ -61,9 +61,7 @@ class Build:
 
     def norm(self, spec: NormSpec) -> Norm:
         """A normalization layer."""
-        return Norm(
-            spec, tp=self.groups.tp, sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device
-        )
+        return Norm(spec, self.groups, sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device)
 
     def optional_norm(self, spec: NormSpec | None) -> Norm | None:
         """A normalization layer, if there is one."""
@@ -72,13 +70,13 @@ class Build:
     def parameter(self, spec: ParamSpec) -> Parameter:
         """This rank's piece of a parameter, uninitialised."""
         return make_parameter(
-            spec, tp=self.groups.tp, sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device
+            spec, self.groups, sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device
         )
 
     @functools.cached_property
     def _linear(self) -> LinearContext:
         return LinearContext(
-            self.groups.tp,
+            self.groups,
             self.sequence_parallel,
             self.kernels.weight_grad,
             self.dtype,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.groups import Group
+from megatron.core.groups import Groups
 from megatron.core.parameter import make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.kernels.ops.norm import (
@@ -25,11 +25,11 @@ class Norm(nn.Module):
     """RMSNorm or LayerNorm of the last dim. Weights are replicated over tp; no communication."""
 
     def __init__(
-        self, spec: NormSpec, *, tp: Group, sequence_parallel: bool, dtype: torch.dtype, device: torch.device
+        self, spec: NormSpec, groups: Groups, *, sequence_parallel: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         made = {
-            name: make_parameter(each, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+            name: make_parameter(each, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
             for name, each in spec.parameters()
         }
         self.weight, self.bias = made["weight"], made.get("bias")

@@ -6,26 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.base.heartbeat import Heartbeat
 from megatron.core import parameter as module
-from megatron.core.groups import Group
 from megatron.core.parameter import GradSlot, initialize, local_parameters, make_parameter
 from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Section
 from tests.unit.models.builds import slot_of
+from tests.unit.silent_groups import silent_groups
 
 CPU = torch.device("cpu")
 NORMAL = Init("normal", 0.02)
 
 
-def tp_group(size, rank):
-    """Only its arithmetic is used here: nothing communicates."""
-    return Group("tp", tuple(range(size)), rank, None, Heartbeat(rank))
-
-
 def make(shape, dim=None, size=1, rank=0, init=NORMAL, dtype=torch.float32, **fields):
     axis = {} if dim is None else {"axis": "tp", "dim": dim}
     spec = ParamSpec(shape, init, **axis, **fields)
-    return make_parameter(spec, tp=tp_group(size, rank), dtype=dtype, device=CPU)
+    return make_parameter(spec, silent_groups(size, rank, tp=size), dtype=dtype, device=CPU)
 
 
 def filled(shape, name="a.weight", seed=1, **options):
@@ -62,7 +56,11 @@ class TestPlace:
         for sharding, expected in ((None, False), (SEQUENCE, sequence_parallel), (HEADS, True)):
             spec = ParamSpec((8,), NORMAL, input_sharding=sharding)
             made = make_parameter(
-                spec, tp=tp_group(2, 0), sequence_parallel=sequence_parallel, dtype=torch.float32, device=CPU
+                spec,
+                silent_groups(2, 0, tp=2),
+                sequence_parallel=sequence_parallel,
+                dtype=torch.float32,
+                device=CPU,
             )
             assert [section.partial for section in made.info.sections] == [expected]
 

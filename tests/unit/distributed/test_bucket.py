@@ -36,9 +36,8 @@ each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 def parameters(*shapes, dtype=torch.float32):
     """p0, p1, ... full of 1, 2, ..."""
-    tp = pool.groups().tp
-    init = Init("normal", 1.0)
-    made = {f"p{n}": make_parameter(ParamSpec(s, init), tp=tp, dtype=dtype, device=CPU) for n, s in enumerate(shapes)}
+    groups, init = pool.groups(), Init("normal", 1.0)
+    made = {f"p{n}": make_parameter(ParamSpec(s, init), groups, dtype=dtype, device=CPU) for n, s in enumerate(shapes)}
     for number, parameter in enumerate(made.values()):
         nn.init.constant_(parameter, number + 1.0)
     return made

@@ -5,52 +5,20 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.base.heartbeat import Heartbeat
-from megatron.base.mesh import Mesh
-from megatron.core.groups import Group, Groups
 from megatron.core.optimizer.grad_norm import global_norm, global_zeros
 from megatron.core.parameter import make_parameter
 from megatron.spec.parameter import Init, ParamSpec
 from tests import pool
 from tests.unit.models.builds import CPU
-
-
-def at_tp_rank(rank, size=2):
-    """Groups as tp rank `rank` sees them; nothing communicates."""
-    mesh, heartbeat = Mesh.create(size, tp=size), Heartbeat(rank)
-    tp = Group("tp", tuple(range(size)), rank, None, heartbeat)
-    others = {
-        name: Group(name, (rank,), 0, None, heartbeat)
-        for name in (
-            "world",
-            "tp_inner",
-            "cp",
-            "cp_inner",
-            "cp_outer",
-            "dp",
-            "pp",
-            "up",
-            "down",
-            "ends",
-            "dp_cp",
-            "model",
-            "shard",
-            "gather",
-            "replicas",
-            "ep",
-            "etp",
-            "edp",
-        )
-    }
-    return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, tp=tp, **others)
+from tests.unit.silent_groups import silent_groups
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_who_counts(rank):
-    groups = at_tp_rank(rank, size=4)
+    groups = silent_groups(4, rank, tp=4)
     made = {
         name: make_parameter(
-            ParamSpec((size, 4), Init("constant", 0.0), **sharded), tp=groups.tp, dtype=torch.float32, device=CPU
+            ParamSpec((size, 4), Init("constant", 0.0), **sharded), groups, dtype=torch.float32, device=CPU
         ).info
         for name, size, sharded in (
             ("sharded", 4, {"axis": "tp", "dim": 1}),
@@ -60,7 +28,7 @@ def test_who_counts(rank):
     }
     counts = {name: [info.held_first(section, groups) for section in info.sections] for name, info in made.items()}
     assert counts == {"sharded": [True], "replicated": [rank == 0], "shared": [True, rank % 2 == 0]}
-    at_the_other_end = dataclasses.replace(groups, pp=at_tp_rank(1).tp)
+    at_the_other_end = dataclasses.replace(groups, pp=silent_groups(2, 1, pp=2).pp)
     tied = dataclasses.replace(made["sharded"], on_both_ends=True)
     assert tied.held_first(tied.sections[0], groups) and not tied.held_first(tied.sections[0], at_the_other_end)
 
