@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
 
+DENSE, EXPERT = "dense", "expert"
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
+# The ranks that hold copies of a parameter, and sum its gradients, vary along these axes.
+COPY_AXES = {DENSE: ("cp", "dp"), EXPERT: ("edp",)}
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Mesh:
         for axes in (EXPERT_AXES, DENSE_AXES):
             rest = rank
             for axis in axes:
-                rest, position[axis] = divmod(rest, self._size(axis))
+                rest, position[axis] = divmod(rest, self.size(axis))
         return position
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
@@ -82,24 +85,42 @@ class Mesh:
         view = EXPERT_AXES if set(axes) & {"etp", "ep", "edp"} else DENSE_AXES
         if not set(axes) <= set(view):
             raise ConfigError(f"axes {axes} mix the dense view {DENSE_AXES} and the expert view {EXPERT_AXES}")
-        strides = {a: math.prod(self._size(b) for b in view[: view.index(a)]) for a in view}
+        strides = {a: math.prod(self.size(b) for b in view[: view.index(a)]) for a in view}
         offsets = self._offsets([a for a in view if a in axes], strides)
         bases = self._offsets([a for a in view if a not in axes], strides)
         return [tuple(base + offset for offset in offsets) for base in bases]
 
-    def optimizer_groups(self, instances: int) -> dict[str, list[tuple[int, ...]]]:
+    @property
+    def views(self) -> tuple[str, ...]:
+        """The views that share parameters differently: only the dense one where etp is tp and ep is 1."""
+        return (DENSE,) if self.etp == self.tp and self.ep == 1 else (DENSE, EXPERT)
+
+    def view(self, axis: str | None) -> str:
+        """Returns the view of `views` whose ranks share a parameter that is sharded along `axis`.
+
+        A parameter without an axis is on every rank, and dense.
+        """
+        return EXPERT if axis in ("etp", "ep") and EXPERT in self.views else DENSE
+
+    def copies(self, view: str) -> int:
+        """Returns how many ranks hold copies of a parameter of this view."""
+        return math.prod(self.size(axis) for axis in COPY_AXES[view])
+
+    def optimizer_groups(self, instances: int | None, view: str = DENSE) -> dict[str, list[tuple[int, ...]]]:
         """Returns the rank lists of "shard", "gather" and "replicas" for `instances` of the sharded optimizer.
 
-        An instance is a run of neighbouring ranks of dp x cp. Raises ConfigError if `instances` does not divide dp x
-        cp.
+        An instance is a run of neighbours among the ranks that hold copies, dp x cp or edp; None makes every rank one.
+        Raises ConfigError if `instances` does not divide their number.
         """
-        if (self.dp * self.cp) % instances:
+        whole = self.groups(*COPY_AXES[view])
+        instances = len(whole[0]) if instances is None else instances
+        if len(whole[0]) % instances:
+            sizes = f"dp {self.dp} x cp {self.cp}" if view == DENSE else f"edp {self.edp}"
             raise ConfigError(
-                f"{instances} optimizer instances do not divide dp {self.dp} x cp {self.cp}; "
+                f"{instances} optimizer instances do not divide {sizes}; "
                 "give --num-distributed-optimizer-instances a divisor of it"
             )
-        size = self.dp * self.cp // instances
-        whole = self.groups("cp", "dp")
+        size = len(whole[0]) // instances
         shards = [ranks[i : i + size] for ranks in whole for i in range(0, len(ranks), size)]
         replicas = [ranks[i::size] for ranks in whole for i in range(size)]
         return {"shard": shards, "gather": shards, "replicas": replicas}
@@ -130,9 +151,10 @@ class Mesh:
         between = [(rank,) for line in lines for rank in line[1:-1]]
         return {"up": lines, "down": lines, "ends": ends + between}
 
-    def _size(self, axis: str) -> int:
+    def size(self, axis: str) -> int:
+        """Returns the number of ranks along an axis."""
         return int(getattr(self, axis))
 
     def _offsets(self, axes: list[str], strides: dict[str, int]) -> list[int]:
-        steps = [[i * strides[a] for i in range(self._size(a))] for a in reversed(axes)]
+        steps = [[i * strides[a] for i in range(self.size(a))] for a in reversed(axes)]
         return [sum(step) for step in itertools.product(*steps)]

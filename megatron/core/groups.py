@@ -11,12 +11,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.base.errors import CommError, ConfigError, first_line
 from megatron.base.heartbeat import Heartbeat
-from megatron.base.mesh import Mesh
+from megatron.base.mesh import DENSE, EXPERT, Mesh
 from megatron.base.rendezvous import agree_on_attempt
 
 
@@ -37,6 +38,29 @@ class Group:
 
 
 @dataclass(frozen=True)
+class View:
+    """How ranks share the parameters of one view of the mesh: dense ones (tp; cp x dp) or experts (etp x ep; edp).
+
+    name: as in `Mesh.views`. model: the ranks that hold different parameters of one replica, over all stages. copies: those
+    that hold the same ones, and sum their gradients. shard, replicas: `copies` once more, cut into instances of the sharded
+    optimizer: `shard` are the ranks of one instance, which share its state, `replicas` those that hold the same shard in
+    other instances. gather: `shard` again. These three carry whole buckets during compute, so they have their own
+    connections: no short message waits for them.
+    """
+
+    name: str
+    model: Group
+    copies: Group
+    shard: Group
+    gather: Group
+    replicas: Group
+
+    def own(self, flat: Tensor) -> Tensor:
+        """This rank's slice of a flat tensor that the ranks of `shard` cut into equal ones."""
+        return flat.view(self.shard.size, -1)[self.shard.rank]
+
+
+@dataclass(frozen=True)
 class Groups:
     """Every group this rank is in.
 
@@ -44,11 +68,9 @@ class Groups:
     cp_inner, cp_outer: cp as neighbours, and as the ranks of the same place among theirs. dp: replicas that see other
     samples. pp: stages. up, down: pp again, for messages to higher and to lower ranks, which must not wait for each other.
     ends: the first and the last stage, on both of them; alone elsewhere.
-    dp_cp: reduces gradients of dense parameters. model (tp x pp): ranks that hold different parameters of one replica.
-    shard, replicas: dp_cp once more, cut into instances of the sharded optimizer: `shard` are the ranks of one instance,
-    which share its state, `replicas` those that hold the same shard in other instances. gather: `shard` again. These
-    three carry whole buckets during compute, so they have their own connections: no short message waits for them.
-    ep, etp, edp: the same roles for experts.
+    dp_cp: ranks with other parts of the batch. model (tp x pp): ranks that hold different parameters of one replica.
+    ep: experts. etp: shards of an expert. edp: ranks with the same experts. expert_model: etp x ep x pp.
+    views: how parameters are shared, by the names in `Mesh.views`.
     """
 
     mesh: Mesh
@@ -67,16 +89,19 @@ class Groups:
     ends: Group
     dp_cp: Group
     model: Group
-    shard: Group
-    gather: Group
-    replicas: Group
     ep: Group
     etp: Group
     edp: Group
+    expert_model: Group
+    views: dict[str, View]
 
     def along(self, axis: str | None) -> Group:
         """The ranks that share a parameter with this `ParamSpec.axis`. Without an axis it is copied along tp."""
         return {None: self.tp, "tp": self.tp, "etp": self.etp, "ep": self.ep}[axis]
+
+    def view(self, axis: str | None) -> View:
+        """How ranks share the parameters with this `ParamSpec.axis`; None: those that every rank of tp holds."""
+        return self.views[self.mesh.view(axis)]
 
 
 _AXES: dict[str, tuple[str, ...]] = {
@@ -89,7 +114,10 @@ _AXES: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "etp": ("etp",),
     "edp": ("edp",),
+    "expert_model": ("etp", "ep", "pp"),
 }
+# The groups that become `View.model` and `View.copies`.
+_VIEWS = {DENSE: ("model", "dp_cp"), EXPERT: ("expert_model", "edp")}
 
 
 def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float) -> Heartbeat:
@@ -147,7 +175,7 @@ def create_groups(
 ) -> Groups:
     """Creates every group of the mesh. Collective over the world: all ranks create all groups in the same order.
 
-    `optimizer_instances` divides dp x cp; an instance is a run of neighbouring ranks. None makes every rank an
+    `optimizer_instances` divides dp x cp, and edp; an instance is a run of neighbouring ranks. None makes every rank an
     instance, so that nothing is sharded. `context_inner` is the size of cp_inner. For tp_inner see `with_shared_heads`.
     """
     timeout = timedelta(seconds=timeout_seconds)
@@ -161,17 +189,34 @@ def create_groups(
                 made[ranks] = _new_group(ranks, name, timeout)
             if rank in ranks:
                 groups[name] = Group(name, ranks, ranks.index(rank), made[ranks], heartbeat)
-    instances = mesh.dp * mesh.cp if optimizer_instances is None else optimizer_instances
-    own = mesh.optimizer_groups(instances) | mesh.pipeline_groups()
-    for name, lists in own.items():
-        for ranks in lists:
-            made_here = _new_group(ranks, name, timeout)
-            if rank in ranks:
-                groups[name] = Group(name, ranks, ranks.index(rank), made_here, heartbeat)
+    views = {}
+    for view in mesh.views:
+        prefix = "" if view == DENSE else f"{view}_"
+        cut = mesh.optimizer_groups(optimizer_instances, view)
+        parts = _with_own_connections(cut, rank, heartbeat, timeout, prefix=prefix)
+        model, copies = _VIEWS[view]
+        views[view] = View(view, groups[model], groups[copies], **parts)
+    groups |= _with_own_connections(mesh.pipeline_groups(), rank, heartbeat, timeout)
     groups["tp_inner"] = Group("tp_inner", (rank,), 0, None, heartbeat)
     everyone = tuple(range(mesh.world_size))
     world = Group("world", everyone, rank, dist.group.WORLD if mesh.world_size > 1 else None, heartbeat)
-    return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, **groups)
+    return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, views=views, **groups)
+
+
+def _with_own_connections(
+    lists: dict[str, list[tuple[int, ...]]], rank: int, heartbeat: Heartbeat, timeout: timedelta, *, prefix: str = ""
+) -> dict[str, Group]:
+    """This rank's group of each of `lists`, on connections that no other group uses. Collective over the world.
+
+    prefix: of the groups' own names, which heartbeats count by.
+    """
+    groups = {}
+    for name, each in lists.items():
+        for ranks in each:
+            made = _new_group(ranks, prefix + name, timeout)
+            if rank in ranks:
+                groups[name] = Group(prefix + name, ranks, ranks.index(rank), made, heartbeat)
+    return groups
 
 
 def with_shared_heads(groups: Groups, holders: int, timeout_seconds: float) -> Groups:

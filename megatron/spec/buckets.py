@@ -57,12 +57,16 @@ def plan_buckets(numels: Mapping[str, int], bucket_size: int, shards: int) -> li
 
 
 def plan_all(
-    numels: Mapping[str, int], kinds: Mapping[str, Hashable], bucket_size: int, shards: int
+    numels: Mapping[str, int], kinds: Mapping[str, Hashable], bucket_size: int, shards: Mapping[str, int]
 ) -> list[BucketLayout]:
-    """Buckets of one kind each, in the order in which backward completes them. numels: in buffer order."""
+    """Buckets of one kind each, in the order in which backward completes them.
+
+    numels: by name, in buffer order. shards: by name; the parameters of one kind have the same number.
+    """
     layouts: list[BucketLayout] = []
     for kind in dict.fromkeys(kinds.values()):
-        layouts += plan_buckets({n: numel for n, numel in numels.items() if kinds[n] == kind}, bucket_size, shards)
+        chosen = {name: numel for name, numel in numels.items() if kinds[name] == kind}
+        layouts += plan_buckets(chosen, bucket_size, shards[next(iter(chosen))])
     position = {name: number for number, name in enumerate(numels)}
     return sorted(layouts, key=lambda layout: max(position[name] for name in layout.offsets))
 

@@ -37,7 +37,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
         separate_main_grads=dtypes != {torch.float32},
         buckets=len(buckets),
-        shards=trainer.groups.shard.size,
+        shards=trainer.groups.view(None).shard.size,
         tp_overlap=prepared.shared.overlap.name,
         tp_overlap_why=prepared.overlap_why,
         cpu_chunks=trainer.optimizer.cpu_chunks,
@@ -61,7 +61,7 @@ def _log_sizes(trainer: Trainer) -> None:
     footprint = weight_and_optimizer_footprint(
         count - frozen,
         run.optimizer,
-        shards_of(trainer.data_parallel.settings, groups.shard.size),
+        shards_of(trainer.data_parallel.settings, groups.view(None).shard.size),
         half=run.model.dtype_name != "float32",
         frozen=frozen,
         offloaded=host_weights,

@@ -259,7 +259,8 @@ def optimizer_tensors(
 def _flat(name: str, data: Tensor, piece: Piece, info: ParamInfo, groups: Groups, number: int) -> list[ShardedTensor]:
     section = info.section_at(piece.start)
     # Instances of the optimizer hold copies and take turns.
-    writer = groups.replicas.rank == number % groups.replicas.size and info.held_first(section, groups)
+    replicas = groups.view(info.spec.axis).replicas
+    writer = replicas.rank == number % replicas.size and info.held_first(section, groups)
     return flat_slice(
         name,
         data,
@@ -273,8 +274,9 @@ def _flat(name: str, data: Tensor, piece: Piece, info: ParamInfo, groups: Groups
 
 def _sharded(name: str, parameter: Parameter, groups: Groups, number: int) -> list[ShardedTensor]:
     info = parameter.info
-    # Replicas over dp x cp take turns, so that all hosts' disks write; replicas over tp leave it to the first of them.
-    turn, data = groups.dp_cp.rank == number % groups.dp_cp.size, parameter.detach()
+    # Copies over dp x cp or edp take turns, so that all hosts' disks write; copies over tp leave it to the first of them.
+    copies = groups.view(info.spec.axis).copies
+    turn, data = copies.rank == number % copies.size, parameter.detach()
     return [
         ShardedTensor(name, part.of(data), info.spec.shape, part.offset, turn and info.held_first(part, groups))
         for part in info.sections

@@ -25,7 +25,8 @@ cuts = pytest.mark.parametrize(("size", "instances"), CUTS)
 
 
 def bucket_comm(groups, dtype=torch.float32):
-    return BucketComm(groups.shard, groups.gather, groups.replicas, dtype, Streams(CPU, Timeline(CPU)))
+    """The communication of dense buckets, and their view."""
+    return BucketComm(dtype, Streams(CPU, Timeline(CPU))), groups.view(None)
 
 
 def bucket(rank, n, number=0):
@@ -57,14 +58,14 @@ def expected_sum(size, instances, n, number, dtype=torch.float32):
 def reduce_and_gather(rank, size, instances, n, dtype):
     """(own slice of the sum, whether memory of the other slices was left as large, bucket gathered from own slices)."""
     groups = pool.groups(instances=instances)
-    comm = bucket_comm(groups, dtype)
+    comm, view = bucket_comm(groups, dtype)
     full, done = bucket(rank, n), []
-    comm.reduce(full, "0", lambda: done.append(comm.own(full).clone())).wait()
+    comm.reduce(view, full, "0", lambda: done.append(view.own(full).clone())).wait()
     (at_then,) = done
-    reduced = comm.own(full).clone()
+    reduced = view.own(full).clone()
     assert at_then.equal(reduced), "the sum is there when `then` runs"
-    comm.gather(full, "0").wait()
-    return reduced, full, groups.shard.rank
+    comm.gather(view, full, "0").wait()
+    return reduced, full, view.shard.rank
 
 
 @cuts
@@ -93,26 +94,26 @@ def test_bf16_on_the_wire(size, instances):
 
 def many(rank, size, instances):
     """Buckets of several sizes, submitted at once between pauses that differ by rank; gathers in between."""
-    comm = bucket_comm(pool.groups(instances=instances))
+    comm, view = bucket_comm(pool.groups(instances=instances))
     sizes = [12 * (1 + 700 * (number % 4)) for number in range(16)]
     gradients = [bucket(rank, n, number) for number, n in enumerate(sizes)]
     weights = [torch.full((n,), -1.0) for n in sizes]
     order, handles, gathers = [], [], []
     pauses = random.Random(rank)
     for number, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
-        comm.own(weight).fill_(float(number))
+        view.own(weight).fill_(float(number))
         time.sleep(pauses.choice([0.0, 0.0, 0.002, 0.01]))
-        handles.append(comm.reduce(gradient, str(number), lambda number=number: order.append(number)))
-        gathers.append(comm.gather(weight, str(number)))
+        handles.append(comm.reduce(view, gradient, str(number), lambda number=number: order.append(number)))
+        gathers.append(comm.gather(view, weight, str(number)))
     for handle in (reversed if rank % 2 else list)([*handles, *gathers]):
         handle.wait()
         assert handle.is_completed()
-    same = all(weight.eq(float(number)).all() for number, weight in enumerate(weights)) or comm.shards == 1
+    same = all(weight.eq(float(number)).all() for number, weight in enumerate(weights)) or view.shard.size == 1
     return (
-        [comm.own(gradient).clone() for gradient in gradients],
+        [view.own(gradient).clone() for gradient in gradients],
         order,
         bool(same),
-        pool.groups(instances=instances).shard.rank,
+        view.shard.rank,
     )
 
 
@@ -129,10 +130,10 @@ def test_many_in_flight(size, instances):
 
 def announced(rank, size, instances, dtype):
     groups = pool.groups(instances=instances)
-    comm = bucket_comm(groups, dtype)
+    comm, view = bucket_comm(groups, dtype)
     with groups.heartbeat.record() as calls:
-        comm.reduce(torch.ones(24), "0").wait()
-        comm.gather(torch.ones(24, dtype=torch.bfloat16), "0").wait()
+        comm.reduce(view, torch.ones(24), "0").wait()
+        comm.gather(view, torch.ones(24, dtype=torch.bfloat16), "0").wait()
     return [(c.op, c.group, c.shape, c.dtype, c.nbytes) for c in calls]
 
 
@@ -152,31 +153,31 @@ def test_what_is_recorded(size, instances, dtype):
 
 def test_one_process_communicates_nothing_and_still_says_that_it_is_done():
     groups, done = pool.groups(), []
-    comm = bucket_comm(groups)
+    comm, view = bucket_comm(groups)
     full = bucket(0, 64)
     with groups.heartbeat.record() as calls:
-        handle = comm.reduce(full, "0", lambda: done.append(True))
+        handle = comm.reduce(view, full, "0", lambda: done.append(True))
         assert done == [True] and handle.is_completed()
         handle.wait()
-        comm.gather(full, "0").wait()
-    assert calls == [] and full.equal(bucket(0, 64)) and comm.own(full).equal(full)
+        comm.gather(view, full, "0").wait()
+    assert calls == [] and full.equal(bucket(0, 64)) and view.own(full).equal(full)
 
 
 def an_error_in_then(rank, size):
     """What the waiter of a bucket gets whose `then` raised, and the next bucket's sum."""
-    comm = bucket_comm(pool.groups(instances=1))
+    comm, view = bucket_comm(pool.groups(instances=1))
 
     def broken():
         raise KeyError("a bug")
 
-    first = comm.reduce(torch.ones(24), "0", broken)
+    first = comm.reduce(view, torch.ones(24), "0", broken)
     after = torch.ones(24)
-    second = comm.reduce(after, "1")
+    second = comm.reduce(view, after, "1")
     second.wait()
     try:
         first.wait()
     except KeyError as error:
-        return str(error), comm.own(after).unique().tolist()
+        return str(error), view.own(after).unique().tolist()
 
 
 def test_an_error_beside_compute_is_not_lost():
@@ -196,16 +197,16 @@ def lose_a_peer(what, how, rank, size, port, pipe):
     groups = create_groups(
         Mesh.create(size), rank, heartbeat, TIMEOUT, optimizer_instances=None if what == "all" else 1
     )
-    comm = bucket_comm(groups)
+    comm, view = bucket_comm(groups)
     start = comm.gather if what == "gather" else comm.reduce
-    start(torch.ones(24), "0").wait()  # once with everybody: connections are there
+    start(view, torch.ones(24), "0").wait()  # once with everybody: connections are there
     barrier(groups.world)
     if rank == size - 1:
         if how == "dies":
             os._exit(3)
         with heartbeat.phase("long-computation"):
             time.sleep(60)
-    handles = [start(torch.ones(24), str(n)) for n in range(3)]
+    handles = [start(view, torch.ones(24), str(n)) for n in range(3)]
     started = time.monotonic()
     try:
         for handle in handles:

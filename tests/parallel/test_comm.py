@@ -216,7 +216,7 @@ def devices_of_groups(rank, size):
     before = listening()
     more = [pool.groups(tp=2), pool.groups(pp=2), pool.groups(cp=2), pool.groups(tp=2, instances=2)]
     for groups in [few, *more]:  # each works, all at once
-        for group in (groups.world, groups.tp, groups.pp, groups.cp, groups.shard):
+        for group in (groups.world, groups.tp, groups.pp, groups.cp, groups.view(None).shard):
             assert collectives.all_reduce(torch.ones(1), group).item() == group.size
     return before, listening()
 

@@ -95,8 +95,7 @@ def four_parameters(rank, size, settings):
             total = total + (holder.unused * 4.0).sum()  # on this rank alone
         differentiate(data_parallel, total, last=True)
         data_parallel.finish_reduction()
-    shards, own = groups.shard.size, groups.shard.rank
-    padding = [b.grad_shard[~used(b).view(shards, -1)[own]].abs().sum() for b in data_parallel.buckets]
+    padding = [b.grad_shard[~b.view.own(used(b))].abs().sum() for b in data_parallel.buckets]
     return pieces(data_parallel), float(sum(padding)), [bucket.size for bucket in data_parallel.buckets]
 
 

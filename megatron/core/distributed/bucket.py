@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron.core.groups import View
 from megatron.core.offload.weights import OffloadedShard, WeightOffload
 from megatron.core.parameter import GradSlot, Parameter, ParamInfo, Section
 from megatron.core.streams.stream import Work
@@ -35,17 +36,17 @@ class Bucket:
         parameters: dict[str, Parameter],
         layout: BucketLayout,
         *,
-        rank: int,
-        shards: int,
+        view: View,
         take: Callable[[int], Tensor],
         stage: int | None = 0,
     ) -> None:
-        """`rank` of `shards`: which slice is this rank's. `take(n)`: a block of fp32 memory of at least n elements.
-        `stage`: the pipeline stage whose backward completes it; None when several do."""
+        """view: of all its parameters; its `shard` group says which slice is this rank's. `take(n)`: a block of fp32 memory
+        of at least n elements. `stage`: the pipeline stage whose backward completes it; None when several do."""
         self.index, self.parameters, self.layout, self.stage = index, parameters, layout, stage
-        self.pieces = [part for piece in owned_pieces(layout, rank, shards) for part in self._by_section(piece)]
+        own = owned_pieces(layout, view.shard.rank, view.shard.size)
+        self.pieces = [part for piece in own for part in self._by_section(piece)]
         self.missing = 0  # gradients that this backward pass has not computed yet
-        self._rank, self._shards, self._take = rank, shards, take
+        self.view, self._take = view, take
         self._shard_is_fresh = True
         first = next(iter(parameters.values()))
         self.dtype, self.device = first.dtype, first.device
@@ -56,9 +57,9 @@ class Bucket:
         self._block: Tensor | None = None
         self.grad_shard = torch.empty(0)
         for name, parameter in parameters.items():
-            view = self.view_of(self._whole, name)
-            view.copy_(parameter.detach())
-            parameter.data = view
+            memory = self.view_of(self._whole, name)
+            memory.copy_(parameter.detach())
+            parameter.data = memory
             parameter.slot = GradSlot(self._open)
 
     @property
@@ -75,6 +76,11 @@ class Bucket:
     def size(self) -> int:
         """Elements, padding included."""
         return self.layout.size
+
+    @property
+    def shards(self) -> int:
+        """The number of slices."""
+        return self.view.shard.size
 
     def view_of(self, flat: Tensor, name: str) -> Tensor:
         """The part of `flat` (of the bucket's size) that belongs to a parameter, in its shape."""
@@ -155,7 +161,7 @@ class Bucket:
             for parameter in self.parameters.values():
                 assert parameter.slot is not None
                 parameter.slot.main_grad = None
-            self.grad_shard = torch.zeros(self.size // self._shards, dtype=torch.float32, device=self.device)
+            self.grad_shard = torch.zeros(self.size // self.shards, dtype=torch.float32, device=self.device)
 
     def clear(self) -> None:
         """Clear the gradient: the next writer overwrites it."""
@@ -218,4 +224,4 @@ class Bucket:
                 yield Piece(piece.name, start, stop, piece.at + start - piece.start)
 
     def _own(self, flat: Tensor) -> Tensor:
-        return flat.view(self._shards, -1)[self._rank]
+        return self.view.own(flat)

@@ -69,7 +69,7 @@ class DataParallel:
         late_updates: bool = False,
         weight_offload: WeightOffload | None = None,
     ) -> None:
-        """Sharding is over `groups.shard`: create_groups must have been told the settings' `optimizer_instances`.
+        """Sharding is over the `shard` groups: create_groups must have been told the settings' `optimizer_instances`.
 
         stage_of: the pipeline stage of each parameter, by name, where the model holds several; those that several stages
         use are left out and reduced at the end of the step. Without it all are of stage 0.
@@ -82,7 +82,7 @@ class DataParallel:
         self.streams = streams or Streams(device, Timeline(device))
         self.timeline = self.streams.timeline
         reduce_in = torch.bfloat16 if settings.reduce_in_bf16 else torch.float32
-        self._comm = BucketComm(groups.shard, groups.gather, groups.replicas, reduce_in, self.streams)
+        self._comm = BucketComm(reduce_in, self.streams)
         self._blocks = GradientPool(GRADIENT_BLOCKS, device)
         parameters = {n: p for n, p in reversed(local_parameters(model).items()) if p.requires_grad}
         stages = {n: 0 if stage_of is None else stage_of.get(n) for n in parameters}
@@ -101,15 +101,16 @@ class DataParallel:
             model,
             self.buckets,
             self._comm,
-            sharded=settings.shards == "optim_grads_params" and self._comm.shards > 1,
+            sharded=settings.shards == "optim_grads_params",
             offload=weight_offload,
             overlap=settings.overlap_gather,
             late_updates=late_updates,
         )
         self.sharded_names = self._params.sharded_names  # names of parameters that are empty while they are not in use
-        # Where nothing is shared there is no shard to keep instead.
-        self._undecided = settings.mode == AUTO and self._comm.shards > 1
-        self.keeps_grads = settings.mode == LAST or self._comm.shards == 1
+        # Where nothing is shared there is no shard to keep instead. All ranks of the world agree.
+        shared = any(view.shard.size > 1 for view in groups.views.values())
+        self._undecided = settings.mode == AUTO and shared
+        self.keeps_grads = settings.mode == LAST or not shared
         self._steps, self._backward_seconds, self._waited_seconds = 0, 0.0, 0.0
         for bucket in self.buckets:
             bucket.keep_grads(self.keeps_grads)
@@ -274,7 +275,7 @@ class DataParallel:
             then.append(functools.partial(self._when_reduced, bucket))
         grads = bucket.grads if block is None else block[: bucket.size]
         assert grads is not None
-        handle = self._comm.reduce(grads, bucket.label, functools.partial(_run, then) if then else None)
+        handle = self._comm.reduce(bucket.view, grads, bucket.label, functools.partial(_run, then) if then else None)
         self._reductions.append((block, handle))
 
     def _retire(self) -> None:
@@ -325,26 +326,28 @@ class DataParallel:
 
     def _measure(self) -> ReduceProfile:
         """Communication: the largest bucket is reduced three times, then two small all-reduces over the world."""
-        largest = max((bucket.size for bucket in self.buckets), default=0)  # none where all of this stage is frozen
+        largest = max(
+            self.buckets, key=lambda bucket: bucket.size, default=None
+        )  # none where all of this stage is frozen
         size = sum(bucket.size for bucket in self.buckets)
-        reduce_seconds = self._probe(largest) * size / largest if largest else 0.0
+        reduce_seconds = 0.0 if largest is None else self._probe(largest) * size / largest.size
         blocks = sum(sorted(bucket.size for bucket in self.buckets)[-GRADIENT_BLOCKS:])
-        saved = size - size // self._comm.shards - blocks
+        saved = size - sum(bucket.size // bucket.shards for bucket in self.buckets) - blocks
         slowest = torch.tensor([reduce_seconds, self._backward_seconds], dtype=torch.float64, device=self.device)
         least = torch.tensor([float(headroom(self.device))], dtype=torch.float64, device=self.device)
         reduce_seconds, backward_seconds = all_reduce(slowest, self._groups.world, "max").tolist()
         (free,) = all_reduce(least, self._groups.world, "min").tolist()
         return ReduceProfile(4 * size, max(0, 4 * saved), reduce_seconds, backward_seconds, int(free))
 
-    def _probe(self, size: int) -> float:
-        """Seconds that reducing so many gradients takes, the median of three."""
-        grads = torch.zeros(size, dtype=torch.float32, device=self.device)
+    def _probe(self, bucket: Bucket) -> float:
+        """Seconds that reducing as many gradients takes, the median of three."""
+        grads = torch.zeros(bucket.size, dtype=torch.float32, device=self.device)
         seconds = []
         for _ in range(_PROBES):
             synchronize(self.device)
-            barrier(self._groups.dp_cp)
+            barrier(bucket.view.copies)
             started = time.perf_counter()
-            self._comm.reduce(grads, "probe").wait()
+            self._comm.reduce(bucket.view, grads, "probe").wait()
             synchronize(self.device)
             seconds.append(time.perf_counter() - started)
         return sorted(seconds)[_PROBES // 2]
@@ -369,21 +372,24 @@ class DataParallel:
         offloaded: set[str],
         bucket_size: int | None,
     ) -> list[Bucket]:
-        """Buckets in the order in which backward completes them, each of one stage and dtype, offloaded or not.
+        """Buckets in the order in which backward completes them, each of one view, stage and dtype, offloaded or not.
 
         Parameters on both ends of the pipeline have a bucket of their own, so that both ends split it alike.
         """
-        shards, rank = self._groups.shard.size, self._groups.shard.rank
-        size = bucket_size or default_bucket_size(sum(p.numel() for p in parameters.values()), shards)
-        kinds = {n: (stages[n], p.dtype, p.info.on_both_ends, n in offloaded) for n, p in parameters.items()}
+        views = {n: self._groups.view(p.info.spec.axis) for n, p in parameters.items()}
+        shards = {n: view.shard.size for n, view in views.items()}
+        most = max(view.shard.size for view in self._groups.views.values())
+        size = bucket_size or default_bucket_size(sum(p.numel() for p in parameters.values()), most)
+        kinds = {
+            n: (views[n].name, stages[n], p.dtype, p.info.on_both_ends, n in offloaded) for n, p in parameters.items()
+        }
         layouts = plan_all({n: p.numel() for n, p in parameters.items()}, kinds, size, shards)
         return [
             Bucket(
                 index,
                 {name: parameters[name] for name in layout.offsets},
                 layout,
-                rank=rank,
-                shards=shards,
+                view=views[next(iter(layout.offsets))],
                 take=self._take_block,
                 stage=stages[next(iter(layout.offsets))],
             )

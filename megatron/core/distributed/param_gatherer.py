@@ -30,7 +30,7 @@ class ParamGatherer:
         late_updates: updates may end after the step.
         """
         self._buckets, self._comm = buckets, comm
-        self._gathers = comm.shards > 1
+        self._gathers = any(bucket.shards > 1 for bucket in buckets)
         self._overlap = overlap and self._gathers
         self._defers = late_updates and (self._overlap or not self._gathers)
         self._bucket_of = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters.values()}
@@ -51,7 +51,9 @@ class ParamGatherer:
         if not self._defers:
             self._finish_updates(len(self._deferred))
         if self._gathers and not self._overlap:
-            for handle in [self._comm.gather(bucket.whole, bucket.label) for bucket in reversed(self._buckets)]:
+            for handle in [
+                self._comm.gather(bucket.view, bucket.whole, bucket.label) for bucket in reversed(self._buckets)
+            ]:
                 handle.wait()
 
     def begin_step(self, microbatches: int) -> None:
@@ -103,7 +105,7 @@ class ParamGatherer:
 
     def _start_gather(self, bucket: Bucket) -> None:
         if self._overlap:
-            self._gathering[bucket.index] = self._comm.gather(bucket.whole, bucket.label)
+            self._gathering[bucket.index] = self._comm.gather(bucket.view, bucket.whole, bucket.label)
 
 
 def _nothing() -> None:

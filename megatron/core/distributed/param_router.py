@@ -31,11 +31,11 @@ class ParamRouter:
         overlap: bool,
         late_updates: bool,
     ) -> None:
-        """sharded: all parameters are sharded over ranks. The rest as for ParamGatherer and ParamUnsharder."""
+        """sharded: parameters are sharded, where several ranks share them. The rest as for the two owners."""
         not_resident, resident = list[Bucket](), list[Bucket]()
         for bucket in buckets:
             offloads = offload is not None and offload.includes(next(iter(bucket.parameters)))
-            if sharded or offloads:
+            if offloads or (sharded and bucket.shards > 1):
                 bucket.shard_params(offload if offloads else None)
                 not_resident.append(bucket)
             else:

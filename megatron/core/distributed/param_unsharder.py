@@ -187,7 +187,7 @@ class ParamUnsharder:
         self.finish_update(bucket)
         copy = bucket.unshard()
         self._at_address[bucket.whole.data_ptr()] = bucket
-        gather = self._comm.gather(bucket.whole, bucket.label, copy)
+        gather = self._comm.gather(bucket.view, bucket.whole, bucket.label, copy)
         self._unsharding[bucket.index] = _Unshard(copy, gather)
 
     def _release(self, bucket: Bucket) -> None:

@@ -25,7 +25,7 @@ from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.offload.host_pool import HostPool
 from megatron.core.optimizer.auto_placement import AutoPlacement
 from megatron.core.optimizer.cpu_optimizer import CpuOptimizer
-from megatron.core.optimizer.grad_norm import global_norm, global_zeros
+from megatron.core.optimizer.grad_norm import Counted, global_norm, global_zeros
 from megatron.core.optimizer.loss_scale import LossScale
 from megatron.core.optimizer.offloaded_states import OffloadedStates
 from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
@@ -241,27 +241,27 @@ class Optimizer:
         """2-norm of flat tensors, one per bucket's slice."""
         buckets = self._data_parallel.buckets
         counted = (
-            tensor[start:stop]
+            (bucket.view.name, tensor[start:stop])
             for bucket, tensor in zip(buckets, slices, strict=True)
             for start, stop, counts in bucket.runs(self._counts)
             if counts
         )
         return global_norm(counted, self._groups, self._device)
 
-    def _counted_masters(self) -> Iterator[Tensor]:
+    def _counted_masters(self) -> Iterator[Counted]:
         for chunk in self._all():
             master = chunk.master()
             for start, stop, counts in chunk.bucket.runs(self._counts):
                 first, last = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
                 if counts and first < last:
-                    yield master[first:last]
+                    yield chunk.bucket.view.name, master[first:last]
 
-    def _counted_gradients(self) -> Iterator[Tensor]:
+    def _counted_gradients(self) -> Iterator[Counted]:
         """Gradients that this rank counts, without padding."""
         for bucket in self._data_parallel.buckets:
             for piece in bucket.pieces:
                 if self._counts(bucket.parameters[piece.name].info, bucket.section_of(piece)):
-                    yield bucket.grad_shard[piece.at : piece.at + piece.stop - piece.start]
+                    yield bucket.view.name, bucket.grad_shard[piece.at : piece.at + piece.stop - piece.start]
 
     def _counts(self, info: ParamInfo, section: Section) -> bool:
         return info.held_first(section, self._groups)

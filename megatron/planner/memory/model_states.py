@@ -11,10 +11,11 @@ that is copied to the host.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from megatron.config.data_parallel import data_parallel_settings
+from megatron.base.mesh import Mesh
+from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
 from megatron.config.optimizer_offload import UPDATE, offload_settings
 from megatron.config.run import RunConfig
 from megatron.planner.memory.footprint import shards_of
@@ -61,42 +62,58 @@ class StateMemory:
     norm: int
 
 
-def state_memory(run: RunConfig, target: Target, stages: Sequence[Stage], dp: int) -> StateMemory:
-    """The memory of a rank that holds `stages`. dp: data-parallel ranks, without those of cp."""
-    settings = data_parallel_settings(run.parallel)
-    replicas = dp * run.parallel.context_parallel_size
-    shards = 1 if settings.shards == "no_shard" else replicas // settings.instances
-    spec, tp = decoder_spec(run.model), run.parallel.tensor_model_parallel_size
-    parameters = spec.rank_parameters(stages)
+@dataclass(frozen=True)
+class RankBucket:
+    """A bucket of a rank. shards: its slices; copies: ranks that hold the same slice. on_host: its weights live there."""
+
+    layout: BucketLayout
+    shards: int
+    copies: int
+    on_host: bool
+
+    @property
+    def size(self) -> int:
+        """Elements, padding included."""
+        return self.layout.size
+
+    @property
+    def slice(self) -> int:
+        """Elements of a rank's slice."""
+        return self.size // self.shards
+
+
+def state_memory(run: RunConfig, target: Target, stages: Sequence[Stage], mesh: Mesh) -> StateMemory:
+    """The memory of a rank that holds `stages`."""
+    settings, spec = data_parallel_settings(run.parallel), decoder_spec(run.model)
     on_host = {
         f"decoder.layers.{number}.{name}"
         for stage in stages
         for number in stage.layers[: run.activation_offload.far_weight_layers]
         for name, _ in spec.layers[number].parameters()
     }
-    numels = {name: local_numel(placed.spec, tp) for name, placed in parameters.items()}
-    buckets = rank_buckets(parameters, numels, on_host, settings.bucket_size, shards)
+    parameters = spec.rank_parameters(stages)
+    buckets = rank_buckets(parameters, mesh, settings, on_host)
     width = FP32 if run.model.dtype_name == "float32" else 2
-    size = sum(bucket.size for bucket in buckets)
-    offloaded = offloaded_buckets(on_host, buckets, width)
-    ranks = shards_of(settings, shards)
-    sharded = ranks.weights > 1
-    slices = [bucket.size // shards for bucket in buckets]
+    shared = [(bucket, shards_of(settings, bucket.shards)) for bucket in buckets]
+    sharded = [bucket.size for bucket, ranks in shared if ranks.weights > 1]
+    away = [width * bucket.slice for bucket in buckets if bucket.on_host]
+    offloaded = offloaded_buckets([bucket.layout for bucket in buckets if bucket.on_host], width)
     offload = offload_settings(run.optimizer, run.optimizer_offload)
     by_cpu = offload.mode == UPDATE and offload.far == 1.0
     wire = FP32 // 2 if settings.reduce_in_bf16 else FP32
-    staging = _staging(buckets, shards, replicas // shards, wire, target)
+    staging = _staging(buckets, wire, target)
     blocks = sorted((bucket.size for bucket in buckets), reverse=True)[:GRADIENT_BLOCKS]
+    slices = [bucket.slice for bucket in buckets]
     return StateMemory(
-        numel=sum(numels.values()),
-        parameters=(width * size - offloaded.nbytes) // ranks.weights,
-        gradients=FP32 * (size // ranks.gradients),
+        numel=sum(sum(bucket.layout.numels.values()) for bucket in buckets),
+        parameters=sum(width * bucket.size // ranks.weights for bucket, ranks in shared if not bucket.on_host),
+        gradients=sum(FP32 * bucket.size // ranks.gradients for bucket, ranks in shared),
         optimizer=optimizer_bytes(slices, run.optimizer, offload, half=width == 2),
-        blocks=0 if ranks.gradients == 1 else FP32 * sum(blocks),
-        gathered=2 * width * max(bucket.size for bucket in buckets) if sharded else offloaded.always,
-        prefetched=offloaded.pair + (0 if by_cpu else offloaded.always // shards),
+        blocks=FP32 * sum(blocks) if any(ranks.gradients > 1 for _, ranks in shared) else 0,
+        gathered=2 * width * max(sharded) if sharded else offloaded.always,
+        prefetched=offloaded.pair + (0 if by_cpu else max(away, default=0)),
         offloaded=OffloadedBuckets() if sharded else offloaded,
-        offloaded_slices=offloaded.nbytes // shards,
+        offloaded_slices=sum(away),
         staging=staging[0] if settings.overlap_reduce and staging else 0,
         at_end=sum(staging[:IN_FLIGHT]),
         norm=max(slices) // NORM_ROW * _NORM_BYTES,
@@ -104,34 +121,43 @@ def state_memory(run: RunConfig, target: Target, stages: Sequence[Stage], dp: in
 
 
 def rank_buckets(
-    parameters: dict[str, Placed],
-    numels: Mapping[str, int],
-    on_host: Collection[str],
-    bucket_size: int | None,
-    shards: int,
-) -> list[BucketLayout]:
-    """The buckets of these parameters, in the order in which backward completes them. numels: local elements. on_host:
-    names of those whose weights live in host memory."""
-    backward = dict(reversed(list(parameters.items())))
-    kinds = {name: (placed.stage, placed.on_both_ends, name in on_host) for name, placed in backward.items()}
-    size = bucket_size or default_bucket_size(sum(numels.values()), shards)
-    return plan_all({name: numels[name] for name in backward}, kinds, size, shards)
+    parameters: dict[str, Placed], mesh: Mesh, settings: DataParallelSettings, on_host: Collection[str]
+) -> list[RankBucket]:
+    """The buckets of these parameters, in the order in which backward completes them. on_host: names of those whose
+    weights live in host memory."""
+    each = {
+        view: 1 if settings.shards == "no_shard" else mesh.copies(view) // settings.instances for view in mesh.views
+    }
+    numels, kinds, shards = {}, {}, {}
+    for name, placed in reversed(parameters.items()):
+        axis = placed.spec.axis
+        view = mesh.view(axis)
+        numels[name] = local_numel(placed.spec, 1 if axis is None else mesh.size(axis))
+        kinds[name] = (view, placed.stage, placed.on_both_ends, name in on_host)
+        shards[name] = each[view]
+    size = settings.bucket_size or default_bucket_size(sum(numels.values()), max(each.values()))
+    buckets = []
+    for layout in plan_all(numels, kinds, size, shards):
+        first = next(iter(layout.offsets))
+        copies = mesh.copies(mesh.view(parameters[first].spec.axis)) // shards[first]
+        buckets.append(RankBucket(layout, shards[first], copies, first in on_host))
+    return buckets
 
 
-def _staging(buckets: Sequence[BucketLayout], shards: int, copies: int, wire: int, target: Target) -> list[int]:
+def _staging(buckets: Sequence[RankBucket], wire: int, target: Target) -> list[int]:
     """Bytes of work space that each bucket's reduction takes, the largest first.
 
     On the CPU every other rank's version of this rank's slice is received before they are added; NCCL adds while it
     receives. In bf16 the bucket is converted first.
     """
-    if shards == 1 and copies == 1:
-        return []
     found = []
     for bucket in buckets:
+        shards, copies = bucket.shards, bucket.copies
+        if shards == copies == 1:
+            continue
         converted = wire * bucket.size if wire < FP32 else 0
         received = 0
         if target.cpu:
-            piece = bucket.size // shards
-            received = max((shards - 1) * piece if shards > 1 else 0, (copies - 1) * -(-piece // copies)) * wire
+            received = max((shards - 1) * bucket.slice, (copies - 1) * -(-bucket.slice // copies)) * wire
         found.append(converted + received)
     return sorted(found, reverse=True)

@@ -46,10 +46,9 @@ class OffloadedBuckets:
         return max(0, sum(self.sizes[read[0] : read[-1] + 2]) - self.always)
 
 
-def offloaded_buckets(names: Collection[str], buckets: Sequence[BucketLayout], width: int) -> OffloadedBuckets:
-    """The `buckets` of these parameters. width: bytes per element."""
-    found = [bucket for bucket in buckets if next(iter(bucket.offsets)) in names]
+def offloaded_buckets(buckets: Sequence[BucketLayout], width: int) -> OffloadedBuckets:
+    """The buckets of parameters that live in host memory. width: bytes per element."""
     return OffloadedBuckets(
-        tuple(width * bucket.size for bucket in found),
-        tuple(frozenset(int(name.split(".")[2]) for name in bucket.offsets) for bucket in found),
+        tuple(width * bucket.size for bucket in buckets),
+        tuple(frozenset(int(name.split(".")[2]) for name in bucket.offsets) for bucket in buckets),
     )

@@ -89,10 +89,10 @@ def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMem
     assert layers
     positions = run.model.max_position_embeddings or run.data.seq_length
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_position_embeddings=positions))
-    dp = mesh_of(run.parallel, world_size).dp
+    mesh = mesh_of(run.parallel, world_size)
     settings = pipeline_settings(run.parallel, layers)
     sizes, spec = sizes_of(run, target), decoder_spec(run.model)
-    states = [state_memory(run, target, settings.stages_of(rank), dp) for rank in range(settings.placement.num_ranks)]
+    states = [state_memory(run, target, settings.stages_of(rank), mesh) for rank in range(settings.placement.num_ranks)]
     whole, by_layer = (
         {
             stage.number: stage_memory(
@@ -103,7 +103,7 @@ def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMem
         }
         for moves_by_layer in (False, True)
     )
-    return [_rank(run, rank, settings, whole, by_layer, sizes, state, dp) for rank, state in enumerate(states)]
+    return [_rank(run, rank, settings, whole, by_layer, sizes, state, mesh.dp) for rank, state in enumerate(states)]
 
 
 def num_microbatches(run: RunConfig, dp: int) -> int:

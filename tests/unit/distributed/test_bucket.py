@@ -25,6 +25,7 @@ from tests.unit.models.builds import (
     make_model,
     pieces,
 )
+from tests.unit.silent_groups import silent_groups
 
 MODES = {
     "serial": {},
@@ -118,7 +119,8 @@ def bucket_of(found, rank, shards):
         blocks.append(torch.full((layout.size + 64,), float("nan")))
         return blocks[-1]
 
-    return Bucket(0, found, layout, rank=rank, shards=shards, take=take), blocks
+    view = silent_groups(shards, rank, instances=1).view(None)
+    return Bucket(0, found, layout, view=view, take=take), blocks
 
 
 class TestSlices:

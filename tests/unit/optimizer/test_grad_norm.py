@@ -5,12 +5,18 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.base.mesh import DENSE
 from megatron.core.optimizer.grad_norm import global_norm, global_zeros
 from megatron.core.parameter import make_parameter
 from megatron.spec.parameter import Init, ParamSpec
 from tests import pool
 from tests.unit.models.builds import CPU
 from tests.unit.silent_groups import silent_groups
+
+
+def dense(*tensors):
+    """As parts of dense parameters."""
+    return [(DENSE, tensor) for tensor in tensors]
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -37,33 +43,33 @@ def test_a_row_that_is_cut_between_two_sections_counts_as_one_with_zeros():
     """So the norm of what a rank counts of such a parameter depends on no slices, either."""
     gradient = torch.randn(200)
     padded = torch.cat((gradient, torch.zeros(56)))
-    whole = global_norm([padded], pool.groups(), CPU)
-    assert global_norm([gradient], pool.groups(), CPU) == whole
-    assert global_norm([gradient[:64], gradient[64:]], pool.groups(), CPU) == whole
+    whole = global_norm(dense(padded), pool.groups(), CPU)
+    assert global_norm(dense(gradient), pool.groups(), CPU) == whole
+    assert global_norm(dense(gradient[:64], gradient[64:]), pool.groups(), CPU) == whole
 
 
 def test_norm():
     tensors = [torch.tensor([3.0, 0.0]), torch.tensor([4.0]), torch.zeros(3)]
-    assert global_norm(tensors, pool.groups(), CPU) == 5.0
-    assert global_norm(iter(tensors), pool.groups(), CPU) == 5.0
-    assert global_zeros(tensors, pool.groups(), CPU) == 4
+    assert global_norm(dense(*tensors), pool.groups(), CPU) == 5.0
+    assert global_norm(iter(dense(*tensors)), pool.groups(), CPU) == 5.0
+    assert global_zeros(dense(*tensors), pool.groups(), CPU) == 4
 
 
 def test_nothing_to_count():
-    assert global_norm([], pool.groups(), CPU) == 0.0
-    assert global_zeros([], pool.groups(), CPU) == 0
+    assert global_norm(dense(), pool.groups(), CPU) == 0.0
+    assert global_zeros(dense(), pool.groups(), CPU) == 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows(bad):
-    norm = global_norm([torch.ones(5), torch.tensor([1.0, bad])], pool.groups(), CPU)
+    norm = global_norm(dense(torch.ones(5), torch.tensor([1.0, bad])), pool.groups(), CPU)
     assert not torch.isfinite(torch.tensor(norm))
 
 
 def test_large_gradients_do_not_overflow():
     """fp16's scaled gradients: the sum of squares over tensors is taken in fp64."""
     tensors = [torch.full((4,), 1e18) for _ in range(4)]
-    assert global_norm(tensors, pool.groups(), CPU) == pytest.approx(4e18, rel=1e-6)
+    assert global_norm(dense(*tensors), pool.groups(), CPU) == pytest.approx(4e18, rel=1e-6)
 
 
 def test_the_cut_does_not_show():
@@ -71,14 +77,14 @@ def test_the_cut_does_not_show():
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         gradient = torch.randn(64 * 3000, generator=generator) * torch.rand(64 * 3000, generator=generator) ** 4
-        whole = global_norm([gradient], pool.groups(), CPU)
+        whole = global_norm(dense(gradient), pool.groups(), CPU)
         for rows in (1, 7, 100, 2999):
-            assert global_norm(gradient.split(64 * rows), pool.groups(), CPU) == whole
+            assert global_norm(dense(*gradient.split(64 * rows)), pool.groups(), CPU) == whole
 
 
 def many_zeros(rank, size, instances):
     """More zeros in every slice than fp32 has whole numbers."""
-    return global_zeros([torch.zeros(1).expand(2**24 + 1)], pool.groups(instances=instances), CPU)
+    return global_zeros(dense(torch.zeros(1).expand(2**24 + 1)), pool.groups(instances=instances), CPU)
 
 
 @pytest.mark.parametrize(("size", "instances"), [(2, 1), (4, 2)])

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import ConfigError
+from megatron.base.mesh import Mesh
 from megatron.command_line.read import parse
+from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.pipeline import pipeline_settings
 from megatron.planner.memory.model_states import rank_buckets
 from megatron.planner.memory.plan import num_microbatches, plan_memory
@@ -52,8 +54,8 @@ def test_buckets_are_padded_and_whole():
     run = make_run(**LLAMA_LIKE)
     parameters = decoder_spec(run.model).rank_parameters([whole_model(2)])
     numels = {name: placed.spec.numel for name, placed in parameters.items()}
-    buckets = rank_buckets(parameters, numels, (), None, 3)
-    assert [name for bucket in buckets for name in bucket.offsets] == list(reversed(parameters))
+    buckets = rank_buckets(parameters, Mesh.create(3), DataParallelSettings(shards="optim"), ())
+    assert [name for bucket in buckets for name in bucket.layout.offsets] == list(reversed(parameters))
     assert all(bucket.size % (64 * 3) == 0 for bucket in buckets)
     assert len(buckets) > 1 and max(b.size for b in buckets) >= default_bucket_size(sum(numels.values()), 3)
 
