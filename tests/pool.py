@@ -99,6 +99,7 @@ def groups(
     cp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    etp: int | None = None,
     instances: int | None = None,
     inner: int = 1,
     holders: int = 1,
@@ -109,7 +110,7 @@ def groups(
     cp_inner, `holders` the size of tp_inner.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep), instances, inner, holders)
+    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), instances, inner, holders)
 
 
 @functools.cache
