@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.base.mesh import DENSE_AXES, EXPERT_AXES, Mesh
+from megatron.base.mesh import DENSE, DENSE_AXES, EXPERT, EXPERT_AXES, Mesh
 
 LAYOUTS = [
     (1, {}),
@@ -61,6 +61,23 @@ def test_expert_view_of_the_same_ranks():
     assert mesh.groups("ep") == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert mesh.groups("edp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert mesh.groups("etp") == [(rank,) for rank in range(8)]
+
+
+def test_who_has_copies_of_a_parameter():
+    """A dense parameter and one of experts, at tp 2 x dp 4: the second has as many copies as etp x ep leaves ranks."""
+    mesh = Mesh.create(8, tp=2, etp=1, ep=2)
+    assert mesh.views == (DENSE, EXPERT) and [mesh.copies(view) for view in mesh.views] == [4, 4]
+    assert [mesh.view(axis) for axis in (None, "tp", "etp", "ep")] == [DENSE, DENSE, EXPERT, EXPERT]
+    assert mesh.optimizer_groups(2, EXPERT) == {
+        "shard": [(0, 2), (4, 6), (1, 3), (5, 7)],
+        "gather": [(0, 2), (4, 6), (1, 3), (5, 7)],
+        "replicas": [(0, 4), (2, 6), (1, 5), (3, 7)],
+    }
+    with pytest.raises(ConfigError, match="3 optimizer instances do not divide edp 4"):
+        mesh.optimizer_groups(3, EXPERT)
+    assert Mesh.create(8, tp=2, etp=4).copies(EXPERT) == 2
+    alike = Mesh.create(8, tp=2)
+    assert alike.views == (DENSE,) and alike.view("etp") == DENSE, "the same ranks: nothing to tell apart"
 
 
 @pytest.mark.parametrize(("world", "sizes"), LAYOUTS)

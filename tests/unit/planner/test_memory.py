@@ -21,7 +21,7 @@ from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.partition import whole_model
 from megatron.schedule.validate import chunks_near
 from megatron.spec.buckets import default_bucket_size
-from megatron.spec.decoder import decoder_spec
+from megatron.spec.decoder import Placed, decoder_spec
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -31,6 +31,7 @@ from megatron.spec.memory.trace import (
     PARAMETERS,
     profile_of,
 )
+from megatron.spec.parameter import Init, ParamSpec
 from megatron.spec.sizes import Target
 from megatron.tooling.memory_check import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
 from tests.unit.config.runs import make_run
@@ -58,6 +59,25 @@ def test_buckets_are_padded_and_whole():
     assert [name for bucket in buckets for name in bucket.layout.offsets] == list(reversed(parameters))
     assert all(bucket.size % (64 * 3) == 0 for bucket in buckets)
     assert len(buckets) > 1 and max(b.size for b in buckets) >= default_bucket_size(sum(numels.values()), 3)
+
+
+def test_buckets_of_experts_are_cut_over_their_own_copies():
+    """At tp 2 x dp 2 and etp 1: two copies of a dense parameter, of half its rows, and four of an expert one."""
+    init = Init("normal", 1.0)
+    parameters = {
+        f"{axis}{number}": Placed(ParamSpec((128, 5), init, axis=axis), stage=0)
+        for axis in ("tp", "etp")
+        for number in "ab"
+    }
+    mesh = Mesh.create(4, tp=2, etp=1)
+    for shards, cuts in (("optim", {"tp": (2, 1), "etp": (4, 1)}), ("no_shard", {"tp": (1, 2), "etp": (1, 4)})):
+        buckets = rank_buckets(parameters, mesh, DataParallelSettings(shards=shards, bucket_size=10**6), ())
+        found = {name: bucket for bucket in buckets for name in bucket.layout.offsets}
+        assert len(buckets) == 2 and found.keys() == parameters.keys()
+        for name, bucket in found.items():
+            axis = name[:-1]
+            assert (bucket.shards, bucket.copies) == cuts[axis]
+            assert bucket.layout.numels[name] == (128 * 5 if axis == "etp" else 64 * 5)
 
 
 MODULES = [(), ("norm",), ("mlp_act",), ("core_attn",), ("mlp",), ("norm", "mlp_act", "core_attn"), ("mlp", "norm")]
