@@ -43,7 +43,7 @@ from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.simulate import Costs, simulate
-from megatron.schedule.validate import chunks_near
+from megatron.schedule.validate import chunks_on_device
 from megatron.training.batch import make_batch
 from megatron.training.setup import build_gpt
 from megatron.training.step import ForwardProgram, tensors_of
@@ -156,7 +156,7 @@ def by_schedule(p: int, m: int) -> None:
         moved = with_offload(sent)
         plain = simulate(sent, costs(p * v, v, 0.0)).makespan
         for ratio in (0.0, 0.5, 1.0):
-            near = max(chunks_near(moved, ratio)) / v
+            near = max(chunks_on_device(moved, ratio)) / v
             longer = [simulate(moved, costs(p * v, v, ratio * copy)).makespan / plain - 1 for copy in copies]
             label = name if v == 1 else f"{name}, v = {v}"
             print(f"| {label} | {ratio:g} | {near:g} | " + " | ".join(f"{100 * more:+.1f} %" for more in longer) + " |")

@@ -98,13 +98,13 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args()
     device = choose_device(args.device, 0)
-    far = OffloadSettings(mode=UPDATE, far=1.0, chunk_size=args.chunk)
+    far = OffloadSettings(mode=UPDATE, fraction=1.0, chunk_size=args.chunk)
     with tempfile.TemporaryDirectory() as folder:
         ways = {
             "on the device": OffloadSettings(chunk_size=args.chunk),
             "fraction 0": OffloadSettings(chunk_size=args.chunk),
-            "CPU updates 50 %": dataclasses.replace(far, far=0.5),
-            "CPU updates 50 %, overlap": dataclasses.replace(far, far=0.5, overlap=True),
+            "CPU updates 50 %": dataclasses.replace(far, fraction=0.5),
+            "CPU updates 50 %, overlap": dataclasses.replace(far, fraction=0.5, overlap=True),
             "CPU updates 100 %": far,
             "CPU updates 100 %, overlap": dataclasses.replace(far, overlap=True),
             "states in host memory": dataclasses.replace(far, mode=STATES),

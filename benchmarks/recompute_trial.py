@@ -59,10 +59,10 @@ class Trial:
         initialize(local_parameters(self._model), 1)
         data_parallel = DataParallel(self._model, groups, data_parallel_settings(run.parallel), device)
         optimizer = Optimizer(run.optimizer, data_parallel, groups, fp16=False)
-        moved = self.balanced.layers.moved if self.balanced is not None else ()
+        offloaded = self.balanced.layers.offloaded if self.balanced is not None else ()
         parameter_of = data_parallel.parameter_of
         self._offload = build_step_offload(
-            run.activation_offload, None, self._model, groups, streams, parameter_of, moved
+            run.activation_offload, None, self._model, groups, streams, parameter_of, offloaded
         )
         self._step = TrainStep(
             self._model,

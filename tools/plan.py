@@ -24,7 +24,9 @@ from megatron.command_line.exits import check_output, exit_code
 from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.command_line.read import parse
 from megatron.config.interval import COUNT, FRACTION, LAYERS, NOT_NEGATIVE, POSITIVE, RANKS, between
+from megatron.config.mesh import mesh_of, smallest_world
 from megatron.config.rules.check import check, check_vocabulary
+from megatron.config.settings import resolve
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.planner.memory.plan import plan_memory
 from megatron.planner.memory.table import MIB, memory_headline, notes, table_rows
@@ -36,7 +38,7 @@ from megatron.schedule.registry import SCHEDULES, schedule_or_default
 from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.simulate import Costs, SimulatedTimeline, simulate
 from megatron.schedule.spec import Formula, Times
-from megatron.schedule.validate import chunks_near
+from megatron.schedule.validate import chunks_on_device
 from megatron.spec.sizes import Target
 
 MS = 1e-3
@@ -174,10 +176,7 @@ def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the memory of each pipeline rank. Raises UserErrors, also for flags that the run would reject."""
     run = parse(flags, description="Memory of the run with these flags.")
     parallel = run.parallel
-    smallest = (
-        parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
-    )
-    world_size = smallest if args.world_size is None else args.world_size
+    world_size = smallest_world(parallel) if args.world_size is None else args.world_size
     check(run, world_size)
     if run.model.vocab_size is None:
         size = build_tokenizer(run.tokenizer, None).vocab_size
@@ -186,7 +185,8 @@ def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
     check_vocabulary(run.model, parallel, run.model.vocab_size)
     cpu = parallel.device == "cpu"
     target = Target(cpu, wide=cpu and run.model.dtype_name != "float32" and not args.cpu_multiplies_halves)
-    ranks = plan_memory(run, world_size, target)
+    settings = resolve(run, mesh_of(parallel, world_size))
+    ranks = plan_memory(run, settings, target)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
     for first in range(0, len(ranks), TABLE_RANKS):
         shown = ranks[first : first + TABLE_RANKS]
@@ -197,8 +197,8 @@ def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
         for row in table_rows(shown):
             table.add_row(*row)
         console.print(table)
-    console.print(memory_headline(run, world_size, target))
-    for note in notes(run):
+    console.print(memory_headline(settings, run.model.dtype_name, target))
+    for note in notes(run.recompute, run.activation_offload, settings.optimizer_offload):
         console.print(note, soft_wrap=True)
     for rank in ranks:
         console.print(f"rank {rank.rank}: most, {rank.peak / MIB:.1f} MiB, at {rank.moment}", soft_wrap=True)
@@ -229,7 +229,7 @@ def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
     timeline = simulate(schedule, costs_of(args, sizes.v))
     print_report(timeline, formula)
     if args.offload_ratio > 0:
-        kept = ", ".join(f"{chunks:g}" for chunks in chunks_near(schedule, args.offload_ratio))
+        kept = ", ".join(f"{chunks:g}" for chunks in chunks_on_device(schedule, args.offload_ratio))
         print(f"with {args.offload_ratio:.0%} offloaded, kept on the device by rank, in chunks: {kept}")
     write_files(args, timeline)
 

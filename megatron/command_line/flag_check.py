@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from megatron.command_line.entry import mistakes, takes_shape_from_files
 from megatron.command_line.read import UNKNOWN, Outcome, read
 from megatron.config.flag_table import ALIAS, READ, REFUSE
+from megatron.config.mesh import smallest_world
 from megatron.config.rules.needs import notes
-from megatron.config.run import RunConfig
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
 
@@ -39,7 +39,7 @@ def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
     """Returns the verdict on a command line on `world_size` processes; None uses the fewest that its layout allows."""
     line = read(argv)
     typed = {outcome.typed.flag for outcome in line.outcomes}
-    world = world_size or smallest_world(line.run)
+    world = world_size or smallest_world(line.run.parallel)
     found = mistakes(line, world)
     of_flag = {o.why: (o.typed.flag,) for o in line.outcomes if o.kind in (REFUSE, UNKNOWN)}
     judged = line.is_whole and len(found) == len(line.problems) and not takes_shape_from_files(line.run)
@@ -53,9 +53,3 @@ def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
     words = tuple(word for o in outcomes if o.kind in (READ, ALIAS) for word in o.meant)
     named = tuple((text, of_flag.get(text) or tuple(sorted(set(_FLAG.findall(text)) & typed))) for text in found)
     return Verdict(world, outcomes, named, words)
-
-
-def smallest_world(run: RunConfig) -> int:
-    """Returns the fewest processes for the layout of a run."""
-    p = run.parallel
-    return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size

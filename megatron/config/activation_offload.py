@@ -71,7 +71,7 @@ class ActivationOffloadConfig:
         return "ratio" if self.pipeline_offload_ratio is not None and self.ratio != 0.0 else None
 
     @property
-    def far_weight_layers(self) -> int:
+    def offloaded_weight_layers(self) -> int:
         """Number of layers of a stage, from the first on, whose weights are in host memory."""
         return self.cpu_offloading_num_layers if self.cpu_offloading_weights else 0
 

@@ -237,7 +237,7 @@ def _where_a_ratio_works(settings: RunSettings) -> tuple[str, str]:
 
 
 def _weight_offload(offload: ActivationOffloadConfig, directory: str | None, facts: Facts) -> Feature:
-    name, count = "weight offload", offload.far_weight_layers
+    name, count = "weight offload", offload.offloaded_weight_layers
     if not count:
         return Feature(name, "off", "off", "")
     asked = f"first {count} layer{'s' if count > 1 else ''} of a stage"
@@ -270,9 +270,9 @@ def _optimizer_offload(settings: RunSettings, replicas: int, facts: Facts, *, on
         return Feature(name, "states", f"states in {memory}", same)
     if offload.mode == OFF:
         return Feature(name, "fraction 0" if on_cpu else "off", "off", "")
-    asked = "auto" if offload.is_auto else f"static {offload.far:g}"
-    far, chunks = facts.cpu_chunks
-    in_effect = f"{asked}: {far} of {chunks} chunks in {memory}" + (" at first" if offload.is_auto else "")
+    asked = "auto" if offload.is_auto else f"static {offload.fraction:g}"
+    number, chunks = facts.cpu_chunks
+    in_effect = f"{asked}: {number} of {chunks} chunks in {memory}" + (" at first" if offload.is_auto else "")
     if not offload.overlap:
         return Feature(name, asked, in_effect, same)
     late = []

@@ -16,3 +16,8 @@ def mesh_of(parallel: ParallelConfig, world_size: int) -> Mesh:
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
     )
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """Returns the fewest processes that the layout allows."""
+    return parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size

@@ -286,16 +286,6 @@ class ModelConfig:
         assert self.num_attention_heads
         return (self.num_query_groups or 1) if self.group_query_attention else self.num_attention_heads
 
-    def local_kv_heads(self, tp: int) -> int:
-        """Returns the number of key/value heads on each of `tp` ranks, at least one."""
-        return max(1, self.num_kv_heads // tp)
-
-    def kv_head_holders(self, tp: int) -> int:
-        """Returns how many of `tp` neighbouring ranks hold the same key/value head and divide its query heads; 1 if
-        none is shared.
-        """
-        return max(1, tp // self.num_kv_heads)
-
     @property
     def ffn_dim(self) -> int:
         """Width of the MLP's inner activation."""

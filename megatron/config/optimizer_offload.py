@@ -104,13 +104,13 @@ class OffloadSettings:
     """Settings of optimizer offload.
 
     `mode` is "off"; "update": the CPU updates the offloaded chunks; or "states": all chunks are offloaded between steps
-    and updated on the device. The fraction `far` of the elements is offloaded at the start. With `is_auto` chunks
+    and updated on the device. The `fraction` of the elements is offloaded at the start. With `is_auto` chunks
     move during the run. `chunk_size` is in elements, `threshold` in bytes. With `overlap` offloaded chunks are updated
     during backward and the next forward. `directory` holds the offloaded files, None for host memory.
     """
 
     mode: str = OFF
-    far: float = 0.0
+    fraction: float = 0.0
     is_auto: bool = False
     chunk_size: int = 4 * _MIB
     threshold: int = 0
@@ -122,19 +122,19 @@ def offload_settings(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig
     """The settings that the flags ask for. Conflicting flags are refused before, by rules."""
     if offload.offload_optimizer_states:
         return OffloadSettings(
-            mode=STATES, far=1.0, chunk_size=offload.optimizer_offload_chunk_size, directory=offload.offload_dir
+            mode=STATES, fraction=1.0, chunk_size=offload.optimizer_offload_chunk_size, directory=offload.offload_dir
         )
     if not updates_on_cpu(optimizer, offload):
         return OffloadSettings(chunk_size=offload.optimizer_offload_chunk_size)
     is_auto = policy_of(optimizer, offload) == "auto"
-    far = 1.0 if is_auto else offload.optimizer_offload_fraction
+    fraction = 1.0 if is_auto else offload.optimizer_offload_fraction
     return OffloadSettings(
-        mode=UPDATE if far > 0 else OFF,
-        far=far,
+        mode=UPDATE if fraction > 0 else OFF,
+        fraction=fraction,
         is_auto=is_auto,
         chunk_size=offload.optimizer_offload_chunk_size,
         threshold=offload.optimizer_offload_auto_threshold,
-        overlap=offload.overlap_cpu_optimizer_d2h_h2d and far > 0,
+        overlap=offload.overlap_cpu_optimizer_d2h_h2d and fraction > 0,
         directory=offload.offload_dir,
     )
 

@@ -130,11 +130,11 @@ class RecomputeConfig:
 class LayerChoices:
     """The recompute of each layer, by number, if layers differ; it is used like a RecomputeConfig.
 
-    `moved` are the layers whose saved activations are all offloaded.
+    `offloaded` are the layers whose saved activations are all offloaded.
     """
 
     of_layer: Mapping[int, RecomputeConfig]
-    moved: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
 
     def parts_of(self, layer: int) -> frozenset[str]:
         """Returns the parts of one layer that are recomputed, a subset of RECOMPUTE_MODULES."""

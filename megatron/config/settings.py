@@ -1,4 +1,4 @@
-"""The settings of a run that its flags imply on its processes: computed once and passed down in parts."""
+"""The settings that follow from the flags of a run and its number of processes: computed once and passed down in parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.base.mesh import Mesh
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.config.context_parallel import attention_comm_types
+from megatron.config.context_parallel import attention_comm_types, inner_size
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.optimizer_offload import OffloadSettings, offload_settings
 from megatron.config.pipeline import PipelineSettings
@@ -17,8 +17,8 @@ from megatron.config.run import RunConfig
 class RunSettings:
     """mesh: axis sizes and coordinates. pipeline: schedule and stages. data_parallel: sharding and reduction.
     optimizer_offload: where the optimizer's state lives. attention_comm_types: how the attention of each layer
-    communicates under context parallelism. sequence_parallel: whether it is in effect: asked for, and tp > 1.
-    batches: samples and microbatches of every step.
+    communicates under context parallelism. context_inner: neighbouring ranks that exchange heads under a2a+p2p.
+    sequence_parallel: whether it is in effect: asked for, and tp > 1. batches: samples and microbatches of every step.
     """
 
     mesh: Mesh
@@ -26,12 +26,13 @@ class RunSettings:
     data_parallel: DataParallelSettings
     optimizer_offload: OffloadSettings
     attention_comm_types: tuple[str, ...]
+    context_inner: int
     sequence_parallel: bool
     batches: BatchSchedule
 
 
 def resolve(run: RunConfig, mesh: Mesh) -> RunSettings:
-    """The settings of a run that `config.rules` accept, once its model's shape is known. Pure."""
+    """Returns the settings of a run that `config.rules` accept, once its model's shape is known. Pure."""
     assert run.model.num_layers
     return RunSettings(
         mesh=mesh,
@@ -39,6 +40,7 @@ def resolve(run: RunConfig, mesh: Mesh) -> RunSettings:
         data_parallel=run.data_parallel_settings(),
         optimizer_offload=offload_settings(run.optimizer, run.optimizer_offload),
         attention_comm_types=attention_comm_types(run.parallel, run.model.num_layers),
+        context_inner=inner_size(run.parallel),
         sequence_parallel=run.parallel.sequence_parallel and mesh.tp > 1,
         batches=BatchSchedule(run.train, mesh.dp, run.data.seq_length),
     )

@@ -80,21 +80,22 @@ def _in_flight(actions: Iterable[Action]) -> InFlight:
     return InFlight(most, before_input_most, before_weights_most)
 
 
-def chunks_near(schedule: Schedule, ratio: float, *, unmoved: float = 1.0) -> tuple[float, ...]:
-    """The most that each rank holds in near memory at once, in chunks of a microbatch's activations.
+def chunks_on_device(schedule: Schedule, ratio: float, *, unmoved: float = 1.0) -> tuple[float, ...]:
+    """Returns the most that each rank holds in device memory at once, in chunks of a microbatch's activations.
 
-    `ratio`: the share of a group's bytes that its OFFLOAD moves. Near are: what a forward makes, until the computation
-    after it is over; what comes back, from the computation before its backward. `unmoved`: the share that a group keeps
-    which the schedule does not move, once its forward is over. Whole backwards; a split one frees less at first.
+    `ratio`: the fraction of a group's bytes that its OFFLOAD moves. These bytes are on the device until the computation
+    after their forward is over, and again from the computation before their backward on. `unmoved`: the fraction that a
+    group without an OFFLOAD keeps on the device after its forward. Whole backwards are assumed; a split one frees less at
+    first.
     """
-    return tuple(_chunks_near(actions, ratio, unmoved) for actions in schedule.actions)
+    return tuple(_chunks_on_device(actions, ratio, unmoved) for actions in schedule.actions)
 
 
-def _chunks_near(actions: Iterable[Action], ratio: float, unmoved: float) -> float:
+def _chunks_on_device(actions: Iterable[Action], ratio: float, unmoved: float) -> float:
     """A group counts fully during the computations that overlap its copies."""
     actions = tuple(actions)
     moved = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.OFFLOAD}
-    near: dict[tuple[int, int], float] = {}
+    held: dict[tuple[int, int], float] = {}
     leaving: list[tuple[int, int]] = []  # since before the last computation
     left: list[tuple[int, int]] = []
     most = 0.0
@@ -103,16 +104,16 @@ def _chunks_near(actions: Iterable[Action], ratio: float, unmoved: float) -> flo
         if kind is Kind.OFFLOAD:
             leaving.append(group)
         elif kind is Kind.RELOAD:
-            near[group] = 1.0
+            held[group] = 1.0
         elif kind in COMPUTE:
             for gone in left:
-                near[gone] = 1.0 - ratio
+                held[gone] = 1.0 - ratio
             left, leaving = leaving, []
             if kind is Kind.FORWARD:
-                near[group] = 1.0 if group in moved else unmoved
-            most = max(most, sum(near.values()))
+                held[group] = 1.0 if group in moved else unmoved
+            most = max(most, sum(held.values()))
             if kind in GRADIENTS_OF_WEIGHTS:
-                del near[group]
+                del held[group]
     return most
 
 

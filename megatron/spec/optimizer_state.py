@@ -1,11 +1,11 @@
-"""Bytes of the optimizer's state: on the device, in host memory, on disk. From sizes and flags alone.
+"""The bytes of the optimizer's state on the device, in host memory and on disk, from sizes and flags alone.
 
-A rank owns a slice of every bucket; offloaded or stored in bf16, a slice is cut into chunks. Bytes per element:
+A rank owns a slice of every bucket. A slice that is offloaded or stored in bf16 is divided into chunks. Bytes per element:
 
-| | device | offloaded, CPU updates | offloaded, device updates |
+| | on the device | offloaded, the CPU updates | offloaded, the device updates |
 |---|---|---|---|
-| master | 4 of a half-precision model, or 2 1/8 (remainder and ties); 0 in fp32 | 4 | as near |
-| moments of adam, each | 4, or 2 in bf16 | the same | the same |
+| master | 4 of a half-precision model, or 2 1/8 (remainder and ties); 0 in fp32 | 4 | as on the device |
+| each moment of adam | 4, or 2 in bf16 | the same | the same |
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OFF, STATES, UPDATE, OffloadSettings
 
-STAGED = 2  # buffers that copies take in turn: one is filled while another is used
+STAGED = 2  # buffers that copies use in turn: one is filled while another is used
 MASTER_KEYS = ("master", "remainder", "ties")  # stored tensors that hold the masters
 _BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """device: state there; staging: buffers there through which state passes. host, disk: the offloaded state, with
-    gradients and results of offloaded chunks in flight."""
+    """The optimizer's memory on one rank, in bytes.
+
+    device: state that stays on the device. staging: buffers on the device through which offloaded state passes. host, disk:
+    offloaded state there; `host` includes gradients and results of offloaded chunks in flight.
+    """
 
     device: int
     staging: int
@@ -33,94 +36,101 @@ class OptimizerBytes:
 
 
 def is_cut(config: OptimizerConfig, settings: OffloadSettings) -> bool:
-    """Whether slices are cut into chunks. State that is converted is, too: fp32 copies then exist of one chunk only."""
+    """Returns whether slices are divided into chunks.
+
+    State that is converted is divided, too, so that fp32 copies exist of only one chunk at a time.
+    """
     return settings.mode != OFF or is_packed(config)
 
 
 def is_packed(config: OptimizerConfig) -> bool:
-    """Whether some state is not stored as fp32."""
+    """Returns whether some state is stored in another dtype than fp32."""
     dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype, config.main_params_dtype)
     return config.use_precision_aware_optimizer and "bf16" in dtypes
 
 
 def cut(size: int, chunk_size: int) -> list[tuple[int, int]]:
-    """[(start, stop)] of the chunks of a slice of `size` elements: whole ones and a rest."""
+    """Returns [(start, stop)] of the chunks of a slice of `size` elements. The last one may be smaller."""
     return [(start, min(start + chunk_size, size)) for start in range(0, size, chunk_size)]
 
 
-def first_far(sizes: Sequence[int], share: float) -> list[bool]:
-    """Returns the chunks to offload for a `share` of all elements: the first ones, to the nearest whole chunk.
+def chunks_to_offload(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Returns which chunks to offload for a `fraction` of all elements: the first ones, to the nearest whole chunk.
 
-    sizes: in the order of backward. Its first chunks get their gradients first, and the next forward reads them last: so
-    they have the most time.
+    sizes: in the order of backward. The first chunks have the most time for their copies: backward completes their
+    gradients first, and the next forward reads their parameters last.
     """
-    target, done, found = share * sum(sizes), 0, []
+    target, done, found = fraction * sum(sizes), 0, []
     for size in sizes:
-        is_far = share > 0 and (share >= 1 or target - done >= size / 2)
-        found.append(is_far)
-        done += size * is_far
+        offloaded = fraction > 0 and (fraction >= 1 or target - done >= size / 2)
+        found.append(offloaded)
+        done += size * offloaded
     return found
 
 
-def state_layout(config: OptimizerConfig, *, half: bool, far: bool) -> dict[str, tuple[str, int]]:
-    """Stored tensor -> (dtype, elements of the model that share one of its own). `far`: offloaded and updated by the CPU."""
+def state_layout(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> dict[str, tuple[str, int]]:
+    """Returns stored tensor -> (dtype, elements of the model that share one of its own).
+
+    half: the model is not fp32. on_cpu: the CPU updates these elements.
+    """
     if config.rule == "sgd":
         layout = {"momentum_buffer": ("fp32", 1)}
     else:
         layout = {"exp_avg": (config.exp_avg_dtype, 1), "exp_avg_sq": (config.exp_avg_sq_dtype, 1)}
-    if far or (half and config.main_params_dtype == "fp32"):
+    if on_cpu or (half and config.main_params_dtype == "fp32"):
         layout["master"] = ("fp32", 1)
     elif half:
         layout |= {"remainder": ("int16", 1), "ties": ("uint8", 8)}
     return layout
 
 
-def element_bytes(config: OptimizerConfig, *, half: bool, far: bool) -> dict[str, float]:
+def element_bytes(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> dict[str, float]:
     """Returns stored tensor -> bytes per element of the model."""
     width = {**_BYTES, "int16": 2, "uint8": 1}
-    layout = state_layout(config, half=half, far=far)
+    layout = state_layout(config, half=half, on_cpu=on_cpu)
     return {key: width[dtype] / share for key, (dtype, share) in layout.items()}
 
 
-def state_bytes(config: OptimizerConfig, size: int, *, half: bool, far: bool) -> int:
+def state_bytes(config: OptimizerConfig, size: int, *, half: bool, on_cpu: bool) -> int:
     """Returns the bytes of the state of `size` elements, a multiple of 64."""
-    return int(size * sum(element_bytes(config, half=half, far=far).values()))
+    return int(size * sum(element_bytes(config, half=half, on_cpu=on_cpu).values()))
 
 
 def optimizer_bytes(
     slices: Sequence[int], config: OptimizerConfig, settings: OffloadSettings, *, half: bool
 ) -> OptimizerBytes:
-    """What a rank needs whose slices have these sizes, in the order of backward; `half`: the model is not fp32.
+    """Returns the memory of a rank whose slices have these sizes, in the order of backward. half: the model is not fp32.
 
-    With the policy auto: at the beginning, when everything is offloaded. Buffers for conversions (see `is_packed`) count.
+    With the policy auto it is the memory at the beginning, when all state is offloaded. Buffers for conversions (see
+    `is_packed`) are included.
     """
     if not is_cut(config, settings):
-        return OptimizerBytes(sum(state_bytes(config, size, half=half, far=False) for size in slices), 0, 0, 0)
+        return OptimizerBytes(sum(state_bytes(config, size, half=half, on_cpu=False) for size in slices), 0, 0, 0)
     sizes = [stop - start for size in slices for start, stop in cut(size, settings.chunk_size)]
-    is_far = first_far(sizes, settings.far)
-    far = [size for size, away in zip(sizes, is_far, strict=True) if away]
-    near = [size for size, away in zip(sizes, is_far, strict=True) if not away]
+    is_offloaded = chunks_to_offload(sizes, settings.fraction)
+    offloaded = [size for size, away in zip(sizes, is_offloaded, strict=True) if away]
+    resident = [size for size, away in zip(sizes, is_offloaded, strict=True) if not away]
     by_cpu = settings.mode == UPDATE
-    stored = sum(state_bytes(config, size, half=half, far=by_cpu) for size in far)
-    largest, buffers = max(far, default=0), min(STAGED, len(far))
+    stored = sum(state_bytes(config, size, half=half, on_cpu=by_cpu) for size in offloaded)
+    largest, buffers = max(offloaded, default=0), min(STAGED, len(offloaded))
     passing = 0
     if by_cpu:
-        gradients = sum(far) if settings.overlap else buffers * largest
+        gradients = sum(offloaded) if settings.overlap else buffers * largest
         results = buffers * largest * (2 if half else 4 if settings.directory else 0)
-        passing = 4 * gradients + results + 4 * largest * len(_converted(config, half=half, far=True))
-    converted = 4 * len(_converted(config, half=half, far=False))
-    staging = converted * max(sizes if settings.mode == STATES else near, default=0)
+        passing = 4 * gradients + results + 4 * largest * len(_converted(config, half=half, on_cpu=True))
+    converted = 4 * len(_converted(config, half=half, on_cpu=False))
+    staging = converted * max(sizes if settings.mode == STATES else resident, default=0)
     if settings.mode == STATES:
-        staging += buffers * state_bytes(config, largest, half=half, far=False)
+        staging += buffers * state_bytes(config, largest, half=half, on_cpu=False)
     return OptimizerBytes(
-        device=sum(state_bytes(config, size, half=half, far=False) for size in near),
+        device=sum(state_bytes(config, size, half=half, on_cpu=False) for size in resident),
         staging=staging,
         host=passing + (0 if settings.directory else stored),
         disk=stored if settings.directory else 0,
     )
 
 
-def _converted(config: OptimizerConfig, *, half: bool, far: bool) -> list[str]:
-    """Values that exist as fp32 only while a chunk is updated."""
-    layout = state_layout(config, half=half, far=far)
+def _converted(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> list[str]:
+    """Returns the values that exist as fp32 only while a chunk is updated."""
+    layout = state_layout(config, half=half, on_cpu=on_cpu)
     return [key for key, (dtype, _) in layout.items() if dtype in ("bf16", "int16")]

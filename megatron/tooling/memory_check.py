@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron.base.heartbeat import Heartbeat
-from megatron.base.mesh import Mesh
 from megatron.command_line.read import parse
-from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
+from megatron.config.settings import resolve
 from megatron.core.groups import create_groups
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.ops.gemm import slow_half
@@ -66,9 +65,9 @@ def configured(flags: str, world_size: int) -> RunConfig:
 def measure(rank: int, world_size: int, flags: str) -> MemoryCheck:
     """Builds the run, takes some steps, and measures. Collective over the world, which torch.distributed has joined."""
     run = configured(flags, world_size)
-    instances = data_parallel_settings(run.parallel).optimizer_instances
-    mesh = mesh_of(run.parallel, world_size) if world_size > 1 else Mesh.create(1)
-    groups = create_groups(mesh, rank, Heartbeat(rank), TIMEOUT, optimizer_instances=instances)
+    settings = resolve(run, mesh_of(run.parallel, world_size))
+    instances = settings.data_parallel.optimizer_instances
+    groups = create_groups(settings.mesh, rank, Heartbeat(rank), TIMEOUT, optimizer_instances=instances)
     memory = CpuMemory()
     gc.collect()
     before = memory.allocated
@@ -79,5 +78,5 @@ def measure(rank: int, world_size: int, flags: str) -> MemoryCheck:
     trainer.train_step()
     peak = memory.peak - before
     wide = any(slow_half(CPU, bucket.dtype) for bucket in trainer.data_parallel.buckets)
-    planned = plan_memory(run, world_size, Target(cpu=True, wide=wide))[groups.pp.rank]
+    planned = plan_memory(run, settings, Target(cpu=True, wide=wide))[groups.pp.rank]
     return MemoryCheck(groups.pp.rank, planned, peak)

@@ -8,7 +8,6 @@ import torch
 
 from megatron.base.log import get_logger
 from megatron.config.features import Facts, features, format_table, worth_a_line
-from megatron.config.settings import RunSettings
 from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory.footprint import shards_of, weight_and_optimizer_footprint
 from megatron.training.logging.footprint import MIB, format_footprint
@@ -18,9 +17,9 @@ from megatron.training.trainer import Trainer
 log = get_logger(__name__)
 
 
-def announce(trainer: Trainer, settings: RunSettings, prepared: Prepared) -> None:
+def announce(trainer: Trainer, prepared: Prepared) -> None:
     """Logs the start-up table, with all rows under --print-flags, and the sizes of the run."""
-    rows = features(trainer.run, settings, _facts(trainer, prepared))
+    rows = features(trainer.run, trainer.settings, _facts(trainer, prepared))
     log.info("%s", format_table(rows if trainer.run.logging.print_flags else worth_a_line(rows)))
     _log_sizes(trainer)
 

@@ -137,8 +137,8 @@ def choose(
     _report(run.recompute.activation_memory_plot, groups, choices, chosen, budget, seconds)
     picked = {number: ways[option.name] for number, option in zip(numbers, chosen.options, strict=True)}
     configs = {number: way.config for number, way in picked.items()}
-    moved = frozenset(number for number, way in picked.items() if way.offloads)
-    return Balanced(LayerChoices(configs, moved), chosen, keep)
+    offloaded = frozenset(number for number, way in picked.items() if way.offloads)
+    return Balanced(LayerChoices(configs, offloaded), chosen, keep)
 
 
 def _report(

@@ -138,7 +138,7 @@ def build_weight_offload(
     Has a pool and an engine of its own, because the pool of activations is reclaimed every step. Raises ConfigError for
     --offload-dir on CUDA.
     """
-    count = config.far_weight_layers
+    count = config.offloaded_weight_layers
     if not count:
         return None
     layers = [layer for stage in model.stages.values() for layer in stage.layers[:count]]

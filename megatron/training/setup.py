@@ -26,6 +26,7 @@ from megatron.core.parameter import local_parameters
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.schedule.partition import Stage
+from megatron.spec.decoder import decoder_spec
 from megatron.training.announce import announce
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
 from megatron.training.initial_weights import initial_weights
@@ -46,7 +47,8 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     """Everything a run needs, continued from --load when that holds a checkpoint. Collective over the world."""
     run, checkpoint, tokenizer = read_files(run, groups)
     settings = resolve(run, groups.mesh)
-    holders, timeout = run.model.kv_head_holders(groups.tp.size), run.parallel.distributed_timeout_minutes * 60
+    holders = decoder_spec(run.model).layers[0].attention.group_holders(groups.tp.size)
+    timeout = run.parallel.distributed_timeout_minutes * 60
     groups = with_shared_heads(groups, holders, timeout)
     prepared = balance_recompute(run, settings, groups, prepare(run, settings, groups, device))
     model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))
@@ -69,6 +71,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         readers = build_readers(run, settings.batches, groups, device, state, tokenizer.eod)
     trainer = Trainer(
         run=run,
+        settings=settings,
         groups=groups,
         device=device,
         model=model,
@@ -77,14 +80,12 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         optimizer=optimizer,
         rng=rng,
         schedule=schedule,
-        batches=settings.batches,
         readers=readers,
         timers=timers,
         state=state,
         step=step,
-        pipeline=settings.pipeline,
     )
-    announce(trainer, settings, prepared)
+    announce(trainer, prepared)
     return trainer
 
 
@@ -164,11 +165,11 @@ def build_step(
     world. Raises ConfigError.
     """
     directory = run.optimizer_offload.offload_dir
-    moved = () if prepared.balanced is None else prepared.balanced.layers.moved
+    offloaded = () if prepared.balanced is None else prepared.balanced.layers.offloaded
     offload = together(
         groups.world,
         lambda: build_step_offload(
-            run.activation_offload, directory, model, groups, prepared.streams, data_parallel.parameter_of, moved
+            run.activation_offload, directory, model, groups, prepared.streams, data_parallel.parameter_of, offloaded
         ),
     )
     return TrainStep(

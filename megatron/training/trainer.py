@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.config.pipeline import PipelineSettings
 from megatron.config.run import RunConfig
+from megatron.config.settings import RunSettings
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.datasets.sample import Splits
 from megatron.core.distributed.data_parallel import DataParallel
@@ -31,6 +31,7 @@ class Trainer:
     """Everything set-up built. Callbacks read it; only `train_step` and loading a checkpoint change it."""
 
     run: RunConfig
+    settings: RunSettings
     groups: Groups
     device: torch.device
     model: GPTModel
@@ -39,15 +40,18 @@ class Trainer:
     optimizer: Optimizer
     rng: RngTracker
     schedule: ParamSchedule
-    batches: BatchSchedule
     readers: Splits[BatchReader | None]
     timers: Timers
     state: TrainState
     step: TrainStep
-    pipeline: PipelineSettings
     # Consecutive steps up to now, without those skipped on request:
     bad_steps: int = 0  # whose gradients were not finite
     nan_steps: int = 0  # the same without those that lower fp16's loss scale
+
+    @property
+    def batches(self) -> BatchSchedule:
+        """Samples and microbatches of every step."""
+        return self.settings.batches
 
     @property
     def total_iterations(self) -> int:
@@ -116,7 +120,9 @@ class Trainer:
         microbatches = self.batches.final_num_microbatches
         iterations = self.run.eval.eval_iters
         with self.groups.heartbeat.phase("evaluate"):
-            return evaluate(self.model, lambda: reader.read(microbatches), iterations, self.groups, self.pipeline)
+            return evaluate(
+                self.model, lambda: reader.read(microbatches), iterations, self.groups, self.settings.pipeline
+            )
 
     def any_rank(self, condition: bool) -> bool:
         """Returns whether `condition` holds on any rank. Communication: one max all-reduce of a number over the world."""

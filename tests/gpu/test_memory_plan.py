@@ -30,5 +30,5 @@ def test_planned_is_measured(flags):
     torch.cuda.reset_peak_memory_stats(CUDA)
     trainer.train_step()
     peak = torch.cuda.max_memory_allocated(CUDA) - before
-    (planned,) = plan_memory(run, 1, Target(cpu=False))
+    (planned,) = plan_memory(run, trainer.settings, Target(cpu=False))
     assert 0.97 * planned.peak <= peak <= 1.03 * planned.peak + WORK_SPACE

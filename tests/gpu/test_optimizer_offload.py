@@ -17,11 +17,11 @@ pytestmark = NEEDS_CUDA
 BF16 = {**LLAMA, "bf16": True}
 CHUNK = 4096
 FAR = {
-    "half, overlapped": OffloadSettings(mode=UPDATE, far=0.5, overlap=True, chunk_size=CHUNK),
-    "all, overlapped": OffloadSettings(mode=UPDATE, far=1.0, overlap=True, chunk_size=CHUNK),
-    "all": OffloadSettings(mode=UPDATE, far=1.0, chunk_size=CHUNK),
+    "half, overlapped": OffloadSettings(mode=UPDATE, fraction=0.5, overlap=True, chunk_size=CHUNK),
+    "all, overlapped": OffloadSettings(mode=UPDATE, fraction=1.0, overlap=True, chunk_size=CHUNK),
+    "all": OffloadSettings(mode=UPDATE, fraction=1.0, chunk_size=CHUNK),
 }
-WAITING = OffloadSettings(mode=STATES, far=1.0, chunk_size=CHUNK)
+WAITING = OffloadSettings(mode=STATES, fraction=1.0, chunk_size=CHUNK)
 
 
 def made(fields, offload):

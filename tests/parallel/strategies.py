@@ -11,6 +11,7 @@ from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import ON_DEVICE, Optimizer
+from megatron.spec.decoder import decoder_spec
 from megatron.training.batch import make_batch
 from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep
@@ -123,7 +124,8 @@ def make_run(
     **optimizer,
 ):
     """Ready for its first step. `before(model)` may change the model before it is put into buckets."""
-    groups = groups_for(settings, tp, ModelConfig(**fields).kv_head_holders(tp))
+    holders = decoder_spec(ModelConfig(**fields)).layers[0].attention.group_holders(tp)
+    groups = groups_for(settings, tp, holders)
     model = make_model(fields, groups, sequence_parallel=sequence_parallel, spread=0.1)
     if before is not None:
         before(model)

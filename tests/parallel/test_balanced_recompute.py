@@ -8,7 +8,6 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.rules.check import check
-from megatron.planner.memory.sizes import sizes_of
 from megatron.spec.sizes import Target
 from megatron.training import balanced_recompute
 from tests import pool
@@ -28,7 +27,7 @@ def layer_bytes(model, sizes, modules):
 def kept(trainer):
     """(layer -> what it recomputes, on this rank; the bytes that all then keep, as a share of all they could)"""
     run, found = trainer.run, trainer.model.decoder._recompute.of_layer
-    sizes = sizes_of(run, Target(cpu=True))
+    sizes = planned.sizes_of_run(run, Target(cpu=True))
     keeps = layer_bytes(run.model, sizes, frozenset())
     kept = [sizes.residual if c.is_full else layer_bytes(run.model, sizes, c.modules) for c in found.values()]
     return {number: str(config) for number, config in found.items()}, sum(kept) / (keeps * len(kept))

@@ -19,9 +19,9 @@ SMALL = {**LLAMA, "num_layers": 1}
 BF16 = {**SMALL, "bf16": True}
 TIED = {**GPT, "num_layers": 1}
 NONE = OffloadSettings()
-SOME = OffloadSettings(mode=UPDATE, far=0.3, overlap=True, chunk_size=CHUNK)
-ALL = OffloadSettings(mode=UPDATE, far=1.0, chunk_size=CHUNK)
-WAITING = OffloadSettings(mode=STATES, far=1.0, chunk_size=CHUNK)
+SOME = OffloadSettings(mode=UPDATE, fraction=0.3, overlap=True, chunk_size=CHUNK)
+ALL = OffloadSettings(mode=UPDATE, fraction=1.0, chunk_size=CHUNK)
+WAITING = OffloadSettings(mode=STATES, fraction=1.0, chunk_size=CHUNK)
 
 
 def trained(rank, size, names, offload, accumulation, options):
@@ -66,7 +66,8 @@ def test_gradients_that_are_parts_over_tp(sequence_parallel):
     names = ("optim, overlapped",)
     expected = results(4, names, NONE, **options)
     assert_same(
-        results(4, names, OffloadSettings(mode=UPDATE, far=1.0, overlap=True, chunk_size=CHUNK), **options), expected
+        results(4, names, OffloadSettings(mode=UPDATE, fraction=1.0, overlap=True, chunk_size=CHUNK), **options),
+        expected,
     )
 
 

@@ -243,7 +243,9 @@ def evaluated(rank, size, run):
     for _ in range(3):
         found.append(trainer.train_step().loss)
         batches = trainer.readers.train.read(1)
-        found.append(evaluate(trainer.model, lambda batches=batches: batches, 2, trainer.groups, trainer.pipeline))
+        found.append(
+            evaluate(trainer.model, lambda batches=batches: batches, 2, trainer.groups, trainer.settings.pipeline)
+        )
     return found
 
 

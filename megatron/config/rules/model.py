@@ -278,7 +278,8 @@ def heads_fit_context_parallelism(run: RunConfig, world_size: int) -> str | None
     assert m.num_layers and m.num_attention_heads
     try:
         types, inner = set(attention_comm_types(p, m.num_layers)), inner_size(p)
-        heads = m.num_attention_heads // p.tensor_model_parallel_size, m.local_kv_heads(p.tensor_model_parallel_size)
+        tp = p.tensor_model_parallel_size
+        heads = m.num_attention_heads // tp, max(1, m.num_kv_heads // tp)  # of a tensor-parallel rank
         if "a2a" in types:
             copies_of_keys(*heads, p.context_parallel_size)
         if "a2a+p2p" in types:

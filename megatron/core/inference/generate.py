@@ -36,7 +36,7 @@ class CachedDecoder:
         self._positions = (columns - padding).clamp(min=0)  # [b, capacity]
         self._segments = (columns >= padding).long() if min(lengths) < max(lengths) else None
         self._model, self._tp, self._length = StagedModel(model, build), build.groups.tp, 0
-        self._caches = allocate_caches(build, self._model.num_layers, len(lengths), capacity)
+        self._caches = allocate_caches(build, self._model.attentions, len(lengths), capacity)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Reads the batch's next columns [b, s]; returns logits of the last one [b, padded vocab], equal on all ranks.

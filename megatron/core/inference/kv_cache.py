@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megatron.core.transformer.context import Build
+from megatron.spec.attention import AttentionSpec
 
 
 class LayerCache:
@@ -29,11 +32,12 @@ class LayerCache:
         return self._keys[:end], self._values[:end]
 
 
-def allocate_caches(build: Build, layers: int, batch_size: int, capacity: int) -> list[LayerCache]:
-    """Returns one empty cache per layer: 2 x layers x capacity x b x groups/tp x d elements in total."""
-    config = build.config
-    heads = config.local_kv_heads(build.groups.tp.size)
+def allocate_caches(
+    build: Build, attentions: Sequence[AttentionSpec], batch_size: int, capacity: int
+) -> list[LayerCache]:
+    """Returns one empty cache per layer, given the attention of each: 2 x capacity x b x groups/tp x d elements."""
+    tp = build.groups.tp.size
     return [
-        LayerCache(capacity, batch_size, heads, config.head_dim, dtype=build.dtype, device=build.device)
-        for _ in range(layers)
+        LayerCache(capacity, batch_size, spec.local_groups(tp), spec.head_dim, dtype=build.dtype, device=build.device)
+        for spec in attentions
     ]

@@ -22,6 +22,7 @@ from megatron.core.inference.logprobs import Logprobs, token_logprobs
 from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
+from megatron.spec.attention import AttentionSpec
 
 _READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _CLOSE = range(6)  # the commands that the first rank sends to the others
 
@@ -38,10 +39,10 @@ class _Place:
 class SlotCache:
     """The keys and values of one layer, each [capacity, rows, groups/tp, d]: a `KeyValueCache`."""
 
-    def __init__(self, capacity: int, rows: int, build: Build, place: _Place) -> None:
-        heads = build.config.local_kv_heads(build.groups.tp.size)
+    def __init__(self, capacity: int, rows: int, attention: AttentionSpec, build: Build, place: _Place) -> None:
+        heads = attention.local_groups(build.groups.tp.size)
         # Zeros, not uninitialised memory: a masked column is multiplied by a weight of zero, and zero times NaN is NaN.
-        self._keys = torch.zeros(capacity, rows, heads, build.config.head_dim, dtype=build.dtype, device=build.device)
+        self._keys = torch.zeros(capacity, rows, heads, attention.head_dim, dtype=build.dtype, device=build.device)
         self._values = torch.zeros_like(self._keys)
         self._place = place
 
@@ -92,7 +93,9 @@ class SlotDecoder:
         self._model, self._build = StagedModel(model, build), build
         self._groups, self._device = build.groups, build.device
         self._check_room()
-        self._caches = [SlotCache(capacity, slots, build, self._place) for _ in range(self._model.num_layers)]
+        self._caches = [
+            SlotCache(capacity, slots, attention, build, self._place) for attention in self._model.attentions
+        ]
         self._lengths: list[int] = []  # length of each row's sequence
         self._end = 0  # one past the last column in use
 
@@ -103,9 +106,9 @@ class SlotDecoder:
 
     def _check_room(self) -> None:
         """Raises ConfigError for a cache that does not fit on the device, before allocating it."""
-        build, config = self._build, self._build.config
-        heads = config.local_kv_heads(build.groups.tp.size)
-        size = 2 * self._model.num_layers * self.capacity * self.slots * heads * config.head_dim * build.dtype.itemsize
+        build, tp = self._build, self._build.groups.tp.size
+        channels = sum(attention.local_groups(tp) * attention.head_dim for attention in self._model.attentions)
+        size = 2 * channels * self.capacity * self.slots * build.dtype.itemsize
         if size > (free := headroom(build.device)):
             raise ConfigError(
                 f"the cache of {self.slots} requests of {self.capacity} tokens takes {size / 1e9:.1f} GB and there are "

@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build, KeyValueCache
+from megatron.spec.attention import AttentionSpec
 
 
 class StagedModel:
@@ -33,9 +34,10 @@ class StagedModel:
         self._mailbox = Mailbox(build.groups, Streams(build.device, Timeline(build.device)))
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers on this rank, which is also the number of caches."""
-        return len(self._model.stages[self._pp.rank].layers)
+    def attentions(self) -> list[AttentionSpec]:
+        """The attention of each layer on this rank, in order."""
+        layers = self._model.stages[self._pp.rank].layers
+        return [self._build.spec.layers[number].attention for number in layers]
 
     def hidden(
         self,

@@ -89,7 +89,7 @@ class AutoPlacement:
             result = chunk.size * chunk.bucket.param_shard.itemsize
             found.append(
                 Candidate(
-                    device_bytes=state_bytes(self._config, chunk.size, half=chunk.half, far=False),
+                    device_bytes=state_bytes(self._config, chunk.size, half=chunk.half, on_cpu=False),
                     seconds=self._rates.seconds(chunk.size, result, overlap=self._settings.overlap),
                     slack=forward_seconds * before / total if self._settings.overlap else 0.0,
                 )
@@ -101,7 +101,7 @@ class AutoPlacement:
 def measure_update(config: OptimizerConfig, size: int) -> float:
     """Elements per second that the CPU updates in chunks of `size` elements: the best of a few tries."""
     size = min(size, _MAX_ELEMENTS)
-    values = {key: torch.zeros(size) for key in state_layout(config, half=True, far=True)}
+    values = {key: torch.zeros(size) for key in state_layout(config, half=True, on_cpu=True)}
     gradient, runs = torch.zeros(size), [Run(0, size, decay=False, decoupled=False)]
     inputs = Inputs(step=1, lr=0.0, decoupled_lr=0.0, weight_decay=0.0, divisor=1.0)
     best = float("inf")

@@ -34,7 +34,7 @@ from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.optimizer.weight_prefetch import WeightPrefetch
 from megatron.core.parameter import ParamInfo, Section
 from megatron.spec.buckets import Piece
-from megatron.spec.optimizer_state import cut, first_far, is_cut, optimizer_bytes
+from megatron.spec.optimizer_state import chunks_to_offload, cut, is_cut, optimizer_bytes
 
 ON_DEVICE = OffloadSettings()
 
@@ -174,7 +174,9 @@ class Optimizer:
         engine = CopyEngine(streams)
         self.cpu = CpuOptimizer(self._state_pool(offload), buffers, engine, streams, overlap=offload.overlap)
         chunks = list(self._all())
-        for chunk, on_cpu in zip(chunks, first_far([chunk.size for chunk in chunks], offload.far), strict=True):
+        for chunk, on_cpu in zip(
+            chunks, chunks_to_offload([chunk.size for chunk in chunks], offload.fraction), strict=True
+        ):
             if on_cpu:
                 self.cpu.take(chunk)
             else:

@@ -63,7 +63,7 @@ class OptimizerChunk:
 
     def shapes(self, *, on_cpu: bool) -> dict[str, tuple[int, torch.dtype]]:
         """(elements, dtype) of each stored tensor, in either place."""
-        layout = state_layout(self._config, half=self.half, far=on_cpu)
+        layout = state_layout(self._config, half=self.half, on_cpu=on_cpu)
         return {key: (self.size // share, DTYPES[dtype]) for key, (dtype, share) in layout.items()}
 
     def on_device(self) -> dict[str, Tensor]:

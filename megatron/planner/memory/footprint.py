@@ -63,7 +63,7 @@ def weight_and_optimizer_footprint(
     parameters: the rank's trained ones, after tp and pp have divided the model; frozen: those that are not trained;
     offloaded: the trained ones whose weights live in host memory. half: the model is not fp32.
     """
-    states = element_bytes(optimizer, half=half, far=False)
+    states = element_bytes(optimizer, half=half, on_cpu=False)
     masters = sum(size for key, size in states.items() if key in MASTER_KEYS)
     return Footprint(
         weights=((parameters - offloaded) / shards.weights + frozen) * (FP32 // 2 if half else FP32),

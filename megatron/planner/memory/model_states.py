@@ -1,12 +1,17 @@
-"""Memory that a rank holds all the time, parameters, gradients and optimizer state, and the memory that moves them.
+"""The memory that a rank uses all the time for parameters, gradients and optimizer state, and the memory that moves them.
 
-With P parameters on the rank, padded as buckets are, and S ranks that share: G is S when gradients are sharded, else 1; W
-is S when parameters are; N of them live in host memory. Bytes in half precision, in fp32 in brackets: parameters 2 P / W
-(4 P / W); gradients, fp32, 4 P / G; masters 4 P / S (0: the parameters are the masters); adam's moments 8 P / S.
+Let P be the parameters on the rank, padded as buckets are, of which N live in host memory, and S the ranks that share the
+optimizer's state. G is S if gradients are sharded and 1 otherwise; W is S if parameters are sharded and 1 otherwise. Bytes
+in half precision, and in fp32 in brackets:
 
-The N parameters take 2 N / S (4 N / S) of host memory instead. On the device they take some buckets in a step
-(offloaded_weights.py); in the update at most three slices, and at its end two buckets for the next forward and one slice
-that is copied to the host.
+    parameters   2 (P - N) / W   (4 (P - N) / W)
+    gradients    4 P / G         (4 P / G)
+    masters      4 P / S         (0: the parameters are the masters)
+    moments      8 P / S         (8 P / S), of adam
+
+The N parameters take 2 N / S (4 N / S) bytes of host memory. During a step some of their buckets are on the device as well
+(offloaded_weights.py). The update holds at most three slices of them on the device, and at its end two buckets for the next
+forward and one slice that is copied to the host.
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron.base.mesh import Mesh
-from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
-from megatron.config.optimizer_offload import UPDATE, offload_settings
-from megatron.config.run import RunConfig
+from megatron.config.data_parallel import DataParallelSettings
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer_offload import UPDATE
+from megatron.config.settings import RunSettings
 from megatron.planner.memory.footprint import shards_of
 from megatron.planner.memory.offloaded_weights import OffloadedBuckets, offloaded_buckets
 from megatron.schedule.partition import Stage
@@ -29,22 +35,23 @@ from megatron.spec.buckets import (
     default_bucket_size,
     plan_all,
 )
-from megatron.spec.decoder import Placed, decoder_spec
+from megatron.spec.decoder import DecoderSpec, Placed
 from megatron.spec.optimizer_state import OptimizerBytes, optimizer_bytes
 from megatron.spec.parameter import local_numel
-from megatron.spec.sizes import FP32, Target
+from megatron.spec.sizes import FP32, Sizes, Target
 
 _NORM_BYTES = 4 + 8  # per row: its norm in fp32 and in fp64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateMemory:
-    """All in bytes, but for numel, the number of parameters.
+    """Bytes of a rank, except for `numel`, the number of its parameters.
 
-    parameters, gradients, optimizer: in use all the time. blocks: gradient memory that is used in turn, kept between steps.
-    gathered: parameters that are whole for a while in a step where they are sharded or offloaded. prefetched: offloaded
-    parameters on the device in the update. offloaded: their buckets. offloaded_slices: their host memory.
-    staging: during the last backward, when buckets are reduced as they fill. at_end: while the step's gradients are awaited.
+    parameters, gradients, optimizer: in use all the time. blocks: memory for gradients that is kept between steps and used
+    by one bucket after another. gathered: buckets of sharded or offloaded parameters that are whole during a step.
+    prefetched: offloaded parameters that are on the device during the update. offloaded: their buckets, which a step
+    fetches. offloaded_slices: the host memory or files that hold them. staging: work space of one bucket's reduction, if
+    it is overlapped with the last backward. at_end: work space of the reductions for which the end of the step waits.
     norm: work space of the gradient norm.
     """
 
@@ -64,7 +71,11 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class RankBucket:
-    """A bucket of a rank. shards: its slices; copies: ranks that hold the same slice. on_host: its weights live there."""
+    """A bucket of a rank.
+
+    shards: the number of slices into which it is divided. copies: the number of ranks that hold the same slice. on_host:
+    its weights live in host memory.
+    """
 
     layout: BucketLayout
     shards: int
@@ -82,49 +93,63 @@ class RankBucket:
         return self.size // self.shards
 
 
-def state_memory(run: RunConfig, target: Target, stages: Sequence[Stage], mesh: Mesh) -> StateMemory:
-    """The memory of a rank that holds `stages`."""
-    settings, spec = data_parallel_settings(run.parallel), decoder_spec(run.model)
-    on_host = {
-        f"decoder.layers.{number}.{name}"
-        for stage in stages
-        for number in stage.layers[: run.activation_offload.far_weight_layers]
-        for name, _ in spec.layers[number].parameters()
-    }
-    parameters = spec.rank_parameters(stages)
-    buckets = rank_buckets(parameters, mesh, settings, on_host)
-    width = FP32 if run.model.dtype_name == "float32" else 2
-    shared = [(bucket, shards_of(settings, bucket.shards)) for bucket in buckets]
+def state_memory(
+    spec: DecoderSpec,
+    stages: Sequence[Stage],
+    settings: RunSettings,
+    optimizer: OptimizerConfig,
+    sizes: Sizes,
+    offloaded_layers: int,
+) -> StateMemory:
+    """Returns the memory of a rank that holds `stages`.
+
+    offloaded_layers: the weights of so many layers of each stage, from its first on, live in host memory.
+    """
+    data_parallel, offload, width = settings.data_parallel, settings.optimizer_offload, sizes.e
+    on_host = _layer_weights(spec, stages, offloaded_layers)
+    buckets = rank_buckets(spec.rank_parameters(stages), settings.mesh, data_parallel, on_host)
+    shared = [(bucket, shards_of(data_parallel, bucket.shards)) for bucket in buckets]
     sharded = [bucket.size for bucket, ranks in shared if ranks.weights > 1]
     away = [width * bucket.slice for bucket in buckets if bucket.on_host]
     offloaded = offloaded_buckets([bucket.layout for bucket in buckets if bucket.on_host], width)
-    offload = offload_settings(run.optimizer, run.optimizer_offload)
-    by_cpu = offload.mode == UPDATE and offload.far == 1.0
-    wire = FP32 // 2 if settings.reduce_in_bf16 else FP32
-    staging = _staging(buckets, wire, target)
+    by_cpu = offload.mode == UPDATE and offload.fraction == 1.0
+    wire = FP32 // 2 if data_parallel.reduce_in_bf16 else FP32
+    staging = _staging(buckets, wire, sizes.target)
     blocks = sorted((bucket.size for bucket in buckets), reverse=True)[:GRADIENT_BLOCKS]
     slices = [bucket.slice for bucket in buckets]
     return StateMemory(
         numel=sum(sum(bucket.layout.numels.values()) for bucket in buckets),
         parameters=sum(width * bucket.size // ranks.weights for bucket, ranks in shared if not bucket.on_host),
         gradients=sum(FP32 * bucket.size // ranks.gradients for bucket, ranks in shared),
-        optimizer=optimizer_bytes(slices, run.optimizer, offload, half=width == 2),
+        optimizer=optimizer_bytes(slices, optimizer, offload, half=width < FP32),
         blocks=FP32 * sum(blocks) if any(ranks.gradients > 1 for _, ranks in shared) else 0,
-        gathered=2 * width * max(sharded) if sharded else offloaded.always,
+        gathered=2 * width * max(sharded) if sharded else offloaded.resident,
         prefetched=offloaded.pair + (0 if by_cpu else max(away, default=0)),
         offloaded=OffloadedBuckets() if sharded else offloaded,
         offloaded_slices=sum(away),
-        staging=staging[0] if settings.overlap_reduce and staging else 0,
+        staging=staging[0] if data_parallel.overlap_reduce and staging else 0,
         at_end=sum(staging[:IN_FLIGHT]),
         norm=max(slices) // NORM_ROW * _NORM_BYTES,
     )
 
 
+def _layer_weights(spec: DecoderSpec, stages: Sequence[Stage], count: int) -> set[str]:
+    """Names of the parameters in the first `count` layers of each stage."""
+    return {
+        f"decoder.layers.{number}.{name}"
+        for stage in stages
+        for number in stage.layers[:count]
+        for name, _ in spec.layers[number].parameters()
+    }
+
+
 def rank_buckets(
     parameters: dict[str, Placed], mesh: Mesh, settings: DataParallelSettings, on_host: Collection[str]
 ) -> list[RankBucket]:
-    """The buckets of these parameters, in the order in which backward completes them. on_host: names of those whose
-    weights live in host memory."""
+    """Returns the buckets of these parameters, in the order in which backward completes them.
+
+    on_host: names of the parameters that live in host memory.
+    """
     each = {
         view: 1 if settings.shards == "no_shard" else mesh.copies(view) // settings.instances for view in mesh.views
     }
@@ -145,10 +170,10 @@ def rank_buckets(
 
 
 def _staging(buckets: Sequence[RankBucket], wire: int, target: Target) -> list[int]:
-    """Bytes of work space that each bucket's reduction takes, the largest first.
+    """Returns the bytes of work space that each bucket's reduction takes, the largest first.
 
-    On the CPU every other rank's version of this rank's slice is received before they are added; NCCL adds while it
-    receives. In bf16 the bucket is converted first.
+    wire: bytes per element that is sent. On the CPU a rank receives the other ranks' versions of its slice before it adds
+    them; NCCL adds while it receives. A bucket that is reduced in bf16 is converted first.
     """
     found = []
     for bucket in buckets:

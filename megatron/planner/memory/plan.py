@@ -1,25 +1,24 @@
 """The memory of a run before it starts: every rank's use, by kind, at the moment when it is largest.
 
-A step is replayed: state that is always there, then the rank's own list of actions, each of which takes and frees the
-bytes of its profile (stage.py), then the update. So the peak has a place: an action of the schedule, a layer, and what
-it was doing there. Figures are bytes that tensors ask for; what an allocator rounds and keeps free, and what libraries
-take in addition (CUDA's context, NCCL, gloo), come on top.
+A step is replayed. First comes the state that is always there, then the rank's own list of actions, each of which takes
+and frees the bytes of its profile (stage.py), then the update. So the peak has a place: an action of the schedule, and a
+layer within it. All figures are bytes that tensors request. The memory that an allocator adds by rounding and keeps free,
+and that libraries take in addition (CUDA's context, NCCL, gloo), is not included.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
-from megatron.config.mesh import mesh_of
-from megatron.config.pipeline import PipelineSettings, pipeline_settings
 from megatron.config.run import RunConfig
+from megatron.config.settings import RunSettings
 from megatron.planner.memory.model_states import StateMemory, state_memory
 from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by, with_moves
 from megatron.planner.memory.sizes import sizes_of
-from megatron.planner.memory.stage import StageMemory, stage_memory
+from megatron.planner.memory.stage import stage_memory
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
 from megatron.schedule.validate import memory_in_flight
@@ -45,13 +44,14 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One pipeline rank; its tp, cp and dp neighbours are alike.
+    """The memory of one pipeline rank; ranks that differ only in tp, cp or dp need the same.
 
-    at_peak: bytes by kind when most are in use; moment: when that is. start: bytes between steps. a_microbatch:
-    activations that a microbatch leaves behind in all stages of the rank. in_flight: (stage, microbatch) pairs
-    kept at once. host: bytes of optimizer state, weights and activations in host memory; disk: of state in files.
+    at_peak: bytes by kind at the moment with the highest total, which `moment` names. start: bytes between steps.
+    per_microbatch: bytes of activations that one microbatch leaves behind in all stages of the rank. in_flight: the most
+    (stage, microbatch) pairs whose activations exist at once. host: bytes of optimizer state, weights and activations in
+    host memory. disk: bytes of state in files.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class RankMemory:
     at_peak: Mapping[str, int]
     moment: str
     start: int
-    a_microbatch: int
+    per_microbatch: int
     in_flight: int
     host: int
     disk: int
@@ -76,78 +76,90 @@ class RankMemory:
         return sum(len(stage.layers) for stage in self.stages)
 
 
-def plan_memory(run: RunConfig, world_size: int, target: Target) -> list[RankMemory]:
-    """Returns the memory of each pipeline rank of a run that `config.rules.check` accepts, with its vocabulary known.
+def plan_memory(run: RunConfig, settings: RunSettings, target: Target) -> list[RankMemory]:
+    """Returns the memory of each pipeline rank of a run, whose `settings` are those that the run itself uses.
 
-    Raises ConfigError for what is not planned: adapters, and a vocabulary that only a tokenizer knows.
+    `config.rules.check` has accepted the run. Raises ConfigError for runs that are not planned: with adapters, or with a
+    vocabulary whose size only a tokenizer knows.
     """
     if run.model.vocab_size is None:
         raise ConfigError("the size of the vocabulary decides about memory; give --vocab-size")
     if run.model.lora_rank:
         raise ConfigError(f"--lora-rank {run.model.lora_rank}: the memory of adapters is not planned; leave it out")
-    layers = run.model.num_layers
-    assert layers
-    positions = run.model.max_position_embeddings or run.data.seq_length
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_position_embeddings=positions))
-    mesh = mesh_of(run.parallel, world_size)
-    settings = pipeline_settings(run.parallel, layers)
-    sizes, spec = sizes_of(run, target), decoder_spec(run.model)
-    states = [state_memory(run, target, settings.stages_of(rank), mesh) for rank in range(settings.placement.num_ranks)]
-    whole, by_layer = (
-        {
-            stage.number: stage_memory(
-                spec, sizes, stage, run.recompute, run.activation_offload, state.offloaded, by_layer=moves_by_layer
+    seq_length, micro_batch_size, offload = run.data.seq_length, run.train.micro_batch_size, run.activation_offload
+    assert seq_length and micro_batch_size
+    model = dataclasses.replace(run.model, max_position_embeddings=run.model.max_position_embeddings or seq_length)
+    spec = decoder_spec(model)
+    sizes = sizes_of(model, settings, seq_length=seq_length, micro_batch_size=micro_batch_size, target=target)
+    microbatches = settings.batches.final_num_microbatches
+    schedule = with_moves(offload, settings.pipeline.schedule_of(microbatches))
+    ranks = []
+    for rank in range(settings.pipeline.placement.num_ranks):
+        stages = settings.pipeline.stages_of(rank)
+        state = state_memory(spec, stages, settings, run.optimizer, sizes, offload.offloaded_weight_layers)
+        whole, by_layer = (
+            {
+                stage.number: stage_memory(
+                    spec, sizes, stage, run.recompute, offload, state.offloaded, by_layer=moves_by_layer
+                )
+                for stage in stages
+            }
+            for moves_by_layer in (False, True)
+        )
+        trace = MemoryTrace()
+        _take_state(trace, state)
+        start = sum(trace.now.values())
+        trace.take(BATCH, microbatches * _batch(sizes))
+        activations = OffloadTrace(trace, offloaded_by(offload, schedule, rank), whole, by_layer)
+        _replay_step(trace, schedule.actions[rank], activations, state, sizes)
+        in_files = run.optimizer_offload.offload_dir is not None
+        ranks.append(
+            RankMemory(
+                rank=rank,
+                stages=stages,
+                parameters=state.numel,
+                at_peak=dict(trace.top),
+                moment=trace.moment,
+                start=start,
+                per_microbatch=sum(_activations(whole[stage.number].forward) for stage in stages),
+                in_flight=memory_in_flight(schedule)[rank].activations,
+                host=state.optimizer.host + activations.most + (0 if in_files else state.offloaded_slices),
+                disk=state.optimizer.disk + (state.offloaded_slices if in_files else 0),
             )
-            for rank, state in enumerate(states)
-            for stage in settings.stages_of(rank)
-        }
-        for moves_by_layer in (False, True)
-    )
-    return [_rank(run, rank, settings, whole, by_layer, sizes, state, mesh.dp) for rank, state in enumerate(states)]
+        )
+    return ranks
 
 
-def num_microbatches(run: RunConfig, dp: int) -> int:
-    """Microbatches of a step at the end of a batch ramp or schedule, if there is one."""
-    assert run.train.micro_batch_size
-    return (run.train.final_global_batch_size or run.train.micro_batch_size * dp) // (run.train.micro_batch_size * dp)
-
-
-def _rank(
-    run: RunConfig,
-    rank: int,
-    settings: PipelineSettings,
-    whole: Mapping[int, StageMemory],
-    by_layer: Mapping[int, StageMemory],
-    sizes: Sizes,
-    state: StateMemory,
-    dp: int,
-) -> RankMemory:
-    microbatches, stages = num_microbatches(run, dp), settings.stages_of(rank)
-    schedule = with_moves(run.activation_offload, settings.schedule_of(microbatches))
-    trace = MemoryTrace()
+def _take_state(trace: MemoryTrace, state: StateMemory) -> None:
+    """Takes the memory that is in use between steps."""
     trace.take(PARAMETERS, state.parameters)
     trace.take(GRADIENTS, state.gradients)
     trace.take(OPTIMIZER, state.optimizer.device + state.optimizer.staging)
     trace.take(COMMUNICATION, state.blocks)
-    start = sum(trace.now.values())
-    trace.take(BATCH, microbatches * _batch(sizes))
+
+
+def _replay_step(
+    trace: MemoryTrace, actions: Sequence[Action], activations: OffloadTrace, state: StateMemory, sizes: Sizes
+) -> None:
+    """Replays a step of one rank: its actions, then the reduction of gradients and the update."""
     trace.take(COMMUNICATION, state.gathered)
-    offload = OffloadTrace(trace, offloaded_by(run.activation_offload, schedule, rank), whole, by_layer)
-    last = {action.stage: action for action in schedule.actions[rank] if action.kind in COMPUTE}
-    sent = 0  # bytes that have left, and are freed when the next message leaves; gloo's thread does so at once
-    for action in schedule.actions[rank]:
+    last = {action.stage: action for action in actions if action.kind in COMPUTE}
+    sent = 0  # bytes of the last message: freed when the next one leaves, or at once by the thread that sends with gloo
+    for action in actions:
         if action.kind in SENDS:
             trace.free(COMMUNICATION, sizes.residual if sizes.target.cpu else sent)
             sent = sizes.residual
-            continue
-        if action.kind in COPIES:
-            offload.move(action)
-            continue
-        if action.kind in RECEIVES:
+        elif action.kind in COPIES:
+            activations.move(action)
+        elif action.kind in RECEIVES:
             trace.take(COMMUNICATION, sizes.residual)
         elif action.kind in COMPUTE:
-            _compute(trace, action, offload.profile(action), state.staging if last[action.stage] == action else 0)
-            offload.after(action)
+            staging = state.staging if last[action.stage] == action else 0
+            with trace.doing(f"{_NAMES[action.kind]} of microbatch {action.microbatch}"):
+                trace.take(COMMUNICATION, staging)
+                trace.replay(activations.profile(action))
+                trace.free(COMMUNICATION, staging)
+            activations.after(action)
     trace.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
     trace.free(COMMUNICATION, state.gathered)
     with trace.doing("reduction of gradients"):
@@ -155,31 +167,14 @@ def _rank(
     with trace.doing("update"):
         trace.use(WORK, state.norm)
         trace.use(COMMUNICATION, state.prefetched)
-    in_files = run.optimizer_offload.offload_dir is not None
-    kept = [sum(whole[s.number].forward.net.get(kind, 0) for kind in ACTIVATIONS) for s in stages]
-    return RankMemory(
-        rank,
-        stages,
-        state.numel,
-        dict(trace.top),
-        trace.moment,
-        start,
-        sum(kept),
-        memory_in_flight(schedule)[rank].activations,
-        state.optimizer.host + offload.most + (0 if in_files else state.offloaded_slices),
-        state.optimizer.disk + (state.offloaded_slices if in_files else 0),
-    )
 
 
-def _compute(trace: MemoryTrace, action: Action, profile: Profile, staging: int) -> None:
-    """staging: bytes of reductions that are in flight meanwhile."""
-    with trace.doing(f"{_NAMES[action.kind]} of microbatch {action.microbatch}"):
-        trace.take(COMMUNICATION, staging)
-        trace.replay(profile)
-        trace.free(COMMUNICATION, staging)
+def _activations(forward: Profile) -> int:
+    """Bytes of activations that the forward of a stage leaves behind."""
+    return sum(forward.net.get(kind, 0) for kind in ACTIVATIONS)
 
 
 def _batch(sizes: Sizes) -> int:
-    """Bytes of a microbatch: tokens and labels, the mask of the loss, its weights twice, positions."""
+    """Bytes of a microbatch: tokens and labels, the loss mask, the loss weights twice, and positions."""
     whole = sizes.tokens * (2 * INT64 + MASK + 2 * FP32) + sizes.s * INT64
     return whole * (1 + sizes.cp) if sizes.cp > 1 else whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,18 +32,19 @@ NONE_OFFLOADED = OffloadedBuckets()
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A profile for each kind of computation of a schedule. Tensors that pass between stages count as communication.
+    """One profile per kind of computation of a schedule. Tensors that pass between stages count as communication.
 
-    offloaded: bytes that have been offloaded, layer by layer, when the forward is over.
+    weight_grad: the second half of a backward that the schedule splits, None if it does not. offloaded: bytes that have
+    been offloaded layer by layer when the forward ends.
     """
 
     forward: Profile
     backward: Profile
-    weight_grad: Profile | None  # the rest, where the backward is split
+    weight_grad: Profile | None
     offloaded: int = 0
 
     def of(self, kind: Kind) -> Profile:
-        """The profile of a computation."""
+        """Returns the profile of a computation."""
         if kind is Kind.FORWARD:
             return self.forward
         if kind is Kind.WEIGHT_GRAD:
@@ -52,11 +53,36 @@ class StageMemory:
         return self.backward
 
 
+def stage_memory(
+    spec: DecoderSpec,
+    sizes: Sizes,
+    stage: Stage,
+    recompute: RecomputeConfig,
+    offload: ActivationOffloadConfig,
+    offloaded: OffloadedBuckets = NONE_OFFLOADED,
+    *,
+    by_layer: bool = True,
+) -> StageMemory:
+    """Returns the memory of one stage of the decoder.
+
+    offloaded: the buckets of the stage's weights that live in host memory. by_layer: the activations that the flags offload
+    leave the device layer by layer; if it is False, the schedule offloads them, and these profiles do not include it.
+    """
+    events = _StageEvents(spec, sizes, stage, recompute, offload, offloaded, by_layer=by_layer)
+    forward, backward, moved = profile_of(events.forward), profile_of(events.backward), events.moves.nbytes
+    if not sizes.split_backward:
+        return StageMemory(forward, backward, None, moved)
+    used = {*forward.net, *backward.net} - {COMMUNICATION}
+    left = {kind: -forward.net.get(kind, 0) - backward.net.get(kind, 0) for kind in used}
+    return StageMemory(forward, backward, Profile(left, {}, "weight gradients", {}), moved)
+
+
 @dataclass(frozen=True)
 class _LayerProfiles:
-    """A layer's memory, and its profiles. backward: by whether nothing else holds the gradient that arrives.
+    """The memory of a layer, and its profiles.
 
-    forget: of a layer in a group that is computed again only the output stays, and of the group that of its last layer.
+    backward: by whether the layer alone holds the gradient of its output. forget: frees all that the forward left behind
+    except the output, for a layer that backward recomputes.
     """
 
     memory: LayerMemory
@@ -77,108 +103,148 @@ def _profiles(layer: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> _Layer
     )
 
 
-def stage_memory(
-    spec: DecoderSpec,
-    sizes: Sizes,
-    stage: Stage,
-    recompute: RecomputeConfig,
-    offload: ActivationOffloadConfig,
-    offloaded: OffloadedBuckets = NONE_OFFLOADED,
-    *,
-    by_layer: bool = True,
-) -> StageMemory:
-    """The memory of one stage of the decoder.
+class _StageEvents:
+    """Reports what the forward and the backward of one microbatch take and free in a stage, in the order of the run.
 
-    offloaded: its weights that live in host memory. by_layer: the activations that the flags offload move layer by layer;
-    else none of them move here.
+    Arguments as for `stage_memory`.
     """
-    # Most layers are alike, and alike layers are one object. (They would compare equal with another dropout, too.)
-    kinds = {id(layer): layer for layer in (spec.layers[number] for number in stage.layers)}
-    profiles = {kind: _profiles(layer, sizes, recompute.modules) for kind, layer in kinds.items()}
-    layers = {number: profiles[id(spec.layers[number])] for number in stage.layers}
-    embedding, head = EmbeddingMemory(spec.embedding, sizes), HeadMemory(spec, sizes)
-    groups = recompute.groups(stage.layers)
-    moves = LayerMoves([{}] * len(stage.layers), 0)
-    if by_layer:
-        memories = [layers[number].memory for number in stage.layers]
-        moves = layer_moves(offload, recompute, sizes, stage, memories, profile_of(embedding.forward).net)
-    place = {number: place for place, number in enumerate(stage.layers)}
-    tables = 2 * sizes.s * (spec.rotary.channels // 2) * sizes.e if spec.rotary is not None else 0
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        sizes: Sizes,
+        stage: Stage,
+        recompute: RecomputeConfig,
+        offload: ActivationOffloadConfig,
+        offloaded: OffloadedBuckets,
+        *,
+        by_layer: bool,
+    ) -> None:
+        self._sizes, self._stage, self._offloaded = sizes, stage, offloaded
+        # Most layers are alike, and alike layers are one object. (They would compare equal with another dropout, too.)
+        alike = {id(layer): layer for layer in (spec.layers[number] for number in stage.layers)}
+        profiles = {key: _profiles(layer, sizes, recompute.modules) for key, layer in alike.items()}
+        self._layers = {number: profiles[id(spec.layers[number])] for number in stage.layers}
+        self._place = {number: place for place, number in enumerate(stage.layers)}
+        self._groups = recompute.groups(stage.layers)
+        self._embedding, self._head = EmbeddingMemory(spec.embedding, sizes), HeadMemory(spec, sizes)
+        self._rotary = 2 * sizes.s * (spec.rotary.channels // 2) * sizes.e if spec.rotary is not None else 0
+        # The engine holds the stage's input until the backward ends. Activation offload leaves it without its memory.
+        self._held_input = sizes.residual if offload.kind is None else 0
+        self.moves = LayerMoves([{}] * len(stage.layers), 0)
+        if by_layer:
+            memories = [self._layers[number].memory for number in stage.layers]
+            embedding = profile_of(self._embedding.forward).net
+            self.moves = layer_moves(offload, recompute, sizes, stage, memories, embedding)
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """Reports the forward."""
+        self._begin_forward(trace)
+        leaving = Leaving(trace, self.moves)
+        for layers, again in self._groups:
+            if again:
+                self._forward_to_recompute(trace, layers, leaving)
+            else:
+                self._forward_layers(trace, layers, leaving)
+        self._end_forward(trace)
+        leaving.forward_ends()
+        if not self._stage.layers:
+            trace.free(ATTENTION, self._rotary)
+
+    def backward(self, trace: MemoryTrace) -> None:
+        """Reports the backward, or the first half of a split one."""
+        returning = Returning(trace, self.moves)
+        self._begin_backward(trace, returning)
+        for layers, again in reversed(self._groups):
+            if again:
+                self._backward_recomputed(trace, layers, returning)
+            else:
+                self._backward_layers(trace, layers, returning)
+        if self._stage.layers:
+            trace.free(ATTENTION, self._rotary)
+        self._end_backward(trace)
+
+    def _begin_forward(self, trace: MemoryTrace) -> None:
+        """The input is embedded, or has been received."""
+        if not self._stage.embedding:
+            trace.free(COMMUNICATION, self._sizes.residual)
+            trace.take(RESIDUAL, self._sizes.residual)
+        trace.take(ATTENTION, self._rotary)
+        if self._stage.embedding:
+            with trace.doing("embedding"):
+                self._embedding.forward(trace)
+
+    def _forward_layers(self, trace: MemoryTrace, layers: Sequence[int], leaving: Leaving) -> None:
+        for number in layers:
+            leaving.layer_begins(self._place[number])
+            with trace.doing(f"layer {number}"), self._with_weights(trace, [number]):
+                trace.replay(self._layers[number].forward)
+
+    def _forward_to_recompute(self, trace: MemoryTrace, layers: Sequence[int], leaving: Leaving) -> None:
+        """A group of layers that backward recomputes keeps only its input and its output."""
+        leaving.layer_begins(self._place[layers[0]])
+        for number in layers:
+            with trace.doing(f"layer {number}"), self._with_weights(trace, [number]):
+                trace.replay(self._layers[number].forward)
+            trace.replay(self._layers[number].forget)
+        trace.free(RESIDUAL, self._sizes.residual * (len(layers) - 1))
+
+    def _end_forward(self, trace: MemoryTrace) -> None:
+        """The loss is computed, or the output is about to be sent."""
+        if self._stage.head:
+            with trace.doing("head"):
+                self._head.forward(trace)
+        else:
+            trace.free(RESIDUAL, self._sizes.residual)
+            trace.take(COMMUNICATION, self._sizes.residual)
+
+    def _begin_backward(self, trace: MemoryTrace, returning: Returning) -> None:
+        """The head's backward runs, or the gradient of the output has been received."""
+        if self._stage.head:
+            returning.asked(len(self._stage.layers) - 1)
+            with trace.doing("head"):
+                self._head.backward(trace)
+        elif not self._stage.layers:
+            trace.take(BACKWARD, self._sizes.residual)
+
+    def _backward_layers(self, trace: MemoryTrace, layers: Sequence[int], returning: Returning) -> None:
+        for number in reversed(layers):
+            returning.asked(self._place[number])
+            with trace.doing(f"layer {number}"), self._with_weights(trace, [number]):
+                trace.replay(self._backward_profile(number))
+
+    def _backward_recomputed(self, trace: MemoryTrace, layers: Sequence[int], returning: Returning) -> None:
+        """A group of layers runs forward again, and then backward."""
+        with self._with_weights(trace, layers, again=True):
+            returning.asked(keeper(self._place[layers[0]]))
+            for number in layers:
+                with trace.doing(f"layer {number} again"):
+                    trace.replay(self._layers[number].forward)
+            trace.free(RESIDUAL, self._sizes.residual)  # the second run ends before its output
+            for number in reversed(layers):
+                with trace.doing(f"layer {number}"):
+                    trace.replay(self._backward_profile(number))
+
+    def _backward_profile(self, number: int) -> Profile:
+        """A layer alone holds the gradient of its output, unless that is the message that another stage has sent."""
+        return self._layers[number].backward[self._stage.head or number != self._stage.layers[-1]]
+
+    def _end_backward(self, trace: MemoryTrace) -> None:
+        """The embedding's backward runs, or the gradient of the input is about to be sent."""
+        if self._stage.embedding:
+            with trace.doing("embedding"):
+                self._embedding.backward(trace)
+        else:
+            trace.use(COMMUNICATION, self._held_input)
+            trace.free(BACKWARD, self._sizes.residual)
+            trace.take(COMMUNICATION, self._sizes.residual)
+        if not self._stage.head:
+            trace.free(COMMUNICATION, self._sizes.residual)  # the gradient that was received
 
     @contextmanager
-    def read(trace: MemoryTrace, layers: Sequence[int], *, again: bool = False) -> Iterator[None]:
-        """Weights of these layers are there for the body."""
-        whole = offloaded.fetched(layers, again=again)
-        trace.take(COMMUNICATION, whole)
+    def _with_weights(self, trace: MemoryTrace, layers: Collection[int], *, again: bool = False) -> Iterator[None]:
+        """The offloaded weights of these layers are on the device during the body."""
+        fetched = self._offloaded.fetched(layers, again=again)
+        trace.take(COMMUNICATION, fetched)
         yield
-        trace.free(COMMUNICATION, whole)
-
-    def forward(trace: MemoryTrace) -> None:
-        if not stage.embedding:
-            trace.free(COMMUNICATION, sizes.residual)
-            trace.take(RESIDUAL, sizes.residual)
-        trace.take(ATTENTION, tables)
-        if stage.embedding:
-            with trace.doing("embedding"):
-                embedding.forward(trace)
-        leaving = Leaving(trace, moves)
-        for group, again in groups:
-            for number in group:
-                if not again or number == group[0]:
-                    leaving.layer_begins(place[number])
-                with trace.doing(f"layer {number}"), read(trace, [number]):
-                    trace.replay(layers[number].forward)
-                if again:
-                    trace.replay(layers[number].forget)
-            if again:
-                trace.free(RESIDUAL, sizes.residual * (len(group) - 1))
-        if stage.head:
-            with trace.doing("head"):
-                head.forward(trace)
-        else:
-            trace.free(RESIDUAL, sizes.residual)
-            trace.take(COMMUNICATION, sizes.residual)
-        leaving.forward_ends()
-        if not stage.layers:
-            trace.free(ATTENTION, tables)
-
-    def backward(trace: MemoryTrace) -> None:
-        returning = Returning(trace, moves)
-        if stage.head:
-            returning.asked(len(stage.layers) - 1)
-            with trace.doing("head"):
-                head.backward(trace)
-        elif not stage.layers:
-            trace.take(BACKWARD, sizes.residual)
-        for group, again in reversed(groups):
-            with read(trace, group if again else (), again=again):
-                if again:
-                    returning.asked(keeper(place[group[0]]))
-                    for number in group:
-                        with trace.doing(f"layer {number} again"):
-                            trace.replay(layers[number].forward)
-                    trace.free(RESIDUAL, sizes.residual)  # the second run ends before its output
-                for number in reversed(group):
-                    if not again:
-                        returning.asked(place[number])
-                    with trace.doing(f"layer {number}"), read(trace, () if again else [number]):
-                        trace.replay(layers[number].backward[stage.head or number != stage.layers[-1]])
-        if stage.layers:
-            trace.free(ATTENTION, tables)
-        if stage.embedding:
-            with trace.doing("embedding"):
-                embedding.backward(trace)
-        else:
-            # The engine holds the stage's input until the end; offload leaves it without its memory.
-            trace.use(COMMUNICATION, 0 if offload.kind is not None else sizes.residual)
-            trace.free(BACKWARD, sizes.residual)
-            trace.take(COMMUNICATION, sizes.residual)
-        if not stage.head:
-            trace.free(COMMUNICATION, sizes.residual)  # the gradient that came
-
-    before, after = profile_of(forward), profile_of(backward)
-    if not sizes.split_backward:
-        return StageMemory(before, after, None, moves.nbytes)
-    used = {*before.net, *after.net} - {COMMUNICATION}
-    left = {kind: -before.net.get(kind, 0) - after.net.get(kind, 0) for kind in used}
-    return StageMemory(before, after, Profile(left, {}, "weight gradients", {}), moves.nbytes)
+        trace.free(COMMUNICATION, fetched)

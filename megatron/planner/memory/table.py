@@ -1,51 +1,55 @@
-"""A memory plan as rows of text."""
+"""Formats a memory plan as rows of text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.mesh import mesh_of
-from megatron.config.optimizer_offload import offload_settings
-from megatron.config.run import RunConfig
-from megatron.planner.memory.plan import RankMemory, num_microbatches
+from megatron.config.activation_offload import ActivationOffloadConfig
+from megatron.config.optimizer_offload import OffloadSettings
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.settings import RunSettings
+from megatron.planner.memory.plan import RankMemory
 from megatron.spec.memory.trace import KINDS
 from megatron.spec.sizes import Target
 
 MIB = 1024**2
 
 
-def memory_headline(run: RunConfig, world_size: int, target: Target) -> str:
-    """Layout, microbatches and device that a plan is for."""
-    mesh = mesh_of(run.parallel, world_size)
+def memory_headline(settings: RunSettings, dtype: str, target: Target) -> str:
+    """Formats the layout, the microbatches and the device that a plan is for. dtype: of the parameters."""
+    mesh, microbatches = settings.mesh, settings.batches.final_num_microbatches
     where = "CPU" if target.cpu else "CUDA"
     products = ", products in fp32" if target.wide else ""
     return (
-        f"tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}, "
-        f"{num_microbatches(run, mesh.dp)} microbatches per step, {run.model.dtype_name} on {where}{products}"
+        f"tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}, {microbatches} microbatches per step, "
+        f"{dtype} on {where}{products}"
     )
 
 
-def notes(run: RunConfig) -> list[str]:
-    """What the run will decide by itself, and the plan cannot know."""
+def notes(
+    recompute: RecomputeConfig, activation_offload: ActivationOffloadConfig, optimizer_offload: OffloadSettings
+) -> list[str]:
+    """Returns one line for each decision that a run takes by itself, so that its plan assumes one."""
     found = []
-    if run.recompute.recompute_policy is not None:
-        found.append(
-            f"--recompute-policy {run.recompute.recompute_policy} chooses at start; planned is a run without it"
-        )
-    if run.activation_offload.kind == "ratio" and run.activation_offload.ratio is None:
+    if recompute.recompute_policy is not None:
+        found.append(f"--recompute-policy {recompute.recompute_policy} chooses at start; planned is a run without it")
+    if activation_offload.kind == "ratio" and activation_offload.ratio is None:
         found.append("--pipeline-offload-ratio auto begins with 0, and so does the plan")
-    if offload_settings(run.optimizer, run.optimizer_offload).is_auto:
+    if optimizer_offload.is_auto:
         found.append("--optimizer-offload-policy auto begins with all state in host memory, and so does the plan")
     return found
 
 
 def table_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
-    """A row a kind of memory at the moment when a rank uses most, and rows of what else is known; a column a rank."""
+    """Returns the rows of a table with one column per rank.
+
+    There is one row per kind of memory, at the moment when the rank uses most, and then rows of other figures.
+    """
     kinds = [kind for kind in KINDS if any(rank.at_peak.get(kind, 0) for rank in ranks)]
     rows = [[kind, *(_mib(rank.at_peak.get(kind, 0)) for rank in ranks)] for kind in kinds]
     rows.append(["most at once", *(_mib(rank.peak) for rank in ranks)])
     rows.append(["between steps", *(_mib(rank.start) for rank in ranks)])
-    rows.append(["a microbatch keeps", *(_mib(rank.a_microbatch) for rank in ranks)])
+    rows.append(["a microbatch keeps", *(_mib(rank.per_microbatch) for rank in ranks)])
     if any(rank.host for rank in ranks):
         rows.append(["host memory", *(_mib(rank.host) for rank in ranks)])
     if any(rank.disk for rank in ranks):

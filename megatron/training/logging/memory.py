@@ -57,7 +57,7 @@ class LogMemory:
         """Plans the memory. Raises ConfigError for a run that cannot be planned."""
         wide = any(slow_half(trainer.device, bucket.dtype) for bucket in trainer.data_parallel.buckets)
         target = Target(trainer.device.type == "cpu", wide)
-        self._planned = plan_memory(trainer.run, trainer.groups.world.size, target)
+        self._planned = plan_memory(trainer.run, trainer.settings, target)
         log.info("--log-memory measures %s", self._peak.source)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:

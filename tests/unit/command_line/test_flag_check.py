@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.command_line.flag_check import check_command, smallest_world
+from megatron.command_line.flag_check import check_command
 from megatron.command_line.read import read
 
 ROOT = Path(__file__).parents[3]
@@ -49,10 +49,6 @@ def test_flags_and_rules_are_told_together():
 def test_a_value_that_cannot_be_read_breaks_no_rule():
     verdict = check_command([*GOOD, "--num-layers", "many"], 1)
     assert [line for line, _ in verdict.problems] == ["--num-layers: needs a whole number, got 'many'"]
-
-
-def test_the_smallest_world():
-    assert smallest_world(read(["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2"]).run) == 8
 
 
 class TestTool:

@@ -33,7 +33,7 @@ def test_more_than_the_capacity_is_refused():
 
 def test_a_model_has_a_cache_a_layer_of_its_key_value_heads_and_dtype():
     _, build = small_model(pool.groups(), **LLAMA, bf16=True)
-    caches = allocate_caches(build, 2, batch_size=5, capacity=7)
+    caches = allocate_caches(build, [layer.attention for layer in build.spec.layers], batch_size=5, capacity=7)
     new = torch.ones(7, 5, 2, 8, dtype=torch.bfloat16)
     assert len(caches) == 2
     for cache in caches:

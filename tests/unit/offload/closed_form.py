@@ -18,7 +18,7 @@ def peak_chunks(p: int, v: int, rank: int, ratio: float, layers: int) -> float:
         v > 1:   d = 0: 2 + (n - 2)(1 - a)   d = 1: 2 + s + (n - 3)(1 - a)   d > 1: 3 + (n - 3)(1 - a)
 
     Three are whole where the warm-up ends: one being made, one being copied out, and one that is back for the first
-    backward. `validate.chunks_near` counts the same for any schedule. Without a pipeline (p = 1) it is s.
+    backward. `validate.chunks_on_device` counts the same for any schedule. Without a pipeline (p = 1) it is s.
     """
     d, stays = p - 1 - rank, share_by_layer(layers, ratio)
     if v == 1:

@@ -12,7 +12,7 @@ from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import freeze_all_but_adapters
-from megatron.spec.optimizer_state import first_far, optimizer_bytes
+from megatron.spec.optimizer_state import chunks_to_offload, optimizer_bytes
 from tests.parallel.strategies import make_run
 from tests.unit.models.builds import GPT, LLAMA, take_step
 
@@ -23,7 +23,7 @@ BF16 = {**SMALL, "bf16": True}
 
 
 def settings(far=1.0, *, mode=UPDATE, **fields):
-    return OffloadSettings(mode=mode, far=far, chunk_size=CHUNK, **fields)
+    return OffloadSettings(mode=mode, fraction=far, chunk_size=CHUNK, **fields)
 
 
 MODES = {
@@ -138,7 +138,7 @@ def test_nothing_offloaded_costs_nothing():
     """A fraction of 0: no cut, no thread, no further byte."""
     plain = make_run({}, fields=BF16)
     before = set(threading.enumerate())
-    none = make_run({}, fields=BF16, offload=OffloadSettings(mode="off", far=0.0, chunk_size=CHUNK))
+    none = make_run({}, fields=BF16, offload=OffloadSettings(mode="off", fraction=0.0, chunk_size=CHUNK))
     none.steps(2)
     assert none.optimizer.cpu is none.optimizer.offloaded_states is None and none.optimizer.host_bytes == 0
     assert none.optimizer.cpu_chunks == (0, len(none.data_parallel.buckets))
@@ -177,11 +177,13 @@ def test_bytes_are_the_planned_ones(fields, optimizer):
 def test_bytes_by_hand():
     """Three chunks of 1000 elements of a bf16 model, one of them far."""
     config = OptimizerConfig()
-    mode = OffloadSettings(mode=UPDATE, far=0.3, chunk_size=1000)
+    mode = OffloadSettings(mode=UPDATE, fraction=0.3, chunk_size=1000)
     found = optimizer_bytes([2000, 1000], config, mode, half=True)
     assert (found.device, found.staging, found.disk) == (2000 * 12, 0, 0)
     assert found.host == 1000 * (12 + 4 + 2), "state, one gradient, one result"
-    parked = optimizer_bytes([2000, 1000], config, OffloadSettings(mode=STATES, far=1.0, chunk_size=1000), half=True)
+    parked = optimizer_bytes(
+        [2000, 1000], config, OffloadSettings(mode=STATES, fraction=1.0, chunk_size=1000), half=True
+    )
     assert (parked.device, parked.staging, parked.host) == (0, 2 * 12_000, 36_000)
 
 
@@ -197,7 +199,7 @@ def test_bytes_by_hand():
     ],
 )
 def test_which_chunks_are_far_by_share(sizes, share, far):
-    assert first_far(sizes, share) == far
+    assert chunks_to_offload(sizes, share) == far
 
 
 class TestDisk:

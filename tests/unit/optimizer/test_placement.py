@@ -95,7 +95,7 @@ class Meter:
 def test_a_run_follows_its_memory_up_and_down():
     """Chunks come near when there is room, leave when activations grow, and return; no step shows it."""
     threshold = 20_000
-    mode = OffloadSettings(mode=UPDATE, far=1.0, is_auto=True, chunk_size=1280, threshold=threshold)
+    mode = OffloadSettings(mode=UPDATE, fraction=1.0, is_auto=True, chunk_size=1280, threshold=threshold)
     plain = make_run({}, fields=SMALL)
     run = make_run({}, fields=SMALL, offload=mode)
     owner = run.optimizer
@@ -116,7 +116,7 @@ def test_a_run_follows_its_memory_up_and_down():
 
 
 def test_chunks_that_return_leave_host_memory():
-    mode = OffloadSettings(mode=UPDATE, far=1.0, is_auto=True, overlap=True, chunk_size=1280, threshold=1)
+    mode = OffloadSettings(mode=UPDATE, fraction=1.0, is_auto=True, overlap=True, chunk_size=1280, threshold=1)
     run = make_run({"overlap_reduce": True}, fields=SMALL, offload=mode)
     run.optimizer._auto.meter = meter = Meter(run)
     meter.empty = 10**9

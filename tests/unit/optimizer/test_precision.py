@@ -96,7 +96,7 @@ def parameters_after(run, steps=20):
 
 
 @pytest.mark.parametrize(
-    "mode", [None, OffloadSettings(mode=STATES, far=1.0, chunk_size=CHUNK)], ids=["near", "states"]
+    "mode", [None, OffloadSettings(mode=STATES, fraction=1.0, chunk_size=CHUNK)], ids=["near", "states"]
 )
 def test_remainders_train_as_fp32_masters_do(mode):
     losses, expected = parameters_after(run_of())
@@ -115,8 +115,8 @@ def test_moments_in_bf16_do_not_depend_on_where_they_are():
     losses, expected = parameters_after(run_of(**LOW))
     for mode in (
         OffloadSettings(chunk_size=4096),
-        OffloadSettings(mode=UPDATE, far=0.6, overlap=True, chunk_size=CHUNK),
-        OffloadSettings(mode=STATES, far=1.0, chunk_size=CHUNK),
+        OffloadSettings(mode=UPDATE, fraction=0.6, overlap=True, chunk_size=CHUNK),
+        OffloadSettings(mode=STATES, fraction=1.0, chunk_size=CHUNK),
     ):
         run = run_of(mode, **LOW)
         found = parameters_after(run)

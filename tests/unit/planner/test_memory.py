@@ -13,13 +13,14 @@ from megatron.base.errors import ConfigError
 from megatron.base.mesh import Mesh
 from megatron.command_line.read import parse
 from megatron.config.data_parallel import DataParallelSettings
+from megatron.config.mesh import mesh_of
 from megatron.config.pipeline import pipeline_settings
+from megatron.config.settings import resolve
 from megatron.planner.memory.model_states import rank_buckets
-from megatron.planner.memory.plan import num_microbatches, plan_memory
-from megatron.planner.memory.sizes import sizes_of
+from megatron.planner.memory.plan import plan_memory
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.partition import whole_model
-from megatron.schedule.validate import chunks_near
+from megatron.schedule.validate import chunks_on_device
 from megatron.spec.buckets import default_bucket_size
 from megatron.spec.decoder import Placed, decoder_spec
 from megatron.spec.memory.trace import (
@@ -45,9 +46,14 @@ LLAMA_LIKE = {
 }  # fmt: skip
 
 
+def plan_of(run, world, target):
+    """The plan of a run on `world` processes, with the settings that the run itself would use."""
+    return plan_memory(run, resolve(run, mesh_of(run.parallel, world)), target)
+
+
 def peak(target=CUDA, world=1, **fields):
     """The plan of the only pipeline rank, or of all."""
-    ranks = plan_memory(make_run(**fields), world, target)
+    ranks = plan_of(make_run(**fields), world, target)
     return ranks if len(ranks) > 1 else ranks[0]
 
 
@@ -110,7 +116,7 @@ def test_backward_frees_what_a_layer_keeps(name, modules):
     for target, tp, bf16 in itertools.product((CUDA, CPU, WIDE), (1, 2), (False, True)):
         fields = {**MODELS[name], "bf16": bf16 or MODELS[name].get("bf16", False)}
         run = make_run(**fields, max_position_embeddings=32, tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
-        layer = planned.layer_memory(run.model, sizes_of(run, target), frozenset(modules))
+        layer = planned.layer_memory(run.model, planned.sizes_of_run(run, target), frozenset(modules))
         forward, backward = profile_of(layer.forward), profile_of(layer.backward)
         assert all(forward.net.get(k, 0) + backward.net.get(k, 0) == 0 for k in {*forward.net, *backward.net})
         assert forward.kept == sum(layer.kept_by_part().values()) > 0, "every byte belongs to a part"
@@ -162,7 +168,7 @@ class TestStep:
             return  # some of what is in flight waits for its weights' gradients alone
         for rank in ranks[:-1]:
             activations = sum(rank.at_peak.get(kind, 0) for kind in ACTIVATIONS)
-            assert activations == pytest.approx(rank.in_flight * rank.a_microbatch, rel=0.1)
+            assert activations == pytest.approx(rank.in_flight * rank.per_microbatch, rel=0.1)
 
     def test_more_microbatches_cost_their_tokens_alone(self):
         one, many = (peak(**STEP_SHAPE, global_batch_size=size) for size in (2, 64))
@@ -176,22 +182,22 @@ class TestStep:
         fields = STEP_SHAPE
         whole = peak(world=2, **fields, tensor_model_parallel_size=2)
         cut = peak(world=2, **fields, tensor_model_parallel_size=2, sequence_parallel=True)
-        assert cut.a_microbatch < whole.a_microbatch and cut.peak < whole.peak
+        assert cut.per_microbatch < whole.per_microbatch and cut.peak < whole.peak
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         again = peak(world=2, **fields, **full, tensor_model_parallel_size=2)
-        assert again.a_microbatch < 0.2 * whole.a_microbatch and again.peak < cut.peak
+        assert again.per_microbatch < 0.2 * whole.per_microbatch and again.peak < cut.peak
 
     @pytest.mark.parametrize(("schedule", "ratio"), [("1f1b", 0.5), ("gpipe", 1.0)])
     def test_offloaded_activations(self, schedule, ratio):
-        """What the schedule moves is as much as `chunks_near` says of it."""
+        """What the schedule moves is as much as `chunks_on_device` says of it."""
         fields = {"pipeline_model_parallel_size": 4, "global_batch_size": 16, "pipeline_schedule": schedule}
         kept = peak(world=4, **STEP_SHAPE, **fields)[0]
         moved = peak(world=4, **STEP_SHAPE, **fields, pipeline_offload_ratio=str(ratio))[0]
         run = make_run(**STEP_SHAPE, **fields)
         actions = with_offload(pipeline_settings(run.parallel, 8).schedule_of(8))
-        near = chunks_near(actions, ratio)[0]
+        near = chunks_on_device(actions, ratio)[0]
         saved = sum(kept.at_peak.get(kind, 0) - moved.at_peak.get(kind, 0) for kind in ACTIVATIONS)
-        assert saved == pytest.approx((kept.in_flight - near) * kept.a_microbatch, rel=0.1) and saved > 0
+        assert saved == pytest.approx((kept.in_flight - near) * kept.per_microbatch, rel=0.1) and saved > 0
         assert moved.host >= saved
 
     @pytest.mark.parametrize(
@@ -245,22 +251,17 @@ class TestStep:
 
 
 def layer_bytes_of(run):
-    return planned.layer_memory(run.model, sizes_of(run, CUDA), run.recompute.modules).kept_by_part()
+    return planned.layer_memory(run.model, planned.sizes_of_run(run, CUDA), run.recompute.modules).kept_by_part()
 
 
 def dict_of(rank):
     return Counter(rank.at_peak)
 
 
-def test_microbatches():
-    assert num_microbatches(make_run(global_batch_size=16), 4) == 2
-    assert num_microbatches(make_run(), 4) == 1
-
-
 @pytest.mark.parametrize(("fields", "word"), [({"vocab_size": None}, "--vocab-size"), ({"lora_rank": 4}, "adapters")])
 def test_what_is_not_planned(fields, word):
     with pytest.raises(ConfigError, match=word):
-        plan_memory(make_run(**fields), 1, CUDA)
+        plan_of(make_run(**fields), 1, CUDA)
 
 
 SMALL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
@@ -323,7 +324,7 @@ class TestTool:
         out = capsys.readouterr().out
         rows = {line[:20].strip(): line[20:].split() for line in out.splitlines()}
         run = parse([*self.FLAGS, *map(str, flags[:-2])], description="")
-        ranks = plan_memory(run, 4, Target(cpu=True))
+        ranks = plan_of(run, 4, Target(cpu=True))
         assert rows["most at once"] == [f"{rank.peak / 2**20:.1f}" for rank in ranks]
         assert rows["layers"] == ["2", "2"]
         assert "dp 2 x pp 2, 2 microbatches per step, float32 on CPU" in out

@@ -12,7 +12,7 @@ from megatron.schedule.registry import schedule_or_default
 from megatron.schedule.schedule import COMPUTE, COPIES, Action, Kind, ScheduleError
 from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.simulate import Costs, simulate
-from megatron.schedule.validate import check, chunks_near
+from megatron.schedule.validate import check, chunks_on_device
 from tests.unit.offload.closed_form import peak_chunks, share_by_layer
 
 from .lists import all_schedules, gpipe, one_f_one_b, text, zb_h1
@@ -119,11 +119,11 @@ class TestMemory:
     def test_the_closed_form_is_what_the_list_holds(self, p, v):
         schedule = with_offload(schedule_or_default(None, v).build(p, 2 * p, v=v))
         for ratio, layers in itertools.product((0.0, 0.25, 0.5, 0.75, 1.0), (1, 2, 3, 8)):
-            counted = chunks_near(schedule, ratio, unmoved=share_by_layer(layers, ratio))
+            counted = chunks_on_device(schedule, ratio, unmoved=share_by_layer(layers, ratio))
             assert counted == pytest.approx([peak_chunks(p, v, rank, ratio, layers) for rank in range(p)])
 
     def test_without_moves_all_chunks_are_near(self):
-        assert chunks_near(one_f_one_b(4, 8), 1.0) == (4.0, 3.0, 2.0, 1.0)
+        assert chunks_on_device(one_f_one_b(4, 8), 1.0) == (4.0, 3.0, 2.0, 1.0)
 
 
 class TestAuto:

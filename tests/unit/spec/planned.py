@@ -3,6 +3,9 @@
 import dataclasses
 
 from megatron.config.activation_offload import ActivationOffloadConfig
+from megatron.config.mesh import mesh_of, smallest_world
+from megatron.config.settings import resolve
+from megatron.planner.memory.sizes import sizes_of
 from megatron.planner.memory.stage import stage_memory
 from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
@@ -26,6 +29,18 @@ def sizes_for(config, target, tokens, samples, tp=1, *, sequence_parallel=False)
         sp=tp if sequence_parallel else 1,
         unfused_attention=config.attention_backend == "unfused",
         fused_weight_grad=config.gradient_accumulation_fusion,
+    )
+
+
+def sizes_of_run(run, target):
+    """A microbatch of a run on as few processes as its layout allows."""
+    settings = resolve(run, mesh_of(run.parallel, smallest_world(run.parallel)))
+    return sizes_of(
+        run.model,
+        settings,
+        seq_length=run.data.seq_length,
+        micro_batch_size=run.train.micro_batch_size,
+        target=target,
     )
 
 

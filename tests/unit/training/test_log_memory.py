@@ -40,7 +40,9 @@ def test_lines_of_a_run(caplog):
 
 
 def test_golden_line():
-    rank = RankMemory(1, (), 0, {"mlp": 3 * 2**20}, "backward of microbatch 0: layer 3: mlp", 0, 0, 0, 0, 0)
+    others = dict.fromkeys(("parameters", "start", "per_microbatch", "in_flight", "host", "disk"), 0)
+    moment = "backward of microbatch 0: layer 3: mlp"
+    rank = RankMemory(rank=1, stages=(), at_peak={"mlp": 3 * 2**20}, moment=moment, **others)
     assert format_line(rank, 2 * 2**20, 50) == (
         "[Pipeline rank 1] (after 50 iterations) peak memory (MB) | planned: 3.00 | measured: 2.00 | "
         "planned / measured: 1.500 | planned at: backward of microbatch 0: layer 3: mlp"
