@@ -53,7 +53,9 @@ class Trial:
         stages = pipeline.stages_of(0)
         self.balanced: Balanced | None = None
         if recompute.recompute_policy == BALANCED:
-            self.balanced = choose(run, shared, groups, stages, pipeline.schedule_of(1), streams)
+            self.balanced = choose(
+                run.recompute, run.data, run.train, None, shared, stages, pipeline.schedule_of(1), streams
+            )
             shared = dataclasses.replace(shared, recompute=self.balanced.layers)
         self._model = build_gpt(shared, stages)
         initialize(local_parameters(self._model), 1)

@@ -182,7 +182,7 @@ def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
         size = build_tokenizer(run.tokenizer, None).vocab_size
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=size))
     assert run.model.vocab_size
-    check_vocabulary(run.model, parallel, run.model.vocab_size)
+    check_vocabulary(run.model, parallel.tensor_model_parallel_size, run.model.vocab_size)
     cpu = parallel.device == "cpu"
     target = Target(cpu, wide=cpu and run.model.dtype_name != "float32" and not args.cpu_multiplies_halves)
     settings = resolve(run, mesh_of(parallel, world_size))

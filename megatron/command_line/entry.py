@@ -8,6 +8,7 @@ from megatron.base.errors import USER_ERROR_EXIT_CODE, ConfigError
 from megatron.base.launch import launch_environment
 from megatron.command_line.ending import as_lines, end, let_rank_0_speak
 from megatron.command_line.read import CommandLine, help_if_asked, read
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.rules.check import problems
 from megatron.config.run import RunConfig
 
@@ -33,10 +34,10 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
 
 def mistakes(line: CommandLine, world_size: int) -> list[str]:
     """Returns the mistakes of a command line on `world_size` processes, one line each: of its words, and by the rules."""
-    judged = line.is_whole and not takes_shape_from_files(line.run)
+    judged = line.is_whole and not takes_shape_from_files(line.run.checkpoint)
     return [*line.problems, *(problems(line.run, world_size) if judged else ())]
 
 
-def takes_shape_from_files(run: RunConfig) -> bool:
+def takes_shape_from_files(checkpoint: CheckpointConfig) -> bool:
     """Returns whether the model is only known once the files of --load-hf or --load-adapter are read."""
-    return run.checkpoint.load_hf is not None or run.checkpoint.load_adapter is not None
+    return checkpoint.load_hf is not None or checkpoint.load_adapter is not None

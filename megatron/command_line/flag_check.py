@@ -42,7 +42,7 @@ def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
     world = world_size or smallest_world(line.run.parallel)
     found = mistakes(line, world)
     of_flag = {o.why: (o.typed.flag,) for o in line.outcomes if o.kind in (REFUSE, UNKNOWN)}
-    judged = line.is_whole and len(found) == len(line.problems) and not takes_shape_from_files(line.run)
+    judged = line.is_whole and len(found) == len(line.problems) and not takes_shape_from_files(line.run.checkpoint)
     unused = {note.flag: note for note in notes(line.run)} if judged else {}
     outcomes = tuple(
         replace(o, kind="noop", here=note.here, why=note.why)

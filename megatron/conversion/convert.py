@@ -55,7 +55,9 @@ def to_checkpoint(
     ]
     try:
         tokenizer = portable(_copy_tokenizer(tokenizer, copied))
-        return write_whole(root, 0, tensors, converted_state(RunConfig(model=model, tokenizer=tokenizer)), on_bytes)
+        return write_whole(
+            root, 0, tensors, converted_state(RunConfig(model=model, tokenizer=tokenizer).to_dict()), on_bytes
+        )
     except BaseException:
         if is_new:
             shutil.rmtree(copied, ignore_errors=True)

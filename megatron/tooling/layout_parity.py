@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -102,13 +103,13 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
 
     Raises ConfigError for an invalid shape. The rest is checked for each layout.
     """
-    for rule in (
-        numbers_are_in_range,
-        shape_is_given,
-        heads_divide_hidden,
-        groups_divide_heads,
-    ):  # sizes that are divided here
-        problem = rule(run, 1)
+    for rule in (  # sizes that are divided here
+        partial(numbers_are_in_range, run),
+        partial(shape_is_given, run.model),
+        partial(heads_divide_hidden, run.model),
+        partial(groups_divide_heads, run.model),
+    ):
+        problem = rule()
         if problem is not None:
             raise ConfigError(problem)
     model = run.model

@@ -39,7 +39,6 @@ from megatron.config.recompute import (
     LayerChoices,
     RecomputeConfig,
 )
-from megatron.config.run import RunConfig
 from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.device import synchronize
@@ -98,17 +97,26 @@ class Balanced(NamedTuple):
 
 
 def choose(
-    run: RunConfig, build: Build, groups: Groups, stages: Sequence[Stage], schedule: Schedule, streams: Streams
+    recompute: RecomputeConfig,
+    data: DataConfig,
+    train: TrainConfig,
+    offload_dir: str | None,
+    build: Build,
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    streams: Streams,
 ) -> Balanced:
-    """Measure and choose. Raises ConfigError for too small a budget.
+    """Measures the layers of this rank's `stages` and chooses. Raises ConfigError for too small a budget.
+
+    schedule: of a training step. offload_dir: --offload-dir.
 
     Communication: that of the layers, and two max all-reduces of some numbers: the ranks of a stage choose alike.
     """
-    rates = _seconds_per_byte(run.optimizer_offload.offload_dir, streams)
+    groups, rates = build.groups, _seconds_per_byte(offload_dir, streams)
     numbers = [number for stage in stages for number in stage.layers]
     kinds = {number: _kind(build, number) for number in numbers}
     first = {kind: number for number, kind in reversed(kinds.items())}
-    measured = {kind: _measure(run.data, run.train, build, groups, number, rates) for kind, number in first.items()}
+    measured = {kind: _measure(data, train, build, number, rates) for kind, number in first.items()}
     resident = {number for stage in stages for number in list(stage.layers)[-RESIDENT_LAYERS:]}
     # A chunk of a microbatch keeps what its own stage's layers keep.
     at_once = memory_in_flight(schedule)[groups.pp.rank].activations / max(1, len(stages))
@@ -123,7 +131,7 @@ def choose(
     ways = {way.option.name: way for found, _ in measured.values() for way in found}
     choices = front(options)
     keep = sum(found[0].nbytes for found in options)  # nothing is recomputed
-    asked = run.recompute.activation_memory_budget
+    asked = recompute.activation_memory_budget
     assert asked is not None
     budget = asked * keep if asked <= 1 else asked
     chosen = cheapest(choices, budget)
@@ -134,7 +142,7 @@ def choose(
             "--micro-batch-size"
         )
     seconds = sum(measured[kind][1] for kind in kinds.values())
-    _report(run.recompute.activation_memory_plot, groups, choices, chosen, budget, seconds)
+    _report(recompute.activation_memory_plot, groups, choices, chosen, budget, seconds)
     picked = {number: ways[option.name] for number, option in zip(numbers, chosen.options, strict=True)}
     configs = {number: way.config for number, way in picked.items()}
     offloaded = frozenset(number for number, way in picked.items() if way.offloads)
@@ -177,25 +185,25 @@ class Way(NamedTuple):
 
 
 def _measure(
-    data: DataConfig, train: TrainConfig, build: Build, groups: Groups, number: int, rates: tuple[float, float] | None
+    data: DataConfig, train: TrainConfig, build: Build, number: int, rates: tuple[float, float] | None
 ) -> tuple[list[Way], float]:
     """The options of a layer, and the seconds of its forward and backward without any.
 
     rates: seconds per byte to the host and to the device, if layers may be offloaded.
     """
     with build.rng.replay(build.rng.snapshot()):  # the run draws the numbers it would draw anyway
-        keep = _Probe(data, train, build, groups, number, KEEP_ALL)
+        keep = _Probe(data, train, build, number, KEEP_ALL)
         added: list[float] = []
         base: list[float] = []
         for config in _TIMED:
-            probe = _Probe(data, train, build, groups, number, config)
+            probe = _Probe(data, train, build, number, config)
             pairs = [(keep.seconds(), probe.seconds()) for _ in range(_ROUNDS + 1)][1:]
             base += [without for without, _ in pairs]
             added.append(statistics.median(again - without for without, again in pairs))
-        sizes = [_Probe(data, train, build, groups, number, config).saved_bytes() for config in (*_SETS, WHOLE_LAYER)]
+        sizes = [_Probe(data, train, build, number, config).saved_bytes() for config in (*_SETS, WHOLE_LAYER)]
     found = [*added, statistics.median(base), *(rates or (0.0, 0.0))]
     times = torch.tensor(found, dtype=torch.float64, device=build.device).clamp_(min=0.0)
-    for group in (groups.tp, groups.dp_cp):
+    for group in (build.groups.tp, build.groups.dp_cp):
         all_reduce(times, group, "max")
     *added, alone, out, back = times.tolist()
     seconds = {str(config): cost for config, cost in zip(_TIMED, added, strict=True)}
@@ -236,7 +244,6 @@ class _Probe:
         data: DataConfig,
         train: TrainConfig,
         build: Build,
-        groups: Groups,
         number: int,
         recompute: RecomputeConfig,
     ) -> None:
@@ -247,7 +254,8 @@ class _Probe:
         if build.config.lora_rank:
             freeze_all_but_adapters(parameters)
         assert data.seq_length and train.micro_batch_size and build.config.hidden_size
-        b, shards = train.micro_batch_size, groups.tp.size if build.sequence_parallel else 1
+        groups, b = build.groups, train.micro_batch_size
+        shards = groups.tp.size if build.sequence_parallel else 1
         places = part_of(torch.arange(data.seq_length, device=build.device).unsqueeze(0), groups.cp, shards)
         rotary = None
         if build.spec.rotary is not None:

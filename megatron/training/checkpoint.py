@@ -139,10 +139,13 @@ def load_checkpoint(
     return progress
 
 
-def converted_state(run: RunConfig) -> dict[str, Any]:
-    """Returns the state of a checkpoint with weights only, made by a conversion; loading it starts a new run."""
+def converted_state(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns the state of a checkpoint with weights only, made by a conversion; loading it starts a new run.
+
+    `config`: of the run, as `RunConfig.to_dict` returns it.
+    """
     progress: dict[str, Any] = dict.fromkeys(("train", "schedule", "layout", "rng", "optimizer"))
-    return {"format": FORMAT, "config": run.to_dict(), **progress}
+    return {"format": FORMAT, "config": config, **progress}
 
 
 def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path | None:

@@ -32,7 +32,7 @@ from megatron.training.process import hold_folders, open_heartbeat_files, start_
 from megatron.training.profile import ProfileTimeline
 from megatron.training.setup import build
 from megatron.training.signals import ExitSignals
-from megatron.training.start import take_adapter_shape, take_hf_shape
+from megatron.training.start import take_shape_from_files
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
@@ -49,8 +49,8 @@ def main(run: RunConfig) -> None:
     try:
         rank, world_size, local_rank = launch_environment()
         setup_logging(rank)
-        if takes_shape_from_files(run):
-            run = take_adapter_shape(take_hf_shape(run))
+        if takes_shape_from_files(run.checkpoint):
+            run = take_shape_from_files(run)
             check(run, world_size)
         announce_flags(run)
         pretrain(run, rank, world_size, local_rank, started)

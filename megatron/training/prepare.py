@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.config.recompute import BALANCED
-from megatron.config.run import RunConfig
+from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.config.settings import RunSettings
+from megatron.config.train import TrainConfig
 from megatron.core.context_parallel.transfer_trace import Trace
 from megatron.core.groups import Groups, backend_for
 from megatron.core.streams.streams import Streams
@@ -33,38 +36,62 @@ class Prepared:
     overlap_why: str  # why tensor-parallel overlap is not better; empty if it is the best, or was not requested
     balanced: Balanced | None = None  # of --recompute-policy balanced
 
+    @property
+    def offloaded_layers(self) -> frozenset[int]:
+        """Layers whose activations balanced recompute has chosen to offload."""
+        return frozenset() if self.balanced is None else self.balanced.layers.offloaded
 
-def prepare(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Prepared:
+
+def prepare(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    recompute: RecomputeConfig,
+    settings: RunSettings,
+    groups: Groups,
+    device: torch.device,
+    *,
+    seed: int,
+) -> Prepared:
     """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`."""
     streams = Streams(device, Timeline(device))
-    backend = backend_for(device, run.parallel.distributed_backend) if groups.world.size > 1 else None
-    overlap, overlap_why = choose_overlap(run.parallel, groups.tp, backend, streams)
+    backend = backend_for(device, parallel.distributed_backend) if groups.world.size > 1 else None
+    overlap, overlap_why = choose_overlap(parallel, groups.tp, backend, streams)
     shared = Build(
-        run.model,
+        model,
         groups,
         settings.sequence_parallel,
-        choose_kernels(run.model, device),
-        RngTracker(run.train.seed, groups, device),
+        choose_kernels(model, device),
+        RngTracker(seed, groups, device),
         device,
         overlap,
         settings.attention_comm_types,
         Trace(streams),
-        run.recompute,
+        recompute,
     )
     return Prepared(shared, streams, backend, overlap_why)
 
 
-def balance_recompute(run: RunConfig, settings: RunSettings, groups: Groups, prepared: Prepared) -> Prepared:
+def balance_recompute(
+    recompute: RecomputeConfig,
+    data: DataConfig,
+    train: TrainConfig,
+    offload_dir: str | None,
+    settings: RunSettings,
+    prepared: Prepared,
+) -> Prepared:
     """Returns `prepared` with the choices of --recompute-policy balanced for each layer, if it is given.
 
     It is then collective over the world. Raises ConfigError for a budget that is too small.
     """
-    if run.recompute.recompute_policy != BALANCED or run.train.skip_train:
+    if recompute.recompute_policy != BALANCED or train.skip_train:
         return prepared
+    shared, groups = prepared.shared, prepared.shared.groups
     stages = settings.pipeline.stages_of(groups.pp.rank)
     schedule = settings.pipeline.schedule_of(settings.batches.final_num_microbatches)
     balanced = together(
-        groups.world, lambda: choose_recompute(run, prepared.shared, groups, stages, schedule, prepared.streams)
+        groups.world,
+        lambda: choose_recompute(recompute, data, train, offload_dir, shared, stages, schedule, prepared.streams),
     )
-    shared = dataclasses.replace(prepared.shared, recompute=balanced.layers)
-    return dataclasses.replace(prepared, shared=shared, balanced=balanced)
+    return dataclasses.replace(
+        prepared, shared=dataclasses.replace(shared, recompute=balanced.layers), balanced=balanced
+    )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.data import DataConfig
-from megatron.config.run import RunConfig
 from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.datasets.build import build_datasets
@@ -14,43 +12,48 @@ from megatron.core.datasets.loader import build_loader
 from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.groups import Groups
 from megatron.training.batch import BatchReader
-from megatron.training.data_order import dataset_sizes
 from megatron.training.state import TrainState
 from megatron.training.together import together
 
 
 def build_readers(
-    run: RunConfig, batches: BatchSchedule, groups: Groups, device: torch.device, state: TrainState, eod: int
+    data: DataConfig,
+    train: TrainConfig,
+    sizes: Splits[int | None],
+    groups: Groups,
+    device: torch.device,
+    state: TrainState,
+    *,
+    vocab_size: int,
+    eod: int,
 ) -> Splits[BatchReader | None]:
-    """Readers that continue where the state says. Only tp rank 0 of a replica opens data; all ranks get a reader.
+    """Returns readers that continue where `state` says. Only tp rank 0 of a replica opens data; all ranks get a reader.
 
-    Collective over the world.
+    sizes: samples of each dataset, see `dataset_sizes`. vocab_size: of the model, for --mock-data. eod: the id that ends a
+    document. Collective over the world.
     """
-    assert run.model.vocab_size
-    sizes = dataset_sizes(run.data, run.train, run.eval, batches, state)
     reads = groups.tp.rank == 0
-    vocab_size = run.model.vocab_size
 
     def open_all() -> Splits[SampleDataset | None]:
         if not reads:
             return Splits(None, None, None)
-        return build_datasets(run.data, sizes, run.train.seed, vocab_size)
+        return build_datasets(data, sizes, train.seed, vocab_size)
 
     # One rank builds the index files while the others wait, then the others find them.
     first = together(groups.world, lambda: open_all() if groups.rank == 0 else None)
     datasets = together(groups.world, lambda: first or open_all())
     # Which splits exist is the same everywhere: rank 0 always reads.
     exist = gather_objects([dataset is not None for _, dataset in datasets.items()], groups.world)[0]
-    consumed = (state.consumed_samples, 0 if run.train.skip_train else state.consumed_valid_samples, 0)
+    consumed = (state.consumed_samples, 0 if train.skip_train else state.consumed_valid_samples, 0)
 
     def reader(dataset: SampleDataset | None, samples: int, exists: bool) -> BatchReader | None:
-        return _reader(run.data, run.train, groups, device, dataset, samples, eod) if exists else None
+        return _reader(data, train, groups, device, dataset, samples, eod) if exists else None
 
-    train, valid, test = (
+    readers = (
         reader(dataset, samples, exists)
         for (_, dataset), samples, exists in zip(datasets.items(), consumed, exist, strict=True)
     )
-    return Splits(train, valid, test)
+    return Splits(*readers)
 
 
 def _reader(

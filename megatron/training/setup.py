@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
+from megatron.config.train import TrainConfig
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
 from megatron.core.device import synchronize
 from megatron.core.distributed.data_parallel import DataParallel
@@ -29,10 +31,11 @@ from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
 from megatron.training.announce import announce
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
+from megatron.training.data_order import dataset_sizes
 from megatron.training.initial_weights import initial_weights
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.logging.timers import Timers
-from megatron.training.offload import build_step_offload, build_weight_offload
+from megatron.training.offload import StepOffload, build_step_offload, build_weight_offload
 from megatron.training.prepare import Prepared, balance_recompute, prepare
 from megatron.training.readers import build_readers
 from megatron.training.start import find_start, settle_files
@@ -44,21 +47,37 @@ from megatron.training.vocabulary import with_vocabulary
 
 
 def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
-    """Everything a run needs, continued from --load when that holds a checkpoint. Collective over the world."""
+    """Builds everything that a run needs, continued from --load if that holds a checkpoint. Collective over the world."""
     run, checkpoint, tokenizer = read_files(run, groups)
-    settings = resolve(run, groups.mesh)
+    settings, offload_dir = resolve(run, groups.mesh), run.optimizer_offload.offload_dir
     holders = decoder_spec(run.model).layers[0].attention.group_holders(groups.tp.size)
-    timeout = run.parallel.distributed_timeout_minutes * 60
-    groups = with_shared_heads(groups, holders, timeout)
-    prepared = balance_recompute(run, settings, groups, prepare(run, settings, groups, device))
+    groups = with_shared_heads(groups, holders, run.parallel.distributed_timeout_minutes * 60)
+    prepared = prepare(run.model, run.parallel, run.recompute, settings, groups, device, seed=run.train.seed)
+    prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
     model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))
     parameters, rng = local_parameters(model), prepared.shared.rng
     has_checkpoint = checkpoint is not None
     initial_weights(parameters, groups, run.model, run.checkpoint, run.train.seed, has_checkpoint=has_checkpoint)
-    data_parallel, optimizer = build_optimizer(run, settings, groups, model, prepared)
+    data_parallel = build_data_parallel(run.activation_offload, offload_dir, settings, groups, model, prepared)
+    optimizer = together(
+        groups.world,
+        lambda: Optimizer(
+            run.optimizer, data_parallel, groups, fp16=run.model.fp16, offload=settings.optimizer_offload
+        ),
+    )
     schedule = build_schedule(run.schedule, run.optimizer, run.train.train_samples, settings.batches)
     timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))
-    step = build_step(run, settings, groups, model, data_parallel, optimizer, timers, prepared)
+    step = TrainStep(
+        model,
+        data_parallel,
+        optimizer,
+        groups,
+        timers,
+        per_token=run.train.calculate_per_token_loss,
+        count_zeros=run.logging.log_num_zeros_in_grad,
+        pipeline=settings.pipeline,
+        offload=build_offload(run.activation_offload, offload_dir, groups, model, data_parallel, prepared),
+    )
     state = TrainState()
     if checkpoint is not None:
         with timed_phase("load-checkpoint", groups):
@@ -68,7 +87,11 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     settings.batches.check_from(state.consumed_samples)
     check_schedules(settings, state.consumed_samples, evaluates=run.eval.eval_iters > 0)
     with groups.heartbeat.phase("build-datasets"):
-        readers = build_readers(run, settings.batches, groups, device, state, tokenizer.eod)
+        sizes = dataset_sizes(run.data, run.train, run.eval, settings.batches, state)
+        assert run.model.vocab_size
+        readers = build_readers(
+            run.data, run.train, sizes, groups, device, state, vocab_size=run.model.vocab_size, eod=tokenizer.eod
+        )
     trainer = Trainer(
         run=run,
         settings=settings,
@@ -90,24 +113,35 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
 
 
 def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, Tokenizer]:
-    """(the run as its files complete it, the checkpoint to load, the tokenizer). Collective over the world.
+    """Returns (the run as its files complete it, the checkpoint to load, the tokenizer). Collective over the world.
 
     The files are a checkpoint, whose model's shape --use-checkpoint-args takes, and the tokenizer's. Raises UserError.
     """
-    asked = run.checkpoint
-    run, checkpoint = together(groups.world, lambda: find_start(run))
-    if checkpoint and run.checkpoint.use_checkpoint_args:
-        saved = together(groups.world, lambda: saved_model_config(checkpoint))
-        run = dataclasses.replace(run, model=_shape_from(run.model, saved))
-        check(dataclasses.replace(run, checkpoint=asked), groups.world.size)
-    if run.train.skip_train:
-        run = _evaluation_only(run)
-    run = together(groups.world, lambda: settle_files(run))
-    tokenizer = together(groups.world, lambda: build_tokenizer(run.tokenizer, run.model.vocab_size))
-    run = with_vocabulary(run, tokenizer.vocab_size, checkpoint)
-    if run.checkpoint.save_hf:
-        write_config(run.model)  # raises now, and not at the first save, if no Hugging Face family can hold the model
-    return run, checkpoint, tokenizer
+    asked, sft, trains = run.checkpoint, run.data.sft, not run.train.skip_train
+    config, checkpoint = together(groups.world, lambda: find_start(asked, sft=sft, trains=trains))
+    model = run.model
+    if checkpoint and config.use_checkpoint_args:
+        model = _shape_from(model, together(groups.world, lambda: saved_model_config(checkpoint)))
+        check(dataclasses.replace(run, model=model), groups.world.size)
+    if not trains:
+        run = dataclasses.replace(run, train=_evaluation_only(run.train), schedule=_NO_SCHEDULE)
+    tokenizer_config, config = together(groups.world, lambda: settle_files(run.tokenizer, config, run.data))
+    tokenizer = together(groups.world, lambda: build_tokenizer(tokenizer_config, model.vocab_size))
+    model = with_vocabulary(
+        model,
+        run.given,
+        checkpoint,
+        tokenizer_vocab_size=tokenizer.vocab_size,
+        seq_length=run.data.seq_length,
+        tp=run.parallel.tensor_model_parallel_size,
+    )
+    if config.save_hf:
+        write_config(model)  # raises now, and not at the first save, if no Hugging Face family can hold the model
+    return (
+        dataclasses.replace(run, model=model, checkpoint=config, tokenizer=tokenizer_config),
+        checkpoint,
+        tokenizer,
+    )
 
 
 def build_gpt(shared: Build, stages: Sequence[Stage] | None = None) -> GPTModel:
@@ -118,28 +152,27 @@ def build_gpt(shared: Build, stages: Sequence[Stage] | None = None) -> GPTModel:
     return model
 
 
-def build_optimizer(
-    run: RunConfig, settings: RunSettings, groups: Groups, model: GPTModel, prepared: Prepared
-) -> tuple[DataParallel, Optimizer]:
-    """The memory of parameters and gradients, and what updates them. Collective over the world. Raises ConfigError."""
-    offload, directory = settings.optimizer_offload, run.optimizer_offload.offload_dir
-    data_parallel = DataParallel(
+def build_data_parallel(
+    activation_offload: ActivationOffloadConfig,
+    offload_dir: str | None,
+    settings: RunSettings,
+    groups: Groups,
+    model: GPTModel,
+    prepared: Prepared,
+) -> DataParallel:
+    """Returns the memory of parameters and gradients. Collective over the world. Raises ConfigError."""
+    return DataParallel(
         model,
         groups,
         settings.data_parallel,
         prepared.shared.device,
         {name: stage for name in local_parameters(model) if (stage := model.stage_of(name)) is not None},
         prepared.streams,
-        late_updates=offload.overlap,
+        late_updates=settings.optimizer_offload.overlap,
         weight_offload=together(
-            groups.world, lambda: build_weight_offload(run.activation_offload, directory, model, prepared.streams)
+            groups.world, lambda: build_weight_offload(activation_offload, offload_dir, model, prepared.streams)
         ),
     )
-    optimizer = together(
-        groups.world,
-        lambda: Optimizer(run.optimizer, data_parallel, groups, fp16=run.model.fp16, offload=offload),
-    )
-    return data_parallel, optimizer
 
 
 def build_schedule(
@@ -151,37 +184,22 @@ def build_schedule(
     return ParamSchedule(schedule, optimizer, batches.total_iterations, "iterations")
 
 
-def build_step(
-    run: RunConfig,
-    settings: RunSettings,
+def build_offload(
+    activation_offload: ActivationOffloadConfig,
+    offload_dir: str | None,
     groups: Groups,
     model: GPTModel,
     data_parallel: DataParallel,
-    optimizer: Optimizer,
-    timers: Timers,
     prepared: Prepared,
-) -> TrainStep:
-    """The training step, with activation offload if the flags or balanced recompute ask for it. Collective over the
-    world. Raises ConfigError.
+) -> StepOffload | None:
+    """Returns the activation offload that the flags or balanced recompute ask for. Collective over the world.
+
+    Raises ConfigError.
     """
-    directory = run.optimizer_offload.offload_dir
-    offloaded = () if prepared.balanced is None else prepared.balanced.layers.offloaded
-    offload = together(
+    streams, parameter_of, chosen = prepared.streams, data_parallel.parameter_of, prepared.offloaded_layers
+    return together(
         groups.world,
-        lambda: build_step_offload(
-            run.activation_offload, directory, model, groups, prepared.streams, data_parallel.parameter_of, offloaded
-        ),
-    )
-    return TrainStep(
-        model,
-        data_parallel,
-        optimizer,
-        groups,
-        timers,
-        per_token=run.train.calculate_per_token_loss,
-        count_zeros=run.logging.log_num_zeros_in_grad,
-        pipeline=settings.pipeline,
-        offload=offload,
+        lambda: build_step_offload(activation_offload, offload_dir, model, groups, streams, parameter_of, chosen),
     )
 
 
@@ -202,7 +220,10 @@ def _shape_from(asked: ModelConfig, saved: ModelConfig) -> ModelConfig:
     return dataclasses.replace(saved, **{name: getattr(asked, name) for name in RUNTIME_FIELDS})
 
 
-def _evaluation_only(run: RunConfig) -> RunConfig:
-    """With --skip-train the length and the learning rate need not be given; the schedule is built and never asked."""
-    train = dataclasses.replace(run.train, train_iters=None if run.train.train_samples else run.train.train_iters or 1)
-    return dataclasses.replace(run, train=train, schedule=ScheduleConfig(lr=1.0, lr_decay_style="constant"))
+# With --skip-train the learning rate need not be given: the schedule is built but not used.
+_NO_SCHEDULE = ScheduleConfig(lr=1.0, lr_decay_style="constant")
+
+
+def _evaluation_only(train: TrainConfig) -> TrainConfig:
+    """Returns the flags of a run with --skip-train, whose length need not be given."""
+    return dataclasses.replace(train, train_iters=None if train.train_samples else train.train_iters or 1)

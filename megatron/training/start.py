@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
-from megatron.config.data import HUGGING_FACE
-from megatron.config.model import RUNTIME_FIELDS
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import HUGGING_FACE, DataConfig, TokenizerConfig
+from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.build import find_sources
@@ -25,86 +27,88 @@ from megatron.training.saved_run import read_run_state
 log = get_logger(__name__)
 
 
-def take_hf_shape(run: RunConfig) -> RunConfig:
-    """Returns the run with the model's shape from --load-hf's folder, and its tokenizer unless another one is given.
+def take_shape_from_files(run: RunConfig) -> RunConfig:
+    """Returns the run with the model's shape and the tokenizer of --load-hf, and the adapters' shape of --load-adapter.
 
-    Local: reads config.json. Raises CheckpointError.
+    Given flags win where a run may choose: the tokenizer, and dropout. Local: reads config.json, adapter_config.json and a
+    header. Raises CheckpointError.
     """
-    if run.checkpoint.load_hf is None:
-        return run
-    folder = Path(run.checkpoint.load_hf)
+    model, tokenizer = run.model, run.tokenizer
+    if run.checkpoint.load_hf is not None:
+        folder = Path(run.checkpoint.load_hf)
+        model = _model_in(folder, model, run.given)
+        check_no_adapter(folder, run.checkpoint.load_adapter)
+        tokenizer = _tokenizer_in(folder, tokenizer)
+    if run.checkpoint.load_adapter is not None:
+        found = read_adapter_config(Path(run.checkpoint.load_adapter))
+        model = dataclasses.replace(model, **{name: value for name, value in found.items() if name not in run.given})
+    return dataclasses.replace(run, model=model, tokenizer=tokenizer)
+
+
+def _model_in(folder: Path, asked: ModelConfig, given: Collection[str]) -> ModelConfig:
+    """Returns the model of a Hugging Face folder, with the precision and the kernels of this run."""
     _, found = read_config(folder)
-    check_no_adapter(folder, run.checkpoint.load_adapter)
     # Dropout is in the file, although each run may set its own.
-    kept = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | run.given
-    own = {f.name: getattr(run.model, f.name) for f in dataclasses.fields(found) if f.name in kept}
-    run = dataclasses.replace(run, model=dataclasses.replace(found, **own))
-    tokenizer = tokenizer_of(folder)
-    if run.tokenizer.tokenizer_type is not None or tokenizer.tokenizer_type is None:
-        return run
-    own_tokenizer = dataclasses.replace(
-        run.tokenizer, tokenizer_type=tokenizer.tokenizer_type, tokenizer_model=tokenizer.tokenizer_model
-    )
-    return dataclasses.replace(run, tokenizer=own_tokenizer)
+    kept = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | set(given)
+    own = {f.name: getattr(asked, f.name) for f in dataclasses.fields(found) if f.name in kept}
+    return dataclasses.replace(found, **own)
 
 
-def take_adapter_shape(run: RunConfig) -> RunConfig:
-    """The run with the rank, alpha and projections of --load-adapter's folder, and its dropout unless one is given.
+def _tokenizer_in(folder: Path, asked: TokenizerConfig) -> TokenizerConfig:
+    """Returns the tokenizer of a Hugging Face folder, unless it has none or the flags name another one."""
+    found = tokenizer_of(folder)
+    if asked.tokenizer_type is not None or found.tokenizer_type is None:
+        return asked
+    return dataclasses.replace(asked, tokenizer_type=found.tokenizer_type, tokenizer_model=found.tokenizer_model)
 
-    Local: reads adapter_config.json and a header. Raises CheckpointError.
+
+def settle_files(
+    tokenizer: TokenizerConfig, checkpoint: CheckpointConfig, data: DataConfig
+) -> tuple[TokenizerConfig, CheckpointConfig]:
+    """Returns the flags about the tokenizer and about checkpoints, with file names that are valid in any folder.
+
+    The run's checkpoints hold these names. The tokenizer of instruction data includes the data's chat template. Local.
+    Raises ConfigError and DataError for a chat template that cannot be read, or for several that differ.
     """
-    if run.checkpoint.load_adapter is None:
-        return run
-    found = read_adapter_config(Path(run.checkpoint.load_adapter))
-    own = {name: value for name, value in found.items() if name not in run.given}
-    return dataclasses.replace(run, model=dataclasses.replace(run.model, **own))
-
-
-def settle_files(run: RunConfig) -> RunConfig:
-    """The run with the files that its checkpoints name as they are found from any folder: the tokenizer, with the chat
-    template of the instruction data, and the model of --load-hf.
-
-    Local. Raises ConfigError and DataError for a chat template that cannot be read, or for several that differ.
-    """
-    tokenizer, checkpoint = portable(run.tokenizer), run.checkpoint
-    if run.data.sft and tokenizer.tokenizer_type in HUGGING_FACE:
-        sources = [source for _, source in find_sources(run.data).items() if source is not None]
+    tokenizer = portable(tokenizer)
+    if data.sft and tokenizer.tokenizer_type in HUGGING_FACE:
+        sources = [source for _, source in find_sources(data).items() if source is not None]
         prefixes = [prefix for source in sources for prefix in parse_blend(source.words, source.flag)[0]]
         template = template_of(prefixes, tokenizer.chat_template)
         tokenizer = dataclasses.replace(tokenizer, chat_template=template)
     if checkpoint.load_hf is not None:
         checkpoint = dataclasses.replace(checkpoint, load_hf=os.path.abspath(checkpoint.load_hf))
-    return dataclasses.replace(run, tokenizer=tokenizer, checkpoint=checkpoint)
+    return tokenizer, checkpoint
 
 
-def find_start(run: RunConfig) -> tuple[RunConfig, Path | None]:
-    """Returns (the run, the checkpoint to load). No communication. Raises CheckpointError.
+def find_start(config: CheckpointConfig, *, sft: bool, trains: bool) -> tuple[CheckpointConfig, Path | None]:
+    """Returns (the flags about checkpoints, the checkpoint to load). No communication. Raises CheckpointError.
 
     --load names the checkpoint to continue from. Two kinds of runs begin with the weights of another and later continue
-    with their own progress, by the same command; --finetune is set in the returned run while there is none:
+    with their own progress, by the same command; --finetune is set in the returned flags while there is none:
     --pretrained-checkpoint, which looks for progress in --load, or else in --save; and fine-tuning on instructions
-    (--sft) when --load holds a checkpoint of pre-training, which looks for it in --save. A run that continues
-    Megatron-LM's checkpoint in --load continues from its own in --save once there is one.
+    (`sft`) when --load holds a checkpoint of pre-training, which looks for it in --save. A run that continues
+    Megatron-LM's checkpoint in --load continues from its own in --save once there is one. `trains` is False with
+    --skip-train.
     """
-    config, sft = run.checkpoint, run.data.sft
-    if not run.train.skip_train:
+    if trains:
         _check_save_is_ours(config.save)
     if config.pretrained_checkpoint is not None:
         own = _progress(config.load or config.save, config.ckpt_step if config.load else None, sft=sft)
-        return (run, own) if own else _weights_only(run, _pretrained(config.pretrained_checkpoint))
+        return (config, own) if own else _weights_only(config, _pretrained(config.pretrained_checkpoint))
     if config.load is None:
-        return run, None
+        return config, None
     required = config.exit_on_missing_checkpoint or config.use_checkpoint_args
     found = find_checkpoint(config.load, config.ckpt_step, required=required)
     if found is None or config.finetune:
-        return run, found
+        return config, found
     if sft and not _is_of_sft(found):
         own = _progress(config.save, None, sft=sft)
-        return (run, own) if own else _weights_only(run, found)
-    if is_foreign(found) and config.ckpt_step is None and not run.train.skip_train:
+        return (config, own) if own else _weights_only(config, found)
+    if is_foreign(found) and config.ckpt_step is None and trains:
         # Megatron-LM's folder is never saved to: what this run has done since is in its own.
-        return run, _progress(config.save, None, sft=sft) or found
-    return run, found
+        return config, _progress(config.save, None, sft=sft) or found
+    return config, found
 
 
 def _progress(folder: str | None, step: int | None, *, sft: bool) -> Path | None:
@@ -139,9 +143,9 @@ def _pretrained(folder: str) -> Path:
     return found
 
 
-def _weights_only(run: RunConfig, found: Path) -> tuple[RunConfig, Path]:
+def _weights_only(config: CheckpointConfig, found: Path) -> tuple[CheckpointConfig, Path]:
     log.info("starting at iteration 0 with the weights of %s", found)
-    return dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, finetune=True)), found
+    return dataclasses.replace(config, finetune=True), found
 
 
 def _is_of_sft(path: Path) -> bool:

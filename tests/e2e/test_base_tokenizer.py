@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron.config.run import RunConfig
+from megatron.config.model import ModelConfig
 from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.datasets.chat_templates import CHAT_TEMPLATES
 from megatron.core.inference.chat import open_template
@@ -85,8 +85,9 @@ def test_a_preset_takes_the_tokenizers_vocabulary(tuned):
 def test_a_run_that_goes_on_keeps_its_vocabulary(tuned):
     checkpoint = tuned[0] / "run" / "iter_0000002"
     size = read_saved(str(tuned[0] / "run"), None).model.vocab_size
-    assert with_vocabulary(RunConfig(), 258, checkpoint).model.vocab_size == size > 258
-    assert with_vocabulary(RunConfig(), 258, None).model.vocab_size == 258
+    ours = {"tokenizer_vocab_size": 258, "seq_length": None, "tp": 1}
+    assert with_vocabulary(ModelConfig(), (), checkpoint, **ours).vocab_size == size > 258
+    assert with_vocabulary(ModelConfig(), (), None, **ours).vocab_size == 258
 
 
 def test_another_template_than_the_datas_is_refused(tuned, tmp_path):

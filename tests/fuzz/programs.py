@@ -269,7 +269,7 @@ def _shorten(program: str) -> None:
 def _in_this_process(run, layout):
     run = layout_parity.under(run, layout)
     layout_parity.check(run, 1)
-    groups, device = layout_parity.start_process(run, 0, 1, 0, 1)
+    groups, device = layout_parity.start_process(run.parallel, 0, 1, 0, 1)
     losses, pieces = layout_parity.measure(run, groups, device)
     return layout_parity.assemble([(losses, pieces)])
 

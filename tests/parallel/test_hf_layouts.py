@@ -14,7 +14,7 @@ from megatron.core.models.hf.source import HFSource
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.export import save_hf
 from megatron.training.setup import build
-from megatron.training.start import take_hf_shape
+from megatron.training.start import take_shape_from_files
 from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import CPU, make_ids
@@ -28,7 +28,7 @@ NAMES = ["Yi 6B", "Qwen2 0.5B", "Qwen1.5 0.5B", "Qwen3 32B"]
 def through(rank, size, fields, root):
     """Begin a run at tp = size as pretrain_gpt.py does, save it before its first step; the folder for transformers."""
     layout = {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}
-    run = take_hf_shape(
+    run = take_shape_from_files(
         make_run(**fields, **layout, **DROPOUT, save=f"{root}/run", save_interval=100, save_hf=f"{root}/hf")
     )
     check(run, size)

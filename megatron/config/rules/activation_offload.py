@@ -1,9 +1,15 @@
-"""Rules about the offload of activations and weights. See rules/model.py for the form of a rule."""
+"""Rules about the offload of activations and weights."""
 
 from __future__ import annotations
 
-from megatron.config.activation_offload import AUTO, OFFLOAD_MODULES
-from megatron.config.recompute import MLP_ACT, NORM, WHOLE_MLP
+from functools import partial
+
+from megatron.config.activation_offload import AUTO, OFFLOAD_MODULES, ActivationOffloadConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline import pipeline_settings
+from megatron.config.recompute import MLP_ACT, NORM, WHOLE_MLP, RecomputeConfig
+from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
 
 # Recomputed part -> parts of --offload-modules that then save nothing.
@@ -14,9 +20,9 @@ _KEPT_NO_MORE = {
 }
 
 
-def offload_ratio_is_a_share(run: RunConfig, world_size: int) -> str | None:
+def offload_ratio_is_a_share(activation_offload: ActivationOffloadConfig) -> str | None:
     """--pipeline-offload-ratio is a number from 0 to 1, or auto."""
-    given = run.activation_offload.pipeline_offload_ratio
+    given = activation_offload.pipeline_offload_ratio
     if given in (None, AUTO):
         return None
     try:
@@ -26,15 +32,14 @@ def offload_ratio_is_a_share(run: RunConfig, world_size: int) -> str | None:
     return None if fits else f"--pipeline-offload-ratio {given} is no share; give a number from 0 to 1, or auto"
 
 
-def one_way_of_activation_offload(run: RunConfig, world_size: int) -> str | None:
+def one_way_of_activation_offload(activation_offload: ActivationOffloadConfig) -> str | None:
     """Only one flag selects the offloaded activations."""
-    offload = run.activation_offload
     given = [
         name
         for name, on in (
-            ("--pipeline-offload-ratio", offload.pipeline_offload_ratio is not None),
-            ("--cpu-offloading", offload.cpu_offloading),
-            ("--fine-grained-activation-offloading", offload.fine_grained_activation_offloading),
+            ("--pipeline-offload-ratio", activation_offload.pipeline_offload_ratio is not None),
+            ("--cpu-offloading", activation_offload.cpu_offloading),
+            ("--fine-grained-activation-offloading", activation_offload.fine_grained_activation_offloading),
         )
         if on
     ]
@@ -43,12 +48,14 @@ def one_way_of_activation_offload(run: RunConfig, world_size: int) -> str | None
     return f"{' and '.join(given)} each say which activations move; give one of them"
 
 
-def offloaded_layers_exist(run: RunConfig, world_size: int) -> str | None:
+def offloaded_layers_exist(
+    activation_offload: ActivationOffloadConfig, parallel: ParallelConfig, model: ModelConfig
+) -> str | None:
     """--cpu-offloading offloads some layers of every stage except the last, whose backward comes first."""
-    number = run.activation_offload.cpu_offloading_num_layers
-    if not run.activation_offload.cpu_offloading:
+    number = activation_offload.cpu_offloading_num_layers
+    if not activation_offload.cpu_offloading:
         return None
-    layers = [len(stage.layers) for stage in run.pipeline_settings().stages]
+    layers = _layers_of_stages(parallel, model)
     fewest = min(count for count in layers if count)
     if 0 < number < fewest:
         return None
@@ -63,14 +70,15 @@ def offloaded_layers_exist(run: RunConfig, world_size: int) -> str | None:
     )
 
 
-def offloaded_modules_are_given(run: RunConfig, world_size: int) -> str | None:
+def offloaded_modules_are_given(
+    activation_offload: ActivationOffloadConfig, parallel: ParallelConfig, model: ModelConfig
+) -> str | None:
     """--fine-grained-activation-offloading offloads something."""
-    offload = run.activation_offload
-    if not offload.fine_grained_activation_offloading:
+    if not activation_offload.fine_grained_activation_offloading:
         return None
-    if not offload.offload_modules:
+    if not activation_offload.offload_modules:
         return "--fine-grained-activation-offloading moves no part of a layer; give --offload-modules, say core_attn"
-    layers = [len(stage.layers) for stage in run.pipeline_settings().stages]
+    layers = _layers_of_stages(parallel, model)
     if max(layers) < 3:
         return (
             f"--fine-grained-activation-offloading moves nothing: a pipeline stage has {max(layers)} layers at most, and "
@@ -79,27 +87,29 @@ def offloaded_modules_are_given(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def offloaded_modules_keep_something(run: RunConfig, world_size: int) -> str | None:
+def offloaded_modules_keep_something(
+    activation_offload: ActivationOffloadConfig, recompute: RecomputeConfig, model: ModelConfig
+) -> str | None:
     """Recomputed activations are not saved, so they cannot be offloaded."""
-    offload, recompute = run.activation_offload, run.recompute
-    if not offload.fine_grained_activation_offloading:
+    if not activation_offload.fine_grained_activation_offloading:
         return None
     gone = set(OFFLOAD_MODULES) if recompute.is_full else set[str]()
     for name in recompute.modules:
         # A norm behind attention or MLP is not recomputed, and belongs to the same part.
-        gone |= set() if name == NORM and run.model.post_norm else _KEPT_NO_MORE.get(name, set())
-    if found := [part for part in offload.offload_modules or () if part in gone]:
+        gone |= set() if name == NORM and model.post_norm else _KEPT_NO_MORE.get(name, set())
+    if found := [part for part in activation_offload.offload_modules or () if part in gone]:
         return f"--offload-modules {' '.join(found)} names parts that recompute ({recompute}) does not save; remove one"
     return None
 
 
-def offloaded_weights_exist(run: RunConfig, world_size: int) -> str | None:
+def offloaded_weights_exist(
+    activation_offload: ActivationOffloadConfig, parallel: ParallelConfig, model: ModelConfig
+) -> str | None:
     """--cpu-offloading-weights offloads some layers of every stage, possibly all of them."""
-    offload = run.activation_offload
-    number = offload.cpu_offloading_num_layers
-    if not offload.cpu_offloading_weights or offload.cpu_offloading:
+    number = activation_offload.cpu_offloading_num_layers
+    if not activation_offload.cpu_offloading_weights or activation_offload.cpu_offloading:
         return None
-    layers = [len(stage.layers) for stage in run.pipeline_settings().stages]
+    layers = _layers_of_stages(parallel, model)
     fewest = min(count for count in layers if count)
     if 0 < number <= fewest:
         return None
@@ -109,21 +119,36 @@ def offloaded_weights_exist(run: RunConfig, world_size: int) -> str | None:
     )
 
 
-def offloaded_weights_are_trained(run: RunConfig, world_size: int) -> str | None:
+def offloaded_weights_are_trained(activation_offload: ActivationOffloadConfig, model: ModelConfig) -> str | None:
     """Only buckets can be offloaded, and frozen weights are in none."""
-    if not (run.activation_offload.cpu_offloading_weights and run.model.lora_rank):
+    if not (activation_offload.cpu_offloading_weights and model.lora_rank):
         return None
     return (
-        f"--cpu-offloading-weights moves weights that are trained, and --lora-rank {run.model.lora_rank} freezes those of "
+        f"--cpu-offloading-weights moves weights that are trained, and --lora-rank {model.lora_rank} freezes those of "
         "layers, which no bucket holds; remove it, and offload activations or recompute instead"
     )
 
 
-RULES = (
-    offload_ratio_is_a_share,
-    one_way_of_activation_offload,
-    offloaded_modules_keep_something,
-    offloaded_weights_are_trained,
-)
-# These depend on the model's shape and are checked after it is known.
-SHAPE_RULES = (offloaded_layers_exist, offloaded_weights_exist, offloaded_modules_are_given)
+def _layers_of_stages(parallel: ParallelConfig, model: ModelConfig) -> list[int]:
+    """Returns the number of layers of each pipeline stage."""
+    assert model.num_layers
+    return [len(stage.layers) for stage in pipeline_settings(parallel, model.num_layers).stages]
+
+
+def rules(run: RunConfig) -> list[ConfigRule]:
+    """Returns the rules about the offload of activations and weights."""
+    return [
+        partial(offload_ratio_is_a_share, run.activation_offload),
+        partial(one_way_of_activation_offload, run.activation_offload),
+        partial(offloaded_modules_keep_something, run.activation_offload, run.recompute, run.model),
+        partial(offloaded_weights_are_trained, run.activation_offload, run.model),
+    ]
+
+
+def shape_rules(run: RunConfig) -> list[ConfigRule]:
+    """Returns the rules that depend on the model's shape, and wait until it is known."""
+    return [
+        partial(offloaded_layers_exist, run.activation_offload, run.parallel, run.model),
+        partial(offloaded_weights_exist, run.activation_offload, run.parallel, run.model),
+        partial(offloaded_modules_are_given, run.activation_offload, run.parallel, run.model),
+    ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from functools import partial
 
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import activation_offload as rules_activation_offload
 from megatron.config.rules import files as rules_files
 from megatron.config.rules import model as rules_model
@@ -16,24 +15,29 @@ from megatron.config.rules import recompute as rules_recompute
 from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
+from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
 
-ConfigRule = Callable[[RunConfig, int], str | None]
 
-# In this order: plain values first, so that no later rule divides by zero; contradictions before flags without effect.
-RULES: tuple[ConfigRule, ...] = (
-    values_are_known,
-    numbers_are_in_range,
-    *rules_model.RULES,
-    *rules_model.SHAPE_RULES,
-    *rules_training.RULES,
-    *rules_files.RULES,
-    *rules_recompute.RULES,
-    *rules_activation_offload.RULES,
-    *rules_activation_offload.SHAPE_RULES,
-    *rules_optimizer_offload.RULES,
-    own_flags_have_an_effect,
-)
+def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
+    """Returns the rules that `run` has to obey, those about the model's shape only once it is known.
+
+    Plain values come first, so that no later rule divides by zero, and contradictions before flags without effect.
+    """
+    pending = rules_model.shape_is_pending(run.model, run.checkpoint)
+    return [
+        partial(values_are_known, run),
+        partial(numbers_are_in_range, run),
+        *rules_model.rules(run, world_size),
+        *([] if pending else rules_model.shape_rules(run)),
+        *rules_training.rules(run, world_size),
+        *rules_files.rules(run),
+        *rules_recompute.rules(run),
+        *rules_activation_offload.rules(run),
+        *([] if pending else rules_activation_offload.shape_rules(run)),
+        *rules_optimizer_offload.rules(run),
+        partial(own_flags_have_an_effect, run),
+    ]
 
 
 def check(run: RunConfig, world_size: int) -> None:
@@ -49,14 +53,10 @@ def check(run: RunConfig, world_size: int) -> None:
 
 def problems(run: RunConfig, world_size: int) -> list[str]:
     """Returns one line for each rule that `run` breaks."""
-    of_shape = (*rules_model.SHAPE_RULES, *rules_activation_offload.SHAPE_RULES)
-    waiting = of_shape if rules_model.shape_is_pending(run) else ()
     found: list[str] = []
-    for rule in RULES:
-        if rule in waiting:
-            continue
+    for rule in rules(run, world_size):
         try:
-            problem = rule(run, world_size)
+            problem = rule()
         except Exception:
             if not found:
                 raise
@@ -66,8 +66,8 @@ def problems(run: RunConfig, world_size: int) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def check_vocabulary(model: ModelConfig, parallel: ParallelConfig, tokenizer_vocab_size: int) -> None:
-    """Checks, once the tokenizer is read, that its ids fit the model and tp divides the padded vocabulary.
+def check_vocabulary(model: ModelConfig, tp: int, tokenizer_vocab_size: int) -> None:
+    """Checks, once the tokenizer is read, that its ids fit the model and `tp` divides the padded vocabulary.
 
     `model.vocab_size` may still be None: then it is the tokenizer's. Raises ConfigError.
     """
@@ -77,8 +77,6 @@ def check_vocabulary(model: ModelConfig, parallel: ParallelConfig, tokenizer_voc
             f"{tokenizer_vocab_size} or more, or another tokenizer"
         )
     known = dataclasses.replace(model, vocab_size=model.vocab_size or tokenizer_vocab_size)
-    run = RunConfig(model=known, parallel=parallel)
-    for rule in (rules_model.padding_holds_vocabulary, rules_model.tp_divides_vocabulary):
-        problem = rule(run, 1)
+    for problem in (rules_model.padding_holds_vocabulary(known), rules_model.tp_divides_vocabulary(known, tp)):
         if problem is not None:
             raise ConfigError(problem)

@@ -1,82 +1,86 @@
-"""Rules about the files of a run: data, tokenizer, checkpoints. See rules/model.py for the form of a rule."""
+"""Rules about the files of a run: data, tokenizer, checkpoints."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import ScheduleConfig
 from megatron.config.rules.model import shape_is_pending
+from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
 from megatron.config.split import DEFAULT_SPLIT, split_shares
+from megatron.config.train import TrainConfig
 
 
-def one_data_source(run: RunConfig, world_size: int) -> str | None:
+def one_data_source(data: DataConfig, train: TrainConfig) -> str | None:
     """The data is random tokens, one dataset that is split, or one dataset per split."""
-    d = run.data
     per_split = [
         name
         for name, paths in (
-            ("--train-data-path", d.train_data_path),
-            ("--valid-data-path", d.valid_data_path),
-            ("--test-data-path", d.test_data_path),
+            ("--train-data-path", data.train_data_path),
+            ("--valid-data-path", data.valid_data_path),
+            ("--test-data-path", data.test_data_path),
         )
         if paths is not None
     ]
-    if d.mock_data and d.data_path is not None:
+    if data.mock_data and data.data_path is not None:
         return "--mock-data and --data-path exclude each other; give one of them"
-    if d.mock_data or d.data_path is not None:
+    if data.mock_data or data.data_path is not None:
         # both override the data paths of each split, as in Megatron-LM: rules/needs.py makes notes of those
         return None
     if not per_split:
         return "there is no data; give --data-path, --train-data-path or --mock-data"
-    if per_split and d.train_data_path is None and not run.train.skip_train:
+    if per_split and data.train_data_path is None and not train.skip_train:
         return f"{' and '.join(per_split)} leaves nothing to train on; give --train-data-path"
     return None
 
 
-def data_paths_are_not_empty(run: RunConfig, world_size: int) -> str | None:
+def data_paths_are_not_empty(data: DataConfig) -> str | None:
     """A path flag without a value reads nothing."""
-    d = run.data
     for name, paths in (
-        ("--data-path", d.data_path),
-        ("--train-data-path", d.train_data_path),
-        ("--valid-data-path", d.valid_data_path),
-        ("--test-data-path", d.test_data_path),
+        ("--data-path", data.data_path),
+        ("--train-data-path", data.train_data_path),
+        ("--valid-data-path", data.valid_data_path),
+        ("--test-data-path", data.test_data_path),
     ):
         if paths == ():
             return f"{name} names no dataset; give a prefix, or remove it"
     return None
 
 
-def split_is_three_shares(run: RunConfig, world_size: int) -> str | None:
+def split_is_three_shares(data: DataConfig) -> str | None:
     """--split is up to three numbers for training, validation and test."""
     try:
-        split_shares(run.data.split or DEFAULT_SPLIT)
+        split_shares(data.split or DEFAULT_SPLIT)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def tokenizer_has_its_files(run: RunConfig, world_size: int) -> str | None:
+def tokenizer_has_its_files(tokenizer: TokenizerConfig, model: ModelConfig, checkpoint: CheckpointConfig) -> str | None:
     """Each kind of tokenizer is read from its own files."""
-    t = run.tokenizer
-    kind = t.tokenizer_type
+    kind = tokenizer.tokenizer_type
     if kind is None:
         return "--tokenizer-type is missing; give it (NullTokenizer with --vocab-size for data that is token ids)"
     if kind == "NullTokenizer":
-        known = run.model.vocab_size is not None or shape_is_pending(run)
+        known = model.vocab_size is not None or shape_is_pending(model, checkpoint)
         return None if known else "--tokenizer-type NullTokenizer has no vocabulary; give --vocab-size"
     if kind == "GPT2BPETokenizer":
-        files = {"--vocab-file": t.vocab_file, "--merge-file": t.merge_file}
+        files = {"--vocab-file": tokenizer.vocab_file, "--merge-file": tokenizer.merge_file}
     else:
-        files = {"--tokenizer-model": t.tokenizer_model}
+        files = {"--tokenizer-model": tokenizer.tokenizer_model}
     missing = [name for name, path in files.items() if path is None]
     return f"--tokenizer-type {kind} is read from {' and '.join(missing)}; give it" if missing else None
 
 
-def end_of_document_is_an_id(run: RunConfig, world_size: int) -> str | None:
+def end_of_document_is_an_id(tokenizer: TokenizerConfig, model: ModelConfig) -> str | None:
     """--null-tokenizer-eod-id names one of NullTokenizer's ids; other tokenizers have a token for it."""
-    kind, eod, size = run.tokenizer.tokenizer_type, run.tokenizer.null_tokenizer_eod_id, run.model.vocab_size
+    kind, eod, size = tokenizer.tokenizer_type, tokenizer.null_tokenizer_eod_id, model.vocab_size
     if eod is None:
         return None
     if kind != "NullTokenizer":
@@ -86,47 +90,44 @@ def end_of_document_is_an_id(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def conversations_are_read(run: RunConfig, world_size: int) -> str | None:
+def conversations_are_read(data: DataConfig) -> str | None:
     """Instruction data comes from files, and itself marks the tokens to train on."""
-    if not run.data.sft:
+    if not data.sft:
         return None
-    if run.data.mock_data:
+    if data.mock_data:
         return "--mock-data makes up documents, not conversations; give --data-path with a dataset of preprocess_sft.py"
     return None
 
 
-def pretrained_is_only_the_start(run: RunConfig, world_size: int) -> str | None:
+def pretrained_is_only_the_start(checkpoint: CheckpointConfig) -> str | None:
     """--pretrained-checkpoint starts a run once; --finetune starts anew each time, and --load-hf from another model."""
-    c = run.checkpoint
-    if c.pretrained_checkpoint is not None and c.load_hf is not None:
+    if checkpoint.pretrained_checkpoint is not None and checkpoint.load_hf is not None:
         return "--pretrained-checkpoint and --load-hf both give the first weights; give one of them"
-    if c.pretrained_checkpoint is not None and c.finetune:
+    if checkpoint.pretrained_checkpoint is not None and checkpoint.finetune:
         return (
             "--finetune would start anew from the progress that --pretrained-checkpoint goes on with; remove --finetune"
         )
     return None
 
 
-def saves_have_an_interval(run: RunConfig, world_size: int) -> str | None:
+def saves_have_an_interval(checkpoint: CheckpointConfig, train: TrainConfig) -> str | None:
     """Without an interval nothing would be saved before the end."""
-    c = run.checkpoint
-    if c.save is not None and c.save_interval is None and not run.train.skip_train:
-        return f"--save {c.save} needs to know how often; give --save-interval"
+    if checkpoint.save is not None and checkpoint.save_interval is None and not train.skip_train:
+        return f"--save {checkpoint.save} needs to know how often; give --save-interval"
     return None
 
 
-def exports_are_not_checkpoints(run: RunConfig, world_size: int) -> str | None:
+def exports_are_not_checkpoints(checkpoint: CheckpointConfig) -> str | None:
     """Both are called iter_0000100: in one folder an export would replace its checkpoint."""
-    c = run.checkpoint
-    if c.save is not None and c.save_hf is not None and Path(c.save).absolute() == Path(c.save_hf).absolute():
-        return f"--save {c.save} and --save-hf {c.save_hf} are the same folder; give --save-hf one of its own"
+    ours, exports = checkpoint.save, checkpoint.save_hf
+    if ours is not None and exports is not None and Path(ours).absolute() == Path(exports).absolute():
+        return f"--save {ours} and --save-hf {exports} are the same folder; give --save-hf one of its own"
     return None
 
 
-def one_schedule_wins(run: RunConfig, world_size: int) -> str | None:
+def one_schedule_wins(schedule: ScheduleConfig) -> str | None:
     """If the flags' schedule and the checkpoint's differ, only one may take precedence."""
-    s = run.schedule
-    if s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler:
+    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
         return (
             "--override-opt-param-scheduler (flags win) and --use-checkpoint-opt-param-scheduler (checkpoint wins) "
             "exclude each other; give one of them"
@@ -134,15 +135,17 @@ def one_schedule_wins(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-RULES = (
-    one_data_source,
-    data_paths_are_not_empty,
-    split_is_three_shares,
-    tokenizer_has_its_files,
-    end_of_document_is_an_id,
-    conversations_are_read,
-    pretrained_is_only_the_start,
-    saves_have_an_interval,
-    exports_are_not_checkpoints,
-    one_schedule_wins,
-)
+def rules(run: RunConfig) -> list[ConfigRule]:
+    """Returns the rules about data, tokenizer and checkpoints."""
+    return [
+        partial(one_data_source, run.data, run.train),
+        partial(data_paths_are_not_empty, run.data),
+        partial(split_is_three_shares, run.data),
+        partial(tokenizer_has_its_files, run.tokenizer, run.model, run.checkpoint),
+        partial(end_of_document_is_an_id, run.tokenizer, run.model),
+        partial(conversations_are_read, run.data),
+        partial(pretrained_is_only_the_start, run.checkpoint),
+        partial(saves_have_an_interval, run.checkpoint, run.train),
+        partial(exports_are_not_checkpoints, run.checkpoint),
+        partial(one_schedule_wins, run.schedule),
+    ]

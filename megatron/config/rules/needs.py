@@ -40,7 +40,7 @@ def unneeded(run: RunConfig) -> dict[str, Need]:
     return found
 
 
-def own_flags_have_an_effect(run: RunConfig, world_size: int) -> str | None:
+def own_flags_have_an_effect(run: RunConfig) -> str | None:
     """A typed flag that only this program has changes the behaviour of the run."""
     for name, need in unneeded(run).items():
         if run.logging.strict_flags or flag_name(name) not in read_flags():

@@ -8,7 +8,7 @@ from megatron.config.flag import flag_of
 from megatron.config.run import RunConfig, flag_fields, flag_name
 
 
-def numbers_are_in_range(run: RunConfig, world_size: int) -> str | None:
+def numbers_are_in_range(run: RunConfig) -> str | None:
     """Every number lies in the interval of its flag, and none is infinite or NaN."""
     for name, (_, spec) in flag_fields().items():
         found = flag_of(spec)
@@ -20,7 +20,7 @@ def numbers_are_in_range(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def values_are_known(run: RunConfig, world_size: int) -> str | None:
+def values_are_known(run: RunConfig) -> str | None:
     """Fields with choices hold one of them, also if the value is from a preset, which no parser checks."""
     for name, (_, spec) in flag_fields().items():
         found = flag_of(spec)

@@ -1,75 +1,83 @@
-"""Rules about the length of the run, its batches, schedule and optimizer. See rules/model.py for the form of a rule."""
+"""Rules about the length of the run, its batches, schedule and optimizer."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from megatron.base.errors import ConfigError
 from megatron.config.batch_schedule import not_whole, unit_of
 from megatron.config.batch_steps import FLAG, parse_steps
-from megatron.config.data_parallel import EVERY, splits_backward
+from megatron.config.data import DataConfig
+from megatron.config.data_parallel import EVERY, data_parallel_settings, splits_backward
 from megatron.config.mesh import mesh_of
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
+from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
 
 MOST_MICROBATCHES = 65536  # per step: each is an action of the schedule, which is built before the first step
 
 
-def one_length(run: RunConfig, world_size: int) -> str | None:
+def one_length(train: TrainConfig) -> str | None:
     """The length of a run is in steps or in samples; an evaluation needs neither."""
-    iters, samples = run.train.train_iters, run.train.train_samples
+    iters, samples = train.train_iters, train.train_samples
     if iters is not None and samples is not None:
         return f"--train-iters {iters} and --train-samples {samples} exclude each other; give one of them"
-    if iters is None and samples is None and not run.train.skip_train:
+    if iters is None and samples is None and not train.skip_train:
         return "the length of the run is missing; give --train-iters or --train-samples"
     return None
 
 
-def learning_rate_is_given(run: RunConfig, world_size: int) -> str | None:
+def learning_rate_is_given(schedule: ScheduleConfig, train: TrainConfig) -> str | None:
     """There is no default learning rate."""
-    if run.schedule.lr is None and not run.train.skip_train:
+    if schedule.lr is None and not train.skip_train:
         return "the learning rate is missing; give --lr"
     return None
 
 
-def step_schedule_is_alone(run: RunConfig, world_size: int) -> str | None:
+def step_schedule_is_alone(train: TrainConfig, data: DataConfig) -> str | None:
     """A batch-size schedule determines the batch of every step, so no other flag may."""
-    t = run.train
-    if t.step_batch_size_schedule is None:
+    if train.step_batch_size_schedule is None:
         return None
     try:
-        parse_steps(t.step_batch_size_schedule, run.data.seq_length)
+        parse_steps(train.step_batch_size_schedule, data.seq_length)
     except ConfigError as error:
         return str(error)
-    if t.global_batch_size is not None:
-        return f"{FLAG} gives every batch size and --global-batch-size {t.global_batch_size} another one; remove one of them"
-    if t.rampup_batch_size is not None:
-        ramp = " ".join(map(str, t.rampup_batch_size))
+    if train.global_batch_size is not None:
+        size = train.global_batch_size
+        return f"{FLAG} gives every batch size and --global-batch-size {size} another one; remove one of them"
+    if train.rampup_batch_size is not None:
+        ramp = " ".join(map(str, train.rampup_batch_size))
         return f"{FLAG} gives every batch size and --rampup-batch-size {ramp} others; remove one of them"
     return None
 
 
-def batches_are_whole(run: RunConfig, world_size: int) -> str | None:
+def batches_are_whole(train: TrainConfig, parallel: ParallelConfig, world_size: int) -> str | None:
     """Every global batch size of the run is a whole number of microbatches per replica."""
-    t, dp = run.train, mesh_of(run.parallel, world_size).dp
-    assert t.micro_batch_size
-    size, name = t.final_global_batch_size or 0, "--global-batch-size"
-    if t.step_batch_size_schedule is not None:
+    dp = mesh_of(parallel, world_size).dp
+    assert train.micro_batch_size
+    size, name = train.final_global_batch_size or 0, "--global-batch-size"
+    if train.step_batch_size_schedule is not None:
         name = f"{FLAG} ends with"
-    if problem := not_whole(name, size, t.micro_batch_size, dp):
+    if problem := not_whole(name, size, train.micro_batch_size, dp):
         return problem
-    microbatches = size // (t.micro_batch_size * dp)
+    microbatches = size // (train.micro_batch_size * dp)
     if microbatches > MOST_MICROBATCHES:
         return (
-            f"{name} {size} makes {microbatches} microbatches per step of {unit_of(t.micro_batch_size, dp)}, more than "
+            f"{name} {size} makes {microbatches} microbatches per step of {unit_of(train.micro_batch_size, dp)}, more than "
             f"{MOST_MICROBATCHES}; lower it, raise --micro-batch-size, or use more processes"
         )
-    for number, name in zip(t.rampup_batch_size or (), ("START", "INCREMENT")):
-        if problem := not_whole(f"--rampup-batch-size {name}", number, t.micro_batch_size, dp):
+    for number, name in zip(train.rampup_batch_size or (), ("START", "INCREMENT")):
+        if problem := not_whole(f"--rampup-batch-size {name}", number, train.micro_batch_size, dp):
             return problem
     return None
 
 
-def rampup_reaches_batch_size(run: RunConfig, world_size: int) -> str | None:
+def rampup_reaches_batch_size(train: TrainConfig) -> str | None:
     """The ramp increases from START to the global batch size in whole increments."""
-    ramp, end = run.train.rampup_batch_size, run.train.global_batch_size
+    ramp, end = train.rampup_batch_size, train.global_batch_size
     if ramp is None:
         return None
     if len(ramp) != 3:
@@ -87,14 +95,13 @@ def rampup_reaches_batch_size(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def sharding_is_consistent(run: RunConfig, world_size: int) -> str | None:
+def sharding_is_consistent(parallel: ParallelConfig) -> str | None:
     """The flags that select the sharded state do not contradict each other."""
-    p = run.parallel
-    shards, mode = p.data_parallel_sharding_strategy, p.grad_reduce_mode
-    if shards == "no_shard" and (p.use_distributed_optimizer or p.overlapped_distributed_optimizer):
+    shards, mode = parallel.data_parallel_sharding_strategy, parallel.grad_reduce_mode
+    if shards == "no_shard" and (parallel.use_distributed_optimizer or parallel.overlapped_distributed_optimizer):
         name = (
             "--overlapped-distributed-optimizer"
-            if p.overlapped_distributed_optimizer
+            if parallel.overlapped_distributed_optimizer
             else "--use-distributed-optimizer"
         )
         return (
@@ -113,27 +120,28 @@ def sharding_is_consistent(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def pipeline_carries_sharding(run: RunConfig, world_size: int) -> str | None:
+def pipeline_carries_sharding(parallel: ParallelConfig) -> str | None:
     """Some sharding and reduction modes are incompatible with a pipeline."""
-    p, settings = run.parallel, run.data_parallel_settings()
-    if p.pipeline_model_parallel_size == 1:
+    settings = data_parallel_settings(parallel)
+    if parallel.pipeline_model_parallel_size == 1:
         return None
     if settings.shards == "optim_grads_params":
         return (
             "--data-parallel-sharding-strategy optim_grads_params gathers parameters for every microbatch of every stage, "
-            f"and --pipeline-model-parallel-size {p.pipeline_model_parallel_size} has many of both; give optim_grads"
+            f"and --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} has many of both; give optim_grads"
         )
-    if settings.mode == EVERY and splits_backward(p):
+    if settings.mode == EVERY and splits_backward(parallel):
         return (
-            f"--pipeline-schedule {p.pipeline_schedule} computes weight gradients apart, so they are not reduced after "
-            "every microbatch; give --grad-reduce-mode last-microbatch with the strategy optim, or --pipeline-schedule 1f1b"
+            f"--pipeline-schedule {parallel.pipeline_schedule} computes weight gradients apart, so they are not reduced "
+            "after every microbatch; give --grad-reduce-mode last-microbatch with the strategy optim, or "
+            "--pipeline-schedule 1f1b"
         )
     return None
 
 
-def instances_divide_replicas(run: RunConfig, world_size: int) -> str | None:
+def instances_divide_replicas(parallel: ParallelConfig, world_size: int) -> str | None:
     """Every instance of the sharded optimizer has equally many ranks."""
-    mesh, instances = mesh_of(run.parallel, world_size), run.parallel.num_distributed_optimizer_instances
+    mesh, instances = mesh_of(parallel, world_size), parallel.num_distributed_optimizer_instances
     ranks = mesh.dp * mesh.cp
     if ranks % instances:
         return (
@@ -143,22 +151,21 @@ def instances_divide_replicas(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def lengths_are_in_one_unit(run: RunConfig, world_size: int) -> str | None:
+def lengths_are_in_one_unit(schedule: ScheduleConfig, train: TrainConfig) -> str | None:
     """The schedule and the length of the run have the same unit: iterations or samples."""
-    s = run.schedule
     iterations = {
-        "--lr-decay-iters": s.lr_decay_iters,
-        "--lr-wsd-decay-iters": s.lr_wsd_decay_iters,
-        "--lr-warmup-iters": s.lr_warmup_iters or None,
+        "--lr-decay-iters": schedule.lr_decay_iters,
+        "--lr-wsd-decay-iters": schedule.lr_wsd_decay_iters,
+        "--lr-warmup-iters": schedule.lr_warmup_iters or None,
     }
     samples = {
-        "--lr-decay-samples": s.lr_decay_samples,
-        "--lr-wsd-decay-samples": s.lr_wsd_decay_samples,
-        "--lr-warmup-samples": s.lr_warmup_samples or None,
+        "--lr-decay-samples": schedule.lr_decay_samples,
+        "--lr-wsd-decay-samples": schedule.lr_wsd_decay_samples,
+        "--lr-warmup-samples": schedule.lr_warmup_samples or None,
     }
     for length, wrong, old, new in (
-        (run.train.train_iters, samples, "-samples", "-iters"),
-        (run.train.train_samples, iterations, "-iters", "-samples"),
+        (train.train_iters, samples, "-samples", "-iters"),
+        (train.train_samples, iterations, "-iters", "-samples"),
     ):
         for name, value in wrong.items():
             if length is not None and value is not None:
@@ -166,33 +173,31 @@ def lengths_are_in_one_unit(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def one_warmup(run: RunConfig, world_size: int) -> str | None:
+def one_warmup(schedule: ScheduleConfig) -> str | None:
     """The warm-up is a length or a fraction."""
-    s = run.schedule
-    length = s.lr_warmup_iters or s.lr_warmup_samples
-    if s.lr_warmup_fraction is not None and length:
-        name = "--lr-warmup-iters" if s.lr_warmup_iters else "--lr-warmup-samples"
-        return f"--lr-warmup-fraction {s.lr_warmup_fraction} and {name} {length} exclude each other; give one of them"
+    length = schedule.lr_warmup_iters or schedule.lr_warmup_samples
+    if schedule.lr_warmup_fraction is not None and length:
+        name = "--lr-warmup-iters" if schedule.lr_warmup_iters else "--lr-warmup-samples"
+        return f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and {name} {length} exclude each other; give one of them"
     return None
 
 
-def schedule_fits(run: RunConfig, world_size: int) -> str | None:
+def schedule_fits(schedule: ScheduleConfig, train: TrainConfig) -> str | None:
     """The warm-up ends before the decay does, and WSD's last phase begins after the warm-up."""
-    s = run.schedule
-    in_samples = run.train.train_samples is not None
+    in_samples = train.train_samples is not None
     unit = "samples" if in_samples else "iters"
-    whole = run.train.train_samples or run.train.train_iters
-    decay = (s.lr_decay_samples if in_samples else s.lr_decay_iters) or whole
-    last = s.lr_wsd_decay_samples if in_samples else s.lr_wsd_decay_iters
+    whole = train.train_samples or train.train_iters
+    decay = (schedule.lr_decay_samples if in_samples else schedule.lr_decay_iters) or whole
+    last = schedule.lr_wsd_decay_samples if in_samples else schedule.lr_wsd_decay_iters
     if decay is None:
         return None
-    warmup = s.lr_warmup_samples or s.lr_warmup_iters or (s.lr_warmup_fraction or 0.0) * decay
+    warmup = schedule.lr_warmup_samples or schedule.lr_warmup_iters or (schedule.lr_warmup_fraction or 0.0) * decay
     if warmup >= decay:
         return (
             f"the warm-up of {warmup:g} {unit} is not shorter than the decay length of {decay}; shorten "
             f"--lr-warmup-{unit} or raise --lr-decay-{unit}"
         )
-    if s.lr_decay_style != "WSD":
+    if schedule.lr_decay_style != "WSD":
         return None
     if last is None:
         return f"--lr-decay-style WSD needs the length of its decay phase; give --lr-wsd-decay-{unit}"
@@ -204,35 +209,33 @@ def schedule_fits(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def learning_rates_are_ordered(run: RunConfig, world_size: int) -> str | None:
+def learning_rates_are_ordered(schedule: ScheduleConfig) -> str | None:
     """The peak is the largest learning rate."""
-    s = run.schedule
-    if s.lr is None:
+    if schedule.lr is None:
         return None
-    for name, value in (("--min-lr", s.min_lr), ("--lr-warmup-init", s.lr_warmup_init)):
-        if value > s.lr:
-            return f"{name} {value} is above --lr {s.lr}; lower it"
+    for name, value in (("--min-lr", schedule.min_lr), ("--lr-warmup-init", schedule.lr_warmup_init)):
+        if value > schedule.lr:
+            return f"{name} {value} is above --lr {schedule.lr}; lower it"
     return None
 
 
-def decoupled_learning_rates_are_ordered(run: RunConfig, world_size: int) -> str | None:
+def decoupled_learning_rates_are_ordered(schedule: ScheduleConfig) -> str | None:
     """The peak for the word embeddings and the output layer is not below their minimum, if there is a decay."""
-    s = run.schedule
-    if s.decoupled_lr is None or s.lr_decay_style == "constant" or s.decoupled_minimum <= s.decoupled_lr:
+    peak, minimum = schedule.decoupled_lr, schedule.decoupled_minimum
+    if peak is None or schedule.lr_decay_style == "constant" or minimum <= peak:
         return None
-    if s.decoupled_min_lr is None:
+    if schedule.decoupled_min_lr is None:
         return (
-            f"--min-lr {s.min_lr} is above --decoupled-lr {s.decoupled_lr}, whose minimum it is, too; give a lower "
+            f"--min-lr {minimum} is above --decoupled-lr {peak}, whose minimum it is, too; give a lower "
             "--decoupled-min-lr"
         )
-    return f"--decoupled-min-lr {s.decoupled_min_lr} is above --decoupled-lr {s.decoupled_lr}; lower it"
+    return f"--decoupled-min-lr {minimum} is above --decoupled-lr {peak}; lower it"
 
 
-def weight_decay_ramp_is_whole(run: RunConfig, world_size: int) -> str | None:
+def weight_decay_ramp_is_whole(optimizer: OptimizerConfig) -> str | None:
     """A ramp has both ends; a constant weight decay has none."""
-    o = run.optimizer
-    start, end = o.start_weight_decay, o.end_weight_decay
-    style = o.weight_decay_incr_style
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    style = optimizer.weight_decay_incr_style
     if style == "constant":
         given = [n for n, v in (("--start-weight-decay", start), ("--end-weight-decay", end)) if v is not None]
         fix = "give --weight-decay-incr-style linear or cosine, or --weight-decay instead"
@@ -244,45 +247,47 @@ def weight_decay_ramp_is_whole(run: RunConfig, world_size: int) -> str | None:
     return None
 
 
-def loss_scale_has_room(run: RunConfig, world_size: int) -> str | None:
+def loss_scale_has_room(optimizer: OptimizerConfig, model: ModelConfig) -> str | None:
     """The dynamic loss scale starts at or above its floor."""
-    o = run.optimizer
-    if run.model.fp16 and o.loss_scale is None and o.initial_loss_scale < o.min_loss_scale:
-        return f"--initial-loss-scale {o.initial_loss_scale:g} is below --min-loss-scale {o.min_loss_scale:g}; raise it"
+    start, floor = optimizer.initial_loss_scale, optimizer.min_loss_scale
+    if model.fp16 and optimizer.loss_scale is None and start < floor:
+        return f"--initial-loss-scale {start:g} is below --min-loss-scale {floor:g}; raise it"
     return None
 
 
-def profile_has_steps(run: RunConfig, world_size: int) -> str | None:
+def profile_has_steps(logging: LoggingConfig) -> str | None:
     """A timeline covers at least one step."""
-    start, end = run.logging.profile_step_start, run.logging.profile_step_end
-    if run.logging.profile_timeline is not None and end <= start:
+    start, end = logging.profile_step_start, logging.profile_step_end
+    if logging.profile_timeline is not None and end <= start:
         return f"--profile-step-end {end} is not after --profile-step-start {start}; raise it"
     return None
 
 
-def skip_train_evaluates(run: RunConfig, world_size: int) -> str | None:
+def skip_train_evaluates(train: TrainConfig, evaluation: EvalConfig) -> str | None:
     """A run that neither trains nor evaluates does nothing."""
-    if run.train.skip_train and run.eval.eval_iters == 0:
+    if train.skip_train and evaluation.eval_iters == 0:
         return "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters"
     return None
 
 
-RULES = (
-    one_length,
-    learning_rate_is_given,
-    step_schedule_is_alone,
-    rampup_reaches_batch_size,
-    batches_are_whole,
-    sharding_is_consistent,
-    pipeline_carries_sharding,
-    instances_divide_replicas,
-    lengths_are_in_one_unit,
-    one_warmup,
-    schedule_fits,
-    learning_rates_are_ordered,
-    decoupled_learning_rates_are_ordered,
-    weight_decay_ramp_is_whole,
-    loss_scale_has_room,
-    profile_has_steps,
-    skip_train_evaluates,
-)
+def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
+    """Returns the rules about the length of a run, its batches, schedule and optimizer."""
+    return [
+        partial(one_length, run.train),
+        partial(learning_rate_is_given, run.schedule, run.train),
+        partial(step_schedule_is_alone, run.train, run.data),
+        partial(rampup_reaches_batch_size, run.train),
+        partial(batches_are_whole, run.train, run.parallel, world_size),
+        partial(sharding_is_consistent, run.parallel),
+        partial(pipeline_carries_sharding, run.parallel),
+        partial(instances_divide_replicas, run.parallel, world_size),
+        partial(lengths_are_in_one_unit, run.schedule, run.train),
+        partial(one_warmup, run.schedule),
+        partial(schedule_fits, run.schedule, run.train),
+        partial(learning_rates_are_ordered, run.schedule),
+        partial(decoupled_learning_rates_are_ordered, run.schedule),
+        partial(weight_decay_ramp_is_whole, run.optimizer),
+        partial(loss_scale_has_room, run.optimizer, run.model),
+        partial(profile_has_steps, run.logging),
+        partial(skip_train_evaluates, run.train, run.eval),
+    ]

@@ -61,15 +61,15 @@ class TestShapeFromCheckpoint:
 class TestVocabulary:
     def test_tokenizer_larger_than_the_model(self):
         run = make_run(vocab_size=1000)
-        rules.check_vocabulary(run.model, run.parallel, 1000)
+        rules.check_vocabulary(run.model, run.parallel.tensor_model_parallel_size, 1000)
         with pytest.raises(ConfigError, match=r"1001 ids but --vocab-size is 1000"):
-            rules.check_vocabulary(run.model, run.parallel, 1001)
+            rules.check_vocabulary(run.model, run.parallel.tensor_model_parallel_size, 1001)
 
     def test_tp_divides_the_tokenizers_padded_vocabulary(self):
         run = make_run(vocab_size=None, tensor_model_parallel_size=3)
-        rules.check_vocabulary(run.model, run.parallel, 300)  # 384 rows
+        rules.check_vocabulary(run.model, run.parallel.tensor_model_parallel_size, 300)  # 384 rows
         with pytest.raises(ConfigError, match=r"512 is not a multiple of --tensor-model-parallel-size 3"):
-            rules.check_vocabulary(run.model, run.parallel, 400)
+            rules.check_vocabulary(run.model, run.parallel.tensor_model_parallel_size, 400)
 
     def test_unknown_vocabulary_passes_the_first_check(self):
         rules.check(make_run(vocab_size=None, **HF), 1)

@@ -1,12 +1,12 @@
 """What a run takes over from a checkpoint of Megatron-LM's, and which folder it goes on from."""
 
-import dataclasses
 import shutil
 
 import pytest
 import torch
 
 from megatron.base.errors import CheckpointError
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, foreign_in, is_foreign
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.training.megatron_lm import state_of
@@ -129,12 +129,13 @@ def test_a_vocabulary_that_is_not_known_is_left_to_the_run(tmp_path):
     source, path = trained("qwen"), tmp_path / "iter_0000007"
     write_torch_dist(path, source, model_space(source), vocab_size=None, padded_vocab_size=112)
     assert read_run_state(path)["config"]["model"]["vocab_size"] is None
-    run = with_vocabulary(make_run(("make_vocab_size_divisible_by",), vocab_size=None), 99, path)
-    assert run.model.vocab_size == 99 and run.model.padded_vocab_size == 112 and not run.model.mask_padded_vocabulary
-    saved = open_saved_run(path, run.model, pool.groups().world)
+    ours = {"tokenizer_vocab_size": 99, "seq_length": 32, "tp": 1}
+    model = with_vocabulary(make_run(vocab_size=None).model, {"make_vocab_size_divisible_by"}, path, **ours)
+    assert model.vocab_size == 99 and model.padded_vocab_size == 112 and not model.mask_padded_vocabulary
+    saved = open_saved_run(path, model, pool.groups().world)
     assert saved.state["config"]["model"]["vocab_size"] == 99
-    asked = make_run(("fixed_padded_vocab_size",), vocab_size=None, fixed_padded_vocab_size=128)
-    assert with_vocabulary(asked, 99, path).model.padded_vocab_size == 128
+    asked = make_run(vocab_size=None, fixed_padded_vocab_size=128).model
+    assert with_vocabulary(asked, {"fixed_padded_vocab_size"}, path, **ours).padded_vocab_size == 128
 
 
 def test_folders_are_told_apart(tmp_path, roots):
@@ -154,12 +155,12 @@ def test_folders_are_told_apart(tmp_path, roots):
 @pytest.mark.parametrize("name", ["dist", "classic"])
 def test_load_and_pretrained_checkpoint_take_them(tmp_path, roots, name):
     theirs = roots / name / "iter_0000007"
-    run = make_run(load=str(roots / name), save=str(tmp_path / "new"), save_interval=5)
-    assert find_start(run) == (run, theirs)
-    begun, found = find_start(make_run(pretrained_checkpoint=str(roots / name), save=str(tmp_path / "new")))
-    assert found == theirs and begun.checkpoint.finetune
-    sft = dataclasses.replace(run, data=dataclasses.replace(run.data, sft=True))
-    begun, found = find_start(sft)
-    assert found == theirs and begun.checkpoint.finetune
+    config = CheckpointConfig(load=str(roots / name), save=str(tmp_path / "new"), save_interval=5)
+    assert find_start(config, sft=False, trains=True) == (config, theirs)
+    other = CheckpointConfig(pretrained_checkpoint=str(roots / name), save=str(tmp_path / "new"))
+    begun, found = find_start(other, sft=False, trains=True)
+    assert found == theirs and begun.finetune
+    begun, found = find_start(config, sft=True, trains=True)
+    assert found == theirs and begun.finetune
     with pytest.raises(CheckpointError, match=r"--save .* holds iter_0000007 of Megatron-LM"):
-        find_start(make_run(load=str(roots / name), save=str(roots / name)))
+        find_start(CheckpointConfig(load=str(roots / name), save=str(roots / name)), sft=False, trains=True)

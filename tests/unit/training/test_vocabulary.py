@@ -23,8 +23,10 @@ def model(monkeypatch):
             return ModelConfig(**saved)
 
         monkeypatch.setattr(vocabulary, "saved_model_config", saved_model_config)
-        run = make_run(given, **{"vocab_size": None, **fields})
-        return vocabulary.with_vocabulary(run, 900, CHECKPOINT).model
+        run = make_run(**{"vocab_size": None, **fields})
+        return vocabulary.with_vocabulary(
+            run.model, given, CHECKPOINT, tokenizer_vocab_size=900, seq_length=run.data.seq_length, tp=1
+        )
 
     return call
 
