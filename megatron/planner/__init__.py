@@ -1,1 +1,1 @@
-"""What a layout will cost, before anything is started. No torch."""
+"""Computes the memory and the schedule of a layout from its flags, before anything is started. No torch."""

@@ -18,14 +18,15 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Bucket:
-    """Memory of a run of parameters, flat, and this rank's slice of it.
+    """The flat memory of consecutive parameters, and this rank's slice of it.
 
     whole [size]: values in the parameters' dtype; every parameter is a view of it. After `shard_params` it exists only
     between `unshard` and `reshard`, and parameters are empty otherwise.
-    param_shard [size / shards]: this rank's slice, which its optimizer updates: a view of `whole`, or the only copy. It is
-    in host memory if the bucket is `offloaded`.
-    grads [size], fp32: gradients; every parameter's slot writes there. Kept for the whole run or, after
-    `keep_grads(False)`, taken from `take` when the first gradient is written and handed over to be reduced (`detach`).
+    param_shard [size / shards]: this rank's slice, which its optimizer updates. It is a view of `whole` or, after
+    `shard_params`, the only copy, in host memory if the bucket is `offloaded`.
+    grads [size], fp32: the memory to which every parameter's slot writes its gradient. It is kept for the whole run or,
+    after `keep_grads(False)`, taken from `take` when the first gradient is written, and handed over with `detach` to be
+    reduced.
     grad_shard [size / shards], fp32: this rank's slice of the reduced gradient: a view of `grads` when those are kept.
     pieces: the parts of parameters in this rank's slice, in order; each lies within one section of its parameter.
     """
@@ -40,8 +41,10 @@ class Bucket:
         take: Callable[[int], Tensor],
         stage: int | None = 0,
     ) -> None:
-        """view: of all its parameters; its `shard` group says which slice is this rank's. `take(n)`: a block of fp32 memory
-        of at least n elements. `stage`: the pipeline stage whose backward completes it; None when several do."""
+        """view: the same for all parameters of the bucket; its `shard` group determines which slice this rank owns.
+        `take(n)` returns a block of fp32 memory of at least n elements. stage: the pipeline stage whose backward completes
+        the bucket; None if several do.
+        """
         self.index, self.parameters, self.layout, self.stage = index, parameters, layout, stage
         own = owned_pieces(layout, view.shard.rank, view.shard.size)
         self.pieces = [part for piece in own for part in self._by_section(piece)]
@@ -64,17 +67,17 @@ class Bucket:
 
     @property
     def label(self) -> str:
-        """Its name in timelines."""
+        """The name of the bucket in timelines."""
         return f"bucket {self.index}"
 
     @property
     def on_both_ends(self) -> bool:
-        """Whether another pipeline rank has the same parameters; then it has no others."""
+        """Whether another pipeline rank has the same parameters; then the bucket holds no others."""
         return any(parameter.info.on_both_ends for parameter in self.parameters.values())
 
     @property
     def size(self) -> int:
-        """Elements, padding included."""
+        """The number of elements, padding included."""
         return self.layout.size
 
     @property
@@ -83,19 +86,19 @@ class Bucket:
         return self.view.shard.size
 
     def view_of(self, flat: Tensor, name: str) -> Tensor:
-        """The part of `flat` (of the bucket's size) that belongs to a parameter, in its shape."""
+        """Returns the part of `flat` [size] that belongs to a parameter, in the parameter's shape."""
         start, numel = self.layout.offsets[name], self.layout.numels[name]
         return flat[start : start + numel].view(self.parameters[name].info.shape)
 
     def section_of(self, piece: Piece) -> Section:
-        """The section that the piece's elements belong to; no element of `pieces` reaches into a second one."""
+        """Returns the section of the parameter to which the elements of the piece belong. No piece lies in two sections."""
         return self.parameters[piece.name].info.section_at(piece.start)
 
     def runs(self, key: Callable[[ParamInfo, Section], K]) -> list[tuple[int, int, K]]:
-        """This rank's slice as (start, stop, key): the longest runs of pieces with the same key.
+        """Returns this rank's slice as (start, stop, key): the longest runs of pieces with the same key.
 
-        Alignment padding belongs to the parameter before it; slices without a parameter are left out. So runs are whole
-        rows of 64 but where one ends between two sections of a parameter.
+        Alignment padding belongs to the parameter before it, and slices without a parameter are left out. So runs consist
+        of whole rows of 64 elements, unless one ends between two sections of a parameter.
         """
         found: list[tuple[int, int, K]] = []
         for piece in self.pieces:
@@ -110,7 +113,7 @@ class Bucket:
 
     @property
     def whole(self) -> Tensor:
-        """[size]; see the class."""
+        """The parameters [size]; see the class."""
         assert self._whole is not None
         return self._whole
 
@@ -122,7 +125,7 @@ class Bucket:
         return None
 
     def shard_params(self, offload: WeightOffload | None = None) -> None:
-        """Keep only this rank's slice of the parameters from now on: on the device, or offloaded to host memory."""
+        """Keeps only this rank's slice of the parameters from now on, on the device or offloaded to host memory."""
         if offload is None:
             self.param_shard = self._own(self.whole).clone()
         else:
@@ -131,9 +134,9 @@ class Bucket:
         self.reshard()
 
     def unshard(self) -> Work | None:
-        """Allocate `whole` with this rank's slice in it, for the others to be gathered; parameters are views of it.
+        """Allocates `whole` with this rank's slice in it, so that the others can be gathered; parameters become views of it.
 
-        An offloaded slice is there after the copy that is returned.
+        Returns the copy of the slice from host memory if the bucket is offloaded; the slice is valid after it.
         """
         self._whole = torch.empty(self.size, dtype=self.dtype, device=self.device)
         for name, parameter in self.parameters.items():
@@ -145,13 +148,13 @@ class Bucket:
         return None
 
     def reshard(self) -> None:
-        """Free `whole`; parameters are empty."""
+        """Frees `whole`; parameters become empty."""
         self._whole = None
         for parameter in self.parameters.values():
             parameter.data = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def keep_grads(self, keep: bool) -> None:
-        """Hold the whole fp32 gradient from now on, or only this rank's slice. Between steps only."""
+        """Keeps the whole fp32 gradient from now on, or only this rank's slice. Only between steps."""
         if keep:
             self.grads = torch.zeros(self.size, dtype=torch.float32, device=self.device)
             self.grad_shard = self._own(self.grads)
@@ -164,14 +167,14 @@ class Bucket:
             self.grad_shard = torch.zeros(self.size // self.shards, dtype=torch.float32, device=self.device)
 
     def clear(self) -> None:
-        """Clear the gradient: the next writer overwrites it."""
+        """Clears the gradient: the next writer overwrites it."""
         self._shard_is_fresh = True
         for parameter in self.parameters.values():
             assert parameter.slot is not None
             parameter.slot.fresh = True
 
     def fill_missing(self) -> list[str]:
-        """Make the gradient zero where none was written; the parameters' names."""
+        """Sets the gradients that were not written to zero. Returns the names of their parameters."""
         without = []
         for name, parameter in self.parameters.items():
             assert parameter.slot is not None
@@ -181,7 +184,7 @@ class Bucket:
         return without
 
     def detach(self) -> Tensor:
-        """Hand over the block of gradient memory. The gradient is cleared, and its next writer takes a new block."""
+        """Hands over the block of gradient memory. The gradient is cleared, and its next writer takes a new block."""
         self.grads = None
         for parameter in self.parameters.values():
             assert parameter.slot is not None
@@ -192,7 +195,7 @@ class Bucket:
         return block
 
     def accumulate(self, block: Tensor) -> None:
-        """Add this rank's slice of a detached and reduced gradient to `grad_shard`."""
+        """Adds this rank's slice of a detached and reduced gradient to `grad_shard`."""
         own = self._own(block[: self.size])
         if self._shard_is_fresh:
             self.grad_shard.copy_(own)
@@ -201,7 +204,7 @@ class Bucket:
         self._shard_is_fresh = False
 
     def _open(self) -> None:
-        """Take gradient memory for this backward pass."""
+        """Takes gradient memory for this backward pass."""
         self._block = self._take(self.size)
         self.grads = self._block[: self.size]
         end = 0
@@ -217,7 +220,7 @@ class Bucket:
             parameter.slot.main_grad = self.view_of(grads, name)
 
     def _by_section(self, piece: Piece) -> Iterator[Piece]:
-        """The piece, split where a section of the parameter ends."""
+        """Returns the piece, split where a section of the parameter ends."""
         for section in self.parameters[piece.name].info.sections:
             start, stop = max(piece.start, section.start), min(piece.stop, section.start + section.numel)
             if start < stop:

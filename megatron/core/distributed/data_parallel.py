@@ -2,20 +2,20 @@
 
 [Note: a step]
     begin_step                                  gradients are cleared
-    a microbatch: begin_backward, backward, end_backward
+    per microbatch: begin_backward, backward, end_backward
                                                 with overlap a bucket is reduced when its last gradient is written.
                                                 A pipeline rank does so for each of its stages; one that splits its
                                                 backward runs it within `deferred_weight_grads`, and the jobs later
     finish_reduction                            every bucket's `grad_shard` holds the sum over all replicas
     the optimizer: a bucket's `param_shard` is written, then `mark_updated`, bucket by bucket in forward order
     end_step                                    without overlap: all parameters are gathered now
-With overlap the next forward waits for a bucket where it first reads one of its parameters: see param_gatherer.py, and
-param_unsharder.py for parameters that are sharded or offloaded themselves. Code that reads parameters in another way
-(saving) calls `synchronize` first.
+With overlap the next forward waits for a bucket when it first reads one of its parameters: see param_gatherer.py, and
+param_unsharder.py for parameters that are sharded or offloaded. Code that reads parameters outside of a forward, such as
+saving, calls `synchronize` first.
 
 [Note: order]
-Buckets are reduced in one fixed order, the expected order of backward, in whichever order gradients are computed. A bucket
-that is complete waits until all buckets before it are complete, and one that never gets all its gradients is reduced at the
+Buckets are reduced in one fixed order, the expected order of backward, even if gradients are computed in another order. A
+complete bucket waits until all buckets before it are complete. A bucket that never gets all its gradients is reduced at the
 end of backward, with zeros for the missing ones. So ranks can never wait for different buckets.
 """
 
@@ -69,13 +69,13 @@ class DataParallel:
         late_updates: bool = False,
         weight_offload: WeightOffload | None = None,
     ) -> None:
-        """Sharding is over the `shard` groups: create_groups must have been told the settings' `optimizer_instances`.
+        """Shards over the `shard` groups, which `create_groups` makes for the `optimizer_instances` of the settings.
 
-        stage_of: the pipeline stage of each parameter, by name, where the model holds several; those that several stages
-        use are left out and reduced at the end of the step. Without it all are of stage 0.
-        streams: for its communication, drawn in their timeline; by default its own.
-        late_updates: the optimizer may finish buckets after the step, where they are read.
-        weight_offload: of parameters that live in host memory, in buckets of their own.
+        stage_of: parameter name -> pipeline stage, for a model that holds several stages. Parameters that several stages
+        use are left out, and reduced at the end of the step. Without it all parameters are of stage 0.
+        streams: run the communication, and draw it in their timeline; default new ones.
+        late_updates: the optimizer may finish the update of a bucket after the step, when its parameters are read.
+        weight_offload: moves the parameters that live in host memory, which get buckets of their own.
         """
         self.settings = settings
         self._groups, self.device = groups, device
@@ -107,7 +107,7 @@ class DataParallel:
             late_updates=late_updates,
         )
         self.sharded_names = self._params.sharded_names  # names of parameters that are empty while they are not in use
-        # Where nothing is shared there is no shard to keep instead. All ranks of the world agree.
+        # Without sharding there is no shard that could be kept instead. All ranks of the world agree.
         shared = any(view.shard.size > 1 for view in groups.views.values())
         self._undecided = settings.mode == AUTO and shared
         self.keeps_grads = settings.mode == LAST or not shared
@@ -122,17 +122,18 @@ class DataParallel:
                 parameter.slot.written = functools.partial(self._arrived, bucket, parameter)
 
     def when_reduced(self, callback: Callable[[Bucket], None]) -> None:
-        """From now on `callback(bucket)` is called once per step: its `grad_shard` holds the sum over all replicas.
+        """From now on calls `callback(bucket)` once per step, when `grad_shard` holds the sum over all replicas.
 
-        Gradients that `finish_reduction` sums are not final yet: those partial over tp, and those of both ends. On the CPU
-        the callback runs on some thread after the sum, on CUDA when the sum is queued on the current stream.
+        Gradients that are partial over tp, or that both ends of the pipeline share, are not final yet: `finish_reduction`
+        sums them. On the CPU a thread of the communication calls it after the sum, on CUDA when the sum is queued on the
+        current stream.
         """
         self._when_reduced = callback
 
     def begin_step(self, microbatches: int) -> None:
-        """Before the first of the step's microbatches.
+        """Call before the first microbatch of a step.
 
-        Communication: none, but once when --grad-reduce-mode auto decides: a reduction of a bucket and a small all-reduce.
+        Communication: none, except once when --grad-reduce-mode auto decides: reductions of a bucket and small all-reduces.
         """
         if self._undecided and self._steps == _FIRST_STEPS:
             self._decide(microbatches)
@@ -145,21 +146,24 @@ class DataParallel:
         self._unreduced = {bucket.index for bucket in self.buckets}
 
     def begin_backward(self, stage: int = 0, *, last: bool) -> None:
-        """Before a microbatch's backward, or the jobs of one that was split; `last` of the step in this stage."""
+        """Call before a microbatch's backward, or before the deferred jobs of a split one.
+
+        last: it is the last one of the step in this stage.
+        """
         self._reducing = not self.keeps_grads or (last and self.settings.overlap_reduce)
         self._stage, self._last = stage, last
         self._params.begin_backward()
         self._left = deque(bucket for bucket in self.buckets if bucket.stage == stage)
         for bucket in self._left:
             waiting = [slot.waiting for p in bucket.parameters.values() if (slot := p.slot) is not None]
-            # Of a split backward the rest has come with the gradient of the input.
+            # In a split backward the other gradients have been written with the gradient of the input.
             bucket.missing = sum(count > 0 for count in waiting) if any(waiting) else len(waiting)
         if self._undecided:
             synchronize(self.device)
             self._backward_seconds, self._waited_seconds = -time.perf_counter(), 0.0
 
     def end_backward(self, *, last: bool) -> None:
-        """After a microbatch's backward: start the reductions that are due. Communication: see `finish_reduction`."""
+        """Call after a microbatch's backward: starts the reductions that are due. Communication: see `finish_reduction`."""
         if self._undecided:
             synchronize(self.device)
             self._backward_seconds += time.perf_counter() - self._waited_seconds
@@ -171,7 +175,7 @@ class DataParallel:
 
     @contextlib.contextmanager
     def deferred_weight_grads(self) -> Iterator[list[Callable[[], None]]]:
-        """A backward in the body defers the weight gradients of linear layers: they become jobs of the yielded list."""
+        """Defers the weight gradients of linear layers in a backward of the body: they become jobs of the yielded list."""
         jobs: list[Callable[[], None]] = []
         self._defer_weight_grads(jobs)
         self._params.begin_backward()
@@ -180,12 +184,12 @@ class DataParallel:
         self._defer_weight_grads(None)
 
     def finish_reduction(self) -> None:
-        """Wait until every bucket's `grad_shard` holds the sum over all replicas.
+        """Waits until every bucket's `grad_shard` holds the sum over all replicas.
 
-        Communication: reductions were started before: one per bucket and, unless gradients are kept, per microbatch. Then
-        one all-reduce over tp of this rank's slices of the gradients that are partial over tp, one over tp_inner of those
-        of keys and values that some of its ranks share, and one over the two ends of the pipeline where they share an
-        embedding.
+        Communication: the reductions that were started before, one per bucket and, unless gradients are kept, per
+        microbatch. Then one all-reduce over tp of this rank's slices of the gradients that are partial over tp, one over
+        tp_inner of those of keys and values that its ranks share, and one over the two ends of the pipeline if they share
+        an embedding.
         """
         self._last = True
         for bucket in self.buckets:
@@ -200,16 +204,16 @@ class DataParallel:
         self._params.synchronize()
 
     def without_gradient(self) -> list[str]:
-        """Parameters that got no gradient in some backward of this step, in name order."""
+        """Names of the parameters without a gradient in some backward of this step, sorted."""
         return sorted(self._without)
 
     def gradient_bytes(self) -> int:
-        """Memory that gradients take: whole buckets or slices of them, and blocks that are in use or were."""
+        """Bytes of gradients: whole buckets or slices of them, and the blocks of the pool."""
         kept = {bucket.grad_shard.untyped_storage() for bucket in self.buckets}
         return sum(storage.nbytes() for storage in kept) + self._blocks.nbytes
 
     def gradients(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-        """What this rank owns of the reduced gradient: (parameter, offset in the global tensor, its elements there)."""
+        """Yields the reduced gradients that this rank owns: (parameter, offset in the global tensor, elements)."""
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 section, flat, done = bucket.section_of(piece), bucket.grad_shard[piece.at :], 0
@@ -219,29 +223,32 @@ class DataParallel:
                     done += box.numel
 
     def weights(self) -> Iterator[tuple[Piece, Tensor]]:
-        """This rank's slices of the parameters: (which part of which parameter, its elements)."""
+        """Yields this rank's slices of the parameters: (the part of a parameter, its elements)."""
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 yield piece, bucket.param_shard[piece.at : piece.at + piece.stop - piece.start]
 
     def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None = None) -> None:
-        """The bucket's `param_shard` is updated, here and on all ranks. With overlap: start to gather it.
+        """Call when the bucket's `param_shard` is updated; all ranks call it. With overlap its gather starts.
 
-        With `finish` the update is deferred, and done when `finish` returns, which is called in `end_step`, or with
-        `late_updates` before the bucket is read.
+        With `finish` the update is deferred: it is complete when `finish` returns, which is called in `end_step` or, with
+        `late_updates`, before the bucket is read.
         """
         self._params.mark_updated(bucket, finish)
 
     def end_step(self) -> None:
-        """All buckets are marked as updated. Without overlap: gather the parameters, one all-gather per bucket, and wait."""
+        """Call when all buckets are marked as updated. Without overlap it gathers them and waits.
+
+        Communication: one all-gather per bucket.
+        """
         self._params.end_step()
 
     def parameter_of(self, tensor: Tensor) -> Parameter | None:
-        """The sharded or offloaded parameter that a tensor is a view of, or None."""
+        """Returns the sharded or offloaded parameter of which a tensor is a view, or None."""
         return self._params.parameter_of(tensor)
 
     def synchronize(self) -> None:
-        """Return when nothing is in flight and every parameter is current, or its shard if it is sharded or offloaded."""
+        """Waits until nothing is in flight, and every parameter is current, or its shard if it is sharded or offloaded."""
         self._params.synchronize()
 
     def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
@@ -279,14 +286,14 @@ class DataParallel:
         self._reductions.append((block, handle))
 
     def _retire(self) -> None:
-        """Wait for the oldest reduction."""
+        """Waits for the oldest reduction."""
         block, handle = self._reductions.popleft()
         handle.wait()
         if block is not None:
             self._blocks.give_back(block)
 
     def _take_block(self, size: int) -> Tensor:
-        """Memory for the gradients of one backward pass over a bucket of this size."""
+        """Returns memory for the gradients of one backward pass over a bucket of this size."""
         while self._reductions and (self._blocks.is_exhausted or self._reductions[0][1].is_completed()):
             started = time.perf_counter()
             self._retire()
@@ -294,9 +301,9 @@ class DataParallel:
         return self._blocks.take(size)
 
     def decided_mode(self) -> str | None:
-        """What --grad-reduce-mode auto has chosen; None while it still measures, and where nothing is to be chosen.
+        """Returns the choice of --grad-reduce-mode auto; None while it still measures, and under another mode.
 
-        The two modes add in another order, so a run that is continued must not choose anew. Communication: as `begin_step`
+        The two modes add in different orders, so a continued run must not choose again. Communication: as `begin_step`
         when it decides.
         """
         if self._undecided and self._steps >= _FIRST_STEPS:
@@ -306,12 +313,12 @@ class DataParallel:
         return LAST if self.keeps_grads else EVERY
 
     def take_mode(self, mode: str) -> None:
-        """Before the first step: reduce as an earlier part of this run has decided, where --grad-reduce-mode auto asks."""
+        """Call before the first step of a continued run: --grad-reduce-mode auto keeps the mode that was chosen before."""
         if self._undecided:
             self._use(mode)
 
     def _decide(self, microbatches: int) -> None:
-        """Choose when gradients are reduced; the same on all ranks."""
+        """Chooses when gradients are reduced; the same on all ranks."""
         mode, why = choose_mode(microbatches, self._measure())
         log.info("--grad-reduce-mode auto: %s (%s)", mode, why)
         self._use(mode)
@@ -325,7 +332,8 @@ class DataParallel:
                 bucket.keep_grads(self.keeps_grads)
 
     def _measure(self) -> ReduceProfile:
-        """Communication: the largest bucket is reduced three times, then two small all-reduces over the world."""
+        """Returns the profile of this run. Communication: three reductions of the largest bucket, and two small all-reduces
+        over the world."""
         largest = max(
             self.buckets, key=lambda bucket: bucket.size, default=None
         )  # none where all of this stage is frozen
@@ -340,7 +348,7 @@ class DataParallel:
         return ReduceProfile(4 * size, max(0, 4 * saved), reduce_seconds, backward_seconds, int(free))
 
     def _probe(self, bucket: Bucket) -> float:
-        """Seconds that reducing as many gradients takes, the median of three."""
+        """Returns the seconds that the reduction of as many gradients takes, the median of three."""
         grads = torch.zeros(bucket.size, dtype=torch.float32, device=self.device)
         seconds = []
         for _ in range(_PROBES):
@@ -374,7 +382,9 @@ class DataParallel:
     ) -> list[Bucket]:
         """Buckets in the order in which backward completes them, each of one view, stage and dtype, offloaded or not.
 
-        Parameters on both ends of the pipeline have a bucket of their own, so that both ends split it alike.
+        All parameters of a bucket have the same stage and dtype, and are offloaded or not.
+
+        Parameters on both ends of the pipeline have a bucket of their own, so that both ends divide it alike.
         """
         views = {n: self._groups.view(p.info.spec.axis) for n, p in parameters.items()}
         shards = {n: view.shard.size for n, view in views.items()}

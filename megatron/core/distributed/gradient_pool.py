@@ -7,11 +7,13 @@ from torch import Tensor
 
 
 class GradientPool:
-    """Lends blocks of fp32 memory. Keeps at most `max_blocks` blocks, lent or free; more may be lent if they are needed.
+    """Lends blocks of fp32 memory.
 
-    Layers repeat, so nearly all buckets find a block of their size; a single large bucket (of the embedding) has its own
-    block, and the others need not be as large. A free block is lent on the stream that gave it back, after that stream has
-    waited for the last use.
+    It keeps at most `max_blocks` blocks, lent or free, and lends more only if needed.
+
+    Layers are alike, so nearly all buckets find a free block of their size. The large bucket of the embedding has a block
+    of its own, so the other blocks need not be as large. A free block is lent on the stream that gave it back, after that
+    stream has waited for the last use.
     """
 
     def __init__(self, max_blocks: int, device: torch.device) -> None:
@@ -21,7 +23,7 @@ class GradientPool:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether `max_blocks` blocks are lent: take another one only if none can be given back."""
+        """Whether `max_blocks` blocks are lent. Then take another one only if none can be given back."""
         return len(self._lent) >= self._max_blocks
 
     @property
@@ -30,7 +32,7 @@ class GradientPool:
         return 4 * (sum(self._lent) + sum(len(block) for block in self._free))
 
     def take(self, size: int) -> Tensor:
-        """A block of `size` to `2 * size` elements, undefined."""
+        """Returns a block of `size` to `2 * size` undefined elements."""
         fitting = [number for number, block in enumerate(self._free) if size <= len(block) <= 2 * size]
         if fitting:
             found = self._free.pop(min(fitting, key=lambda number: len(self._free[number])))
@@ -42,11 +44,11 @@ class GradientPool:
         return found
 
     def give_back(self, block: Tensor) -> None:
-        """End the use of a block."""
+        """Ends the use of a block."""
         self._lent.remove(len(block))
         if len(self._free) + len(self._lent) < self._max_blocks:
             self._free.append(block)
 
     def clear(self) -> None:
-        """Free all blocks that are not lent."""
+        """Frees all blocks that are not lent."""
         self._free.clear()

@@ -1,4 +1,4 @@
-"""Parameters that every rank holds in full: gathered after an update, waited for where they are read."""
+"""Gathers the parameters that every rank holds in full after their update; readers wait for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFETCHED = 1  # buckets whose deferred update is awaited, and whose gather is
 class ParamGatherer:
     """Gathers resident buckets after their update, and makes readers wait for updates and gathers in flight.
 
-    Deferred updates end in forward order, and buckets are gathered in that order on all ranks, whenever the updates end.
+    Buckets are gathered in forward order on all ranks, in whichever order their deferred updates end.
     """
 
     def __init__(
@@ -40,14 +40,17 @@ class ParamGatherer:
             register_read_hook(model, self._before_read)
 
     def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None = None) -> None:
-        """The bucket's `param_shard` is updated, at once or when `finish` returns. With overlap: start to gather it."""
+        """Call when the bucket's `param_shard` is updated, or will be when `finish` returns.
+
+        With overlap its gather starts.
+        """
         if finish is None and not self._deferred:
             self._start_gather(bucket)
         else:
             self._deferred.append((bucket, finish or _nothing))
 
     def end_step(self) -> None:
-        """All buckets are marked as updated. Without overlap: gather them, and wait."""
+        """Call when all buckets are marked as updated. Without overlap it gathers them, and waits."""
         if not self._defers:
             self._finish_updates(len(self._deferred))
         if self._gathers and not self._overlap:
@@ -57,7 +60,7 @@ class ParamGatherer:
                 handle.wait()
 
     def begin_step(self, microbatches: int) -> None:
-        """No-op: reads wait by themselves."""
+        """No-op: reads wait for their buckets."""
 
     def begin_backward(self) -> None:
         """No-op: parameters are resident."""
@@ -66,20 +69,20 @@ class ParamGatherer:
         """No-op: unsharded parameters are never freed."""
 
     def parameter_of(self, tensor: Tensor) -> Parameter | None:
-        """None: the memory of resident parameters never changes."""
+        """Returns None, because the memory of resident parameters never changes."""
         return None
 
     def end_backward(self) -> None:
         """No-op: unsharded parameters are never freed."""
 
     def synchronize(self) -> None:
-        """Wait for every deferred update and every gather in flight."""
+        """Waits for every deferred update and every gather in flight."""
         self._finish_updates(len(self._deferred))
         for index in sorted(self._gathering, reverse=True):
             self._gathering.pop(index).wait()
 
     def finish_update(self, bucket: Bucket) -> None:
-        """Wait for this bucket's deferred update: its gradient is about to be overwritten."""
+        """Waits for this bucket's deferred update, because its gradient is about to be overwritten."""
         self._finish_updates(self._num_deferred_until(bucket))
 
     def _before_read(self, parameter: nn.Parameter) -> None:
@@ -94,7 +97,7 @@ class ParamGatherer:
             self._gathering.pop(bucket.index).wait()
 
     def _num_deferred_until(self, bucket: Bucket) -> int:
-        """Number of deferred buckets up to and including this one; 0 if its update is not deferred."""
+        """Returns the number of deferred buckets up to this one, inclusive; 0 if its update is not deferred."""
         return next((number for number, (each, _) in enumerate(self._deferred, start=1) if each is bucket), 0)
 
     def _finish_updates(self, count: int) -> None:

@@ -15,7 +15,7 @@ from megatron.core.parameter import Parameter
 
 
 class ParamRouter:
-    """Presents both owners as one. With both, the order of gathers still is the same on all ranks: the model's reads.
+    """Presents both owners as one. All ranks gather in the same order, that of the model's reads.
 
     sharded_names: names of the parameters that are empty while they are not in use.
     """
@@ -31,7 +31,7 @@ class ParamRouter:
         overlap: bool,
         late_updates: bool,
     ) -> None:
-        """sharded: parameters are sharded, where several ranks share them. The rest as for the two owners."""
+        """sharded: the parameters that several ranks share are sharded. Other arguments as for the two owners."""
         not_resident, resident = list[Bucket](), list[Bucket]()
         for bucket in buckets:
             offloads = offload is not None and offload.includes(next(iter(bucket.parameters)))
@@ -53,43 +53,43 @@ class ParamRouter:
         self._owner_of.update(dict.fromkeys((bucket.index for bucket in buckets), owner))
 
     def parameter_of(self, tensor: Tensor) -> Parameter | None:
-        """The sharded or offloaded parameter that a tensor is a view of, or None."""
+        """Returns the sharded or offloaded parameter of which a tensor is a view, or None."""
         found = (owner.parameter_of(tensor) for owner in self._owners)
         return next((parameter for parameter in found if parameter is not None), None)
 
     def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None) -> None:
-        """The bucket's `param_shard` is updated, at once or when `finish` returns."""
+        """Call when the bucket's `param_shard` is updated, or will be when `finish` returns."""
         self._owner_of[bucket.index].mark_updated(bucket, finish)
 
     def end_step(self) -> None:
-        """All buckets are marked as updated."""
+        """Call when all buckets are marked as updated."""
         for owner in self._owners:
             owner.end_step()
 
     def begin_step(self, microbatches: int) -> None:
-        """`microbatches`: forwards of each stage until the next update."""
+        """Call before a step. `microbatches`: forwards of each stage until the next update."""
         for owner in self._owners:
             owner.begin_step(microbatches)
 
     def begin_backward(self) -> None:
-        """A backward begins, or the half of a split one that reads parameters."""
+        """Call before a backward, or before the half of a split one that reads parameters."""
         for owner in self._owners:
             owner.begin_backward()
 
     def mark_done(self, bucket: Bucket) -> None:
-        """Backward is done with the values of one more of the bucket's parameters."""
+        """Call when backward no longer needs the values of one more of the bucket's parameters."""
         self._owner_of[bucket.index].mark_done(bucket)
 
     def end_backward(self) -> None:
-        """Free the buckets that backward has unsharded."""
+        """Frees the buckets that backward has unsharded."""
         for owner in self._owners:
             owner.end_backward()
 
     def synchronize(self) -> None:
-        """Wait for everything in flight."""
+        """Waits for everything in flight."""
         for owner in self._owners:
             owner.synchronize()
 
     def finish_update(self, bucket: Bucket) -> None:
-        """Wait for this bucket's deferred update."""
+        """Waits for this bucket's deferred update."""
         self._owner_of[bucket.index].finish_update(bucket)

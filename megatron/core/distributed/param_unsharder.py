@@ -1,18 +1,18 @@
-"""Parameters that are sharded over ranks or offloaded to the host: unsharded ahead of use and freed after it.
+"""Unshards parameters that are sharded over ranks or offloaded to the host ahead of their use, and frees them after it.
 
 Ranks gather each other's shards (ZeRO-3: Rajbhandari et al., arXiv 1910.02054; ahead of use as Zhao et al., FSDP, arXiv
 2304.11277), or shards are copied from host memory, or both: each rank copies its shard, then ranks gather.
 
 [Note: when buckets are unsharded]
-Forward. A bucket is unsharded where one of its parameters is first read, and held until the innermost module that read it
-ends (only modules that own parameters, and the model itself, count). The bucket that forward reads next is prefetched
-meanwhile, if it belongs to the same pipeline stage. The bucket released last stays until another one is read, because the
-next module may lie in the same bucket.
+Forward. A bucket is unsharded when one of its parameters is first read, and held until the innermost module that read it
+ends. (Only modules that own parameters count, and the model itself.) Meanwhile the bucket that forward reads next is
+prefetched, if it belongs to the same pipeline stage. The bucket that was released last stays until another one is read,
+because the next module may lie in the same bucket.
 Backward. Before a module's backward the buckets that it read are unsharded again, and the next one in backward order is
-prefetched. A bucket is freed when backward is done with all its parameters, whether their gradients were computed or
-deferred: nothing can need its values then. Only the bucket that forward reads first stays for the next microbatch, if the
-rank has one stage: no computation of that forward could overlap its gather. Buckets that a recomputation reads in backward
-are held as if backward had reached them, which it does next.
+prefetched. A bucket is freed when the gradients of all its parameters were computed or deferred, because its values are not
+needed after that. Only the bucket that forward reads first stays for the next microbatch, if the rank has one stage: its
+gather could not be overlapped with any computation of that forward. Buckets that a recomputation reads in backward are held
+as if backward had reached them, which it does next.
 Freed values have not changed, so they are not written back; an update writes to the shard itself.
 Freed parameters are empty, so reading one without the hook fails loudly. Memory comes from PyTorch's allocator and not from
 a pool: a view that autograd saved keeps its values.
@@ -37,12 +37,12 @@ _PREFETCHED = 1  # buckets that are unsharded before they are needed
 
 
 class ParamUnsharder:
-    """Keeps the buckets unsharded that forward and backward read now, and the next one."""
+    """Keeps those buckets unsharded that forward or backward reads now, and the next one."""
 
     def __init__(
         self, model: nn.Module, buckets: list[Bucket], comm: BucketComm, *, late_updates: bool = False
     ) -> None:
-        """`buckets`: sharded already (`Bucket.shard_params`). late_updates: updates may end after the step."""
+        """`buckets`: `Bucket.shard_params` has been called on each. late_updates: updates may end after the step."""
         self._buckets, self._comm, self._defers = buckets, comm, late_updates
         self._position = {bucket.index: position for position, bucket in enumerate(buckets)}
         self._bucket_of = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters.values()}
@@ -50,7 +50,7 @@ class ParamUnsharder:
         self._at_address: dict[int, Bucket] = {}  # the same buckets by the address of their memory
         self._scopes: list[dict[int, Bucket]] = []  # the buckets that each running module has read, innermost last
         self._in_backward: dict[int, Bucket] = {}
-        # Number of a bucket's parameters that backward is not done with, by its index.
+        # Index of a bucket -> number of its parameters whose values backward still needs.
         self._pending = dict.fromkeys(self._position, 0)
         # After begin_backward, and until the model's next forward, a module that runs is recomputed.
         self._model, self._backward = model, False
@@ -69,13 +69,16 @@ class ParamUnsharder:
                 module.register_forward_hook(self._leave, always_call=True)
 
     def parameter_of(self, tensor: Tensor) -> Parameter | None:
-        """The parameter that a tensor is a view of, if it is one of these, and unsharded now."""
+        """Returns the parameter of which a tensor is a view, if it is in one of these buckets and unsharded now."""
         bucket = self._at_address.get(tensor.untyped_storage().data_ptr())
         return None if bucket is None else bucket.parameter_at(int(tensor.storage_offset()))
 
     def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None = None) -> None:
-        """The bucket's `param_shard` is updated, at once or when `finish` returns. Buckets that forward reads first are
-        prefetched; offloaded ones only when all offloaded buckets are updated, because updates need device memory."""
+        """Call when the bucket's `param_shard` is updated, or will be when `finish` returns.
+
+        Prefetches the buckets that forward reads first; offloaded ones only after the update of all offloaded buckets,
+        because updates need device memory.
+        """
         self._free(bucket)
         if finish is not None:
             self._deferred[bucket.index] = finish
@@ -88,22 +91,22 @@ class ParamUnsharder:
                     self._start(other)
 
     def end_step(self) -> None:
-        """All buckets are marked as updated."""
+        """Call when all buckets are marked as updated."""
         if not self._defers:
             for bucket in reversed(self._buckets):
                 self.finish_update(bucket)
 
     def begin_step(self, microbatches: int) -> None:
-        """`microbatches`: forwards of each stage until the next update."""
+        """Call before a step. `microbatches`: forwards of each stage until the next update."""
         self._forwards_left = microbatches
 
     def begin_backward(self) -> None:
-        """A backward begins, or the half of a split one that reads parameters."""
+        """Call before a backward, or before the half of a split one that reads parameters."""
         self._backward = True
         self._pending = {bucket.index: len(bucket.parameters) for bucket in self._buckets}
 
     def mark_done(self, bucket: Bucket) -> None:
-        """Backward is done with the values of one more of the bucket's parameters."""
+        """Call when backward no longer needs the values of one more of the bucket's parameters."""
         self._pending[bucket.index] -= 1
         if self._pending[bucket.index] == 0:
             self._in_backward.pop(bucket.index, None)
@@ -113,14 +116,17 @@ class ParamUnsharder:
                 self._free(bucket)
 
     def end_backward(self) -> None:
-        """Free all buckets, also those whose gradients were never computed."""
+        """Frees all buckets, also those whose gradients were never computed."""
         self._in_backward.clear()
         for bucket in self._buckets:
             if not self._stays_for_next_forward(bucket):
                 self._free(bucket)
 
     def synchronize(self) -> None:
-        """Wait for everything in flight and free all unsharded buckets. The host may read and write offloaded shards."""
+        """Waits for everything in flight and frees all unsharded buckets.
+
+        Then the host may read and write offloaded shards.
+        """
         for bucket in self._buckets:
             self._free(bucket)
             self.finish_update(bucket)
@@ -128,7 +134,7 @@ class ParamUnsharder:
                 bucket.offloaded.synchronize()
 
     def finish_update(self, bucket: Bucket) -> None:
-        """Wait for this bucket's deferred update."""
+        """Waits for this bucket's deferred update."""
         if bucket.index in self._deferred:
             self._deferred.pop(bucket.index)()
 
@@ -169,7 +175,7 @@ class ParamUnsharder:
                 self._unshard(bucket, direction=1)
 
     def _unshard(self, bucket: Bucket, *, direction: int) -> None:
-        """Return when the bucket is unsharded; prefetch the next ones in `direction`."""
+        """Waits until the bucket is unsharded, and prefetches the next ones in `direction`."""
         if bucket.index not in self._unsharding:
             self._start(bucket)
         self._unsharding[bucket.index].wait()
@@ -201,7 +207,7 @@ class ParamUnsharder:
             self._free(released)
 
     def _stays_for_next_forward(self, bucket: Bucket) -> bool:
-        """Whether the next microbatch's forward begins with it."""
+        """Returns whether the next microbatch's forward begins with this bucket."""
         return bucket is self._first and self._forwards_left > 0
 
     def _is_held(self, bucket: Bucket) -> bool:
@@ -218,14 +224,14 @@ class ParamUnsharder:
 
 
 class _Unshard:
-    """An unshard in flight: the copy of this rank's shard from the host, then the gather of all shards."""
+    """An unshard in flight: a copy of this rank's shard from the host, followed by a gather of all shards."""
 
     def __init__(self, copy: Work | None, gather: Handle) -> None:
         self._copy, self._gather = copy, gather
         self._is_done = False
 
     def wait(self) -> None:
-        """Order later work of the caller behind it."""
+        """Orders later work of the caller behind the unshard."""
         if self._is_done:
             return
         if self._copy is not None:

@@ -1,8 +1,8 @@
 """Calls hooks whenever a module's parameter is accessed.
 
-Reading `module.weight` looks the parameter up in the module's table of parameters, so the hooks are called from that table.
-So a tied weight is noticed at its first reader, and so is a weight that another module's forward reads. `named_parameters`,
-with which set-up and checkpoints find parameters without reading values, calls no hook.
+Reading `module.weight` looks the parameter up in the module's table of parameters, and this table calls the hooks. So hooks
+see every read of a tied weight, and of a weight that another module's forward reads. `named_parameters`, with which set-up
+and checkpoints find parameters without reading their values, calls no hook.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def register_read_hook(model: nn.Module, hook: Callable[[nn.Parameter], None]) -> None:
-    """From now on call `hook(parameter)` whenever an attribute of a module of `model` yields a parameter.
+    """From now on calls `hook(parameter)` whenever an attribute of a module of `model` yields a parameter.
 
     Several hooks may be registered; they are called in order of registration.
     """

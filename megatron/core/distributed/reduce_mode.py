@@ -1,9 +1,10 @@
-"""Whether gradients are reduced once per step or after every microbatch: the cost of each mode, and the choice.
+"""Chooses between reducing gradients once per step and after every microbatch, by the cost of each mode.
 
-Per step: traffic R, the time of one reduction, of which the last backward (time B) hides up to B; the whole fp32 gradient
-is kept. After every microbatch: g microbatches bring g x R, and each backward hides up to B of it; only a shard is kept, and
-backward waits where the wire is slower than it, for lack of memory to put gradients in. So the first is never slower, and
-the choice is a matter of memory. Megatron-LLaMA always reduces every microbatch and loses where g is large.
+Let R be the time of one reduction, B that of one backward, and g the number of microbatches. Once per step, the reduction
+takes R, of which up to B is overlapped with the last backward, and the whole fp32 gradient is kept. After every microbatch,
+the reductions take g x R, of which up to B is overlapped with each backward. Only a shard is kept, and a backward that is
+faster than its reduction waits, because there is no memory for more gradients. So the first mode is never slower, and the
+choice depends on memory only. Megatron-LLaMA always reduces after every microbatch, which is slow if g is large.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MIB = 1024**2
 
 @dataclass(frozen=True)
 class ReduceProfile:
-    """The slowest rank's times and the smallest rank's room. Bytes and seconds."""
+    """The times of the slowest rank in seconds, and the memory of the rank with the least free, in bytes."""
 
     gradient_bytes: int  # of the whole fp32 gradient
     extra_bytes: int  # memory for keeping it, beyond that for reducing every microbatch
@@ -27,7 +28,7 @@ class ReduceProfile:
 
 
 def choose_mode(microbatches: int, measured: ReduceProfile) -> tuple[str, str]:
-    """(mode, the numbers behind it) for steps of so many microbatches."""
+    """Returns (mode, the figures that decide it) for steps of so many microbatches."""
     exposed = max(0.0, measured.reduce_seconds - measured.backward_seconds)
     rate = measured.gradient_bytes / max(measured.reduce_seconds, 1e-9) / 1e6
     numbers = (

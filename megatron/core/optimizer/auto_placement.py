@@ -1,4 +1,4 @@
-"""--optimizer-offload-policy auto: measures, decides with placement.py, and moves chunks between steps."""
+"""Implements --optimizer-offload-policy auto: measures, decides with placement.py, and moves chunks between steps."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ _MAX_ELEMENTS = 1 << 22  # 16 MiB per tensor, larger than every cache
 
 
 class AutoPlacement:
-    """Decides which chunks the CPU updates; at first all. Every rank decides for itself: the order in which buckets are
-    updated does not depend on it."""
+    """Decides which chunks the CPU updates. At first it updates all.
+
+    Every rank decides for itself, because the order in which buckets are updated does not depend on it.
+    """
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class AutoPlacement:
         self._step_ended: float | None = None
 
     def adjust(self) -> None:
-        """Move chunks as the forward and backward that have just run suggest. Gradients must be final."""
+        """Moves chunks according to the memory and times of the last forward and backward. Gradients must be final."""
         if self._step_ended is None or self._rates is None:
             return  # no step has been measured from its beginning
         passes = time.perf_counter() - self._step_ended
@@ -77,12 +79,12 @@ class AutoPlacement:
         )  # fmt: skip
 
     def end_step(self) -> None:
-        """The next step begins."""
+        """Call at the end of a step."""
         self._step_ended = time.perf_counter()
         self.meter.reset()
 
     def _candidates(self, forward_seconds: float) -> list[Candidate]:
-        """In forward order."""
+        """Returns the candidates of all chunks, in forward order."""
         assert self._rates is not None
         total, before, found = sum(chunk.size for chunk in self._chunks), 0, []
         for chunk in self._chunks:
@@ -99,7 +101,7 @@ class AutoPlacement:
 
 
 def measure_update(config: OptimizerConfig, size: int) -> float:
-    """Elements per second that the CPU updates in chunks of `size` elements: the best of a few tries."""
+    """Returns the elements per second that the CPU updates in chunks of `size` elements: the best of a few tries."""
     size = min(size, _MAX_ELEMENTS)
     values = {key: torch.zeros(size) for key in state_layout(config, half=True, on_cpu=True)}
     gradient, runs = torch.zeros(size), [Run(0, size, decay=False, decoupled=False)]

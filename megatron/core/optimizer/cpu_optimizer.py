@@ -1,7 +1,7 @@
 """Updates chunks of the optimizer on the CPU, in a thread, while the device updates the others.
 
 [Note: a step of the CPU optimizer]
-    a bucket is reduced     with overlap: gradients of its CPU chunks are copied out, overlapped with the rest of backward
+    a bucket is reduced     with overlap: gradients of its CPU chunks are copied to the host during the rest of backward
     `start`                 the thread takes the chunks one by one in forward order: it waits for the gradient, updates the
                             states, and copies the rounded masters into the parameters
     `finish` of a bucket    waits for its parameters: to be called before they are gathered or read
@@ -39,7 +39,7 @@ class CpuOptimizer:
     def __init__(
         self, states: HostPool, buffers: HostPool, engine: CopyEngine, streams: Streams, *, overlap: bool
     ) -> None:
-        """states, buffers: memory of the states, and of gradients and results that are copied."""
+        """states: memory of the states. buffers: memory of the gradients and results that are copied."""
         self.overlap = overlap
         self._states, self._pool, self._engine, self._streams = states, buffers, engine, streams
         self._thread = streams.host_stream("cpu-optimizer")
@@ -55,7 +55,7 @@ class CpuOptimizer:
 
     @property
     def chunks(self) -> list[OptimizerChunk]:
-        """In forward order, the order of their updates."""
+        """The chunks that the CPU updates, in forward order, which is the order of their updates."""
         return sorted(self._blocks, key=lambda chunk: (-chunk.bucket.index, chunk.start))
 
     @property
@@ -65,7 +65,7 @@ class CpuOptimizer:
         return sum(chunk.nbytes for chunk in self._blocks) + sum(t.nbytes for t in buffers) + self._scratch.nbytes
 
     def take(self, chunk: OptimizerChunk) -> None:
-        """Move a chunk from the device to the CPU. Only between steps."""
+        """Moves a chunk from the device to the CPU. Only between steps."""
         block, states = self._states.take_tensors(chunk.shapes(on_cpu=True))
         if chunk.state:
             chunk.move(states, on_cpu=True)
@@ -81,7 +81,7 @@ class CpuOptimizer:
                 self._buffer("gradient", slot, largest.size, torch.float32)
 
     def give_back(self, chunk: OptimizerChunk) -> None:
-        """Move a chunk to the device and free its host memory. Only between steps."""
+        """Moves a chunk to the device and frees its host memory. Only between steps."""
         self._wait_for_gradients()
         chunk.move(chunk.on_device(), on_cpu=False)
         self._states.discard(self._blocks.pop(chunk))
@@ -91,7 +91,7 @@ class CpuOptimizer:
         self._requested.discard(chunk)
 
     def send_gradients(self, bucket: Bucket) -> None:
-        """The bucket's gradient is reduced when the work queued on the current stream is done. Any thread may call this."""
+        """Call when the reduction of the bucket's gradient is queued on the current stream. Any thread may call it."""
         if bucket.on_both_ends:
             return  # the two ends are summed later
         after = self._streams.mark()
@@ -100,8 +100,10 @@ class CpuOptimizer:
                 self._request_gradient(chunk, after)
 
     def start(self, inputs: Inputs) -> None:
-        """Start to update all chunks. Gradients are final, and work that the device queues later does not read parameters
-        before `finish`."""
+        """Starts the update of all chunks.
+
+        Gradients must be final, and work that is queued on the device later must not read parameters before `finish`.
+        """
         now, order = self._streams.mark(), self.chunks
         if self.overlap:
             for chunk in order:
@@ -114,7 +116,7 @@ class CpuOptimizer:
         self._requested.clear()
 
     def finish(self, bucket: Bucket) -> None:
-        """Order the work that is queued on the current stream from now on behind the update of the bucket's parameters."""
+        """Orders the work that is queued on the current stream from now on behind the update of the bucket's parameters."""
         for job in self._jobs.pop(bucket.index, ()):
             job.wait()
         for chunk in self.chunks:
@@ -122,7 +124,7 @@ class CpuOptimizer:
                 copy.wait()
 
     def synchronize(self) -> None:
-        """Block the host until the thread and its result copies are done: states may be read and moved."""
+        """Blocks the host until the thread and its result copies are done. Then states may be read and moved."""
         for jobs in list(self._jobs.values()):
             for job in jobs:
                 job.wait()
@@ -131,7 +133,7 @@ class CpuOptimizer:
                 copy.synchronize()
 
     def skip_step(self) -> None:
-        """Forget the gradients of this step: there is no update."""
+        """Drops the gradients of this step, which has no update."""
         self._wait_for_gradients()
         self._gradient_copies.clear()
         self._requested.clear()
@@ -155,7 +157,7 @@ class CpuOptimizer:
         self._gradient_copies[chunk] = self._engine.to_host(f"gradient of {chunk.label}", pairs, block, [after])
 
     def _copy_changed_gradient(self, chunk: OptimizerChunk, after: Work) -> None:
-        """Copy again the gradients that have changed since the bucket was reduced: sums of those partial over tp."""
+        """Copies the gradients again that have changed since the bucket was reduced: those that were summed over tp."""
         block, gradient = self._gradients[chunk]
         pairs = []
         for start, stop, partial in chunk.bucket.runs(lambda info, section: section.partial):
@@ -184,7 +186,7 @@ class CpuOptimizer:
             self._fill(order, number + STAGED, now)
 
     def _arrived_gradient(self, order: Sequence[OptimizerChunk], number: int, now: Work) -> Tensor:
-        """Wait for the gradient of a chunk."""
+        """Waits for the gradient of a chunk and returns it."""
         chunk = order[number]
         if not self.overlap and number == 0:
             for first in range(min(STAGED, len(order))):
@@ -200,10 +202,10 @@ class CpuOptimizer:
         return self._buffer("gradient", number % STAGED, order[number].size, torch.float32)
 
     def _result(self, slot: int, chunk: OptimizerChunk) -> Buffer:
-        """Where the update writes the chunk's new parameters, and their copy to the device reads them.
+        """Returns the memory to which the update writes the chunk's new parameters, and from which they are copied.
 
-        fp32 masters are copied directly unless they are on disk. Offloaded weights are updated in place: nothing has been
-        copied from them since backward.
+        fp32 masters are copied directly unless they are on disk. Offloaded weights are updated in place, because nothing
+        has been copied from them since backward.
         """
         if chunk.bucket.offloaded is not None:
             return self._blocks[chunk], chunk.parameters
@@ -213,7 +215,7 @@ class CpuOptimizer:
         return self._buffer(f"result {dtype}", slot, chunk.size, dtype)
 
     def _buffer(self, kind: str, slot: int, size: int, dtype: torch.dtype) -> Buffer:
-        """One of a pair of buffers that grow to the largest chunk."""
+        """Returns one of two buffers, which grow to the largest chunk."""
         found = self._buffers.get((kind, slot))
         if found is None or len(found[1]) < size:
             if found is not None:

@@ -1,4 +1,4 @@
-"""The global gradient norm: every parameter of the model counted exactly once, on whichever ranks it lies."""
+"""Computes the global gradient norm, in which every parameter of the model counts exactly once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Counted = tuple[str, Tensor]
 
 
 def global_norm(counted: Iterable[Counted], groups: Groups, device: torch.device) -> float:
-    """2-norm over the model.
+    """Returns the 2-norm over the model.
 
-    Rows of 64 elements are summed in fp32, rows in fp64, and the norm is rounded to fp32. Which rows follow one another
-    depends on the sharding, but their order moves the sixteenth digit of the sum, and the norm keeps seven. So the norm
+    The elements of a row of 64 are summed in fp32 and the rows in fp64, and the norm is rounded to fp32. The order of the
+    rows depends on the sharding, but it changes only the sixteenth digit of the sum, and the norm keeps seven. So the norm
     does not depend on buckets and slices, and clipping is bit-identical under every sharding. `device`: where communication
     takes place. Communication: see `_over_model`. Synchronises the host with the device.
     """
@@ -30,7 +30,7 @@ def global_norm(counted: Iterable[Counted], groups: Groups, device: torch.device
 
 
 def global_zeros(counted: Iterable[Counted], groups: Groups, device: torch.device) -> int:
-    """Number of zero elements over the model."""
+    """Returns the number of zero elements over the model."""
     zeros = [(view, tensor.numel() - tensor.count_nonzero()) for view, tensor in counted]
     sums = _over_model(zeros, groups, torch.zeros(1, dtype=torch.int64, device=device))
     return sum(int(total) // copies for total, copies in sums)  # exact: divided as a tensor it would become fp32

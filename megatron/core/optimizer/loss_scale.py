@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: gradients too small for fp16 are kept by scaling the loss, overflows skip the step."""
+"""Loss scaling for fp16: a scaled loss keeps small gradients above the smallest fp16 number; overflows skip the step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from megatron.config.optimizer import OptimizerConfig
 
 
 class LossScale:
-    """Fixed, or dynamic as in Micikevicius et al., arXiv 1710.03740: halve on overflow, double after a good window."""
+    """A fixed scale, or a dynamic one that overflows halve and a window of good steps doubles.
+
+    Source: Micikevicius et al., arXiv 1710.03740.
+    """
 
     def __init__(self, config: OptimizerConfig, fp16: bool) -> None:
-        """Without fp16 the scale is 1 and never moves."""
+        """Without fp16 the scale is always 1."""
         self.dynamic = fp16 and config.loss_scale is None
         self.value = (config.loss_scale or config.initial_loss_scale) if fp16 else 1.0
         self._config = config
@@ -17,7 +20,7 @@ class LossScale:
         self._hysteresis = config.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Move the scale after a step."""
+        """Adapts the scale after a step."""
         if not self.dynamic:
             return
         if overflow:
@@ -33,11 +36,11 @@ class LossScale:
             self.value *= 2.0
 
     def state(self) -> dict[str, float]:
-        """For the checkpoint."""
+        """Returns the state for a checkpoint."""
         return {"value": self.value, "good_steps": self._good_steps, "hysteresis": self._hysteresis}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Inverse of `state`; a fixed scale keeps the value of its flag."""
+        """Takes over what `state` returned; a fixed scale keeps the value of its flag."""
         if self.dynamic:
             self.value = state["value"]
             self._good_steps, self._hysteresis = int(state["good_steps"]), int(state["hysteresis"])

@@ -22,8 +22,8 @@ arXiv:2405.18392.
 Megatron-LM counts iterations x batch size, where this counts iterations: every ratio is the same. Only
 inverse-square-root without a warm-up differs, whose 1 is one position.
 
---decoupled-lr is an lr_max of its own for the word embeddings and the output layer, and --decoupled-min-lr an lr_min;
-without the latter it is that of the others. All else is the same for both rates.
+--decoupled-lr is the lr_max of the word embeddings and the output layer, and --decoupled-min-lr their lr_min, by default
+that of the other parameters. Everything else is the same for both rates.
 
 The weight decay goes from start to end over the whole run with r = p / length: linear c = r, cosine
 c = (1 + cos(pi (1 - r))) / 2, and stays at end after it.
@@ -49,8 +49,11 @@ _NOT_DECOUPLED = {"decoupled_max_lr": None, "decoupled_min_lr": 0.0}
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """What a schedule depends on, resolved to lengths in `unit`. A setting that has no effect is 0 or empty, so that
-    two schedules with the same values compare equal (a longer run with a constant learning rate, say)."""
+    """The settings that determine a schedule, with lengths in `unit`.
+
+    A setting without effect is 0 or empty, so that two schedules with the same values compare equal, for example those of
+    two runs of different lengths with a constant learning rate.
+    """
 
     unit: str  # "iterations" or "samples"
     max_lr: float
@@ -88,18 +91,18 @@ class ParamSchedule:
         self._use_checkpoint = schedule.use_checkpoint_opt_param_scheduler
 
     def learning_rate(self, position: int) -> float:
-        """Learning rate of the update that follows `position` updates (or samples)."""
+        """Returns the learning rate of the update that follows `position` updates (or samples)."""
         return self._rate(position, self.settings.max_lr, self.settings.min_lr)
 
     def decoupled_learning_rate(self, position: int) -> float:
-        """The same of the word embeddings and the output layer."""
+        """Returns the learning rate of the word embeddings and the output layer; see `learning_rate`."""
         s = self.settings
         if s.decoupled_max_lr is None:
             return self.learning_rate(position)
         return self._rate(position, s.decoupled_max_lr, s.decoupled_min_lr)
 
     def weight_decay(self, position: int) -> float:
-        """Weight decay of the update that follows `position` updates (or samples)."""
+        """Returns the weight decay of the update that follows `position` updates (or samples)."""
         s = self.settings
         if s.weight_decay_style == "constant" or position > s.weight_decay_length:
             return s.end_weight_decay
@@ -109,11 +112,11 @@ class ParamSchedule:
         return s.start_weight_decay + ratio * (s.end_weight_decay - s.start_weight_decay)
 
     def state(self) -> dict[str, Any]:
-        """The settings as JSON-ready numbers and strings, for a checkpoint."""
+        """Returns the settings as JSON-ready numbers and strings, for a checkpoint."""
         return dataclasses.asdict(self.settings)
 
     def resolve(self, saved: dict[str, Any] | None) -> None:
-        """Settle with the `state()` a checkpoint holds (None: it holds none, the flags stand).
+        """Chooses between the flags and the `state()` of a checkpoint; the flags hold if that is None.
 
         The same settings pass. Otherwise the flags win with --override-opt_param-scheduler, the checkpoint wins with
         --use-checkpoint-opt_param-scheduler, and without either CheckpointError names every difference.
@@ -156,7 +159,7 @@ class ParamSchedule:
         return min_lr + self._decay_coefficient(position) * (max_lr - min_lr)
 
     def _decay_coefficient(self, position: int) -> float:
-        """Share of (max_lr - min_lr) left after the warm-up and up to the end of the decay, from 1 to 0."""
+        """Returns the fraction of (max_lr - min_lr) that is left between warm-up and the end of the decay, from 1 to 0."""
         s = self.settings
         if s.decay_style != "WSD":
             ratio = (position - s.warmup_length) / (s.decay_length - s.warmup_length)
@@ -175,7 +178,7 @@ class ParamSchedule:
 
 
 def _half_cosine(ratio: float) -> float:
-    """Falls from 1 at ratio 0 to 0 at ratio 1."""
+    """Returns a cosine that falls from 1 at ratio 0 to 0 at ratio 1."""
     return 0.5 * (1.0 + math.cos(math.pi * ratio))
 
 
@@ -215,7 +218,7 @@ def _resolve_settings(schedule: ScheduleConfig, optimizer: OptimizerConfig, leng
 
 
 def _check_unit(schedule: ScheduleConfig, unit: str) -> None:
-    """A length in the other unit would be ignored, so it is an error."""
+    """Raises ConfigError for a length in the other unit, which would be ignored."""
     by_unit = {
         "iterations": {
             "--lr-decay-iters": schedule.lr_decay_iters,
@@ -237,7 +240,7 @@ def _check_unit(schedule: ScheduleConfig, unit: str) -> None:
 
 
 def _check_rates(schedule: ScheduleConfig) -> float:
-    """The peak learning rate, after checking its order with the others."""
+    """Returns the peak learning rate. Raises ConfigError if another one is higher."""
     if schedule.lr is None:
         raise ConfigError("--lr is not given; set the peak learning rate")
     if not 0.0 <= schedule.min_lr <= schedule.lr:

@@ -1,7 +1,8 @@
-"""Optimizer states that are kept in host memory between steps and copied to the device for their update.
+"""Keeps optimizer states in host memory between steps, and copies them to the device for their update.
 
-There are two buffers on the device. While one chunk is updated in one of them, the next chunk is fetched into the other, and
-the previous one is stored. On CUDA all of it is queued ahead; a buffer is refilled after the last copy out of it.
+There are two buffers on the device. While a chunk is updated in one of them, the previous chunk is stored from the other
+one, and then the next chunk is fetched into it. On CUDA all of this is queued ahead: a buffer is refilled after the last
+copy out of it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class OffloadedStates:
 
     @property
     def nbytes(self) -> int:
-        """Host or disk bytes of the optimizer states."""
+        """Bytes of the optimizer states in host memory or on disk."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
     @property
@@ -55,8 +56,9 @@ class OffloadedStates:
         return sum(tensor.nbytes for buffer in self._buffers for tensor in buffer.values())
 
     def update(self, chunk: OptimizerChunk, parameters: Tensor, scratch: Scratch, inputs: Inputs) -> None:
-        """Update the next chunk, whose weights are `parameters`, on the device. Every step must update all chunks, in
-        order."""
+        """Updates the next chunk, whose weights are `parameters`, on the device.
+
+        Every step must update all chunks, in order."""
         number = self._number[chunk]
         if number == 0:
             for first in range(len(self._buffers)):
@@ -73,7 +75,7 @@ class OffloadedStates:
             self._fetch(number + STAGED)
 
     def synchronize(self) -> None:
-        """Block the host until host memory is current."""
+        """Blocks the host until host memory is current."""
         for stored in self._stored:
             if stored is not None:
                 stored.synchronize()
@@ -88,5 +90,5 @@ class OffloadedStates:
         self._fetched[slot] = self._engine.to_device(f"states of {chunk.label}", pairs, self._blocks[number], after)
 
     def _views(self, chunk: OptimizerChunk, slot: int) -> dict[str, Tensor]:
-        """The chunk's part of a buffer, by key."""
+        """Returns the chunk's part of a buffer, by key."""
         return {key: self._buffers[slot][key][:size] for key, (size, _) in chunk.shapes(on_cpu=False).items()}

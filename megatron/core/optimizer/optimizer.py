@@ -1,7 +1,7 @@
 """AdamW or SGD on this rank's slices of the buckets, with fp32 masters where the model is in half precision.
 
-One optimizer for every sharding: a slice is the whole bucket when nothing is sharded. A slice is one chunk; with offload, or
-state that is stored in less than fp32, it is split into several. The device updates its chunks here, while
+There is one optimizer for every sharding: without sharding a slice is the whole bucket. A slice is one chunk, or several
+if state is offloaded or stored in less than fp32. The device updates its chunks here, while
 cpu_optimizer.py updates those of the CPU. offloaded_states.py copies offloaded states to the device for their update.
 """
 
@@ -83,9 +83,9 @@ class Optimizer:
     def step(
         self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None, count_zeros: bool = False
     ) -> Update:
-        """Update masters and parameters from reduced gradients. Communication: grad_norm.py; then the gathers.
+        """Updates masters and parameters from reduced gradients. Communication: that of grad_norm.py, then the gathers.
 
-        decoupled_lr: the learning rate of the word embeddings and of the output layer; None: `lr`.
+        decoupled_lr: the learning rate of the word embeddings and of the output layer; None stands for `lr`.
         """
         scale, timeline, buckets = self.loss_scale.value, self._data_parallel.timeline, self._data_parallel.buckets
         with timeline.span("step", "gradient norm"):
@@ -117,27 +117,30 @@ class Optimizer:
         return Update(True, norm, num_zeros)
 
     def params_norm(self) -> float:
-        """2-norm of all parameters (of the masters). Communication as `global_norm`."""
+        """Returns the 2-norm of all parameters, computed from the masters. Communication: as `global_norm`."""
         self._synchronize()
         return global_norm(self._counted_masters(), self._groups, self._device)
 
     def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
-        """This rank's state by parameter, fp32: (piece, key, its elements [stop - start]). A parameter may have several.
+        """Yields this rank's state in fp32: (part of a parameter, key, elements [stop - start]).
 
-        Views of the state, or copies in host memory where it is stored in less: after writing into those call `load`.
+        A parameter may have several parts.
+
+        The elements are views of the state, or copies in host memory if it is stored in less than fp32: call `load` after
+        writing to copies.
         """
         self._synchronize()
         for chunk in self._all():
             yield from chunk.pieces()
 
     def load(self, pieces: Iterable[tuple[Piece, str, Tensor]]) -> None:
-        """Take over the values that were written into `pieces`. The weights have been loaded before."""
+        """Takes over the values that were written into `pieces`. The weights must have been loaded before."""
         by_place = {(piece.name, piece.start, key): tensor for piece, key, tensor in pieces}
         for chunk in self._all():
             chunk.load(by_place)
 
     def masters_from_parameters(self) -> None:
-        """Rebuild the fp32 masters from the model's weights, after weights were loaded without optimizer state."""
+        """Computes the fp32 masters from the model's weights. Call it if weights were loaded without optimizer state."""
         self._synchronize()
         for chunk in self._all():
             chunk.master_from_parameters()
@@ -160,7 +163,7 @@ class Optimizer:
         return sum(owner.nbytes for owner in (self.cpu, self.offloaded_states) if owner is not None)
 
     def _split(self, chunk_size: int | None) -> list[list[OptimizerChunk]]:
-        """The chunks of every bucket's slice, by the bucket's index."""
+        """Returns the chunks of every bucket's slice, by the bucket's index."""
         return [
             [
                 OptimizerChunk(self._config, bucket, *each)
@@ -198,11 +201,11 @@ class Optimizer:
         return HostPool(pinned=False, directory=Path(offload.directory), needed=needed)
 
     def _device_chunks(self, bucket: Bucket) -> list[OptimizerChunk]:
-        """The chunks that the device updates."""
+        """Returns the chunks that the device updates."""
         return [chunk for chunk in self.chunks[bucket.index] if not chunk.on_cpu]
 
     def _reads_weights(self, bucket: Bucket) -> bool:
-        """Whether the update reads the model weights (False with fp32 masters)."""
+        """Returns whether the update reads the model weights, which it does not with fp32 masters."""
         return bucket.dtype == torch.float32 or self._config.main_params_dtype != "fp32"
 
     def _update_on_device(self, bucket: Bucket, prefetch: WeightPrefetch, inputs: Inputs) -> None:
@@ -219,13 +222,13 @@ class Optimizer:
         prefetch.store(bucket, weights, [(chunk.start, chunk.stop) for chunk in chunks])
 
     def _finish(self, bucket: Bucket) -> Callable[[], None] | None:
-        """A function that waits for the end of the bucket's update; None if the update is complete."""
+        """Returns a function that waits for the end of the bucket's update; None if the update is complete."""
         if self.cpu is None or not any(chunk.on_cpu for chunk in self.chunks[bucket.index]):
             return None
         return functools.partial(self.cpu.finish, bucket)
 
     def _synchronize(self) -> None:
-        """Block the host until all states and offloaded weights are current."""
+        """Blocks the host until all states and offloaded weights are current."""
         if self.cpu is not None:
             self.cpu.synchronize()
         if self.offloaded_states is not None:
@@ -235,12 +238,12 @@ class Optimizer:
                 bucket.offloaded.synchronize()
 
     def _all(self) -> Iterator[OptimizerChunk]:
-        """All chunks in the order of backward."""
+        """Yields all chunks in the order of backward."""
         for chunks in self.chunks:
             yield from chunks
 
     def _norm(self, slices: Iterable[Tensor]) -> float:
-        """2-norm of flat tensors, one per bucket's slice."""
+        """Returns the 2-norm of flat tensors, one per bucket's slice."""
         buckets = self._data_parallel.buckets
         counted = (
             (bucket.view.name, tensor[start:stop])

@@ -1,4 +1,4 @@
-"""A chunk: a run of this rank's slice of a bucket with its optimizer state, the unit that is updated, placed and copied."""
+"""A chunk is a part of this rank's slice of a bucket with its optimizer state, and is updated, placed and copied whole."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron.spec.optimizer_state import state_layout
 
 
 class OptimizerChunk:
-    """Elements start .. stop of the slice, multiples of 64.
+    """The elements from start to stop of the slice, both multiples of 64.
 
-    state: its stored tensors by key, flat, wherever they live: moments, and "master", or "remainder" and "ties" (see
-    precision.py). An fp32 model is its own master as long as the device updates it. on_cpu: the CPU updates it, in host
-    memory.
+    state: its stored tensors by key, flat, on the device or in host memory: moments, and "master", or "remainder" and
+    "ties" (see precision.py). The weights of an fp32 model are the masters as long as the device updates them. on_cpu: the
+    CPU updates the chunk, in host memory.
     """
 
     def __init__(self, config: OptimizerConfig, bucket: Bucket, start: int, stop: int) -> None:
@@ -38,48 +38,48 @@ class OptimizerChunk:
 
     @property
     def label(self) -> str:
-        """Its name in timelines."""
+        """The name of the chunk in timelines."""
         return f"{self.bucket.label} from {self.start}"
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.stop - self.start
 
     @property
     def parameters(self) -> Tensor:
-        """[size] of the model, in its dtype: on the device, or in host memory where the bucket is offloaded."""
+        """The model's parameters [size] in their dtype, on the device, or in host memory if the bucket is offloaded."""
         return self.bucket.param_shard[self.start : self.stop]
 
     @property
     def gradient(self) -> Tensor:
-        """[size] fp32, on the device."""
+        """The gradient [size] in fp32, on the device."""
         return self.bucket.grad_shard[self.start : self.stop]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its state."""
+        """Bytes of the state."""
         return sum(tensor.nbytes for tensor in self.state.values())
 
     def shapes(self, *, on_cpu: bool) -> dict[str, tuple[int, torch.dtype]]:
-        """(elements, dtype) of each stored tensor, in either place."""
+        """Returns stored tensor -> (elements, dtype), for a chunk that the CPU or the device updates."""
         layout = state_layout(self._config, half=self.half, on_cpu=on_cpu)
         return {key: (self.size // share, DTYPES[dtype]) for key, (dtype, share) in layout.items()}
 
     def on_device(self) -> dict[str, Tensor]:
-        """Undefined tensors for its state on the device."""
+        """Returns undefined tensors for the state on the device."""
         device = self.bucket.device
         return {k: torch.empty(n, dtype=dtype, device=device) for k, (n, dtype) in self.shapes(on_cpu=False).items()}
 
     def begin(self, state: dict[str, Tensor], *, on_cpu: bool) -> None:
-        """Take undefined tensors as `state`: moments become zero, masters the parameters."""
+        """Takes undefined tensors as `state`, and sets moments to zero and masters to the parameters."""
         self.state, self.on_cpu = state, on_cpu
         for tensor in state.values():
             tensor.zero_()
         self.master_from_parameters()
 
     def move(self, state: dict[str, Tensor], *, on_cpu: bool) -> None:
-        """Go on in another place. An fp32 model's masters come out of its parameters, and are left in them."""
+        """Moves the state to tensors in another place. The masters of an fp32 model come from or go to its parameters."""
         for key, tensor in state.items():
             tensor.copy_(self.state.get(key, self.parameters))
         self.state, self.on_cpu = state, on_cpu
@@ -87,9 +87,9 @@ class OptimizerChunk:
     def step(
         self, stored: Mapping[str, Tensor], gradient: Tensor, parameters: Tensor, scratch: Scratch, inputs: Inputs
     ) -> None:
-        """Update `stored`, the state or a copy of it, and round its masters into `parameters`.
+        """Updates `stored`, the state or a copy of it, and rounds its masters into `parameters`.
 
-        All tensors are in one place: on the device, or in host memory.
+        All tensors are in the same place: on the device, or in host memory.
         """
         values = read(stored, parameters, scratch.take)
         out = None if values["master"] is parameters else parameters
@@ -97,12 +97,12 @@ class OptimizerChunk:
         write(stored, values, functools.partial(self._random_bits, inputs.step, gradient.device))
 
     def master(self) -> Tensor:
-        """[size] fp32, wherever its state lives; the stored tensor or a new one."""
+        """Returns the master [size] in fp32, in the place of the state: the stored tensor or a new one."""
         device = next(iter(self.state.values())).device
         return read(self.state, self.parameters.to(device), Scratch(device).take)["master"]
 
     def master_from_parameters(self) -> None:
-        """Rebuild the master from the model's weights."""
+        """Sets the master to the model's weights."""
         if "master" in self.state:
             self.state["master"].copy_(self.parameters)
         elif "remainder" in self.state:
@@ -110,9 +110,9 @@ class OptimizerChunk:
             self.state["ties"].zero_()
 
     def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
-        """(piece, key, its elements) in fp32, for a checkpoint: views of the state, or copies in host memory.
+        """Yields (part of a parameter, key, elements in fp32): views of the state, or copies in host memory.
 
-        Keys are those of an unpacked state: moments, and "master" unless the model is fp32.
+        The keys are those of a state in fp32: moments, and "master" unless the model is fp32.
         """
         values = self._unpacked()
         for piece in self._owned_pieces():
@@ -120,9 +120,9 @@ class OptimizerChunk:
                 yield piece, key, flat[self._place(piece)]
 
     def load(self, pieces: Mapping[tuple[str, int, str], Tensor]) -> None:
-        """Take over the values that were written into the tensors of `pieces`, by (name, start, key), where they are copies.
+        """Takes over the values that were written into those tensors of `pieces` that are copies, by (name, start, key).
 
-        An fp32 model's masters are its weights, which have been loaded before.
+        The masters of an fp32 model are its weights, which must have been loaded before.
         """
         master = torch.zeros(self.size)
         for piece in self._owned_pieces():
@@ -138,7 +138,7 @@ class OptimizerChunk:
             self.master_from_parameters()
 
     def _owned_pieces(self) -> Iterator[Piece]:
-        """The parts of parameters that lie in this chunk; `at` counts from the beginning of the slice."""
+        """Yields the parts of parameters that lie in this chunk; `at` counts from the beginning of the slice."""
         for piece in self.bucket.pieces:
             first, last = max(self.start, piece.at), min(self.stop, piece.at + piece.stop - piece.start)
             if first < last:

@@ -1,12 +1,12 @@
-"""Which chunks the CPU updates under --optimizer-offload-policy auto: a cost model and decisions with hysteresis. Pure.
+"""Chooses the chunks that the CPU updates under --optimizer-offload-policy auto: a cost model, and hysteresis. Pure.
 
 [Note: cost of a CPU chunk]
-The CPU updates its chunks one after the other in forward order. A chunk has time until its bucket is read: with overlap the
-forward time of everything before it, without overlap only until the end of the step. An update that ends too late delays the
-step, and the largest such delay is the cost of all CPU chunks. So the cost depends on how much work the CPU has and on how
-late its results are needed, not on sizes alone. The chunks that are needed last are offloaded first, and those that are
-needed first return first (the order that minimises the largest tardiness: Jackson, "Scheduling a production line to minimize
-maximum tardiness", 1955).
+The CPU updates its chunks one after the other in forward order. With overlap a chunk has time until the next forward reads
+its bucket, which is the forward time of all layers before it; without overlap only until the end of the step. An update that
+ends too late delays the step, and the largest such delay is the cost of all CPU chunks. So the cost depends on how much work
+the CPU has and on how late its results are needed, not on sizes alone. The chunks that are needed last are offloaded first,
+and those that are needed first return first (the order that minimises the largest tardiness: Jackson, "Scheduling a
+production line to minimize maximum tardiness", 1955).
 
 [Note: when chunks move]
 `free` is the device memory that was left at the peak of the step that has just ended, so it falls with longer samples and
@@ -25,14 +25,15 @@ GAIN = 0.01  # of the chunk's update time: a smaller gain is not worth a move
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured at start-up: bytes per second to the host and to the device, elements per second of the CPU's update."""
+    """Rates that were measured at start-up: bytes per second to the host and to the device, and elements per second of the
+    CPU's update."""
 
     to_host: float
     to_device: float
     update: float
 
     def seconds(self, elements: int, result_bytes: int, *, overlap: bool) -> float:
-        """Seconds to update one chunk on the CPU. With overlap its gradient is copied during backward and costs nothing."""
+        """Returns the seconds to update one chunk on the CPU, without the copy of its gradient if backward overlaps it."""
         gradient = 0.0 if overlap else 4 * elements / self.to_host
         return gradient + elements / self.update + result_bytes / self.to_device
 
@@ -41,8 +42,8 @@ class Rates:
 class Candidate:
     """A chunk's properties that decide its placement.
 
-    device_bytes: of its state on the device. seconds: of its update on the CPU. slack: seconds from the end of the step
-    until the next forward reads its parameters.
+    device_bytes: bytes of its state on the device. seconds: time of its update on the CPU. slack: seconds from the end of
+    the step until the next forward reads its parameters.
     """
 
     device_bytes: int
@@ -51,7 +52,7 @@ class Candidate:
 
 
 def delay(candidates: Sequence[Candidate], on_cpu: Sequence[bool]) -> float:
-    """Seconds by which the CPU's chunks delay a step. `candidates` in forward order."""
+    """Returns the seconds by which the CPU's chunks delay a step. `candidates`: in forward order."""
     done = worst = 0.0
     for candidate, offloaded in zip(candidates, on_cpu, strict=True):
         done += candidate.seconds * offloaded
@@ -60,7 +61,10 @@ def delay(candidates: Sequence[Candidate], on_cpu: Sequence[bool]) -> float:
 
 
 def place(candidates: Sequence[Candidate], on_cpu: Sequence[bool], free: int, threshold: int) -> list[bool]:
-    """Which chunks the CPU updates from now on; see the notes. `candidates` in forward order, `on_cpu`: as they are now."""
+    """Returns which chunks the CPU updates from now on; see the notes.
+
+    candidates: in forward order. on_cpu: which of them it updates now.
+    """
     found = list(on_cpu)
     for number in reversed(range(len(candidates))):
         if free >= threshold:

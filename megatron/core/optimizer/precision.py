@@ -1,17 +1,17 @@
-"""Optimizer state in less than fp32: how it is stored, and how it becomes fp32 for an update or a checkpoint.
+"""Stores optimizer state in less than fp32, and converts it to fp32 for an update or a checkpoint.
 
 [Note: masters as remainders]
-A bf16 weight is the upper half of its fp32 master, rounded to nearest, so the lower half is nearly all that is
-missing (the idea of Zamirai et al., arXiv 2010.06192, and of Transformer Engine's FusedAdam). Nearly: with r the lower 16
-bits, the upper half is the weight's bits for r < 0x8000 and those less one for r > 0x8000, but r = 0x8000 lies in the
-middle and was rounded to even, up or down. An even weight has one master more than 16 bits can tell apart. One further bit
-an element says which ties were rounded up. So masters are exact, and training is bit for bit that with fp32 masters.
+A bf16 weight is the upper half of its fp32 master, rounded to nearest. So the lower half r of 16 bits determines the master
+nearly completely (the idea of Zamirai et al., arXiv 2010.06192, and of Transformer Engine's FusedAdam). The upper half is
+the bits of the weight if r < 0x8000, and these bits minus one if r > 0x8000. But r = 0x8000 lies in the middle and was
+rounded to even, up or down, so an even weight has one master more than 16 bits can tell apart. One further bit per element
+says which ties were rounded up. So masters are exact, and training is bit for bit the same as with fp32 masters.
 
 [Note: moments in bf16]
-The mean of gradients is rounded to nearest: a tenth of it is new in every step, well above bf16's half step of 2^-9. Of the
-mean of squares a thousandth is new: nearest rounding would keep it where it is. It is rounded at random, up with a
-probability of the part that is dropped, so that its expectation is right. The random bits are a hash of (parameter, global
-index, step): they do not depend on the layout, nor on who computes, and a resumed run draws the same.
+The mean of gradients is rounded to nearest: a tenth of it is new in every step, well above bf16's half step of 2^-9. Only a
+thousandth of the mean of squares is new in every step, which rounding to nearest would lose. So it is rounded at random: up
+with a probability that equals the dropped part, so that its expectation is right. The random bits are a hash of (parameter,
+global index, step). So they do not depend on the layout or on the device, and a resumed run draws the same ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 class Scratch:
-    """Memory for fp32 copies of one chunk: used by the next chunk as well, in the order of one thread or stream."""
+    """Memory for fp32 copies of one chunk. All chunks of one thread or stream use it, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,16 +46,16 @@ class Scratch:
         return sum(flat.nbytes for flat in self._flat.values())
 
     def take(self, key: str, size: int) -> Tensor:
-        """[size] fp32, undefined."""
+        """Returns an undefined tensor [size] in fp32."""
         if key not in self._flat or len(self._flat[key]) < size:
             self._flat[key] = torch.empty(size, dtype=torch.float32, device=self._device)
         return self._flat[key][:size]
 
 
 def read(stored: Mapping[str, Tensor], parameters: Tensor, take: Callable[[str, int], Tensor]) -> dict[str, Tensor]:
-    """Moments and "master" [n] in fp32: the stored tensors themselves, or copies in memory that `take(key, n)` gives.
+    """Returns moments and "master" [n] in fp32: the stored tensors, or copies in memory that `take(key, n)` returns.
 
-    parameters: the rounded weights; the master itself where the model is fp32 and none is stored.
+    parameters: the rounded weights, or the master itself if the model is fp32 and stores none.
     """
     values = {}
     for key, tensor in stored.items():
@@ -73,9 +73,9 @@ def read(stored: Mapping[str, Tensor], parameters: Tensor, take: Callable[[str, 
 def write(
     stored: Mapping[str, Tensor], values: Mapping[str, Tensor], random_bits: Callable[[int, int], Tensor]
 ) -> None:
-    """Inverse of `read`, where that made copies. The parameters have been rounded from the master before.
+    """Stores the values of `read` that are copies. The parameters must have been rounded from the master before.
 
-    random_bits(first, last): int32 [last - first] for these elements, of which 16 bits are used.
+    random_bits(first, last): returns int32 [last - first] for these elements, of which 16 bits are used.
     """
     for key, tensor in stored.items():
         if tensor.dtype != torch.bfloat16:
@@ -92,7 +92,10 @@ def write(
 
 
 def split(master: Tensor, remainder: Tensor, ties: Tensor) -> None:
-    """What a bf16 weight lacks of its fp32 master [n]: int16 [n], and uint8 [n / 8] with one bit an element."""
+    """Writes the part of an fp32 master [n] that its bf16 weight does not hold.
+
+    remainder: int16 [n]. ties: uint8 [n / 8], with one bit per element.
+    """
     bits = master.view(torch.int32)
     remainder.copy_(bits)  # the lower half
     rounded_up = ((bits & 0x1FFFF) == 0x10000 + _TIE).view(-1, 8)
@@ -101,7 +104,7 @@ def split(master: Tensor, remainder: Tensor, ties: Tensor) -> None:
 
 
 def join(weights: Tensor, remainder: Tensor, ties: Tensor, out: Tensor) -> Tensor:
-    """The masters, in `out`."""
+    """Writes the masters [n] of bf16 weights to `out` in fp32, and returns it; the inverse of `split`."""
     low = remainder.to(torch.int32) & 0xFFFF
     rounded_up = (ties.unsqueeze(1) >> torch.arange(8, device=out.device, dtype=torch.uint8)) & 1
     borrow = (low > _TIE) | rounded_up.view(-1).bool()
@@ -111,13 +114,13 @@ def join(weights: Tensor, remainder: Tensor, ties: Tensor, out: Tensor) -> Tenso
 
 
 def round_at_random(values: Tensor, random_bits: Tensor, out: Tensor) -> None:
-    """fp32 [n] -> bf16, to one of the two neighbours; exact values stay. `random_bits` is overwritten."""
+    """Rounds fp32 [n] to one of the two neighbours in bf16; exact values stay. `random_bits` is overwritten."""
     bits = random_bits.bitwise_and_(0xFFFF).add_(values.view(torch.int32))
     out.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
 
 def random_bits(bucket: Bucket, start: int, stop: int, step: int, device: torch.device) -> Tensor:
-    """int32 [stop - start] for elements of this rank's slice of a bucket; see the note on moments."""
+    """Returns int32 [stop - start] for elements of this rank's slice of a bucket; see the note on moments."""
     bits = torch.zeros(stop - start, dtype=torch.int32, device=device)
     for piece in bucket.pieces:
         first, last = max(start, piece.at), min(stop, piece.at + piece.stop - piece.start)
@@ -134,7 +137,7 @@ def random_bits(bucket: Bucket, start: int, stop: int, step: int, device: torch.
 def _global_index(
     global_shape: tuple[int, ...], section: Section, first: int, last: int, key: int, device: torch.device
 ) -> Tensor:
-    """Places in the flattened global tensor of elements first .. last of the section, plus `key`; modulo 2^32."""
+    """Returns the indices of elements first to last of a section in the flat global tensor, plus `key`, modulo 2^32."""
     shift = sum(start * math.prod(global_shape[dim + 1 :]) for dim, start in enumerate(section.offset)) + key
     cut = max((dim for dim, (n, whole) in enumerate(zip(section.shape, global_shape)) if n != whole), default=0)
     if math.prod(section.shape[:cut]) == 1:  # one run of the global tensor

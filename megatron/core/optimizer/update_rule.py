@@ -1,6 +1,6 @@
-"""AdamW and SGD over a flat run of elements: one pass of torch's fused kernels on CUDA, of kernels/ops/adam.py on the CPU.
+"""AdamW and SGD over flat tensors, in one pass: of torch's fused kernels on CUDA, and of kernels/ops/adam.py on the CPU.
 
-Loss unscaling and clipping are one divisor inside that pass, not passes of their own.
+Loss unscaling and clipping need no further pass: both are part of one divisor of the gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.kernels.ops.adam import adamw_step
 
 
 class Run(NamedTuple):
-    """Elements start .. stop, which are updated alike.
+    """The elements from start to stop, which have the same learning rate and weight decay.
 
     decay: weight decay applies. decoupled: they are of the word embeddings or of the output layer.
     """
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The scalars of one step. step: 1 for the first update. divisor: of the gradients.
+    """The scalars of one step. step: 1 for the first update. divisor: the gradients are divided by it.
 
     decoupled_lr: the learning rate of the word embeddings and of the output layer; lr is that of all others.
     """
@@ -42,7 +42,7 @@ class Inputs:
     divisor: float
 
     def rates(self, run: Run) -> tuple[float, float]:
-        """(learning rate, weight decay) of a run."""
+        """Returns (learning rate, weight decay) of a run."""
         return self.decoupled_lr if run.decoupled else self.lr, self.weight_decay if run.decay else 0.0
 
 
@@ -54,9 +54,9 @@ def update(
     out: Tensor | None,
     inputs: Inputs,
 ) -> None:
-    """Step `values`, flat and fp32 ("master" and moments), with a gradient; all on one device, in place.
+    """Updates `values` ("master" and moments, flat and in fp32) in place with a gradient; all are on the same device.
 
-    out: also gets the masters, rounded to its dtype. On CUDA the gradient is undefined afterwards.
+    out: receives the masters, rounded to its dtype, if it is given. On CUDA the gradient is undefined afterwards.
     """
     if config.rule == "sgd":
         _sgd(config, runs, values, gradient, inputs)
@@ -132,7 +132,7 @@ def _sgd(
 
 
 def _by_rates(runs: Sequence[Run], inputs: Inputs) -> dict[tuple[float, float], list[slice]]:
-    """The kernels take many tensors, one learning rate and one weight decay."""
+    """Groups the runs by learning rate and weight decay: a kernel takes many tensors but one value of each."""
     found: dict[tuple[float, float], list[slice]] = {}
     for run in runs:
         found.setdefault(inputs.rates(run), []).append(slice(run.start, run.stop))

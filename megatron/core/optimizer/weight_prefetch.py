@@ -19,8 +19,8 @@ class WeightPrefetch:
     """Prefetches offloaded weight shards to the device for one optimizer step."""
 
     def __init__(self, buckets: Iterable[Bucket], reads_weights: Callable[[Bucket], bool]) -> None:
-        """`buckets`: those that the device updates, in the order of their updates. reads_weights: whether the updates of a
-        bucket read its weights."""
+        """`buckets`: those that the device updates, in the order of their updates. `reads_weights(bucket)`: whether the
+        update of a bucket reads its weights."""
         order = [bucket for bucket in buckets if bucket.offloaded is not None]
         self._next = dict(zip((bucket.index for bucket in order), order[1:], strict=False))
         self._reads_weights = reads_weights
@@ -28,7 +28,7 @@ class WeightPrefetch:
         self._storing: Work | None = None
 
     def fetch(self, bucket: Bucket) -> Tensor:
-        """[size / shards] on the device: the bucket's shard with its values, or zeros if updates do not read them."""
+        """Returns the bucket's shard [size / shards] on the device, or zeros if the update does not read its values."""
         if bucket.offloaded is None:
             return bucket.param_shard
         if bucket.index not in self._fetched:
@@ -41,7 +41,7 @@ class WeightPrefetch:
         return shard
 
     def store(self, bucket: Bucket, shard: Tensor, parts: Sequence[tuple[int, int]]) -> None:
-        """Copy the updated elements, (start, stop), of a fetched shard back to the host."""
+        """Copies the updated parts, (start, stop), of a fetched shard back to the host."""
         if bucket.offloaded is None:
             return
         updated = [(start, shard[start:stop]) for start, stop in parts]

@@ -1,4 +1,4 @@
-"""What activation offload saves and what it may cost, from a schedule and measured times. Pure arithmetic."""
+"""Chooses the ratio of --pipeline-offload-ratio auto from a schedule and measured times. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ _SAME = 1 + 1e-6  # step times that count as one
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """The times of one microbatch on one stage: seconds, bytes saved for backward, and layers that move one by one."""
+    """The times of one microbatch on one stage in seconds, with the bytes that it saves and the number of layers.
+
+    backward: of the whole backward. input_grad: of its first half, or 0 if it is not split.
+    """
 
     forward: float
-    backward: float  # all of it
-    input_grad: float  # its first half, where it is split
+    backward: float
+    input_grad: float
     nbytes: int
     layers: int
 
 
 def largest_hidden_ratio(schedule: Schedule, stages: Sequence[StageTimes], out: float, back: float) -> float:
-    """The largest ratio, in steps of a twentieth, whose copies cost no time. `out`, `back`: bytes per second.
+    """Returns the largest ratio, in steps of a twentieth, whose copies are fully overlapped with compute.
 
-    The schedule, with its transfers, is played with the copies of each ratio: what the schedule moves must not make the
-    step longer. What moves layer by layer must not take longer than the layer that overlaps it.
+    schedule: with its transfers. stages: times of each stage. out, back: bytes per second to the host and to the device.
+    The schedule is simulated with the copies of each ratio: those of its offload actions must not make the step longer.
+    Copies layer by layer must not take longer than the layer that they are overlapped with.
     """
     base = _play(schedule, stages, 0.0, 0.0).makespan
     with_moves = with_offload(schedule)
@@ -52,7 +56,7 @@ def largest_hidden_ratio(schedule: Schedule, stages: Sequence[StageTimes], out: 
 
 
 def _moves_layers(schedule: Schedule, stages: Sequence[StageTimes]) -> bool:
-    """Whether some group is moved by no action, and has layers to move."""
+    """Returns whether some group has no offload action and more layers than stay resident, so that layers move."""
     counts = Counter(action.kind for actions in schedule.actions for action in actions)
     return counts[Kind.OFFLOAD] < counts[Kind.FORWARD] and any(stage.layers > RESIDENT_LAYERS for stage in stages)
 

@@ -1,8 +1,9 @@
-"""What each layer keeps, recomputes or offloads: the cheapest choice that fits a budget of activation memory.
+"""Chooses what each layer keeps, recomputes or offloads: the fastest choice within a budget of activation memory.
 
-Every layer offers options, each with what it then keeps for backward and the time it adds. A choice takes one option a
-layer; its bytes and seconds are sums. Of all choices only those matter that no other beats in both: the Pareto front.
-Megatron-Kwai (Yuan et al., USENIX ATC 2024) picks between fixed sets by hand; here every layer may differ.
+Every layer has options: each says how many bytes the layer then keeps for backward, and how many seconds it adds. A choice
+takes one option per layer, and its bytes and seconds are the sums over the layers. Only the Pareto front of all choices
+matters: those that no other choice beats in both bytes and seconds. Megatron-Kwai (Yuan et al., USENIX ATC 2024) picks
+between fixed sets by hand; here every layer may differ.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of bytes, within which only the fastest partial choice is kept: the front is exact to this share of its width.
+# Fraction of the range of bytes within which only the fastest partial choice is kept: the front is exact up to it.
 _RESOLUTION = 1 / 1024
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to treat a layer. nbytes: kept for backward of one microbatch; seconds: added to its backward."""
+    """One way to treat a layer. nbytes: kept for the backward of one microbatch. seconds: added to this backward."""
 
     name: str
     nbytes: int
@@ -25,14 +26,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """An option for each layer, and what they sum to."""
+    """An option for each layer, and the sums of their bytes and seconds."""
 
     nbytes: int
     seconds: float
     options: tuple[Option, ...]
 
     def counts(self) -> dict[str, int]:
-        """Option -> how many layers take it, in order of first use."""
+        """Returns option -> number of layers that take it, in the order of first use."""
         found: dict[str, int] = {}
         for option in self.options:
             found[option.name] = found.get(option.name, 0) + 1
@@ -41,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Partial:
-    """A choice for the first layers, as a chain."""
+    """A choice for the first layers: an option for the last of them, and the partial choice for those before."""
 
     nbytes: int
     seconds: float
@@ -61,7 +62,10 @@ class _Partial:
 
 
 def front(layers: Sequence[Sequence[Option]]) -> list[Choice]:
-    """The Pareto front, from the most bytes and the least time to the least bytes. `layers`: the options of each."""
+    """Returns the Pareto front, from the most bytes and the least time to the fewest bytes.
+
+    layers: the options of each layer.
+    """
     widest = sum(max(option.nbytes for option in options) for options in layers)
     narrowest = sum(min(option.nbytes for option in options) for options in layers)
     step = max(1.0, (widest - narrowest) * _RESOLUTION)
@@ -73,7 +77,7 @@ def front(layers: Sequence[Sequence[Option]]) -> list[Choice]:
 
 
 def not_beaten(options: Sequence[Option]) -> list[Option]:
-    """Those that no other matches in both bytes and time, from the most bytes to the least."""
+    """Returns the options that no other option beats in both bytes and time, from the most bytes to the fewest."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda option: (option.nbytes, option.seconds)):
         if not kept or option.seconds < kept[-1].seconds:
@@ -82,15 +86,15 @@ def not_beaten(options: Sequence[Option]) -> list[Option]:
 
 
 def cheapest(choices: Sequence[Choice], budget: float) -> Choice | None:
-    """The least time within `budget` bytes; None when nothing fits."""
+    """Returns the choice with the least time within `budget` bytes; None if no choice fits."""
     fitting = [choice for choice in choices if choice.nbytes <= budget]
     return min(fitting, key=lambda choice: (choice.seconds, choice.nbytes)) if fitting else None
 
 
 def _thinned(partials: list[_Partial], step: float) -> list[_Partial]:
-    """Without those that are beaten, and with one for each `step` of bytes; from the most bytes to the least.
+    """Returns the partial choices that none beats, at most one per `step` of bytes, from the most bytes to the fewest.
 
-    The leanest is always kept: whether a budget can be met at all is exact.
+    The one with the fewest bytes is always kept, so whether a budget can be met at all is exact.
     """
     kept: list[_Partial] = []
     for partial in sorted(partials, key=lambda partial: (partial.nbytes, partial.seconds)):

@@ -1,9 +1,10 @@
-"""Bytes of a rank's weights, gradients and optimizer state, from the number of its parameters alone.
+"""The bytes of a rank's weights, gradients and optimizer state, computed from the number of its parameters alone.
 
-With P trained parameters on the rank, in half precision: weights 2 P / W, main gradients 4 P / G, masters 4 P / S and
-adam's moments 8 P / S, where W, G and S are the numbers of ranks that share each (`Shards`). In fp32 the weights are 4 P / W
-and need no masters. Frozen parameters (LoRA) need their weights alone, whole on every rank; parameters whose weights live in
-host memory need no weights on the device. Buckets on the wire and activations are not in it (plan.py).
+P trained parameters on a rank take, in half precision, 2 P / W bytes of weights, 4 P / G of main gradients, 4 P / S of
+masters and 8 P / S of adam's moments, where W, G and S are the numbers of ranks that share each (`Shards`). In fp32 the
+weights take 4 P / W and there are no masters. Frozen parameters (LoRA) take only their weights, whole on every rank.
+Parameters whose weights live in host memory take no weights on the device. Buckets in flight and activations are not
+included; plan.py plans them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron.spec.sizes import FP32
 
 @dataclass(frozen=True)
 class Shards:
-    """The number of ranks that share each; 1 where every rank holds all of it."""
+    """The number of ranks that share each kind of memory; 1 if every rank holds all of it."""
 
     weights: int
     gradients: int
@@ -26,7 +27,10 @@ class Shards:
 
 
 def shards_of(settings: DataParallelSettings, ranks: int) -> Shards:
-    """ranks: those that share optimizer states. Gradients are shared where none is kept until the last microbatch."""
+    """Returns the shards under these settings. ranks: those that share the optimizer's state.
+
+    Gradients are shared if they are reduced after every microbatch, so that no rank keeps whole ones.
+    """
     return Shards(
         weights=ranks if settings.shards == "optim_grads_params" else 1,
         gradients=1 if settings.mode == LAST else ranks,
@@ -58,10 +62,10 @@ def weight_and_optimizer_footprint(
     frozen: int = 0,
     offloaded: int = 0,
 ) -> Footprint:
-    """The footprint of a rank without padding.
+    """Returns the footprint of a rank, without the padding of buckets.
 
-    parameters: the rank's trained ones, after tp and pp have divided the model; frozen: those that are not trained;
-    offloaded: the trained ones whose weights live in host memory. half: the model is not fp32.
+    parameters: the number of trained parameters on the rank. frozen: the number of those that are not trained.
+    offloaded: the number of trained ones whose weights live in host memory. half: the model is not fp32.
     """
     states = element_bytes(optimizer, half=half, on_cpu=False)
     masters = sum(size for key, size in states.items() if key in MASTER_KEYS)

@@ -17,7 +17,10 @@ LINE, CHOSEN, BUDGET, INK = "#2a6fbb", "#d1495b", "#777777", "#333333"
 
 
 def table(choices: Sequence[Choice], chosen: Choice, budget: float, base_seconds: float) -> list[str]:
-    """Lines: some points of the front, the chosen one marked. base_seconds: of the layers without any added time."""
+    """Returns lines with some points of the front, the chosen one marked.
+
+    base_seconds: the time of the layers if they keep everything.
+    """
     lines = [f"{'MiB kept':>10} {'added time':>11}  layers"]
     for choice in _some(choices, chosen):
         layers = ", ".join(f"{count} x {name}" for name, count in choice.counts().items())
@@ -27,7 +30,7 @@ def table(choices: Sequence[Choice], chosen: Choice, budget: float, base_seconds
 
 
 def _some(choices: Sequence[Choice], chosen: Choice) -> list[Choice]:
-    """At most ROWS of them, evenly, with both ends and the chosen one."""
+    """Returns at most ROWS choices, evenly spaced, with both ends and the chosen one."""
     if len(choices) <= ROWS:
         return list(choices)
     last = len(choices) - 1
@@ -36,8 +39,8 @@ def _some(choices: Sequence[Choice], chosen: Choice) -> list[Choice]:
 
 
 def draw(path: Path, choices: Sequence[Choice], chosen: Choice, budget: float, base_seconds: float) -> None:
-    """Write a PNG of 1600 x 900 pixels to `path`, making its folder. Raises OSError."""
-    # Imported here: every run would start a second later for a picture that few ask for.
+    """Writes a PNG of 1600 x 900 pixels to `path`, and makes its folder. Arguments as for `table`. Raises OSError."""
+    # Imported here because it takes a second, and few runs ask for a picture.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 

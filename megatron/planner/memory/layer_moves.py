@@ -1,10 +1,11 @@
-"""Activations that are offloaded layer by layer: the group of each layer, the part of it that leaves the device, and when.
+"""Activations that are offloaded layer by layer: which of them leave the device, and when they leave and return.
 
-A group is the activations that one layer saves. The group of the first layer includes those of the embedding, the group of
-the last layer those of the head. A region that is computed again saves its input before its first layer begins, so in the
-group of the layer before it. The offload of a group starts when its layer has run, and its memory is freed when the next
-layer has run, too; that of the last but one at the end of the forward. In backward the first access to a group waits for
-its reload, and starts the reload of the group before it (core/offload/activations.py).
+A group consists of the activations that one layer saves. The group of the first layer also holds those of the embedding,
+and the group of the last layer those of the head. A group of layers that backward recomputes saves its input before its
+first layer begins, so this input belongs to the group of the layer before. The offload of a group starts when its layer has
+run. Its memory is freed when the next layer has run as well, or at the end of the forward for the last group but one. In
+backward the first access to a group waits for its reload, and starts the reload of the group before it
+(core/offload/activations.py).
 
 The last group never leaves the device. With a ratio, and with parts of layers, the one before it stays as well.
 """
@@ -39,10 +40,10 @@ Bytes = Mapping[str, int]  # by kind
 
 
 class LayerMoves:
-    """What leaves of the groups of a stage for one microbatch.
+    """The bytes of one microbatch that leave the device, group by group, in one stage.
 
-    away: of each layer, bytes by kind. held: of those of the first, the stage's input, which its callers hold until its
-    forward is over.
+    away: bytes by kind for each group. held: the part of the first group that is the stage's input, whose memory is freed
+    only at the end of the forward, because the callers of the stage hold it until then.
     """
 
     def __init__(self, away: Sequence[Bytes], residual: int) -> None:
@@ -52,22 +53,25 @@ class LayerMoves:
 
     @property
     def nbytes(self) -> int:
-        """All that is away between forward and backward."""
+        """Bytes that are away from the device between forward and backward."""
         return sum(sum(group.values()) for group in self.away)
 
 
 class Leaving:
-    """Follows the memory that groups give up in a forward."""
+    """Frees the memory of groups in a trace as they leave the device in a forward."""
 
     def __init__(self, trace: MemoryTrace, moves: LayerMoves) -> None:
         self._trace, self._moves, self._gone = trace, moves, 0
 
     def layer_begins(self, place: int) -> None:
-        """The layer at this place of the stage, or a region that is computed again and begins with it."""
+        """Call before a layer runs, or before a group of layers that backward recomputes.
+
+        place: of the layer, or of the group's first layer, in the stage.
+        """
         self._leave(place - 1)
 
     def forward_ends(self) -> None:
-        """The last group stays."""
+        """Call at the end of the forward: all groups but the last one have left."""
         self._leave(len(self._moves.away) - 1)
         if self._gone:
             self._trace.free(RESIDUAL, self._moves.held)
@@ -82,13 +86,13 @@ class Leaving:
 
 
 class Returning:
-    """Follows the memory that groups take again in a backward."""
+    """Takes the memory of groups in a trace as they return to the device in a backward."""
 
     def __init__(self, trace: MemoryTrace, moves: LayerMoves) -> None:
         self._trace, self._moves, self._back = trace, moves, set[int]()
 
     def asked(self, place: int) -> None:
-        """Backward reads something of this layer's group."""
+        """Call when backward reads the group of the layer at this place."""
         for number in (place, place - 1):
             if number < 0 or number in self._back:
                 continue
@@ -98,7 +102,10 @@ class Returning:
 
 
 def keeper(first: int) -> int:
-    """In whose group the input is of a region that is computed again. first: the place of its first layer."""
+    """Returns the place of the layer whose group holds the input of layers that backward recomputes together.
+
+    first: the place of the first of these layers.
+    """
     return max(0, first - 1)
 
 
@@ -110,7 +117,10 @@ def layer_moves(
     memories: Sequence[LayerMemory],
     embedding: Bytes,
 ) -> LayerMoves:
-    """memories: of the stage's layers. embedding: bytes that the embedding's forward leaves behind."""
+    """Returns the bytes of a stage that leave the device layer by layer.
+
+    memories: of the stage's layers. embedding: bytes by kind that the embedding's forward leaves behind.
+    """
     layers = len(memories)
     saved, start = [Counter[str]() for _ in range(layers)], 0
     for group, again in recompute.groups(stage.layers):

@@ -1,9 +1,10 @@
-"""Activations that live in host memory for a while: what their offload frees on the device, as a step is replayed.
+"""Follows the device memory that the offload of activations frees, as a step is replayed.
 
-With --pipeline-offload-ratio the schedule moves groups, (stage, microbatch): `ratio` of a group has left the device when
-the computation that its offload is overlapped with is over, and is back from the computation before its backward on. The
-groups that the schedule leaves alone, and all groups with the other two ways, move layer by layer within their forward and
-backward, whose profiles contain it (layer_moves.py). With ratio auto nothing moves at first, and nothing is planned to.
+With --pipeline-offload-ratio the schedule moves groups of activations, each of one stage and microbatch. The fraction
+`ratio` of a group has left the device when the computation that its offload is overlapped with is over, and is back from
+the computation before its backward on. Groups that the schedule does not move, and all groups with the other flags, move
+layer by layer within their forward and backward; the profiles of these include it (layer_moves.py). With the ratio auto
+nothing moves at first, so the plan moves nothing either.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ OffloadGroup = tuple[int, int]  # stage, microbatch
 
 @dataclass(frozen=True)
 class Offloaded:
-    """groups: those that the schedule moves, and `ratio` of them."""
+    """groups: those that the schedule moves. ratio: the fraction of their bytes that leaves the device."""
 
     groups: frozenset[OffloadGroup]
     ratio: float
 
 
 def with_moves(offload: ActivationOffloadConfig, schedule: Schedule) -> Schedule:
-    """The schedule with the moves of activations that the flags ask for."""
+    """Returns the schedule with the offload actions that the flags ask for."""
     return with_offload(schedule) if offload.kind == "ratio" and offload.ratio else schedule
 
 
 def offloaded_by(offload: ActivationOffloadConfig, schedule: Schedule, rank: int) -> Offloaded:
-    """The groups that the schedule moves on one rank. `schedule`: with its moves."""
+    """Returns the groups that a schedule with its offload actions moves on one rank."""
     return Offloaded(moved_groups(schedule.actions[rank]), offload.ratio or 0.0 if offload.kind == "ratio" else 0.0)
 
 
 class OffloadTrace:
-    """Takes and frees the activations that the schedule moves, along a rank's list of actions. most: bytes that were in
-    host memory at once.
+    """Takes and frees offloaded activations in a trace, along a rank's list of actions.
 
-    whole, by_layer: profiles of stages, of groups that the schedule moves and of the others.
+    most: the most bytes of activations in host memory at once. whole, by_layer: stage -> profiles for groups that the
+    schedule moves, and for groups that move layer by layer.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class OffloadTrace:
         self._now = self.most = 0
 
     def profile(self, action: Action) -> Profile:
-        """The profile of a computation."""
+        """Returns the profile of a computation."""
         group = (action.stage, action.microbatch)
         return (self._whole if group in self._offloaded.groups else self._by_layer)[action.stage].of(action.kind)
 
     def move(self, action: Action) -> None:
-        """Follow an OFFLOAD or a RELOAD."""
+        """Call for an OFFLOAD or a RELOAD action."""
         group = (action.stage, action.microbatch)
         if action.kind is Kind.OFFLOAD:
             self._leaving.append(group)
@@ -70,7 +71,7 @@ class OffloadTrace:
             self._move(group, back=True)
 
     def after(self, action: Action) -> None:
-        """A computation is over."""
+        """Call after a computation."""
         for group in self._leaving:
             self._move(group, back=False)
         self._leaving.clear()

@@ -1,4 +1,4 @@
-"""A played schedule as a picture and as a Chrome trace."""
+"""Writes a simulated schedule as a picture and as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ LARGEST, SMALLEST = 9.0, 4.0  # points of the microbatches' numbers; smaller one
 
 
 def draw(path: Path, timeline: SimulatedTimeline, title: str) -> None:
-    """Write a PNG to `path`, making its folder: a row a rank, a box an action with its microbatch's number.
+    """Writes a PNG to `path`, and makes its folder: one row per rank, one box per action with the microbatch's number.
 
-    Later chunks of a rank are paler; copies to host memory and back are lines below its row. Raises OSError.
+    Later chunks of a rank are paler. Copies to host memory and back are lines below its row. Raises OSError.
     """
-    # Imported here: whoever plans without a picture need not wait for it.
+    # Imported here because it takes a second, and most plans need no picture.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
@@ -111,12 +111,12 @@ def _draw_rank(axes: Axes, timeline: SimulatedTimeline, rank: int) -> None:
 
 
 def _points(interval: ActionInterval, timeline: SimulatedTimeline) -> float:
-    """About how wide the box of an interval is."""
+    """Returns the approximate width of the box of an interval, in points."""
     return (interval.stop - interval.start) / timeline.makespan * (WIDTH - MARGIN) * POINTS
 
 
 def _shade(colour: RGB, chunk: int, chunks: int) -> RGB:
-    """Mixed with white: the first chunk not at all, the last by a little more than half."""
+    """Returns the colour mixed with white: not at all for the first chunk, a little more than half for the last."""
     white = 0.55 * chunk / max(chunks - 1, 1)
     red, green, blue = (part + (1 - part) * white for part in colour)
     return red, green, blue
@@ -137,7 +137,7 @@ def _dress(axes: Axes, timeline: SimulatedTimeline, title: str) -> None:
 
 
 def write_trace(path: Path, timeline: SimulatedTimeline) -> None:
-    """One process a rank, with rows for computation, transfers and copies. Raises OSError."""
+    """Writes a Chrome trace: one process per rank, with rows for computation, transfers and copies. Raises OSError."""
     events: list[dict[str, Any]] = []
     for rank, intervals in enumerate(timeline.intervals):
         events.append(_label("process_name", f"rank {rank}", rank, 0))

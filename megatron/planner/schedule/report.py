@@ -1,4 +1,4 @@
-"""The cost of a pipeline schedule that was simulated: seconds, bubbles and memory of each rank."""
+"""Reports the cost of a simulated pipeline schedule: seconds, bubbles and memory of each rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from megatron.schedule.validate import memory_in_flight
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank. Shares are of 1. bubble: of the step; idle_inside: between its first computation and its last.
+    """The figures of one rank.
 
-    chunks: most (stage, microbatch) pairs whose activations are kept; microbatches: the same in microbatches of all the
-    rank's layers; awaiting_weight_grad: the most pairs that wait for the second half of a split backward.
+    busy, exposed: seconds of computation, and of communication that is not overlapped with it. bubble: the idle fraction of
+    the step. idle_inside: the idle fraction of the time between the rank's first and last computation. chunks: the most
+    (stage, microbatch) pairs whose activations are kept at once. microbatches: the same in microbatches of all layers of
+    the rank. awaiting_weight_grad: the most pairs that wait for the second half of a split backward.
     """
 
     rank: int
