@@ -184,6 +184,11 @@ class ModelConfig:
         "fused kernel caps scores",
         within=POSITIVE,
     )
+    qk_layernorm_across_heads: bool = flag(
+        False,
+        "normalize the queries of all heads together, and so the keys",
+        needs=Need(lambda run: run.model.qk_layernorm, "queries and keys are not normalized", "add --qk-layernorm"),
+    )
     window_size: str | None = flag(
         None,
         "sliding-window attention: a query sees its own key and LEFT keys before it; RIGHT must be 0. Hugging Face's "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from megatron.base.box import Box
@@ -35,6 +36,7 @@ from megatron.core.transformer.context import Build
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import DecoderSpec, LayerSpec, decoder_spec
 from megatron.spec.norm import NormSpec
 
@@ -199,7 +201,7 @@ def differences(ours: SiteTensors, theirs: SiteTensors) -> list[SiteDifference]:
 def ablation(pair: ModelPair, tokens: Tensor, theirs: Tensor) -> list[tuple[str, SiteDifference]]:
     """Returns the logits' differences: unchanged, with each operation of transformers, and with all of them."""
     rows = [("as it is", compare(-1, "logits", pair.logits(tokens), theirs))]
-    operations = _as_theirs(pair.ours, pair.config, pair.family)
+    operations = _as_theirs(pair)
     for name, patches in {**operations, "all": [patch for held in operations.values() for patch in held]}.items():
         with contextlib.ExitStack() as stack:
             for patch in patches:
@@ -336,16 +338,15 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
 Patch = tuple[Any, str, Any]  # object, attribute, replacement
 
 
-def _as_theirs(model: GPTModel, config: ModelConfig, family: Family) -> dict[str, list[Patch]]:
+def _as_theirs(pair: ModelPair) -> dict[str, list[Patch]]:
     """Returns operation -> replacements, so that it rounds and sums as transformers' eager modules do."""
-    layers = _layers(model)
+    layers, config, family = _layers(pair.ours), pair.config, pair.family
     return {
-        "RMSNorm": [
-            (norm, "normalize", functools.partial(_rms_norm, norm))
-            for norm in model.modules()
-            if isinstance(norm, Norm)
+        "RMSNorm": [(ours, "normalize", functools.partial(_normed, ours, theirs)) for ours, theirs in _norms(pair)],
+        "RoPE": [
+            (pair.ours, "_tables", functools.partial(_tables, pair)),
+            *((layer.self_attention, "rotate", _rotate) for layer in layers),
         ],
-        "RoPE": [(layer.self_attention, "rotate", _rotate) for layer in layers],
         "SwiGLU": [(layer.mlp, "activation", _swiglu) for layer in layers],
         "attention": [(layer.self_attention, "core", _attention) for layer in layers],
         "GEMM": [patch for layer in layers for patch in _separate_products(layer, config, family)],
@@ -371,9 +372,30 @@ def _replaced(owner: Any, attribute: str, replacement: Any) -> Iterator[None]:
             vars(owner)[attribute] = held
 
 
-def _rms_norm(norm: Norm, x: Tensor) -> Tensor:
-    wide = x.float()
-    return norm.factor() * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.epsilon)).to(x.dtype)
+def _norms(pair: ModelPair) -> Iterator[tuple[Any, nn.Module]]:
+    """(our norm, theirs)"""
+    spec = decoder_spec(pair.config)
+    for layer, ours, theirs in zip(spec.layers, _layers(pair.ours), pair.theirs.model.layers, strict=True):
+        for path, part in layer.parts():
+            if isinstance(part, NormSpec):
+                yield ours.get_submodule(path), theirs.get_submodule(pair.family.norms[path])
+    yield pair.ours.decoder.final_layernorm, pair.theirs.model.norm
+
+
+def _normed(ours: Norm, theirs: nn.Module, x: Tensor) -> Tensor:
+    """Their norm of x, with our weight. It takes all heads that are normalized together as one dim."""
+    found: Tensor = functional_call(theirs, {"weight": ours.weight.flatten()}, (x.flatten(-ours.weight.dim()),))
+    return found.view(x.shape)
+
+
+def _tables(pair: ModelPair, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Our tables in the dtype of theirs."""
+    spec = decoder_spec(pair.config).rotary
+    if spec is None:
+        return None
+    like = torch.empty(1, dtype=pair.theirs.dtype, device=positions.device)
+    dtype = pair.theirs.model.rotary_emb(like, positions)[0].dtype
+    return rotary_tables(positions, *rotary_frequencies(spec, positions.device), dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
@@ -385,7 +407,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor
         first, second = turned.chunk(2, dim=-1)
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         swapped = torch.cat((-second, first), dim=-1)
-    return torch.cat(((turned * cos) + (swapped * sin), rest), dim=-1)
+    return torch.cat((((turned * cos) + (swapped * sin)).to(x.dtype), rest), dim=-1)
 
 
 def _swiglu(x: Tensor) -> Tensor:

@@ -53,8 +53,9 @@ class AttentionSpec:
     """Causal self-attention with grouped key/value heads. The fused QKV weight is [groups, (q + 2) d, h]: per group its
     q queries, its key and its value, of d channels each.
 
-    q_norm, k_norm: over each head's channels. window: the keys that a query sees at most, its own included; None: all.
-    softmax_scale: factor on the products of queries and keys. softcap: scores are capped smoothly at it; None: they are not.
+    q_norm, k_norm: over each head's channels, or over those of all heads together. window: the keys that a query sees at
+    most, its own included; None: all. softmax_scale: factor on the products of queries and keys. softcap: scores are
+    capped smoothly at it; None: they are not.
     rotary: None in a layer without rotary embedding.
     """
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.norm import NormSpec
 from megatron.spec.sizes import FP32, Sizes
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
@@ -65,20 +66,38 @@ def context_collectives(spec: AttentionSpec, sizes: Sizes) -> Calls:
     return Calls((to_heads, *ring, back), (back, *ring * 2, to_heads))
 
 
+def norm_collectives(spec: NormSpec | None, sizes: Sizes) -> Calls:
+    """A norm whose channels are sharded averages one number per token, and in backward another one."""
+    if spec is None or spec.heads is None or sizes.tp == 1:
+        return Calls()
+    mean = (Collective(ALL_REDUCE, "tp", sizes.tokens * FP32),)
+    return Calls(mean, mean)
+
+
 def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
     """One decoder layer. The backward's gather of keys and values is begun before the gradients of the MLP."""
     qkv = linear_collectives(spec.attention.linear_qkv, sizes)
     context = context_collectives(spec.attention, sizes)
+    q_norm, k_norm = (norm_collectives(norm, sizes) for norm in (spec.attention.q_norm, spec.attention.k_norm))
     projection = linear_collectives(spec.attention.linear_proj, sizes)
     fc1, fc2 = (linear_collectives(linear, sizes) for linear in (spec.mlp.linear_fc1, spec.mlp.linear_fc2))
     early = 1 if sizes.comm_type == "all_gather" else 0
     return Calls(
-        qkv.forward + context.forward + projection.forward + fc1.forward + fc2.forward,
+        qkv.forward
+        + k_norm.forward
+        + context.forward[:early]
+        + q_norm.forward
+        + context.forward[early:]
+        + projection.forward
+        + fc1.forward
+        + fc2.forward,
         context.backward[:early]
         + fc2.backward
         + fc1.backward
         + projection.backward
         + context.backward[early:]
+        + q_norm.backward
+        + k_norm.backward
         + qkv.backward,
     )
 

@@ -6,6 +6,7 @@ adapters, the name tables of other formats and the comparison of two models are 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -189,7 +190,7 @@ def _layer(model: ModelConfig, window: int | None, has_rotary: bool) -> LayerSpe
     h, heads, d = model.hidden_size, model.num_attention_heads, model.head_dim
     scale = output_scale(model.num_layers) if model.apply_output_scale_init else 1.0
     init, output_init = _init(model, 1.0), _init(model, scale)
-    q_norm, k_norm = (_norm(model, d, HEADS) if model.qk_layernorm else None for _ in range(2))
+    q_norm, k_norm = (_heads_norm(model, number) for number in (heads, model.num_kv_heads))
     attention = AttentionSpec(
         qkv_linear(h, heads, model.num_kv_heads, d, bias=model.qkv_bias, init=init),
         LinearSpec(
@@ -246,6 +247,14 @@ def _activation(model: ModelConfig) -> str:
 
 def _norm(model: ModelConfig, size: int, input_sharding: str) -> NormSpec:
     return NormSpec(size, model.normalization, model.norm_epsilon, input_sharding, model.apply_layernorm_1p)
+
+
+def _heads_norm(model: ModelConfig, heads: int) -> NormSpec | None:
+    """The norm of queries or keys of this many heads."""
+    if not model.qk_layernorm:
+        return None
+    norm = _norm(model, model.head_dim, HEADS)
+    return dataclasses.replace(norm, heads=heads) if model.qk_layernorm_across_heads else norm
 
 
 def rotary_spec(model: ModelConfig) -> RotarySpec | None:

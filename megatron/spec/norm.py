@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.spec.parameter import Init, ParamSpec
+from megatron.spec.parameter import Init, ParamSpec, local_numel
 
 RMS_NORM, LAYER_NORM = "RMSNorm", "LayerNorm"
 
@@ -14,8 +14,9 @@ RMS_NORM, LAYER_NORM = "RMSNorm", "LayerNorm"
 class NormSpec:
     """RMSNorm or LayerNorm over the last dim, of `size` channels. The weights are replicated.
 
-    input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one. The epsilon may differ between
-    two runs of the same model.
+    heads: RMSNorm over all channels of this many heads together, with a weight [heads, size] that is sharded over tp as they
+    are. input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one. The epsilon may differ
+    between two runs of the same model.
     """
 
     size: int
@@ -23,6 +24,7 @@ class NormSpec:
     epsilon: float = field(compare=False)
     input_sharding: str = field(compare=False)
     zero_centered: bool = False
+    heads: int | None = None
 
     def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
         """(name, parameter), in the order of the module."""
@@ -30,5 +32,12 @@ class NormSpec:
         if self.kind == LAYER_NORM:
             yield "bias", self._parameter(0.0)
 
+    def local_channels(self, tp: int) -> int:
+        """Channels of a row that one of `tp` ranks holds."""
+        return local_numel(self._parameter(1.0), tp)
+
     def _parameter(self, value: float) -> ParamSpec:
-        return ParamSpec((self.size,), Init("constant", value), decay=False, input_sharding=self.input_sharding)
+        init = Init("constant", value)
+        if self.heads is None:
+            return ParamSpec((self.size,), init, decay=False, input_sharding=self.input_sharding)
+        return ParamSpec((self.heads, self.size), init, axis="tp", own_rows=0, decay=False)

@@ -34,7 +34,7 @@ from tests.unit.models.test_hf_conversion import load, logits_of
 
 LENGTH = 24
 LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models with large weights
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
 
 
 @dataclass(frozen=True)

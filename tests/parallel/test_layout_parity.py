@@ -23,6 +23,21 @@ MODELS = {
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": True,
     },
+    "olmo2": {
+        "num_attention_heads": 8,
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "pre_norm": False,
+        "post_norm": True,
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "untie_embeddings_and_output_weights": True,
+        "embedding_multiplier_scale": 8.0,  # without it such a model, whose branches have unit size, learns too slowly
+    },
     "gpt": {
         "qk_layernorm": True,
         "eod_mask_loss": True,
@@ -49,6 +64,8 @@ def reference(model):
 
 def is_covered(model, layout):
     """By the others."""
+    if model == "olmo2":
+        return layout not in (LAYOUTS[1], LAYOUTS[2])
     return layout in (LAYOUTS[0], LAYOUTS[2]) or (model == "gpt" and layout == LAYOUTS[1])
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,20 @@ def test_the_tables_of_the_documentation(way):
         assert [(call.op, call.nbytes // 4) for call in calls.backward] == backward
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_table_of_heads_that_are_normed_together(sequence_parallel):
+    alone, together = (
+        layer_collectives(decoder_spec(config).layers[0], sizes_of(config, sequence_parallel=sequence_parallel))
+        for config in (make_build(fields, pool.groups()).config for fields in (LLAMA, TOGETHER))
+    )
+    forward, backward = table_row("`--qk-layernorm-across-heads`, t > 1, more")
+    for more, without, expected in (
+        (together.forward, alone.forward, forward),
+        (together.backward, alone.backward, backward),
+    ):
+        assert [(call.op, call.nbytes // 4) for call in (Counter(more) - Counter(without)).elements()] == expected
+
+
 def record(groups, forward, *inputs):
     """(calls of the forward, calls of the backward)"""
     with groups.heartbeat.record() as first:
@@ -129,11 +144,13 @@ def head_calls(rank, size, fields, sequence_parallel):
     return record(groups, forward, x)
 
 
+TOGETHER = {**LLAMA, "qk_layernorm": True, "qk_layernorm_across_heads": True}
 MODELS = {
     "llama": LLAMA,
     "gpt": GPT,
     "bf16": {**LLAMA, "bf16": True},
     "norms behind": {**GPT, "pre_norm": False, "post_norm": True},
+    "heads normed together": TOGETHER,
 }
 
 
@@ -181,10 +198,11 @@ def test_context(kind, cp, model):
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
-def test_context_and_tensor_parallelism(kind):
-    config = make_build(LLAMA, pool.groups()).config
+@pytest.mark.parametrize("fields", [LLAMA, TOGETHER], ids=["llama", "heads normed together"])
+def test_context_and_tensor_parallelism(kind, fields):
+    config = make_build(fields, pool.groups()).config
     calls = layer_collectives(decoder_spec(config).layers[0], context_sizes(config, kind, 2, tp=2))
-    for found in pool.run(4, context_calls, kind, 2, LLAMA):
+    for found in pool.run(4, context_calls, kind, 2, fields):
         assert found == (described(calls.forward), described(calls.backward))
 
 

@@ -50,6 +50,15 @@ MODELS = {
     },
     "one group, biases": {"num_query_groups": 1, "qk_layernorm": True, "untie_embeddings_and_output_weights": True},
     "two groups": {"num_query_groups": 2, "qk_layernorm": True, "position_embedding_type": "rope"},
+    "two groups, normed together": {
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "pre_norm": False,
+        "post_norm": True,
+    },
 }
 ZERO = [{"data_parallel_sharding_strategy": kind} for kind in ("optim", "optim_grads", "optim_grads_params")]
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -57,6 +66,7 @@ CASES = [
     ("one group, rotary", Layout(2, 1), {}),
     ("one group, rotary", Layout(4, 1, True), {"tp_comm_overlap": True}),
     ("two groups", Layout(4, 1, True), {"overlap_grad_reduce": True}),
+    ("two groups, normed together", Layout(4, 1, True), {}),
     ("one group, rotary", Layout(2, 2, True), {**ZERO[1], "overlap_grad_reduce": True, "overlap_param_gather": True}),
     ("one group, biases", Layout(2, 2, True), {**ZERO[2], "overlap_grad_reduce": True}),
     ("one group, rotary", Layout(2, 1, pp=2, schedule="zb-h1"), {}),
@@ -66,6 +76,7 @@ CASES = [
 SLOW = [  # more of what the cases above cover
     ("one group, biases", Layout(2, 1, True), {"gradient_accumulation_fusion": False}),
     ("two groups", Layout(4, 1), RECOMPUTED),
+    ("two groups, normed together", Layout(4, 1), RECOMPUTED),
     ("one group, biases", Layout(2, 2), ZERO[0]),
     ("one group, rotary", Layout(2, 1, cp=2, comm_type="a2a"), {}),
 ]

@@ -138,6 +138,16 @@ def layers_have_norms(model: ModelConfig) -> str | None:
     return "--no-pre-norm leaves the layers without norms; add --post-norm, or remove it"
 
 
+def heads_are_normalized_together(model: ModelConfig) -> str | None:
+    """The statistics of RMSNorm are summed over tensor-parallel ranks; those of LayerNorm are not."""
+    if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
+        return (
+            f"--qk-layernorm-across-heads is not available with --normalization {model.normalization}; "
+            "give --normalization RMSNorm, or remove it"
+        )
+    return None
+
+
 def mlp_has_a_width(model: ModelConfig) -> str | None:
     """The default width of a gated MLP is rounded down to a multiple of 64, which is 0 for tiny models."""
     if model.ffn_dim == 0:
@@ -334,6 +344,7 @@ def shape_rules(run: RunConfig) -> list[ConfigRule]:
         partial(heads_divide_hidden, run.model),
         partial(groups_divide_heads, run.model),
         partial(layers_have_norms, run.model),
+        partial(heads_are_normalized_together, run.model),
         partial(mlp_has_a_width, run.model),
         partial(tp_divides_layers, run.model, run.parallel.tensor_model_parallel_size),
         partial(sequence_parallel_divides_sequence, run.data, run.parallel),

@@ -4,57 +4,82 @@ The reference rounds where Hugging Face's modules do: statistics and normalisati
 dtype, then multiplied by the weight. Backward is in fp32 and saves only the input and one number per row.
 
 `compute_*` and `gradient_*` are forward and backward without autograd, for callers that recompute a norm in backward.
+
+[Note: a norm of sharded channels]
+Where ranks hold equal parts of a row, `average` takes a number per row to its mean over the ranks. RMSNorm needs the mean
+of x^2 over all channels in forward, and the mean of gradient times output in backward: both are the mean over the ranks of
+each rank's own mean. This also holds where each channel is on several ranks, equally many for all channels, and each of
+these ranks has a part of the gradient: in forward a mean does not change when every channel is counted as often; in
+backward the dot product adds up the parts, and each rank gets its part of the gradient of x.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Average = Callable[[Tensor], Tensor]
 
-def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Returns (normalized x in the weight's dtype, 1 / root mean square [..., 1] in fp32)."""
-    x32 = x.float()
+
+def own(numbers: Tensor) -> Tensor:
+    """The average where each rank holds whole rows."""
+    return numbers
+
+
+def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average = own) -> tuple[Tensor, Tensor]:
+    """Returns (x, normalized over the dims that the weight has, in its dtype; 1 / root mean square [..., 1] in fp32).
+
+    average: see the note.
+    """
+    x32, dims = x.float(), tuple(range(-weight.dim(), 0))
     # Sum as Hugging Face does: vector_norm would avoid the tensor of squares, but its last bit may differ.
-    rstd = x32.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    rstd = average(x32.square().mean(dims, keepdim=True)).add_(epsilon).rsqrt_()
     normalized = (x32 * rstd).to(weight.dtype)
     return normalized.mul_(weight), rstd
 
 
-def gradient_rms_norm(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def gradient_rms_norm(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, average: Average = own
+) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and of the weight."""
-    h = x.shape[-1]
+    h = weight.numel()
     # Use reshape, not view: without rotary embedding, attention returns the gradient of q and k with its own strides.
     grad = grad.reshape(-1, h).float()
     rstd = rstd.reshape(-1, 1)
     normalized = x.reshape(-1, h).float() * rstd
     product = grad * normalized
-    grad_weight = product.sum(0)
-    w = weight.float()
+    grad_weight = product.sum(0).view_as(weight)
+    w = weight.float().flatten()
     # dx = rstd * (g - n * mean(g * n)) with g = grad * w and n the normalised input; g * n = product * w.
-    projection = product.mv(w).div_(h).unsqueeze(-1)
+    projection = average(product.mv(w).div_(h)).unsqueeze(-1)
     grad_x = (grad * w).addcmul_(normalized, projection, value=-1).mul_(rstd)
     return grad_x.view_as(x).to(x.dtype), grad_weight.to(weight.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        out, rstd = compute_rms_norm(x, weight, epsilon)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, average: Average) -> Tensor:
+        out, rstd = compute_rms_norm(x, weight, epsilon, average)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.average = average
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *gradient_rms_norm(grad, *ctx.saved_tensors), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        return *gradient_rms_norm(grad, x, weight, rstd, ctx.average), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight, in the weight's dtype (Zhang and Sennrich, arXiv 1910.07467)."""
-    result: Tensor = _RMSNorm.apply(x, weight, epsilon)
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average = own) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight, in the weight's dtype (Zhang and Sennrich, arXiv 1910.07467).
+
+    The mean is over the dims that the weight has. average: see the note.
+    """
+    result: Tensor = _RMSNorm.apply(x, weight, epsilon, average)
     return result
 
 

@@ -248,7 +248,7 @@ class AttentionMemory:
 
     def _statistics(self, norm: NormSpec, size: int) -> int:
         """Bytes that the norm of queries or keys keeps besides its input."""
-        rows = size // self._sizes.e // norm.size
+        rows = size // self._sizes.e // norm.local_channels(self._sizes.tp)
         return rows * row_statistics(norm, self._sizes) + shifted_weight(norm, self._sizes)
 
     @property

@@ -186,4 +186,4 @@ def row_statistics(spec: NormSpec, sizes: Sizes) -> int:
 
 def shifted_weight(spec: NormSpec, sizes: Sizes) -> int:
     """Bytes of the sum of one and the parameter, where that is the weight."""
-    return spec.size * sizes.e if spec.zero_centered else 0
+    return spec.local_channels(sizes.tp) * sizes.e if spec.zero_centered else 0

@@ -114,6 +114,13 @@ CASES = [
     ),
     (rules_model.layers_have_norms, {"pre_norm": False}, {"pre_norm": False, "post_norm": True}, 1, ["--post-norm"]),
     (
+        rules_model.heads_are_normalized_together,
+        {"qk_layernorm": True, "qk_layernorm_across_heads": True},
+        {"qk_layernorm": True, "qk_layernorm_across_heads": True, "normalization": "RMSNorm"},
+        1,
+        ["LayerNorm", "--normalization RMSNorm"],
+    ),
+    (
         rules_model.mlp_has_a_width,
         {"hidden_size": 16, "swiglu": True},
         {"hidden_size": 16, "swiglu": True, "ffn_hidden_size": 40},

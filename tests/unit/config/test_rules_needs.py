@@ -101,6 +101,13 @@ CASES = [
     ("lora_target_modules", ("q_proj",), {}, LORA, "--lora-rank"),
     ("add_qkv_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("fp32_residual_connection", True, {}, {"bf16": True}, "--bf16"),
+    (
+        "qk_layernorm_across_heads",
+        True,
+        {"normalization": "RMSNorm"},
+        {"qk_layernorm": True, "normalization": "RMSNorm"},
+        "not normalized",
+    ),
     ("reset_position_ids", True, {"position_embedding_type": "none"}, {}, "is none"),
     ("adam_beta1", 0.8, {"optimizer": "sgd"}, {}, "sgd"),
     ("adam_beta2", 0.9, {"optimizer": "sgd"}, {}, "sgd"),
@@ -230,7 +237,8 @@ ALWAYS = """
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention lora_rank
     rotary_interleaved softmax_scale attn_logit_softcapping embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
-    pre_norm post_norm openai_gelu bias_gelu_fusion add_bias_linear qk_layernorm
+    embedding_multiplier_scale residual_multiplier logits_scaling pre_norm post_norm openai_gelu bias_gelu_fusion
+    add_bias_linear qk_layernorm
     untie_embeddings_and_output_weights attention_dropout hidden_dropout
     init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by
     fixed_padded_vocab_size mask_padded_vocabulary fp16 bf16

@@ -13,6 +13,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -21,6 +22,7 @@ from transformers.models.glm.modeling_glm import GlmForCausalLM
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
@@ -60,6 +62,7 @@ CLASSES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "glm": (GlmForCausalLM, GlmConfig),
     "granite": (GraniteForCausalLM, GraniteConfig),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config),
 }
 # As in Granite 3; Granite's mixtures of experts divide their logits by 6.
@@ -87,6 +90,7 @@ MODELS = {
     "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 20}),
     "glm": ("glm", {"head_dim": 12, "pad_token_id": 0}),
+    "olmo2": ("olmo2", {"pad_token_id": 0}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
     "granite": ("granite", {**GRANITE, "tie_word_embeddings": True, "pad_token_id": 0}),
     "granite with biases": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),

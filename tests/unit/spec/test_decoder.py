@@ -22,6 +22,7 @@ VARIANTS = {
     "some layers without rotary": {**LLAMA, "no_rope_freq": "2", "rotary_percent": 0.5, "rotary_interleaved": True},
     "norms on both sides": {**GPT, "post_norm": True},
     "norms behind": {**LLAMA, "pre_norm": False, "post_norm": True},
+    "heads normed together": {**LLAMA, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "squared relu": {**GPT, "squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
     "factors": {**LLAMA, **FACTORS},
 }
@@ -68,6 +69,7 @@ def test_models_are_the_same_when_their_descriptions_are():
     others += [{name: factor} for name, factor in FACTORS.items()]
     others += [{"post_norm": True}, {"post_norm": True, "pre_norm": False}]
     others += [{"softmax_scale": 0.3}, {"attn_logit_softcapping": 30.0}]
+    others += [{"normalization": "RMSNorm"}, {"normalization": "RMSNorm", "qk_layernorm_across_heads": True}]
     described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]
     assert all(one != other for one, other in itertools.combinations(described, 2))
 

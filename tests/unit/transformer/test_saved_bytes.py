@@ -30,6 +30,7 @@ WAYS = {
 BF16 = {"bf16": True}
 BEHIND = {"pre_norm": False, "post_norm": True}
 CAPPED = {"attn_logit_softcapping": 2.0}
+TOGETHER = {"qk_layernorm": True, "qk_layernorm_across_heads": True}
 ONE_KV_HEAD = {"num_query_groups": 1}
 MHA = {"group_query_attention": False, "num_query_groups": None}
 ATTENTION_DROPOUT, DROPOUT = {"attention_dropout": 0.1}, {"attention_dropout": 0.1, "hidden_dropout": 0.1}
@@ -62,6 +63,9 @@ MODELS = {
     "llama, capped, mha, no positions": {**LLAMA, **CAPPED, **MHA, "position_embedding_type": "none"},
     "llama, capped, unfused, bf16": {**LLAMA, **CAPPED, **UNFUSED, **BF16},
     "gpt, capped, unfused, dropout": {**GPT, **CAPPED, **UNFUSED, **DROPOUT},
+    "llama, heads normed together": {**LLAMA, **TOGETHER},
+    "llama, heads normed together, 1p": {**LLAMA, **BF16, **TOGETHER, "apply_layernorm_1p": True, **BEHIND},
+    "one kv head, heads normed together": {**LLAMA, **ONE_KV_HEAD, **TOGETHER},
     "one kv head": {**LLAMA, **ONE_KV_HEAD},
     "one kv head, no positions": {**LLAMA, **ONE_KV_HEAD, "position_embedding_type": "none"},
     "one kv head, no positions, unfused": {**LLAMA, **ONE_KV_HEAD, **UNFUSED, "position_embedding_type": "none"},
@@ -149,7 +153,7 @@ def over_tp(rank, size, name, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt, dropout", "llama, unfused, bf16", "llama, norms behind"])
+@pytest.mark.parametrize("name", ["llama", "gpt, dropout", "llama, unfused, bf16", "llama, heads normed together, 1p"])
 def test_over_tp(name, sequence_parallel):
     for found in pool.run(2, over_tp, name, sequence_parallel):
         assert {way: kept for way, (kept, _) in found.items()} == {way: said for way, (_, said) in found.items()}

@@ -31,6 +31,13 @@ PRE_NORMS = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
 }
+# Of a layer with norms behind attention and MLP only.
+POST_NORMS = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+}
 
 
 @dataclass(frozen=True)
@@ -310,6 +317,15 @@ def _write_granite(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_olmo2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    fields.only("attention_bias", False)
+    return {"pre_norm": False, "post_norm": True, "qk_layernorm": True, "qk_layernorm_across_heads": True}
+
+
+def _write_olmo2(model: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": False}
+
+
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
     if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
@@ -339,6 +355,7 @@ FAMILIES = {
             fused={"mlp.linear_fc1": "gate_up_proj"},
         ),
         Family("granite", "GraniteForCausalLM", _read_granite, _write_granite),
+        Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _write_olmo2, epsilon=1e-5, norms=POST_NORMS),
         # Written as the Llama that it is.
         Family("baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}),
     )
@@ -350,6 +367,8 @@ def _family_of(model: ModelConfig) -> Family:
         return FAMILIES["glm"]
     if model.no_rope_freq is not None:
         return FAMILIES["smollm3"]
+    if model.post_norm:
+        return FAMILIES["olmo2"]
     if model.qk_layernorm:
         return FAMILIES["qwen3"]
     factors = (model.embedding_multiplier_scale, model.residual_multiplier, model.logits_scaling)

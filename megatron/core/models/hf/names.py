@@ -6,6 +6,7 @@ only says how its modules are called, and which projections it stores as one ten
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -28,7 +29,7 @@ def table(family: Family, model: ModelConfig) -> Table:
     for number, layer in enumerate(spec.layers):
         mappings += _layer(f"decoder.layers.{number}.", f"model.layers.{number}.", family, layer)
     for name, parameter in spec.final_norm.parameters():
-        mappings.append(_same(f"decoder.final_layernorm.{name}", f"model.norm.{name}", parameter))
+        mappings.append(_norm(f"decoder.final_layernorm.{name}", f"model.norm.{name}", parameter))
     if not spec.tied:
         mappings.append(_rows(OUTPUT_LAYER, "lm_head.weight", spec))
     return Table(mappings)
@@ -41,12 +42,17 @@ def _layer(own: str, theirs: str, family: Family, layer: LayerSpec) -> Iterator[
                 block = theirs + BLOCKS[path.split(".")[0]]
                 yield _linear(f"{own}{path}.{name}", f"{block}.{{}}.{name}", part, parameter, family.fused.get(path))
             else:
-                yield _same(f"{own}{path}.{name}", f"{theirs}{family.norms[path]}.{name}", parameter)
+                yield _norm(f"{own}{path}.{name}", f"{theirs}{family.norms[path]}.{name}", parameter)
 
 
-def _same(own: str, theirs: str, parameter: ParamSpec) -> Mapping:
-    whole = Box((0,) * len(parameter.shape), parameter.shape)
-    return Mapping(own, parameter.shape, (Part(own, whole, theirs, whole),))
+def _norm(own: str, theirs: str, parameter: ParamSpec) -> Mapping:
+    """Theirs has one dim, in which the heads of ours follow each other."""
+    *heads, size = parameter.shape
+    parts = [
+        Part(own, Box((*at, 0), (*(1 for _ in heads), size)), theirs, Box((number * size,), (size,)))
+        for number, at in enumerate(itertools.product(*(range(n) for n in heads)))
+    ]
+    return Mapping(own, parameter.shape, tuple(parts))
 
 
 def _rows(own: str, theirs: str, spec: DecoderSpec) -> Mapping:
