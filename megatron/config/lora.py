@@ -24,6 +24,8 @@ def lora_projections(names: Sequence[str], *, gated: bool) -> tuple[str, ...]:
     asked = {projection for name in names for projection in _SEVERAL.get(name, (name,))}
     if not gated:
         if "gate_proj" in names:
-            raise ConfigError("--lora-target-modules gate_proj: this MLP has no gate; remove it, or add --swiglu")
+            raise ConfigError(
+                "--lora-target-modules gate_proj: this MLP has no gate; remove it, or add --swiglu or --geglu"
+            )
         asked.discard("gate_proj")
     return tuple(projection for projection in PROJECTIONS if projection in asked)

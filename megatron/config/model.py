@@ -62,7 +62,7 @@ class ModelConfig:
     num_attention_heads: int | None = flag(None, "number of query heads", within=SIZE)
     ffn_hidden_size: int | None = flag(
         None,
-        "width of the MLP; default 4 x hidden, or 8/3 x hidden rounded down to a multiple of 64 with --swiglu",
+        "width of the MLP; default 4 x hidden, or 8/3 x hidden rounded down to a multiple of 64 with a gate",
         within=SIZE,
     )
     kv_channels: int | None = flag(None, "size of one attention head; default hidden / heads", within=SIZE)
@@ -151,6 +151,7 @@ class ModelConfig:
         False, "normalize the outputs of attention and MLP, too, before they are added to the residual stream"
     )
     swiglu: bool = flag(False, "gated SiLU MLP: silu(gate) x up")
+    geglu: bool = flag(False, "gated GELU MLP: gelu(gate) x up, with the form of GELU that a plain MLP would have")
     squared_relu: bool = flag(False, "squared ReLU MLP activation")
     openai_gelu: bool = flag(
         False,
@@ -209,12 +210,17 @@ class ModelConfig:
     )
     untie_embeddings_and_output_weights: bool = flag(False, "use separate weights for the output head")
     embedding_multiplier_scale: float = flag(
-        1.0, "token embeddings are multiplied by this, before positions are added", within=POSITIVE
+        1.0,
+        "token embeddings are multiplied by this, rounded to their dtype, before positions are added",
+        within=POSITIVE,
     )
     residual_multiplier: float = flag(
         1.0, "outputs of attention and MLP are multiplied by this, before the residual is added", within=POSITIVE
     )
     logits_scaling: float = flag(1.0, "logits are divided by this", within=POSITIVE)
+    final_logit_softcapping: float | None = flag(
+        None, "cap logits smoothly at this value C: C x tanh(logit / C), as in Gemma 2", within=POSITIVE
+    )
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", within=BELOW_ONE)
     hidden_dropout: float = flag(
         0.1, "dropout on the output of attention and MLP, before the residual is added", within=BELOW_ONE
@@ -292,12 +298,17 @@ class ModelConfig:
         return (self.num_query_groups or 1) if self.group_query_attention else self.num_attention_heads
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate: two projections before its activation."""
+        return self.swiglu or self.geglu
+
+    @property
     def ffn_dim(self) -> int:
         """Width of the MLP's inner activation."""
         assert self.hidden_size
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return self.hidden_size * 8 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+        return self.hidden_size * 8 // 3 // 64 * 64 if self.gated else 4 * self.hidden_size
 
     @property
     def padded_vocab_size(self) -> int:
@@ -364,7 +375,7 @@ class ModelConfig:
     @property
     def lora_projections(self) -> tuple[str, ...]:
         """Projections with an adapter; none without --lora-rank."""
-        return lora_projections(self.lora_target_modules, gated=self.swiglu) if self.lora_rank else ()
+        return lora_projections(self.lora_target_modules, gated=self.gated) if self.lora_rank else ()
 
     @property
     def tanh_gelu(self) -> bool:

@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import choose_kernels
+from megatron.kernels.ops.activation import Activation
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import DecoderSpec, LayerSpec, decoder_spec
@@ -53,7 +54,7 @@ SITES = (
     "mlp norm",
     "gate",
     "up",
-    "swiglu",
+    "activation",
     "down",
     "down norm",
 )
@@ -237,7 +238,7 @@ class _Recorder:
                 ),
                 layer.self_attention.linear_proj.register_forward_hook(self._noting("o_proj")),
                 layer.mlp.linear_fc1.register_forward_hook(lambda module, args, out: self._note_gate_up(out)),
-                layer.mlp.linear_fc2.register_forward_pre_hook(lambda module, args: self._note("swiglu", args[0])),
+                layer.mlp.linear_fc2.register_forward_pre_hook(lambda module, args: self._note("activation", args[0])),
                 layer.mlp.linear_fc2.register_forward_hook(self._noting("down")),
             ]
             norms = [(site, getattr(layer, path)) for path, site in _NORM_SITES.items()]
@@ -323,7 +324,7 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
         for sites, widths, module in _their_modules(layer, family, spec.layers[number]):
             hooks.append(module.register_forward_hook(note(number, sites, widths)))
         hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(note_input(number, "attention")))
-        hooks.append(layer.mlp.down_proj.register_forward_pre_hook(note_input(number, "swiglu")))
+        hooks.append(layer.mlp.down_proj.register_forward_pre_hook(note_input(number, "activation")))
     hooks.append(model.model.norm.register_forward_hook(note(-1, ("final norm",), [spec.hidden_size])))
     try:
         with _replaced(modeling, "eager_attention_forward", attention):
@@ -347,7 +348,9 @@ def _as_theirs(pair: ModelPair) -> dict[str, list[Patch]]:
             (pair.ours, "_tables", functools.partial(_tables, pair)),
             *((layer.self_attention, "rotate", _rotate) for layer in layers),
         ],
-        "SwiGLU": [(layer.mlp, "activation", _swiglu) for layer in layers],
+        "activation": [
+            (layer.mlp, "activation", functools.partial(_gated, layer.mlp.activation.inner)) for layer in layers
+        ],
         "attention": [(layer.self_attention, "core", _attention) for layer in layers],
         "GEMM": [patch for layer in layers for patch in _separate_products(layer, config, family)],
     }
@@ -410,9 +413,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor
     return torch.cat((((turned * cos) + (swapped * sin)).to(x.dtype), rest), dim=-1)
 
 
-def _swiglu(x: Tensor) -> Tensor:
+def _gated(inner: Activation, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return inner(gate) * up
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, window: int | None, **options: Any) -> Tensor:

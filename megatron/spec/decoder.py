@@ -24,7 +24,7 @@ from megatron.spec.attention import (
 )
 from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec
-from megatron.spec.mlp import GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec
 
@@ -75,7 +75,7 @@ class LayerSpec:
 class EmbeddingSpec:
     """Token embedding [rows, h], sharded by rows, and a learned position table [positions, h], which is replicated.
 
-    multiplier: factor on the token embeddings, before positions are added.
+    multiplier: factor on the token embeddings, rounded to their dtype, before positions are added.
     """
 
     words: ParamSpec
@@ -102,6 +102,7 @@ class DecoderSpec:
 
     tied: the output layer shares the weight of the word embeddings. vocabulary: token ids, without padding rows.
     softmax_size: rows of the output layer that take part in the softmax. logits_scaling: its results are divided by this.
+    logits_softcap: then they are capped smoothly at it; None: they are not.
     """
 
     embedding: EmbeddingSpec
@@ -113,6 +114,7 @@ class DecoderSpec:
     softmax_size: int = field(compare=False)
     lora: LoraSpec | None = None
     logits_scaling: float = 1.0
+    logits_softcap: float | None = None
 
     @property
     def rotary(self) -> RotarySpec | None:
@@ -181,6 +183,7 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
         if model.lora_rank
         else None,
         model.logits_scaling,
+        model.final_logit_softcapping,
     )
 
 
@@ -216,7 +219,7 @@ def _layer(model: ModelConfig, window: int | None, has_rotary: bool) -> LayerSpe
         h,
         model.ffn_dim,
         _activation(model),
-        gated=model.swiglu,
+        gated=model.gated,
         bias=model.add_bias_linear,
         init=init,
         output_init=output_init,
@@ -242,6 +245,8 @@ def _activation(model: ModelConfig) -> str:
         return SWIGLU
     if model.squared_relu:
         return SQUARED_RELU
+    if model.geglu:
+        return GEGLU_TANH if model.tanh_gelu else GEGLU
     return GELU_TANH if model.tanh_gelu else GELU
 
 

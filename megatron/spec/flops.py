@@ -5,7 +5,7 @@ f MLP width, V padded vocabulary, s sequence length:
 
     L x [ h (n + 2k) d        query, key, value projection
         + n d h               attention output projection
-        + m h f               MLP: m = 3 matrices when gated (SwiGLU), else 2
+        + m h f               MLP: m = 3 matrices when gated, else 2
         + 2 n d t ]           scores and weighted values: causal, so a token meets t = s / 2 others on average,
                               and t = W - W^2 / 2s in a layer with a sliding window of W < s
     + h V                     output head

@@ -9,7 +9,8 @@ from megatron.base.box import Box
 from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
 from megatron.spec.parameter import Init
 
-SWIGLU, GELU, GELU_TANH, SQUARED_RELU = "swiglu", "gelu", "gelu_tanh", "squared_relu"
+SWIGLU, GEGLU, GEGLU_TANH = "swiglu", "geglu", "geglu_tanh"
+GELU, GELU_TANH, SQUARED_RELU = "gelu", "gelu_tanh", "squared_relu"
 
 
 @dataclass(frozen=True)

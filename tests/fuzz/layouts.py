@@ -102,11 +102,12 @@ def draw_model(rng: random.Random) -> Flags:
         found += some(rng, 0.2, ("--no-rope-freq", 2), ("--rotary-interleaved",), ("--rotary-percent", 0.5))
     if rng.random() < 0.5:
         found += [("--group-query-attention",), ("--num-query-groups", rng.choice([1, 2, heads // 2]))]
-    activation = rng.choice([("--swiglu",), ("--squared-relu",), ("--openai-gelu",), None])
+    activation = rng.choice([("--swiglu",), ("--geglu",), ("--squared-relu",), ("--openai-gelu",), None])
     found += [activation] if activation else []
     if rng.random() < 0.2:
         found += [("--window-size", f"{rng.choice([3, 7])},0")]
     found += some(rng, 0.15, ("--attn-logit-softcapping", 0.5), ("--softmax-scale", 0.5))
+    found += some(rng, 0.15, ("--final-logit-softcapping", 0.5), ("--apply-layernorm-1p",))
     found += some(
         rng,
         0.4,

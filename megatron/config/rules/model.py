@@ -106,9 +106,16 @@ def one_half_precision(model: ModelConfig) -> str | None:
 
 def one_activation(model: ModelConfig) -> str | None:
     """The MLP has one activation function."""
-    asked = {"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu}
+    asked = {
+        "--swiglu": model.swiglu,
+        "--geglu": model.geglu,
+        "--squared-relu": model.squared_relu,
+        "--openai-gelu": model.openai_gelu,
+    }
     given = [name for name, on in asked.items() if on]
-    return f"{' and '.join(given)} exclude each other; give one of them" if len(given) > 1 else None
+    if len(given) <= 1 or given == ["--geglu", "--openai-gelu"]:  # the second says which GELU the gate has
+        return None
+    return f"{' and '.join(given)} exclude each other; give one of them"
 
 
 def heads_divide_hidden(model: ModelConfig) -> str | None:
@@ -151,7 +158,8 @@ def heads_are_normalized_together(model: ModelConfig) -> str | None:
 def mlp_has_a_width(model: ModelConfig) -> str | None:
     """The default width of a gated MLP is rounded down to a multiple of 64, which is 0 for tiny models."""
     if model.ffn_dim == 0:
-        return f"--swiglu with --hidden-size {model.hidden_size} leaves the MLP no width; give --ffn-hidden-size"
+        gate = "--swiglu" if model.swiglu else "--geglu"
+        return f"{gate} with --hidden-size {model.hidden_size} leaves the MLP no width; give --ffn-hidden-size"
     return None
 
 

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
+from megatron.kernels.ops.softcap import softcap
 from megatron.schedule.partition import Stage, whole_model
 from megatron.spec.parameter import ParamSpec
 
@@ -69,7 +70,10 @@ class GPTModel(nn.Module):
         assert self.output_layer is not None
         spec, tp = self._build.spec, self._build.groups.tp
         logits = self.output_layer(hidden)
-        return vocab_parallel_cross_entropy(logits, labels.t(), spec.softmax_size, tp, spec.logits_scaling).t()
+        loss = vocab_parallel_cross_entropy(
+            logits, labels.t(), spec.softmax_size, tp, spec.logits_scaling, spec.logits_softcap
+        )
+        return loss.t()
 
     def hidden(
         self,
@@ -99,8 +103,9 @@ class GPTModel(nn.Module):
         """Hidden states of the last stage [s or s/tp, b, h] -> logits [s, b, padded vocab / tp]."""
         assert self.output_layer is not None
         logits: Tensor = self.output_layer(hidden)
-        scaling = self._build.spec.logits_scaling
-        return logits if scaling == 1.0 else logits / scaling
+        scaling, cap = self._build.spec.logits_scaling, self._build.spec.logits_softcap
+        logits = logits if scaling == 1.0 else logits / scaling
+        return logits if cap is None else softcap(logits, cap)
 
     @property
     def is_whole(self) -> bool:
@@ -158,6 +163,8 @@ class Embedding(nn.Module):
             dtype=build.dtype,
             device=build.device,
         )
+        # Rounded as transformers rounds that of Gemma; those of other families are whole numbers.
+        self._multiplier = float(torch.tensor(spec.multiplier, dtype=build.dtype))
         positions = spec.positions if with_positions else None
         self.position_embeddings = None if positions is None else PositionEmbedding(build, positions)
         self._build = build
@@ -166,8 +173,8 @@ class Embedding(nn.Module):
         """See the class."""
         build, spec = self._build, self._build.spec.embedding
         hidden = self.word_embeddings(tokens)
-        if spec.multiplier != 1.0:
-            hidden = hidden * spec.multiplier
+        if self._multiplier != 1.0:
+            hidden = hidden * self._multiplier
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(positions)
         if build.config.fp32_residual_connection:

@@ -6,10 +6,12 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops import activation
-from megatron.spec.mlp import GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec
 
 ACTIVATIONS: dict[str, activation.Activation] = {
     SWIGLU: activation.swiglu,
+    GEGLU: activation.geglu,
+    GEGLU_TANH: activation.geglu_tanh,
     SQUARED_RELU: activation.squared_relu,
     GELU: activation.gelu,
     GELU_TANH: activation.gelu_tanh,

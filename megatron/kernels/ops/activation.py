@@ -1,4 +1,4 @@
-"""MLP activations. The gated activation saves only its input and recomputes silu in backward.
+"""MLP activations. A gated activation saves only its input, and computes the activation of its gate again in backward.
 
 An activation is called like a function. `compute` and `gradient` are its forward and backward without autograd, for a
 GEMM that consumes its output and recomputes it in backward (core/tensor_parallel/gemm_last.py).
@@ -12,32 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)  # silu(gate) rounds first, as in Hugging Face's MLP
-
-
-def _swiglu_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    grad_x = torch.empty_like(x)
-    grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-    torch.mul(grad, F.silu(gate), out=grad_up)
-    grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-    return grad_x
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _swiglu(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return _swiglu_gradient(grad, x)
 
 
 class Activation(ABC):
@@ -64,17 +38,57 @@ class Activation(ABC):
         return (self.gradient_of_input(grad, x),)
 
 
-class SwiGLU(Activation):
-    """[..., 2 f] (gate then up) -> silu(gate) * up of shape [..., f] (Shazeer, arXiv 2002.05202)."""
+class Gated(Activation):
+    """[..., 2 f] (gate then up) -> inner(gate) * up of shape [..., f] (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, inner: Activation) -> None:
+        self.inner = inner
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Activation."""
-        result: Tensor = _SwiGLU.apply(x)
+        result: Tensor = _Gated.apply(x, self)
         return result
+
+    def product(self, x: Tensor) -> Tensor:
+        """Returns the activation of x, where no gradient is recorded."""
+        gate, up = x.chunk(2, dim=-1)
+        return self.inner(gate).mul_(up)  # the inner activation rounds first, as in Hugging Face's MLP
 
     def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
         """See Activation."""
-        return _swiglu_gradient(grad, x)
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(grad, self.inner(gate), out=grad_up)
+        grad_gate.copy_(self.inner.gradient_of_input(grad * up, gate))
+        return grad_x
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Gated) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        return activation.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        gradient: Tensor = ctx.activation.gradient_of_input(grad, x)
+        return gradient, None
+
+
+class SiLU(Activation):
+    """x * sigmoid(x) (Elfwing et al., arXiv 1702.03118)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Activation."""
+        return F.silu(x)
+
+    def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
+        """See Activation."""
+        result: Tensor = torch.ops.aten.silu_backward(grad, x)
+        return result
 
 
 class GELU(Activation):
@@ -108,4 +122,5 @@ class SquaredReLU(Activation):
         return result
 
 
-swiglu, gelu, gelu_tanh, squared_relu = SwiGLU(), GELU("none"), GELU("tanh"), SquaredReLU()
+gelu, gelu_tanh, squared_relu = GELU("none"), GELU("tanh"), SquaredReLU()
+swiglu, geglu, geglu_tanh = Gated(SiLU()), Gated(gelu), Gated(gelu_tanh)

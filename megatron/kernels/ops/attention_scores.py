@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron.kernels.ops.softcap import slope, softcap
+
 
 class Scores(NamedTuple):
-    """score = scale * product, and with a cap softcap * tanh(score / softcap), which stays within +-softcap.
-
-    The cap is that of Gemma 2 (arXiv 2408.00118, section 2).
-    """
+    """score = scale * product, capped smoothly at `softcap`; None does not cap."""
 
     scale: float
     softcap: float | None = None
@@ -29,8 +28,8 @@ class Scores(NamedTuple):
 
     def capped(self, scores: Tensor) -> Tensor:
         """Returns scaled scores with the cap, or as they are without one. Differentiable."""
-        return scores if self.softcap is None else (scores / self.softcap).tanh_() * self.softcap
+        return scores if self.softcap is None else softcap(scores, self.softcap)
 
     def slope(self, capped: Tensor) -> Tensor | None:
         """Returns the derivative of `capped` at its result, or None without a cap."""
-        return None if self.softcap is None else (capped / self.softcap).square_().neg_().add_(1.0)
+        return None if self.softcap is None else slope(capped, self.softcap)

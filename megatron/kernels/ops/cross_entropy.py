@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megatron.kernels.ops.softcap import slope
 from megatron.spec.work_space import CROSS_ENTROPY_BLOCK
 
 
@@ -36,15 +37,24 @@ def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     return result
 
 
-def gradient_(logits: Tensor, targets: Tensor, first: int, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
-    """Overwrites logits [n, v] with d loss / d logits = (softmax - one-hot) * grad [n], and returns them."""
+def gradient_(
+    logits: Tensor, targets: Tensor, first: int, log_sum_exp: Tensor, grad: Tensor, softcap: float | None = None
+) -> Tensor:
+    """Overwrites logits [n, v] with d loss / d logits = (softmax - one-hot) * grad [n], and returns them.
+
+    softcap: the logits were capped at it, and the gradient is that of the logits before that.
+    """
     if logits.shape[1] == 0:
         return logits
     local, inside = _local_targets(targets, first, logits.shape[1])
     for rows in _blocks(logits):
         block = logits[rows].float()  # the logits' own memory if they are fp32
+        factor = None if softcap is None else slope(block, softcap)
         block.sub_(log_sum_exp[rows, None]).exp_().mul_(grad[rows, None])
         block.scatter_add_(1, local[rows, None], torch.where(inside[rows], -grad[rows], 0.0)[:, None])
+        if factor is not None:
+            block.mul_(factor)
+            factor = None  # freed before the next block has its own
         if block.dtype != logits.dtype:
             logits[rows] = block.to(logits.dtype)
     return logits

@@ -101,7 +101,7 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
 
 
 def _rows_memory(heads: Heads, sizes: Sizes, matrix: int, lse: int, *, dropout: bool) -> KernelMemory:
-    """Of plain torch, some queries at a time (kernels/ops/attention_rows.py), with `matrix` probabilities in all.
+    """The memory of plain torch, some queries at a time (kernels/ops/attention_rows.py). matrix: probabilities in all.
 
     Backward holds weights, slopes and a gradient of some rows, with dropout also its factors; of halves fp32 copies of keys,
     values and those rows.

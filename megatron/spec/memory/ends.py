@@ -86,6 +86,7 @@ class HeadMemory:
         vocabulary, block = self._output.outputs, CROSS_ENTROPY_BLOCK["cpu" if sizes.target.cpu else "cuda"]
         rows = max(1, min(sizes.tokens, block // max(1, vocabulary)))
         self._block = rows * vocabulary * FP32
+        self._slope = 0 if spec.logits_softcap is None else self._block
 
     def forward(self, trace: MemoryTrace) -> None:
         """The logits are one tensor, into which backward writes their gradient."""
@@ -105,7 +106,8 @@ class HeadMemory:
         sizes = self._sizes
         with trace.doing("loss"):
             narrowed = self._block // FP32 * sizes.e
-            trace.use(WORK, (self._block + narrowed if sizes.e < FP32 else 0) + sizes.tokens * (INT64 + MASK + FP32))
+            copies = (self._block + narrowed if sizes.e < FP32 else 0) + self._slope
+            trace.use(WORK, copies + sizes.tokens * (INT64 + MASK + FP32))
             trace.free(LOGITS, self._kept + self._output.out)
             trace.take(BACKWARD, self._output.out)
         with trace.doing("gradient of the logits"):

@@ -103,6 +103,13 @@ CASES = [
     ),
     (rules_model.one_half_precision, {"fp16": True, "bf16": True}, {"bf16": True}, 1, ["--fp16", "--bf16"]),
     (rules_model.one_activation, {"swiglu": True, "squared_relu": True}, {"swiglu": True}, 1, ["--swiglu"]),
+    (
+        rules_model.one_activation,
+        {"swiglu": True, "geglu": True},
+        {"geglu": True, "openai_gelu": True},
+        1,
+        ["--swiglu and --geglu"],
+    ),
     (rules_model.one_activation, {"openai_gelu": True, "squared_relu": True}, {"openai_gelu": True}, 1, ["--openai"]),
     (rules_model.heads_divide_hidden, {"hidden_size": 66}, {"hidden_size": 66, "kv_channels": 8}, 1, ["66", "4"]),
     (

@@ -235,7 +235,8 @@ ALWAYS = """
     optimizer_cpu_offload offload_optimizer_states exp_avg_dtype exp_avg_sq_dtype main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
     num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention lora_rank
-    rotary_interleaved softmax_scale attn_logit_softcapping embedding_multiplier_scale residual_multiplier logits_scaling
+    rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
+    embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
     embedding_multiplier_scale residual_multiplier logits_scaling pre_norm post_norm openai_gelu bias_gelu_fusion
     add_bias_linear qk_layernorm

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from megatron.kernels.ops.activation import gelu, gelu_tanh, squared_relu, swiglu
+from megatron.kernels.ops.activation import geglu, geglu_tanh, gelu, gelu_tanh, squared_relu, swiglu
 from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
 
@@ -32,6 +32,8 @@ def plain_squared_relu(x):
     ("kernel", "reference"),
     [
         (swiglu, plain_swiglu),
+        (geglu, lambda x: plain_gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
+        (geglu_tanh, lambda x: plain_gelu_tanh(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
         (gelu, plain_gelu),
         (gelu_tanh, plain_gelu_tanh),
         (squared_relu, plain_squared_relu),

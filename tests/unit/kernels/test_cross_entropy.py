@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from megatron.kernels.ops import cross_entropy
 from megatron.kernels.ops.cross_entropy import gradient_, local_statistics
+from megatron.kernels.ops.softcap import softcap_
 from tests.unit.kernels.close import random
 
 N, V = 23, 40
@@ -18,18 +19,19 @@ def combine(parts):
     return total.log() + largest, sum(p[2] for p in parts)
 
 
-def loss_and_gradient(logits, targets, cuts, grad):
-    """With the vocabulary cut at `cuts`."""
+def loss_and_gradient(logits, targets, cuts, grad, softcap=None):
+    """With the vocabulary cut at `cuts`; of logits that were capped."""
     ranges = list(zip([0, *cuts], [*cuts, logits.shape[1]]))
     log_sum_exp, target = combine([local_statistics(logits[:, a:b], targets, a) for a, b in ranges])
-    pieces = [gradient_(logits[:, a:b].clone(), targets, a, log_sum_exp, grad) for a, b in ranges]
+    pieces = [gradient_(logits[:, a:b].clone(), targets, a, log_sum_exp, grad, softcap) for a, b in ranges]
     return log_sum_exp - target, torch.cat(pieces, dim=1)
 
 
-def expected(logits, targets, grad):
-    """In fp64."""
+def expected(logits, targets, grad, softcap=None):
+    """In fp64; the loss and the gradient of the logits before they are capped."""
     logits = logits.double().requires_grad_()
-    loss = F.cross_entropy(logits, targets, reduction="none")
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(capped, targets, reduction="none")
     return loss.detach(), torch.autograd.grad(loss, logits, grad.double())[0]
 
 
@@ -43,6 +45,19 @@ def test_against_torch(cuts, scale):
     true_loss, true_gradient = expected(logits, targets, grad)
     torch.testing.assert_close(loss.double(), true_loss, rtol=1e-6, atol=1e-6 * max(1.0, scale))
     torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=1e-6 * max(1.0, scale / 10))
+
+
+@pytest.mark.parametrize("cuts", [[], [20], [0, 17, 17, 40]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_capped_logits(cuts, dtype):
+    """The gradient passes through the cap; of halves it is rounded once, as the capped logits are."""
+    logits, targets, grad = random(N, V, scale=3.0).to(dtype), torch.arange(N) * 7 % V, random(N, seed=1)
+    loss, gradient = loss_and_gradient(softcap_(logits.clone(), 2.5), targets, cuts, grad, 2.5)
+    true_loss, true_gradient = expected(logits, targets, grad, 2.5)
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.double(), true_loss, rtol=4 * rounding, atol=4 * rounding)
+    torch.testing.assert_close(gradient.double(), true_gradient, rtol=4 * rounding, atol=4 * rounding)
+    assert not torch.allclose(true_gradient, expected(softcap_(logits.clone(), 2.5), targets, grad)[1], rtol=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

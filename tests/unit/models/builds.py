@@ -43,6 +43,21 @@ LLAMA = {
 # LayerNorm, learned positions, biases everywhere, normalised queries and keys, tied.
 GPT = {**SHAPE, "ffn_hidden_size": 64, "qk_layernorm": True}
 # Powers of two: with them rounding is the same.
+GEMMA2 = {
+    **LLAMA,
+    "swiglu": False,
+    "geglu": True,
+    "openai_gelu": True,
+    "apply_layernorm_1p": True,
+    "post_norm": True,
+    "window_size": "3,0",
+    "window_attn_skip_freq": "2",
+    "embedding_multiplier_scale": 32**0.5,
+    "softmax_scale": 0.3,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 0.5,
+    "untie_embeddings_and_output_weights": False,
+}
 FACTORS = {"embedding_multiplier_scale": 4.0, "residual_multiplier": 0.5, "logits_scaling": 8.0}
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3Config,
     SmolLM3Config,
 )
+from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.glm.modeling_glm import GlmForCausalLM
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -60,6 +62,7 @@ CLASSES = {
     "mistral": (MistralForCausalLM, MistralConfig),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config),
     "glm": (GlmForCausalLM, GlmConfig),
     "granite": (GraniteForCausalLM, GraniteConfig),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config),
@@ -71,6 +74,13 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.125,
     "logits_scaling": 6.0,
+}
+GEMMA2 = {
+    "head_dim": 12,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 5,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
 }
 # name -> (model_type, what it changes in SHAPE)
 MODELS = {
@@ -94,6 +104,16 @@ MODELS = {
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
     "granite": ("granite", {**GRANITE, "tie_word_embeddings": True, "pad_token_id": 0}),
     "granite with biases": ("granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "gemma2": ("gemma2", {**GEMMA2, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}),
+    "gemma2 without caps": (
+        "gemma2",
+        {
+            **GEMMA2,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 

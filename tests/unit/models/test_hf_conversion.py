@@ -50,6 +50,9 @@ def in_our_names(source, tensors):
     return found
 
 
+GEMMA2 = [name for name in MODELS if name.startswith("gemma2")]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_logits_and_gradients(tmp_path, name):
     theirs = save_hf_model(name, tmp_path)
@@ -67,7 +70,8 @@ def test_fp32_logits_and_gradients(tmp_path, name):
 
 
 # With one group theirs is a product of 8 columns alone, which the library sums in another way than within a wider one.
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama with one group"])
+# Gemma 2 runs with transformers' own attention only, because torch's does not cap scores.
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama with one group", *GEMMA2)])
 def test_fp32_logits_are_the_same_bits(tmp_path, name):
     """With torch's attention on both sides, all sums are taken in the same order, the one product for queries, keys and
     values included."""

@@ -324,6 +324,9 @@ def test_every_argument_that_is_written_is_megatrons(version):
         ({**LLAMA, "kv_channels": 6, "rotary_percent": 0.5}, "--rotary-percent 0.5 of head size 6"),
         ({**GPT, "add_bias_linear": False, "openai_gelu": True}, "--openai-gelu"),
         ({**LLAMA, "softmax_scale": 0.25}, "--softmax-scale 0.25"),
+        ({**LLAMA, "attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),
+        ({**LLAMA, "final_logit_softcapping": 30.0}, "--final-logit-softcapping 30.0"),
+        ({**LLAMA, "swiglu": False, "geglu": True}, "--geglu"),
         ({**LLAMA, "embedding_multiplier_scale": 12.0}, "--embedding-multiplier-scale 12.0"),
         (
             {**LLAMA, "residual_multiplier": 0.5, "logits_scaling": 8.0},

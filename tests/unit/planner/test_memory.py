@@ -266,6 +266,7 @@ def test_what_is_not_planned(fields, word):
 
 SMALL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
 FACTORS = "--embedding-multiplier-scale 4 --residual-multiplier 0.5 --logits-scaling 8"
+GEMMA2 = "--post-norm --apply-layernorm-1p --attn-logit-softcapping 3 --final-logit-softcapping 9 --window-size 30,0"
 CASES = {
     "llama": f"{LLAMA} --ffn-hidden-size 320",
     "llama, bf16, GEMM-last": f"{LLAMA} --bf16 --kaimm-recompute-norm --kaimm-recompute-mlp-activation-func",
@@ -278,6 +279,17 @@ CASES = {
     "gpt, dropout": GPT,
     "gpt, attention dropout, selective": "--recompute-activations",
     "tied, large vocabulary": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd",
+    "llama, bf16, capped scores": f"{LLAMA} --bf16 --attn-logit-softcapping 3",
+    "capped scores, dropout, attention again": (
+        f"{GPT} --attn-logit-softcapping 3 --attention-dropout 0.1 --recompute-activations"
+    ),
+    "gemma 2": f"{LLAMA.replace('--swiglu', '--geglu --openai-gelu')} {GEMMA2}",
+    "tied, large vocabulary, capped, bf16": (
+        f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd --bf16 --final-logit-softcapping 30"
+    ),
+    "tied, large vocabulary, capped": (
+        f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd --final-logit-softcapping 30"
+    ),
     "llama, bf16, factors": f"{LLAMA} --bf16 {FACTORS}",
     "tied, large vocabulary, factors": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd {FACTORS}",
 }

@@ -14,6 +14,7 @@ from megatron.core.transformer.lora import freeze_all_but_adapters
 from tests import pool
 from tests.unit.models.builds import (
     CPU,
+    GEMMA2,
     GPT,
     LLAMA,
     differentiate,
@@ -49,6 +50,7 @@ MODELS = {
     "llama, dropout": {**LLAMA, **DROPOUT},
     "gpt, dropout": {**GPT, **DROPOUT, **UNFUSED},
     "gpt, exact": {**GPT, "add_bias_linear": False, "apply_layernorm_1p": True},
+    "gemma 2": {**GEMMA2, **DROPOUT},
     "capped scores": {**LLAMA, **DROPOUT, "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
     "squared relu": {**LLAMA, "swiglu": False, "squared_relu": True, "add_bias_linear": True, "qk_layernorm": True},
     "bf16": {**LLAMA, "bf16": True, "fp32_residual_connection": True, "apply_layernorm_1p": True},

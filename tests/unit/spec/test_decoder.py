@@ -12,7 +12,7 @@ from megatron.schedule.partition import Stage, partition
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.parameter import local_shape
 from tests import pool
-from tests.unit.models.builds import FACTORS, GPT, LLAMA, make_build
+from tests.unit.models.builds import FACTORS, GEMMA2, GPT, LLAMA, make_build
 
 VARIANTS = {
     "llama": LLAMA,
@@ -25,6 +25,7 @@ VARIANTS = {
     "heads normed together": {**LLAMA, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "squared relu": {**GPT, "squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
     "factors": {**LLAMA, **FACTORS},
+    "gemma 2": GEMMA2,
 }
 
 
@@ -68,7 +69,8 @@ def test_models_are_the_same_when_their_descriptions_are():
     others = [{"squared_relu": True}, {"num_layers": 3}, {"ffn_hidden_size": 96}, {"add_bias_linear": False}]
     others += [{name: factor} for name, factor in FACTORS.items()]
     others += [{"post_norm": True}, {"post_norm": True, "pre_norm": False}]
-    others += [{"softmax_scale": 0.3}, {"attn_logit_softcapping": 30.0}]
+    others += [{"softmax_scale": 0.3}, {"attn_logit_softcapping": 30.0}, {"final_logit_softcapping": 30.0}]
+    others += [{"geglu": True}, {"geglu": True, "bias_gelu_fusion": False}]
     others += [{"normalization": "RMSNorm"}, {"normalization": "RMSNorm", "qk_layernorm_across_heads": True}]
     described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]
     assert all(one != other for one, other in itertools.combinations(described, 2))

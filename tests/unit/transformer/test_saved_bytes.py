@@ -15,7 +15,7 @@ from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import PARTS
 from tests import pool
-from tests.unit.models.builds import CPU, FACTORS, GPT, LLAMA, make_build
+from tests.unit.models.builds import CPU, FACTORS, GEMMA2, GPT, LLAMA, make_build
 from tests.unit.recompute.test_rerun import MODES, UNFUSED, selective
 from tests.unit.spec import planned
 
@@ -58,6 +58,8 @@ MODELS = {
         "fp32_residual_connection": True,
         "hidden_dropout": 0.1,
     },
+    "gemma 2": GEMMA2,
+    "gemma 2, bf16": {**GEMMA2, **BF16},
     "llama, capped": {**LLAMA, **CAPPED},
     "llama, capped, bf16, dropout": {**LLAMA, **CAPPED, **BF16, **DROPOUT},
     "llama, capped, mha, no positions": {**LLAMA, **CAPPED, **MHA, "position_embedding_type": "none"},

@@ -1,13 +1,14 @@
 """The supported families: the format of their config.json, and the names of their tensors.
 
 A family is a reader and a writer of config.json and a list of mappings (names.py). All are Llama-shaped decoders:
-RMSNorm, rotary positions, a gated SiLU MLP.
+RMSNorm, rotary positions, a gated MLP.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,14 +41,24 @@ POST_NORMS = {
 }
 
 
+# Norms on both sides of attention and MLP.
+GEMMA2_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+
+
 @dataclass(frozen=True)
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
     groups, head_dim, theta, percent, epsilon, tied: num_key_value_heads, head_dim, rope_theta, partial_rotary_factor,
     rms_norm_eps and tie_word_embeddings of a config.json without these fields. None: one group for each head; hidden /
-    heads; heads that are always rotated whole. norms: our norm in a layer -> theirs. fused: our linear layer in a layer ->
-    the one tensor that holds all its projections, one after the other.
+    heads; heads that are always rotated whole. activation: the only hidden_act. norms: our norm in a layer -> theirs.
+    fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the other.
     """
 
     model_type: str
@@ -60,6 +71,7 @@ class Family:
     epsilon: float = 1e-6
     tied: bool = False
     head_dim: int | None = None
+    activation: str = SILU
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     fused: Mapping[str, str] = field(default_factory=dict)
 
@@ -150,7 +162,7 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
     # The first conversions of Llama 1 have only the other name, some later ones both.
     older = fields.has("max_sequence_length") and not fields.has("max_position_embeddings")
     context = fields.integer("max_sequence_length" if older else "max_position_embeddings", AT_LEAST_ONE)
-    fields.only("hidden_act", "silu")
+    fields.only("hidden_act", family.activation)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.take(name, (int, list), None)
     return {
@@ -169,7 +181,7 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", bool, family.tied),
         "hidden_dropout": 0.0,
         "normalization": "RMSNorm",
-        "swiglu": True,
+        "swiglu": family.activation == SILU,
         "add_bias_linear": False,
         **read_rotary(fields, where, default_theta=family.theta, default_percent=family.percent, context=context),
     }
@@ -189,7 +201,7 @@ def _write_common(model: ModelConfig) -> dict[str, Any]:
         "initializer_range": model.init_method_std,
         "attention_dropout": model.attention_dropout,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "hidden_act": "silu",
+        "hidden_act": GELU_TANH if model.geglu else SILU,
         "use_cache": True,
         **write_rotary(model),
     }
@@ -239,18 +251,28 @@ def _read_layer_windows(fields: JsonFields, layers: int) -> dict[str, Any]:
     used = fields.take("use_sliding_window", bool, False)
     window, first = _window(fields), fields.integer("max_window_layers", NOT_NEGATIVE, 28)
     slide = used and window is not None
-    default = ["sliding_attention" if slide and layer >= first else "full_attention" for layer in range(layers)]
-    kinds: list[Any] = fields.take("layer_types", list, default)
-    if len(kinds) != layers or not all(kind in ("sliding_attention", "full_attention") for kind in kinds):
-        raise fields.error(f"layer_types {kinds} is not one of sliding_attention, full_attention for {layers} layers")
-    slides = [int(kind == "sliding_attention") for kind in kinds]
+    slides = _sliding_layers(fields, [slide and layer >= first for layer in range(layers)])
     if any(slides) and not slide:
         raise fields.error(
             f"layer_types has sliding_attention, but use_sliding_window is {used} and sliding_window {window}"
         )
-    if not any(slides):
+    return _window_flags(window, slides)
+
+
+def _sliding_layers(fields: JsonFields, default: list[bool]) -> list[int]:
+    """Returns 1 for each layer with a sliding window and 0 for the others; without layer_types as `default` says."""
+    names = ["sliding_attention" if slides else "full_attention" for slides in default]
+    kinds: list[Any] = fields.take("layer_types", list, names)
+    if len(kinds) != len(default) or not all(kind in ("sliding_attention", "full_attention") for kind in kinds):
+        raise fields.error(
+            f"layer_types {kinds} is not one of sliding_attention, full_attention for {len(default)} layers"
+        )
+    return [int(kind == "sliding_attention") for kind in kinds]
+
+
+def _window_flags(window: int | None, slides: list[int]) -> dict[str, Any]:
+    if window is None or not any(slides):
         return {}
-    assert window is not None
     return {"window_size": f"{window - 1},0", "window_attn_skip_freq": None if all(slides) else str(slides)}
 
 
@@ -285,8 +307,12 @@ def _write_layer_windows(model: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": True,
         "sliding_window": model.window,
         "max_window_layers": 0,
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "layer_types": _layer_types(model),
     }
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    return ["full_attention" if window is None else "sliding_attention" for window in model.windows]
 
 
 def _read_glm(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -326,6 +352,48 @@ def _write_olmo2(model: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": False}
 
 
+def _read_gemma2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Without a list every other layer has a window, beginning with the first one."""
+    fields.only("hidden_activation", GELU_TANH)
+    fields.only("attention_bias", False)
+    fields.only("use_bidirectional_attention", False)
+    fields.take("cache_implementation", str, None)
+    window = _window(fields)
+    slides = _sliding_layers(fields, [layer % 2 == 0 for layer in range(common["num_layers"])])
+    if any(slides) and window is None:
+        raise fields.error("layer_types has sliding_attention, but sliding_window is null")
+    return {
+        "swiglu": False,
+        "geglu": True,
+        "openai_gelu": True,
+        "apply_layernorm_1p": True,
+        "post_norm": True,
+        "embedding_multiplier_scale": math.sqrt(common["hidden_size"]),
+        "softmax_scale": 1.0 / math.sqrt(fields.integer("query_pre_attn_scalar", AT_LEAST_ONE, 256)),
+        "attn_logit_softcapping": _cap(fields, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _cap(fields, "final_logit_softcapping", 30.0),
+        **_window_flags(window, slides),
+    }
+
+
+def _cap(fields: JsonFields, name: str, default: float) -> float | None:
+    """Returns a cap; only null means none."""
+    cap = fields.optional_number(name, POSITIVE)
+    return cap if cap is not None or fields.has(name) else default
+
+
+def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_activation": GELU_TANH,
+        "attention_bias": False,
+        "query_pre_attn_scalar": round(model.attention_scale**-2),
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
+        "sliding_window": model.window,
+        "layer_types": _layer_types(model),
+    }
+
+
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
     if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
@@ -356,6 +424,17 @@ FAMILIES = {
         ),
         Family("granite", "GraniteForCausalLM", _read_granite, _write_granite),
         Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _write_olmo2, epsilon=1e-5, norms=POST_NORMS),
+        Family(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            _read_gemma2,
+            _write_gemma2,
+            groups=4,
+            head_dim=256,
+            tied=True,
+            activation=GELU_TANH,
+            norms=GEMMA2_NORMS,
+        ),
         # Written as the Llama that it is.
         Family("baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}),
     )
@@ -363,6 +442,8 @@ FAMILIES = {
 
 
 def _family_of(model: ModelConfig) -> Family:
+    if model.geglu:
+        return FAMILIES["gemma2"]
     if model.rotary_interleaved:
         return FAMILIES["glm"]
     if model.no_rope_freq is not None:

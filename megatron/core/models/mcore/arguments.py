@@ -230,7 +230,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
     factor = model.rotary_seq_len_interpolation_factor
     if factor is not None and not float(factor).is_integer():
         wrong.append(f"--rotary-seq-len-interpolation-factor {factor} (Megatron-LM's is a whole number)")
-    plain = {"softmax_scale": None, "embedding_multiplier_scale": 1, "residual_multiplier": 1, "logits_scaling": 1}
+    plain: dict[str, float | None] = {"embedding_multiplier_scale": 1, "residual_multiplier": 1, "logits_scaling": 1}
+    plain |= dict.fromkeys(("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"))
     wrong += [
         f"--{name.replace('_', '-')} {getattr(model, name)}"
         for name, value in plain.items()
@@ -240,7 +241,9 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append(
             f"--rotary-percent {model.rotary_percent} of head size {model.head_dim} (an odd number of channels)"
         )
-    is_gelu = not (model.swiglu or model.squared_relu)
+    if model.geglu:
+        wrong.append("--geglu")
+    is_gelu = not (model.gated or model.squared_relu)
     if is_gelu and model.tanh_gelu and not model.add_bias_linear:
         wrong.append("--openai-gelu (without biases Megatron-LM's GELU is exact)")
     if wrong:
