@@ -29,12 +29,12 @@ from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.models.hf.families import read_config
 from megatron.training.export import CheckpointSource
 from tests.fuzz.campaign import Campaign, Failure, main
-from tests.unit.models.hf_models import random_model
+from tests.unit.models.hf_models import attention_of, random_model
 from tests.unit.models.test_hf_conversion import load, logits_of
 
 LENGTH = 24
 LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models with large weights
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "gemma2")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ def _sound(rng: random.Random) -> dict[str, Any]:
     }
     if family == "qwen3" or fields["hidden_size"] // heads % 2 or rng.random() < 0.4:
         fields["head_dim"] = head_dim
+    if family == "gemma2":
+        fields |= _gemma2(rng, layers)
     if family == "granite":
         fields |= {
             "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
@@ -91,6 +93,19 @@ def _sound(rng: random.Random) -> dict[str, Any]:
     if family in ("qwen2", "qwen3"):
         fields |= _windows(rng, layers)
     return fields | _rotary(rng, fields["max_position_embeddings"])
+
+
+def _gemma2(rng: random.Random, layers: int) -> dict[str, Any]:
+    kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": rng.choice((2, 4, 6, 16)),
+        "query_pre_attn_scalar": rng.choice((1, 4, 7, 144, 256)),
+        **rng.choice(({}, {"attn_logit_softcapping": rng.choice((None, 0.5, 2.0, 50.0))})),
+        **rng.choice(({}, {"final_logit_softcapping": rng.choice((None, 0.5, 2.0, 30.0))})),
+        **rng.choice(({}, {"sliding_window": rng.choice((1, 5, LENGTH, 4096))})),
+        **rng.choice(({}, {"layer_types": kinds})),
+    }
 
 
 def _windows(rng: random.Random, layers: int) -> dict[str, Any]:
@@ -201,7 +216,9 @@ def check(case: Case, folder: Path) -> str:
         not torch.equal(tensor.view(torch.uint8), back[name].view(torch.uint8)) for name, tensor in tensors.items()
     ):
         raise Failure("the exported weights differ")
-    again = AutoModelForCausalLM.from_pretrained(folder / "back", attn_implementation="sdpa")
+    again = AutoModelForCausalLM.from_pretrained(
+        folder / "back", attn_implementation=attention_of(theirs.config.model_type)
+    )
     _same_logits(again(tokens).logits, expected, "the exported folder's")
     for name in ("rms_norm_eps", "max_position_embeddings", "vocab_size", "initializer_range", "tie_word_embeddings"):
         if getattr(again.config, name) != getattr(theirs.config, name):
@@ -213,7 +230,7 @@ def _theirs(folder: Path, seed: int) -> Any:
     """The model that transformers makes of config.json, with random weights; None when it cannot."""
     try:
         config = AutoConfig.from_pretrained(folder)
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = attention_of(config.model_type)
         with torch.random.fork_rng():
             model = random_model(AutoModelForCausalLM._model_mapping[type(config)], config, seed)
         model(torch.zeros(1, 2, dtype=torch.long))

@@ -143,6 +143,11 @@ def save_hf_model(name, folder, dtype=torch.float32, **options):
     return model
 
 
+def attention_of(model_type):
+    """torch's attention, where transformers can use it: it does not cap scores."""
+    return "eager" if model_type == "gemma2" else "sdpa"
+
+
 def save_published(name, folder, dtype):
     """(a random model of transformers, its tensors), written under the config.json of PUBLISHED.
 
@@ -151,7 +156,7 @@ def save_published(name, folder, dtype):
     fields = PUBLISHED[name]
     packed = fields["model_type"] == "baichuan"  # transformers has none: a Llama whose three projections are one tensor
     cls, config = (LlamaForCausalLM, LlamaConfig) if packed else CLASSES[fields["model_type"]]
-    changed = {"initializer_range": 0.1, "attn_implementation": "sdpa"}
+    changed = {"initializer_range": 0.1, "attn_implementation": attention_of(fields["model_type"])}
     model = random_model(cls, config.from_dict({**fields, **changed}))
     for parameter in model.parameters():  # and not the rotary frequencies, which from_pretrained keeps in fp32, too
         parameter.data = parameter.to(dtype)

@@ -28,7 +28,11 @@ def test_the_same_bits_as_transformers(tmp_path, name):
     tokens = make_ids(2, LENGTH)[:, :-1]
     with torch.no_grad():
         expected = theirs(tokens).logits
-        assert torch.equal(logits_of(ours, tokens, source.model.vocab_size), expected)
+        logits = logits_of(ours, tokens, source.model.vocab_size)
+    if name.startswith("Gemma"):  # whose attention transformers computes in another way
+        assert (logits - expected).abs().max() <= 1e-6 * expected.abs().max()
+    else:
+        assert torch.equal(logits, expected)
     assert expected.std() * source.model.logits_scaling > 0.3, "a model that tells tokens apart"
 
 

@@ -358,6 +358,7 @@ def _read_gemma2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False)
     fields.take("cache_implementation", str, None)
+    fields.take("sliding_window_size", int, None)  # which transformers does not read
     window = _window(fields)
     slides = _sliding_layers(fields, [layer % 2 == 0 for layer in range(common["num_layers"])])
     if any(slides) and window is None:
@@ -389,7 +390,7 @@ def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": round(model.attention_scale**-2),
         "attn_logit_softcapping": model.attn_logit_softcapping,
         "final_logit_softcapping": model.final_logit_softcapping,
-        "sliding_window": model.window,
+        "sliding_window": model.window or 4096,  # transformers needs one even if no layer has it
         "layer_types": _layer_types(model),
     }
 
