@@ -276,6 +276,7 @@ CASES = {
     ),
     "llama, bf16, norms behind": f"{LLAMA} --bf16 --no-pre-norm --post-norm",
     "gpt, dropout, norms on both sides": f"{GPT} --post-norm",
+    "llama, heads normed together": f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads",
     "gpt, dropout": GPT,
     "gpt, attention dropout, selective": "--recompute-activations",
     "tied, large vocabulary": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd",
