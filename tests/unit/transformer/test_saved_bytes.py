@@ -51,6 +51,7 @@ MODELS = {
     "llama, unfused, dropout": {**LLAMA, **UNFUSED, **DROPOUT},
     "llama, dropout": {**LLAMA, **DROPOUT},
     "llama, factors": {**LLAMA, **BF16, **FACTORS},
+    "llama, factors, norms behind": {**LLAMA, **BF16, **FACTORS, "post_norm": True},
     "llama, factors, fp32 residual": {
         **LLAMA,
         **BF16,
