@@ -98,20 +98,20 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args()
     device = choose_device(args.device, 0)
-    far = OffloadSettings(mode=UPDATE, fraction=1.0, chunk_size=args.chunk)
+    all_on_cpu = OffloadSettings(mode=UPDATE, fraction=1.0, chunk_size=args.chunk)
     with tempfile.TemporaryDirectory() as folder:
         ways = {
             "on the device": OffloadSettings(chunk_size=args.chunk),
             "fraction 0": OffloadSettings(chunk_size=args.chunk),
-            "CPU updates 50 %": dataclasses.replace(far, fraction=0.5),
-            "CPU updates 50 %, overlap": dataclasses.replace(far, fraction=0.5, overlap=True),
-            "CPU updates 100 %": far,
-            "CPU updates 100 %, overlap": dataclasses.replace(far, overlap=True),
-            "states in host memory": dataclasses.replace(far, mode=STATES),
+            "CPU updates 50 %": dataclasses.replace(all_on_cpu, fraction=0.5),
+            "CPU updates 50 %, overlap": dataclasses.replace(all_on_cpu, fraction=0.5, overlap=True),
+            "CPU updates 100 %": all_on_cpu,
+            "CPU updates 100 %, overlap": dataclasses.replace(all_on_cpu, overlap=True),
+            "states in host memory": dataclasses.replace(all_on_cpu, mode=STATES),
         }
         if args.disk:
-            ways["CPU updates 100 %, disk"] = dataclasses.replace(far, directory=folder)
-            ways["states on disk"] = dataclasses.replace(far, mode=STATES, directory=folder)
+            ways["CPU updates 100 %, disk"] = dataclasses.replace(all_on_cpu, directory=folder)
+            ways["states on disk"] = dataclasses.replace(all_on_cpu, mode=STATES, directory=folder)
         sides = {name: Side(args, offload, False, device) for name, offload in ways.items()}
         sides["moments in bf16"] = Side(args, OffloadSettings(chunk_size=args.chunk), True, device)
         report(args, sides)

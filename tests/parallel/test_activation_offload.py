@@ -136,7 +136,7 @@ def test_no_bit_changes(case, offload, moving):
         assert other == losses
         assert others == content
         assert (out > 0) == (rank in moving)
-        assert made[0] == made[-1], "far memory grows after the first step"
+        assert made[0] == made[-1], "host memory grows after the first step"
 
 
 BESIDE = [*itertools.product([ONE], ["half", "layers"], ["full", "selective"]), (INTERLEAVED, "half", "full")]

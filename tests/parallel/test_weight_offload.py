@@ -44,18 +44,18 @@ REMAINDERS = {"main_params_dtype": "bf16", "use_precision_aware_optimizer": True
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """model: fields of it. far: weights and activations. near: what also the run has that it is compared with."""
+    """offloaded: flags of the offload. both: fields of this run and of the one that it is compared with."""
 
-    far: dict
-    near: dict = dataclasses.field(default_factory=dict)
+    offloaded: dict
+    both: dict = dataclasses.field(default_factory=dict)
     layout: Layout = ALONE
     accumulation: int = 1
     family: str = "llama"
     bf16: bool = False
     dropout: float = 0.1
 
-    def run(self, *, far, **checkpoint):
-        fields = {**self.near, "ddp_bucket_size": 4000}  # some end within a layer
+    def run(self, *, offloaded, **checkpoint):
+        fields = {**self.both, "ddp_bucket_size": 4000}  # some end within a layer
         run = reduced(make_run(**MODELS[self.family]), STEPS)
         small = {"num_layers": LAYERS, "hidden_size": 32, "kv_channels": 8, "ffn_hidden_size": 32, "bf16": self.bf16}
         rates = {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
@@ -70,7 +70,7 @@ class Case:
             optimizer_offload=offload,
             parallel=parallel,
             recompute=RecomputeConfig(**_fields_of(RecomputeConfig, fields)),
-            activation_offload=ActivationOffloadConfig(**self.far if far else {}),
+            activation_offload=ActivationOffloadConfig(**self.offloaded if offloaded else {}),
             checkpoint=dataclasses.replace(run.checkpoint, **checkpoint),
         )
         run = under(run, self.layout)
@@ -95,15 +95,15 @@ def built(run):
 
 
 def trained(rank, size, run, steps=STEPS):
-    """(losses, weights, far buckets, whole ones at once)"""
+    """(losses, weights, offloaded buckets, unsharded ones at once)"""
     trainer = built(run)
     alive = Alive()
     with alive:
         losses = [trainer.train_step().loss for _ in range(steps)]
     trainer.data_parallel.synchronize()
-    far = [bucket for bucket in trainer.data_parallel.buckets if bucket.offloaded is not None]
-    assert all(p.numel() == 0 for bucket in far for p in bucket.parameters.values())
-    return losses, boxes_of(trainer.data_parallel), len(far), alive.most
+    offloaded = [bucket for bucket in trainer.data_parallel.buckets if bucket.offloaded is not None]
+    assert all(p.numel() == 0 for bucket in offloaded for p in bucket.parameters.values())
+    return losses, boxes_of(trainer.data_parallel), len(offloaded), alive.most
 
 
 class Alive:
@@ -132,15 +132,15 @@ CASES = {
     "activations too, 4 microbatches": Case(BOTH, accumulation=4),
     "full recompute, activations by ratio": Case(RATIO, FULL),
     "GEMM-last, bf16, tied, biases": Case(BOTH, GEMM_LAST, family="gpt", bf16=True),
-    "far updates, overlapped": Case(TWO, CPU_UPDATES, bf16=True),
-    "far updates, fp32": Case(ALL, CPU_UPDATES),
-    "half of the updates far": Case(ALL, SOME_ON_CPU, bf16=True, accumulation=2),
+    "CPU updates, overlapped": Case(TWO, CPU_UPDATES, bf16=True),
+    "CPU updates, fp32": Case(ALL, CPU_UPDATES),
+    "half of the updates on the CPU": Case(ALL, SOME_ON_CPU, bf16=True, accumulation=2),
     "states in host memory": Case(TWO, STATES_OFFLOADED),
     "masters as remainders": Case(TWO, REMAINDERS, bf16=True),
 }
 PAIRS = {
     "ZeRO-3": Case(TWO, ZERO_3, Layout(1, 2), accumulation=4),
-    "ZeRO-3, bf16, activations, far updates": Case(BOTH, {**ZERO_3, **CPU_UPDATES}, Layout(1, 2), bf16=True),
+    "ZeRO-3, bf16, activations, CPU updates": Case(BOTH, {**ZERO_3, **CPU_UPDATES}, Layout(1, 2), bf16=True),
     "ZeRO-3, activations alone": Case({"pipeline_offload_ratio": "1"}, {**ZERO_3, **GEMM_LAST}, Layout(1, 2)),
     "ZeRO-3, activations alone, recompute": Case({"pipeline_offload_ratio": "0.5"}, {**ZERO_3, **FULL}, Layout(1, 2)),
     "ZeRO-1, overlapped": Case(TWO, ZERO_1, Layout(1, 2), accumulation=2),
@@ -158,23 +158,25 @@ PAIRS = {
 
 LONG = ("fp32", "bf16, all layers, 4 microbatches")
 SLOW = (
-    "far updates, fp32", "masters as remainders", "replicas", "tp", "1f1b", "ZeRO-3, activations alone, recompute",
+    "CPU updates, fp32", "masters as remainders", "replicas", "tp", "1f1b", "ZeRO-3, activations alone, recompute",
 )  # fmt: skip
 
 
 def compared(world, cases, steps):
     for name, case in cases.items():
-        near, far = (pool.run(world, trained, case.run(far=far), steps) for far in (False, True))
-        weights = [whole([rank[1] for rank in ranks]) for ranks in (near, far)]
-        assert [rank[0] for rank in far] == [rank[0] for rank in near], name
+        plain, offloaded = (
+            pool.run(world, trained, case.run(offloaded=offloaded), steps) for offloaded in (False, True)
+        )
+        weights = [whole([rank[1] for rank in ranks]) for ranks in (plain, offloaded)]
+        assert [rank[0] for rank in offloaded] == [rank[0] for rank in plain], name
         assert [n for n, tensor in weights[0].items() if not weights[1][n].equal(tensor)] == [], name
-        moves = bool(case.far.get("cpu_offloading_weights"))
-        assert all((rank[2] > 0) == moves for rank in far), name
+        moves = bool(case.offloaded.get("cpu_offloading_weights"))
+        assert all((rank[2] > 0) == moves for rank in offloaded), name
         # One is read, one is on its way; a third is about to go where backward is through with a bucket within a module.
         # A layer that is computed again has all of its three or four. Were one of a norm's weights kept by autograd, all
         # sixteen would be there.
-        most = 5 if case.near.get("recompute_granularity") == "full" else 3
-        assert all(0 < rank[3] <= most for rank in far), (name, [rank[3] for rank in far])
+        most = 5 if case.both.get("recompute_granularity") == "full" else 3
+        assert all(0 < rank[3] <= most for rank in offloaded), (name, [rank[3] for rank in offloaded])
 
 
 def some_are_slow(cases):
@@ -202,14 +204,14 @@ def session(rank, size, run, steps, then_save=False):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_saved_with_and_loaded_without_and_back(tmp_path, bf16):
-    """The bytes in far memory are the checkpoint's, in both directions."""
+    """The bytes in host memory are the checkpoint's, in both directions."""
     case = Case(TWO, bf16=bf16)
-    straight = pool.run(1, session, case.run(far=False), 6)[0]
+    straight = pool.run(1, session, case.run(offloaded=False), 6)[0]
     for first, then in ((True, False), (False, True), (True, True)):
         folder = str(tmp_path / f"{first} {then}")
-        losses, _ = pool.run(1, session, case.run(far=first, save=folder, save_interval=3), 3, True)[0]
+        losses, _ = pool.run(1, session, case.run(offloaded=first, save=folder, save_interval=3), 3, True)[0]
         assert losses == straight[0][:3]
-        on, ended = pool.run(1, session, case.run(far=then, load=folder), 3)[0]
+        on, ended = pool.run(1, session, case.run(offloaded=then, load=folder), 3)[0]
         assert on == straight[0][3:]
         expected, found = whole([straight[1]]), whole([ended])
         assert all(found[name].equal(tensor) for name, tensor in expected.items())
@@ -230,9 +232,9 @@ def test_loaded_where_ranks_share_what_stays_on_the_device(tmp_path, strategy):
     found = {}
     for first in (True, False):
         folder = str(tmp_path / str(first))
-        pool.run(2, session, case.run(far=first, save=folder, save_interval=3), 3, True)
+        pool.run(2, session, case.run(offloaded=first, save=folder, save_interval=3), 3, True)
         for then in (True, False):
-            found[first, then] = pool.run(2, session, case.run(far=then, load=folder), 2)[0][0]
+            found[first, then] = pool.run(2, session, case.run(offloaded=then, load=folder), 2)[0][0]
     assert len({str(losses) for losses in found.values()}) == 1, found
 
 
@@ -251,4 +253,4 @@ def evaluated(rank, size, run):
 
 def test_evaluation_between_steps():
     case = Case(ALL)
-    assert pool.run(1, evaluated, case.run(far=True)) == pool.run(1, evaluated, case.run(far=False))
+    assert pool.run(1, evaluated, case.run(offloaded=True)) == pool.run(1, evaluated, case.run(offloaded=False))

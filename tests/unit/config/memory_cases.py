@@ -7,7 +7,7 @@ from megatron.config.rules import recompute as rules_recompute
 BALANCED = {"recompute_policy": "balanced", "activation_memory_budget": 0.5}
 PARTS_MOVE = {"fine_grained_activation_offloading": True, "num_layers": 4}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-FAR_WEIGHTS = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}
+OFFLOADED_WEIGHTS = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 
 # rule, a run that it stops, the same run mended, world size, words of its message
@@ -157,29 +157,29 @@ MEMORY_CASES = [
     ),
     (
         rules_activation_offload.offloaded_weights_are_trained,
-        {**FAR_WEIGHTS, "lora_rank": 4, "load": "trained"},
-        {**FAR_WEIGHTS, "data_parallel_sharding_strategy": "optim_grads_params"},
+        {**OFFLOADED_WEIGHTS, "lora_rank": 4, "load": "trained"},
+        {**OFFLOADED_WEIGHTS, "data_parallel_sharding_strategy": "optim_grads_params"},
         2,
         ["--cpu-offloading-weights", "--lora-rank 4"],
     ),
     (
         rules_activation_offload.offloaded_weights_exist,
-        {**PP2, **FAR_WEIGHTS, "cpu_offloading_num_layers": 5},
-        {**PP2, **FAR_WEIGHTS, "cpu_offloading_num_layers": 4},
+        {**PP2, **OFFLOADED_WEIGHTS, "cpu_offloading_num_layers": 5},
+        {**PP2, **OFFLOADED_WEIGHTS, "cpu_offloading_num_layers": 4},
         2,
         ["--cpu-offloading-num-layers 5", "1 to 4", "--cpu-offloading-weights"],
     ),
     (
         rules_activation_offload.offloaded_weights_exist,
         {"cpu_offloading_weights": True},
-        FAR_WEIGHTS,
+        OFFLOADED_WEIGHTS,
         1,
         ["--cpu-offloading-num-layers 0"],
     ),
     (
         rules_activation_offload.offloaded_layers_exist,
-        {**FAR_WEIGHTS, "cpu_offloading": True, "cpu_offloading_num_layers": 2},
-        {**FAR_WEIGHTS, "cpu_offloading": True},
+        {**OFFLOADED_WEIGHTS, "cpu_offloading": True, "cpu_offloading_num_layers": 2},
+        {**OFFLOADED_WEIGHTS, "cpu_offloading": True},
         1,
         ["1 to 1"],
     ),

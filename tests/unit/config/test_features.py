@@ -233,7 +233,7 @@ def test_products_of_a_slow_dtype_are_said_to_be_taken_in_fp32():
 
 
 OFFLOAD, CPU_OFFLOAD = "optimizer offload", {"optimizer_cpu_offload": True}
-FAR = dataclasses.replace(ALONE, cpu_chunks=(3, 10), device="cuda")
+OFFLOADED = dataclasses.replace(ALONE, cpu_chunks=(3, 10), device="cuda")
 
 
 class TestOptimizerOffload:
@@ -243,26 +243,26 @@ class TestOptimizerOffload:
 
     def test_static_and_auto(self):
         static = {**CPU_OFFLOAD, "optimizer_offload_fraction": 0.3}
-        assert row(OFFLOAD, FAR, **static) == ("static 0.3", "static 0.3: 3 of 10 chunks in host memory", "")
-        assert row(OFFLOAD, FAR, optimizer="hybridadam") == (
+        assert row(OFFLOAD, OFFLOADED, **static) == ("static 0.3", "static 0.3: 3 of 10 chunks in host memory", "")
+        assert row(OFFLOAD, OFFLOADED, optimizer="hybridadam") == (
             "auto",
             "auto: 3 of 10 chunks in host memory at first",
             "",
         )
 
     def test_the_cpu_has_one_memory(self):
-        here = dataclasses.replace(FAR, device="cpu")
+        here = dataclasses.replace(OFFLOADED, device="cpu")
         assert row(OFFLOAD, here, **CPU_OFFLOAD)[2] == "the device is the CPU, and host memory its own"
-        on_disk = row(OFFLOAD, here, **CPU_OFFLOAD, offload_dir="far")
-        assert on_disk == ("static 1", "static 1: 3 of 10 chunks in files in far", "")
+        on_disk = row(OFFLOAD, here, **CPU_OFFLOAD, offload_dir="folder")
+        assert on_disk == ("static 1", "static 1: 3 of 10 chunks in files in folder", "")
 
     def test_states(self):
-        assert row(OFFLOAD, FAR, offload_optimizer_states=True)[:2] == ("states", "states in host memory")
+        assert row(OFFLOAD, OFFLOADED, offload_optimizer_states=True)[:2] == ("states", "states in host memory")
 
     def test_what_overlap_does_not_hide(self):
         overlap = {**CPU_OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": True}
-        assert row(OFFLOAD, FAR, **overlap)[::2] == ("static 1, overlapped", "")
-        ranks = {"dp": 2, "facts": dataclasses.replace(FAR, shards=2)}
+        assert row(OFFLOAD, OFFLOADED, **overlap)[::2] == ("static 1, overlapped", "")
+        ranks = {"dp": 2, "facts": dataclasses.replace(OFFLOADED, shards=2)}
         assert row(OFFLOAD, **ranks, **overlap, use_distributed_optimizer=True)[2] == (
             "nothing is overlapped with backward: gradients are reduced after it; "
             "nothing is overlapped with the next forward: parameters are gathered before it"
@@ -340,7 +340,7 @@ def test_weight_offload_says_which_layers_and_where():
     assert row("activation offload", **two) == row(name) == ("off", "off", "")
     assert row(name, **two) == (asked, f"{asked}: in host memory", "the device is the CPU, and host memory its own")
     assert row(name, dataclasses.replace(ALONE, device="cuda"), **two)[1:] == (f"{asked}: in host memory", "")
-    assert row(name, **two, offload_dir="far")[1:] == (f"{asked}: in files in far", "")
+    assert row(name, **two, offload_dir="folder")[1:] == (f"{asked}: in files in folder", "")
 
 
 def test_what_nobody_asked_for_is_left_out():

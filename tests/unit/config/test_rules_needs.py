@@ -37,7 +37,7 @@ SP = {"sequence_parallel": True}
 TP_SP = {**TP, **SP}
 CPU_OFFLOAD = {"optimizer_cpu_offload": True}
 AUTO_OFFLOAD = {**CPU_OFFLOAD, "optimizer_offload_policy": "auto"}
-FAR_WEIGHTS = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}
+OFFLOADED_WEIGHTS = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}
 HYBRID = {"optimizer": "hybridadam"}
 STATES = {"offload_optimizer_states": True}
 NO_FRACTION = {**CPU_OFFLOAD, "optimizer_offload_fraction": 0.0}
@@ -59,7 +59,7 @@ CASES = [
     ("offload_dir", "d", {}, CPU_OFFLOAD, "nothing is offloaded"),
     ("offload_dir", "d", NO_FRACTION, STATES, "nothing is offloaded"),
     ("offload_dir", "d", {"pipeline_offload_ratio": "0"}, {"pipeline_offload_ratio": "0.5"}, "nothing is offloaded"),
-    ("offload_dir", "d", {}, FAR_WEIGHTS, "nothing is offloaded"),
+    ("offload_dir", "d", {}, OFFLOADED_WEIGHTS, "nothing is offloaded"),
     ("optimizer_offload_chunk_size", 640, {}, STATES, "into chunks"),
     ("optimizer_offload_chunk_size", 640, NO_FRACTION, LOW, "into chunks"),
     ("use_precision_aware_optimizer", True, {}, LOW, "all state is fp32"),

@@ -96,11 +96,11 @@ def test_an_update_leaves_other_elements_alone():
         "weights", torch.arange(256.0), HostPool(pinned=False), CopyEngine(Streams(CPU, Timeline(CPU)))
     )
     shard.update([(64, torch.full((64,), -1.0)), (192, torch.full((64,), -2.0))])
-    near = torch.empty(256)
-    shard.to_device(near).wait()  # behind what is being stored
+    plain = torch.empty(256)
+    shard.to_device(plain).wait()  # behind what is being stored
     expected = torch.arange(256.0)
     expected[64:128], expected[192:] = -1.0, -2.0
-    assert near.equal(expected)
+    assert plain.equal(expected)
     shard.synchronize()
     assert shard.shard.equal(expected)
 
@@ -140,11 +140,11 @@ CASES = {
 def test_planned_is_measured_and_the_device_has_less(name):
     layers, more = CASES[name]
     flags = f"{LLAMA_FLAGS} {SHAPE} --ddp-bucket-size {LAYER} {more}"
-    near = measure(0, 1, flags)
-    far = measure(0, 1, f"{flags} --cpu-offloading-weights --cpu-offloading-num-layers {layers}")
-    assert far.planned.peak == pytest.approx(far.peak, rel=0.03), far.planned.moment
+    plain = measure(0, 1, flags)
+    offloaded = measure(0, 1, f"{flags} --cpu-offloading-weights --cpu-offloading-num-layers {layers}")
+    assert offloaded.planned.peak == pytest.approx(offloaded.peak, rel=0.03), offloaded.planned.moment
     bucket = (2 if "bf16" in name else 4) * LAYER
-    assert far.planned.host == layers * bucket
-    # One bucket is whole at the peak; two where that lies in a far layer, or a third where its layer is computed again.
-    saved = near.peak - far.peak
+    assert offloaded.planned.host == layers * bucket
+    # One bucket is whole at the peak; two if that lies in an offloaded layer, or three if its layer is computed again.
+    saved = plain.peak - offloaded.peak
     assert (layers - (3 if "recompute" in name else 2)) * bucket * 0.97 < saved <= (layers - 1) * bucket * 1.03

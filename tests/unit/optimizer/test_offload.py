@@ -22,8 +22,8 @@ SMALL = {**LLAMA, "num_layers": 1}
 BF16 = {**SMALL, "bf16": True}
 
 
-def settings(far=1.0, *, mode=UPDATE, **fields):
-    return OffloadSettings(mode=mode, fraction=far, chunk_size=CHUNK, **fields)
+def settings(fraction=1.0, *, mode=UPDATE, **fields):
+    return OffloadSettings(mode=mode, fraction=fraction, chunk_size=CHUNK, **fields)
 
 
 MODES = {
@@ -78,9 +78,9 @@ def on_device():
 def test_the_same_bits_as_on_the_device(mode, fields, on_device):
     run = make_run({}, fields=fields, offload=MODES[mode])
     assert_same(trained(run), on_device(fields))
-    far, chunks = run.optimizer.cpu_chunks
+    on_cpu, chunks = run.optimizer.cpu_chunks
     share = {"0": 0.3, "a": 1.0, "s": 0.0}[mode[0]]
-    assert chunks > 20 and abs(far - share * chunks) < 2
+    assert chunks > 20 and abs(on_cpu - share * chunks) < 2
 
 
 @pytest.mark.parametrize("mode", ["0.3, overlapped", "all", "states"])
@@ -175,7 +175,7 @@ def test_bytes_are_the_planned_ones(fields, optimizer):
 
 
 def test_bytes_by_hand():
-    """Three chunks of 1000 elements of a bf16 model, one of them far."""
+    """Three chunks of 1000 elements of a bf16 model, one of them offloaded."""
     config = OptimizerConfig()
     mode = OffloadSettings(mode=UPDATE, fraction=0.3, chunk_size=1000)
     found = optimizer_bytes([2000, 1000], config, mode, half=True)
@@ -188,7 +188,7 @@ def test_bytes_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "share", "far"),
+    ("sizes", "share", "offloaded"),
     [
         ([10, 10, 10], 0.0, [False] * 3),
         ([10, 10, 10], 1.0, [True] * 3),
@@ -198,8 +198,8 @@ def test_bytes_by_hand():
         ([10, 3], 1e-9, [False, False]),
     ],
 )
-def test_which_chunks_are_far_by_share(sizes, share, far):
-    assert chunks_to_offload(sizes, share) == far
+def test_which_chunks_are_offloaded_by_share(sizes, share, offloaded):
+    assert chunks_to_offload(sizes, share) == offloaded
 
 
 class TestDisk:

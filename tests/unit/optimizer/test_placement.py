@@ -10,7 +10,7 @@ from tests.parallel.strategies import make_run
 from tests.unit.models.builds import CPU, LLAMA
 
 SMALL = {**LLAMA, "num_layers": 1}
-FAR, NEAR = True, False
+ON_CPU, ON_DEVICE = True, False
 
 
 def chunks(count, seconds=1.0, slack=0.0, device_bytes=100):
@@ -19,57 +19,65 @@ def chunks(count, seconds=1.0, slack=0.0, device_bytes=100):
 
 
 @pytest.mark.parametrize(
-    ("far", "slack", "seconds"),
+    ("on_cpu", "slack", "seconds"),
     [
-        ([NEAR] * 4, 0.0, 0.0),
-        ([FAR] * 4, 0.0, 4.0),  # nothing hides
-        ([FAR] * 4, 1.0, 1.0),  # the first one is needed at once, and holds up all by its own time
-        ([NEAR, FAR, FAR, FAR], 1.0, 0.0),  # each is done when it is read
-        ([NEAR, FAR, FAR, FAR], 0.5, 1.5),
-        ([FAR, NEAR, NEAR, FAR], 0.5, 1.0),
+        ([ON_DEVICE] * 4, 0.0, 0.0),
+        ([ON_CPU] * 4, 0.0, 4.0),  # nothing hides
+        ([ON_CPU] * 4, 1.0, 1.0),  # the first one is needed at once, and holds up all by its own time
+        ([ON_DEVICE, ON_CPU, ON_CPU, ON_CPU], 1.0, 0.0),  # each is done when it is read
+        ([ON_DEVICE, ON_CPU, ON_CPU, ON_CPU], 0.5, 1.5),
+        ([ON_CPU, ON_DEVICE, ON_DEVICE, ON_CPU], 0.5, 1.0),
     ],
 )
-def test_delay(far, slack, seconds):
-    assert delay(chunks(4, slack=slack), far) == seconds
+def test_delay(on_cpu, slack, seconds):
+    assert delay(chunks(4, slack=slack), on_cpu) == seconds
 
 
 @pytest.mark.parametrize(
-    ("far", "free", "expected"),
+    ("on_cpu", "free", "expected"),
     [
-        ([NEAR] * 4, 1000, [NEAR] * 4),
-        ([NEAR] * 4, 299, [NEAR, NEAR, NEAR, FAR]),  # below the threshold of 300: as many as are missing
-        ([NEAR] * 4, 150, [NEAR, NEAR, FAR, FAR]),
-        ([NEAR] * 4, 0, [NEAR, FAR, FAR, FAR]),
-        ([NEAR] * 4, -999, [FAR] * 4),  # more cannot be done
-        ([NEAR, FAR, FAR, FAR], 600, [NEAR, FAR, FAR, FAR]),  # 500 would stay free: less than twice the threshold
-        ([FAR] * 4, 699, [FAR] * 4),
-        ([FAR] * 4, 700, [NEAR, FAR, FAR, FAR]),
-        ([FAR] * 4, 10_000, [NEAR] * 4),
+        ([ON_DEVICE] * 4, 1000, [ON_DEVICE] * 4),
+        (
+            [ON_DEVICE] * 4,
+            299,
+            [ON_DEVICE, ON_DEVICE, ON_DEVICE, ON_CPU],
+        ),  # below the threshold of 300: as many as are missing
+        ([ON_DEVICE] * 4, 150, [ON_DEVICE, ON_DEVICE, ON_CPU, ON_CPU]),
+        ([ON_DEVICE] * 4, 0, [ON_DEVICE, ON_CPU, ON_CPU, ON_CPU]),
+        ([ON_DEVICE] * 4, -999, [ON_CPU] * 4),  # more cannot be done
+        (
+            [ON_DEVICE, ON_CPU, ON_CPU, ON_CPU],
+            600,
+            [ON_DEVICE, ON_CPU, ON_CPU, ON_CPU],
+        ),  # 500 would stay free: less than twice the threshold
+        ([ON_CPU] * 4, 699, [ON_CPU] * 4),
+        ([ON_CPU] * 4, 700, [ON_DEVICE, ON_CPU, ON_CPU, ON_CPU]),
+        ([ON_CPU] * 4, 10_000, [ON_DEVICE] * 4),
     ],
 )
-def test_place(far, free, expected):
-    assert place(chunks(4), far, free, threshold=300) == expected
+def test_place(on_cpu, free, expected):
+    assert place(chunks(4), on_cpu, free, threshold=300) == expected
 
 
 def test_a_placement_stays_while_memory_stays():
     """Moving changes what is free by just what was moved; the second decision agrees with the first."""
     for free in range(-500, 2000, 37):
-        for far in ([NEAR] * 6, [FAR] * 6, [NEAR, FAR, NEAR, FAR, FAR, NEAR]):
-            after = place(chunks(6), far, free, threshold=300)
-            moved = sum(100 * (new - old) for new, old in zip(after, far, strict=True))
+        for on_cpu in ([ON_DEVICE] * 6, [ON_CPU] * 6, [ON_DEVICE, ON_CPU, ON_DEVICE, ON_CPU, ON_CPU, ON_DEVICE]):
+            after = place(chunks(6), on_cpu, free, threshold=300)
+            moved = sum(100 * (new - old) for new, old in zip(after, on_cpu, strict=True))
             assert place(chunks(6), after, free + moved, threshold=300) == after
 
 
 def test_hidden_work_stays_where_it_is():
     hidden = chunks(4, seconds=0.5, slack=1.0)
-    assert place(hidden, [FAR] * 4, 10_000, threshold=300) == [NEAR, FAR, FAR, FAR]
-    assert delay(hidden, [NEAR, FAR, FAR, FAR]) == 0.0
+    assert place(hidden, [ON_CPU] * 4, 10_000, threshold=300) == [ON_DEVICE, ON_CPU, ON_CPU, ON_CPU]
+    assert delay(hidden, [ON_DEVICE, ON_CPU, ON_CPU, ON_CPU]) == 0.0
 
 
 def test_size_is_not_what_decides():
     """The one that is needed last leaves, though a smaller and a larger one would do."""
     mixed = [Candidate(400, 4.0, 0.0), Candidate(10, 0.1, 1.0), Candidate(300, 3.0, 9.0)]
-    assert place(mixed, [NEAR] * 3, 0, threshold=200) == [NEAR, NEAR, FAR]
+    assert place(mixed, [ON_DEVICE] * 3, 0, threshold=200) == [ON_DEVICE, ON_DEVICE, ON_CPU]
 
 
 def test_rates():
@@ -79,7 +87,7 @@ def test_rates():
 
 
 class Meter:
-    """Free memory that a test sets: what is left when all is far, less what is near."""
+    """Free memory that a test sets: what is left when the CPU updates all, less the state on the device."""
 
     def __init__(self, run):
         self.empty, self._run = 0, run
@@ -108,7 +116,7 @@ def test_a_run_follows_its_memory_up_and_down():
         assert run.steps(1, first=number) == plain.steps(1, first=number)
         seen.append(owner.cpu_chunks[0])
         assert meter.free() >= threshold or seen[-1] == total
-    assert seen[:3] == [total, 0, 0], "everything begins far, and is near when there is room"
+    assert seen[:3] == [total, 0, 0], "all state begins in host memory, and returns when there is room"
     assert 0 < seen[3] == seen[4] < total and seen[5:] == [0, total, total]
     assert owner.host_bytes <= state + 4 * 5 * 1280, "what came near left nothing behind but staging"
     for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
@@ -121,9 +129,9 @@ def test_chunks_that_return_leave_host_memory():
     run.optimizer._auto.meter = meter = Meter(run)
     meter.empty = 10**9
     run.steps(3)
-    far = [chunk for chunks in run.optimizer.chunks for chunk in chunks if chunk.on_cpu]
-    assert len(far) < run.optimizer.cpu_chunks[1]
-    assert run.optimizer.host_bytes == sum(chunk.nbytes + 4 * chunk.size for chunk in far), "states and gradients"
+    on_cpu = [chunk for chunks in run.optimizer.chunks for chunk in chunks if chunk.on_cpu]
+    assert len(on_cpu) < run.optimizer.cpu_chunks[1]
+    assert run.optimizer.host_bytes == sum(chunk.nbytes + 4 * chunk.size for chunk in on_cpu), "states and gradients"
     run.data_parallel.synchronize()
 
 
