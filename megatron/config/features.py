@@ -82,6 +82,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         _layers(model),
         _attention(model, facts),
         _attention_window(model, run.data.seq_length),
+        _longrope(model, run.data.seq_length),
         _products(model, facts),
         _gradient_fusion(model, facts),
         _main_gradients(model, facts),
@@ -331,6 +332,14 @@ def _layers(model: ModelConfig) -> Feature:
 def _attention(model: ModelConfig, facts: Facts) -> Feature:
     kernel, _, why = facts.attention_choice.partition(" (")
     return Feature("attention kernel", model.attention_backend, kernel, why.removesuffix(")"))
+
+
+def _longrope(model: ModelConfig, length: int | None) -> Feature:
+    name, original = "LongRoPE factors", model.rope_scaling_original_max_position_embeddings
+    if model.position_embedding_type != "longrope" or length is None:
+        return Feature(name, "off", "off", "")
+    asked = f"short up to {original} tokens, long above"
+    return Feature(name, asked, "long" if length > original else "short", f"samples have {length} tokens")
 
 
 def _attention_window(model: ModelConfig, longest: int | None) -> Feature:

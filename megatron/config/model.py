@@ -10,6 +10,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, LAYERS, NOT_NEGATIVE, POSITIVE, SHARE, SIZE
 from megatron.config.layer_pattern import every_layer
+from megatron.config.longrope import channel_factors
 from megatron.config.lora import LORA_TARGETS, lora_projections
 from megatron.config.window import attention_windows, keys_in_window
 
@@ -31,6 +32,8 @@ RUNTIME_FIELDS = (
 )
 # Fields about the padding of the vocabulary, which a format without padding leaves to each run.
 PADDING_FIELDS = ("make_vocab_size_divisible_by", "fixed_padded_vocab_size", "mask_padded_vocabulary")
+# Position embeddings that rotate queries and keys.
+ROTARY = ("rope", "yarn", "longrope")
 
 
 def _positions(run: Any) -> str:
@@ -38,14 +41,22 @@ def _positions(run: Any) -> str:
 
 
 _ROTARY = Need(
-    lambda run: run.model.position_embedding_type in ("rope", "yarn"), _positions, "give --position-embedding-type rope"
+    lambda run: run.model.position_embedding_type in ROTARY, _positions, "give --position-embedding-type rope"
 )
 _ROPE = Need(lambda run: run.model.position_embedding_type == "rope", _positions, "give --position-embedding-type rope")
 _YARN = Need(lambda run: run.model.position_embedding_type == "yarn", _positions, "give --position-embedding-type yarn")
+_LONGROPE = Need(
+    lambda run: run.model.position_embedding_type == "longrope", _positions, "give --position-embedding-type longrope"
+)
 _ROPE_SCALING_OR_YARN = Need(
     lambda run: run.model.use_rope_scaling or _YARN.holds(run),
     lambda run: f"{_positions(run)} without --use-rope-scaling",
     "add --use-rope-scaling, or give --position-embedding-type yarn",
+)
+_ORIGINAL_CONTEXT = Need(
+    lambda run: _ROPE_SCALING_OR_YARN.holds(run) or _LONGROPE.holds(run),
+    _ROPE_SCALING_OR_YARN.reason,
+    "add --use-rope-scaling, or give --position-embedding-type yarn or longrope",
 )
 _ROPE_SCALING = Need(
     lambda run: run.model.use_rope_scaling, "rotary frequencies are not scaled", "add --use-rope-scaling"
@@ -84,8 +95,9 @@ class ModelConfig:
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "how positions enter: a learned table, rotary (rope), rotary with YaRN scaling (yarn), or not at all",
-        choices=("learned_absolute", "rope", "yarn", "none"),
+        "how positions enter: a learned table, rotary (rope), rotary with YaRN scaling (yarn) or LongRoPE's (longrope), or "
+        "not at all",
+        choices=("learned_absolute", *ROTARY, "none"),
     )
     rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)", within=ABOVE_ONE, needs=_ROTARY)
     rotary_percent: float = flag(1.0, "fraction of a head's channels that is rotated", within=SHARE, needs=_ROTARY)
@@ -119,10 +131,10 @@ class ModelConfig:
     )
     rope_scaling_original_max_position_embeddings: int = flag(
         8192,
-        "context length the rotary frequencies were first trained for (Llama-3.1 scaling and yarn)",
+        "context length the rotary frequencies were first trained for (Llama-3.1 scaling, yarn and longrope)",
         aliases=("--yarn-original-max-position-embeddings",),
         within=SIZE,
-        needs=_ROPE_SCALING_OR_YARN,
+        needs=_ORIGINAL_CONTEXT,
     )
     yarn_beta_fast: float = flag(
         32.0, "yarn: dimensions that turn more often than this over the context are kept", within=POSITIVE, needs=_YARN
@@ -138,6 +150,26 @@ class ModelConfig:
         "yarn: factor on cos and sin (attention temperature); default 0.1 ln(scaling factor) + 1",
         within=POSITIVE,
         needs=_YARN,
+    )
+    short_factor: str | None = flag(
+        None,
+        "longrope: divisors of the rotary frequencies, one per pair of rotated channels, in runs whose --seq-length is at "
+        "most --rope-scaling-original-max-position-embeddings; numbers separated by commas, in one word",
+        metavar="X,X,...",
+        needs=_LONGROPE,
+    )
+    long_factor: str | None = flag(
+        None,
+        "longrope: as --short-factor, in runs with longer sequences",
+        metavar="X,X,...",
+        needs=_LONGROPE,
+    )
+    longrope_mscale: float | None = flag(
+        None,
+        "longrope: factor on cos and sin; default sqrt(1 + ln(context / original context) / ln(original context)), of "
+        "--max-position-embeddings and --rope-scaling-original-max-position-embeddings, and 1 if the first is not larger",
+        within=POSITIVE,
+        needs=_LONGROPE,
     )
     normalization: str = flag("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(
@@ -336,7 +368,7 @@ class ModelConfig:
 
         Megatron-LM and transformers round an odd number up, but compute the frequencies from the odd number.
         """
-        if self.position_embedding_type not in ("rope", "yarn"):
+        if self.position_embedding_type not in ROTARY:
             return 0
         channels = int(self.head_dim * self.rotary_percent)
         if channels % 2 or channels == 0:
@@ -350,6 +382,17 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """Factor on the products of queries and keys."""
         return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def longrope_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """LongRoPE's divisors of the frequencies, of short and of long sequences. Raises ConfigError unless both lists have
+        a positive number for each pair of rotated channels.
+        """
+        pairs = self.rotary_dim // 2
+        return (
+            channel_factors("--short-factor", self.short_factor, pairs),
+            channel_factors("--long-factor", self.long_factor, pairs),
+        )
 
     @property
     def window(self) -> int | None:

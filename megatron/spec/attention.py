@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -33,6 +34,23 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al., arXiv 2402.13753): frequency i is divided by short[i] in sequences of up to `original` tokens,
+    by long[i] in longer ones. magnitude: factor on cos and sin, of both.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original: int
+    magnitude: float
+
+
+def longrope_magnitude(stretch: float, original: int) -> float:
+    """LongRoPE's factor on cos and sin for contexts of `stretch` x `original` tokens, where a file gives none."""
+    return math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+
+
+@dataclass(frozen=True)
 class RotarySpec:
     """Rotary embedding of the first `channels` of each head. The scaling may differ between two runs of the same model.
 
@@ -46,6 +64,7 @@ class RotarySpec:
     interpolation: float | None = field(default=None, compare=False)
     llama3: Llama3Scaling | None = field(default=None, compare=False)
     yarn: YarnScaling | None = None
+    longrope: LongRopeScaling | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

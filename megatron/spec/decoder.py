@@ -18,8 +18,10 @@ from megatron.schedule.partition import Stage
 from megatron.spec.attention import (
     AttentionSpec,
     Llama3Scaling,
+    LongRopeScaling,
     RotarySpec,
     YarnScaling,
+    longrope_magnitude,
     qkv_linear,
 )
 from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
@@ -267,7 +269,7 @@ def rotary_spec(model: ModelConfig) -> RotarySpec | None:
     if not model.rotary_dim:
         return None
     original, factor = model.rope_scaling_original_max_position_embeddings, model.rope_scaling_factor
-    llama3 = yarn = None
+    llama3 = yarn = longrope = None
     if model.use_rope_scaling:
         llama3 = Llama3Scaling(
             factor, model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor, original
@@ -277,6 +279,12 @@ def rotary_spec(model: ModelConfig) -> RotarySpec | None:
         if magnitude is None:
             magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         yarn = YarnScaling(factor, model.yarn_beta_fast, model.yarn_beta_slow, original, magnitude)
+    if model.position_embedding_type == "longrope":
+        magnitude = model.longrope_mscale
+        if magnitude is None:
+            # A plan of the memory does not know the context, and needs no magnitude.
+            magnitude = longrope_magnitude((model.max_position_embeddings or original) / original, original)
+        longrope = LongRopeScaling(*model.longrope_factors, original, magnitude)
     return RotarySpec(
         model.rotary_dim,
         model.rotary_base,
@@ -284,4 +292,5 @@ def rotary_spec(model: ModelConfig) -> RotarySpec | None:
         model.rotary_seq_len_interpolation_factor,
         llama3,
         yarn,
+        longrope,
     )

@@ -25,6 +25,7 @@ from megatron.base.errors import ConfigError
 from megatron.base.log import setup_logging
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.longrope import written
 from megatron.config.rules.check import check
 from megatron.config.rules.model import groups_divide_heads, heads_divide_hidden, shape_is_given
 from megatron.config.rules.ranges import numbers_are_in_range
@@ -133,6 +134,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         "window_size": None if model.window is None else f"{min(model.window, SEQ_LENGTH // 2) - 1},0",
         "window_attn_skip_freq": "[1,0]" if any(windows) and not all(windows) else None,
         "no_rope_freq": None if model.no_rope_freq is None else "[0,1]",
+        **(_small_longrope(run) if model.position_embedding_type == "longrope" else {}),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bf16": False,
@@ -162,6 +164,20 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         logging=LoggingConfig(log_interval=1_000_000),
         checkpoint=CheckpointConfig(),
     )  # fmt: skip
+
+
+def _small_longrope(run: RunConfig) -> dict[str, Any]:
+    """LongRoPE of fewer channels, with those of its lists that the run's samples have."""
+    model, seq_length = run.model, run.data.seq_length
+    assert seq_length
+    pairs = int(HEAD_DIM * model.rotary_percent) // 2
+    lists = ([each[at * len(each) // pairs] for at in range(pairs)] for each in model.longrope_factors)
+    is_long = seq_length > model.rope_scaling_original_max_position_embeddings
+    original = SEQ_LENGTH // 2 if is_long else SEQ_LENGTH
+    return {
+        **dict(zip(("short_factor", "long_factor"), map(written, lists), strict=True)),
+        "rope_scaling_original_max_position_embeddings": original,
+    }
 
 
 def under(run: RunConfig, layout: Layout) -> RunConfig:

@@ -24,6 +24,7 @@ class Batch:
     loss_mask: Tensor  # bool, False where a label does not count
     positions: Tensor  # int64; [1, s] when every sample counts from 0
     segments: Tensor | None  # int64 document number inside the sample, or None when attention crosses documents
+    length: int  # s of the whole sequences, where this is a context-parallel rank's part
     by_segment: bool = False  # whether segments have equal weight in the loss, instead of samples
 
 
@@ -37,6 +38,7 @@ def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
         loss_mask=part_of(batch.loss_mask, cp, multiple),
         positions=part_of(batch.positions, cp, multiple),
         segments=None if batch.segments is None else pad(batch.segments, 1, cp.size * multiple, -1),
+        length=batch.length,
         by_segment=batch.by_segment,
     )
 
@@ -62,7 +64,7 @@ def make_batch(ids: Tensor, eod: int, data: DataConfig) -> Batch:
             positions = index - torch.where(starts_here, index, 0).cummax(dim=1).values
         if data.reset_attention_mask:
             segments = starts_here.long().cumsum(dim=1)
-    return Batch(tokens, labels, loss_mask, positions, segments)
+    return Batch(tokens, labels, loss_mask, positions, segments, s)
 
 
 def make_sft_batch(rows: Tensor) -> Batch:
@@ -73,7 +75,7 @@ def make_sft_batch(rows: Tensor) -> Batch:
     index = torch.arange(tokens.shape[1], device=rows.device)
     starts_here = segments != segments.roll(1, dims=1)
     positions = index - torch.where(starts_here, index, 0).cummax(dim=1).values
-    return Batch(tokens, labels, loss_mask, positions, segments, by_segment=True)
+    return Batch(tokens, labels, loss_mask, positions, segments, tokens.shape[1], by_segment=True)
 
 
 class BatchReader:

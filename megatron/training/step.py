@@ -116,6 +116,7 @@ class ForwardProgram:
                 batch.positions,
                 labels=batch.labels,
                 segments=batch.segments,
+                lengths=batch.length,
                 stage=stage,
                 received=hidden,
             )

@@ -95,11 +95,17 @@ def draw_model(rng: random.Random) -> Flags:
         ("--seq-length", rng.choice([16, 24, 32])),
         ("--micro-batch-size", rng.choice([1, 1, 2])),
         ("--global-batch-size", rng.choice([8, 8, 16])),
-        ("--position-embedding-type", rng.choice(["rope", "rope", "learned_absolute", "none", "yarn"])),
+        ("--position-embedding-type", rng.choice(["rope", "rope", "learned_absolute", "none", "yarn", "longrope"])),
         ("--normalization", rng.choice(["RMSNorm", "LayerNorm"])),
     ]
     if ("--position-embedding-type", "rope") in found:
         found += some(rng, 0.2, ("--no-rope-freq", 2), ("--rotary-interleaved",), ("--rotary-percent", 0.5))
+    if ("--position-embedding-type", "longrope") in found:  # shorter or longer than the samples
+        found += [
+            ("--rope-scaling-original-max-position-embeddings", rng.choice([12, 20, 64])),
+            ("--short-factor", "1.0,1.5,2.0,4.0"),
+            ("--long-factor", "1.0,3.0,9.0,27.0"),
+        ]
     if rng.random() < 0.5:
         found += [("--group-query-attention",), ("--num-query-groups", rng.choice([1, 2, heads // 2]))]
     activation = rng.choice([("--swiglu",), ("--geglu",), ("--squared-relu",), ("--openai-gelu",), None])

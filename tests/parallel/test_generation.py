@@ -9,7 +9,7 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import complete
 from megatron.tooling.restore import read_saved, restore_model, restore_tokenizer
 from tests import pool
-from tests.unit.inference.small import GPT2, GREEDY, PROMPTS, run, save_small
+from tests.unit.inference.small import GPT2, GREEDY, LONGROPE, PROMPTS, run, save_small
 
 SAMPLING = Sampling(temperature=1.2, top_k=50, top_p=0.95)
 SHAPES = {
@@ -17,6 +17,7 @@ SHAPES = {
     "gpt2": {
         name: GPT2.get(name) for name in ("position_embedding_type", "normalization", "swiglu", "add_bias_linear")
     },
+    "longrope": LONGROPE,
     "tied": {"untie_embeddings_and_output_weights": False},
 }
 LAYERS = 4
@@ -34,7 +35,7 @@ def groups(layout):
 
 
 def save(rank, size, layout, folder, fields):
-    return save_small(groups(layout), folder, num_layers=LAYERS, **fields)
+    return save_small(groups(layout), folder, **{**fields, "num_layers": LAYERS})
 
 
 def restore(layout, folder):

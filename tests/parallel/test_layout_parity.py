@@ -10,6 +10,7 @@ from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import GRID, Layout, Measurement, assemble, compare, measure, reduced, under
 from tests import pool
 from tests.unit.config.runs import make_run
+from tests.unit.models.builds import LONGROPE
 
 STEPS, LIMIT = 20, 1e-5
 MODELS = {
@@ -108,6 +109,11 @@ def test_the_reference_learns(model):
             {"num_attention_heads": 16, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 4},
             {"num_attention_heads": 16, "num_query_groups": 2},
         ),
+        (
+            {**LONGROPE, "kv_channels": 12, "short_factor": "1,2,3,4,5,6", "long_factor": "2,3,4,5,6,7"},
+            {"short_factor": "1.0,1.0,2.0,3.0,4.0,4.0,5.0,6.0", "rope_scaling_original_max_position_embeddings": 32},
+        ),
+        ({**LONGROPE, "rope_scaling_original_max_position_embeddings": 10**5, "kv_channels": 4}, {"window_size": None}),
     ],
 )
 def test_any_run_can_be_reduced(asked, expected):

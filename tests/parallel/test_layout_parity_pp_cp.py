@@ -13,6 +13,7 @@ from megatron.tooling.layout_parity import Layout, assemble, compare, measure, r
 from tests import pool
 from tests.parallel.test_layout_parity import LIMIT, MODELS
 from tests.unit.config.runs import make_run
+from tests.unit.models.builds import LONGROPE
 
 LAYERS = {True: 8, False: 2}  # of a pipeline, enough for every layout; of one stage
 SCHEDULES = [("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)]
@@ -101,6 +102,19 @@ def test_schedules(model, layout):
 @pytest.mark.parametrize(("model", "layout"), cases(CONTEXTS, documents, lambda model, layout: model == "gpt"), ids=str)
 def test_contexts(model, layout):
     assert_same(model, layout, 2)
+
+
+@pytest.mark.parametrize(("original", "is_long"), [(10**5, False), (6, True)])
+def test_longrope_goes_by_the_length_of_a_sample(original, is_long):
+    """Not by that of a rank's part, 22 tokens, nor by the padded one: three ranks pad 64 tokens to 66."""
+    fields = {**LONGROPE, "kv_channels": 4, "rope_scaling_original_max_position_embeddings": original}
+    run = reduced(make_run(**{**MODELS["llama"], **fields}), 3)
+    assert run.model.rope_scaling_original_max_position_embeddings == (32 if is_long else 64)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=2))
+    layouts = Layout(1, 1), Layout(1, 1, cp=3, comm_type="p2p")
+    expected, found = (assemble(pool.run(each.world_size, measured, run, each)) for each in layouts)
+    difference = compare(expected, found)
+    assert difference.loss <= LIMIT and difference.gradient <= LIMIT, difference
 
 
 def another_mixture(model, layout):

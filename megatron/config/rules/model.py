@@ -236,9 +236,10 @@ def rotary_rotates(model: ModelConfig) -> str | None:
 
 
 def one_rotary_scaling(model: ModelConfig) -> str | None:
-    """Llama-3.1 scaling, linear interpolation and YaRN each replace the others, and all need rotary embeddings."""
+    """Llama-3.1 scaling, linear interpolation, YaRN and LongRoPE each replace the others, and all need rotary embeddings."""
     asked = {
         "--position-embedding-type yarn": model.position_embedding_type == "yarn",
+        "--position-embedding-type longrope": model.position_embedding_type == "longrope",
         "--use-rope-scaling": model.use_rope_scaling,
         "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
     }
@@ -254,7 +255,7 @@ def rotary_pairs_exist(model: ModelConfig) -> str | None:
     """The pairing of channels matters only if channels are rotated."""
     if model.rotary_interleaved and not model.rotary_dim:
         return (
-            "--rotary-interleaved needs --position-embedding-type rope or yarn, and it is "
+            "--rotary-interleaved needs --position-embedding-type rope, yarn or longrope, and it is "
             f"{model.position_embedding_type}; remove one of them"
         )
     return None
@@ -268,6 +269,23 @@ def rotary_bands_are_ordered(model: ModelConfig) -> str | None:
     if model.position_embedding_type == "yarn" and model.yarn_beta_slow >= model.yarn_beta_fast:
         return (
             f"--yarn-beta-slow {model.yarn_beta_slow} must be below --yarn-beta-fast {model.yarn_beta_fast}; lower it"
+        )
+    return None
+
+
+def longrope_is_complete(model: ModelConfig) -> str | None:
+    """LongRoPE has both of its lists, and an original context whose logarithm can be divided by."""
+    if model.position_embedding_type != "longrope":
+        return None
+    try:
+        _ = model.longrope_factors
+    except ConfigError as error:
+        return str(error)
+    original = model.rope_scaling_original_max_position_embeddings
+    if original < 2:
+        return (
+            f"--rope-scaling-original-max-position-embeddings {original} must be at least 2 with --position-embedding-type "
+            "longrope; give the context length of the first training"
         )
     return None
 
@@ -365,6 +383,7 @@ def shape_rules(run: RunConfig) -> list[ConfigRule]:
         partial(rotary_rotates, run.model),
         partial(rotary_pairs_exist, run.model),
         partial(rotary_bands_are_ordered, run.model),
+        partial(longrope_is_complete, run.model),
         partial(padding_holds_vocabulary, run.model),
         partial(tp_divides_vocabulary, run.model, run.parallel.tensor_model_parallel_size),
     ]

@@ -4,6 +4,11 @@
 Prompts are padded on the left, so that every sequence's newest token is in the last column. A sequence's positions
 count from its first real token, and padding is a separate segment in the attention mask: a sequence gets the same
 results as it would alone. Without padding there is no mask, and the fast attention kernels run.
+
+[Note: outgrown frequencies]
+LongRoPE rotates a sequence with its short factors up to the original context length, and with its long factors above. When
+a sequence grows beyond that length, all its keys change, and through attention also its values. So its tokens are read
+again, once. Every step then gives the logits of a full forward, as in transformers' generate.
 """
 
 from __future__ import annotations
@@ -31,10 +36,14 @@ class CachedDecoder:
         batch.
         """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
-        padding = max(lengths) - torch.tensor(lengths, device=build.device).unsqueeze(1)  # [b, 1]
+        self._padding = max(lengths) - torch.tensor(lengths, device=build.device).unsqueeze(1)  # [b, 1]
         columns = torch.arange(capacity, device=build.device)
-        self._positions = (columns - padding).clamp(min=0)  # [b, capacity]
-        self._segments = (columns >= padding).long() if min(lengths) < max(lengths) else None
+        self._positions = (columns - self._padding).clamp(min=0)  # [b, capacity]
+        self._segments = (columns >= self._padding).long() if min(lengths) < max(lengths) else None
+        longrope = None if build.spec.rotary is None else build.spec.rotary.longrope
+        # With so many columns a sequence has the original length; see [Note: outgrown frequencies].
+        self._outgrown = {longrope.original + max(lengths) - each for each in lengths} if longrope else set()
+        self._read: list[Tensor] = []
         self._model, self._tp, self._length = StagedModel(model, build), build.groups.tp, 0
         self._caches = allocate_caches(build, self._model.attentions, len(lengths), capacity)
 
@@ -43,9 +52,15 @@ class CachedDecoder:
 
         Communication: StagedModel's, and one all-gather over tp of [vocab / tp, b].
         """
+        self._read.append(tokens)
+        if any(self._length <= columns < self._length + tokens.shape[1] for columns in self._outgrown):
+            tokens, self._length = torch.cat(self._read, dim=1), 0
+            for cache in self._caches:
+                cache.clear()
         new = slice(self._length, self._length + tokens.shape[1])
         seen = None if self._segments is None else self._segments[:, : new.stop]
-        hidden = self._model.hidden(tokens, self._positions[:, new], seen, self._caches)
+        lengths = new.stop - self._padding
+        hidden = self._model.hidden(tokens, self._positions[:, new], seen, self._caches, lengths=lengths)
         logits = self._model.next_logits(hidden, len(tokens))
         self._length = new.stop
         return all_gather(logits.t(), self._tp).t()

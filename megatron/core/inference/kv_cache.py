@@ -31,6 +31,10 @@ class LayerCache:
         self._length = end
         return self._keys[:end], self._values[:end]
 
+    def clear(self) -> None:
+        """Forgets all positions."""
+        self._length = 0
+
 
 def allocate_caches(
     build: Build, attentions: Sequence[AttentionSpec], batch_size: int, capacity: int

@@ -168,7 +168,8 @@ def _read(staged: StagedModel, build: Build, windows: Sequence[Window]) -> Tenso
     device, longest = build.device, max(len(window.ids) for window in windows) - 1
     padded = [[*window.ids[:-1], *[0] * (longest + 1 - len(window.ids))] for window in windows]
     positions = torch.arange(longest, device=device).unsqueeze(0)
-    hidden = staged.hidden(torch.tensor(padded, device=device), positions)  # [s, b, h]
+    lengths = torch.tensor([[len(window.ids) - 1] for window in windows], device=device)
+    hidden = staged.hidden(torch.tensor(padded, device=device), positions, lengths=lengths)  # [s, b, h]
     if hidden is None:
         return None
     columns = [len(window.ids) - 1 - window.scored + i for window in windows for i in range(window.scored)]

@@ -96,7 +96,9 @@ class SlotDecoder:
         self._caches = [
             SlotCache(capacity, slots, attention, build, self._place) for attention in self._model.attentions
         ]
-        self._lengths: list[int] = []  # length of each row's sequence
+        longrope = None if build.spec.rotary is None else build.spec.rotary.longrope
+        self._short = None if longrope is None else longrope.original  # longest sequence with its short factors
+        self._sequences: list[list[int]] = []  # the tokens of each row
         self._end = 0  # one past the last column in use
 
     @property
@@ -181,17 +183,27 @@ class SlotDecoder:
             if numbers:
                 broadcast(torch.tensor(list(numbers), device=self._device), ranks)
 
+    @property
+    def _lengths(self) -> list[int]:
+        return [len(sequence) for sequence in self._sequences]
+
     def _read(self, prompt: Sequence[int]) -> Tensor | None:
         """Returns the input of the head [s, 1, h] on the last stage."""
-        row, length = len(self._lengths), len(prompt)
+        row, length = len(self._sequences), len(prompt)
         assert row < self.slots and 0 < length <= self.capacity, f"row {row} of {self.slots}, {length} tokens"
         if length > self._end:
             self._move_columns(length - self._end)
-        self._lengths.append(length)
-        columns = slice(self._end - length, self._end)
+        self._sequences.append(list(prompt))
+        return self._fill(row, length)
+
+    def _fill(self, row: int, length: int) -> Tensor | None:
+        """Computes the keys and values of a row's tokens, which begin a sequence of `length`; returns what `_read` does."""
+        tokens = torch.tensor([self._sequences[row]], device=self._device)
+        columns = slice(self._end - tokens.shape[1], self._end)
         self._place.rows, self._place.new, self._place.seen = slice(row, row + 1), columns, columns
-        positions = torch.arange(length, device=self._device).unsqueeze(0)
-        return self._model.hidden(torch.tensor([list(prompt)], device=self._device), positions, None, self._caches)
+        positions = torch.arange(tokens.shape[1], device=self._device).unsqueeze(0)
+        lengths = torch.tensor([[length]], device=self._device)
+        return self._model.hidden(tokens, positions, None, self._caches, lengths=lengths)
 
     def _read_scored(self, prompt: Sequence[int], top: int, candidates: int) -> tuple[Tensor, Logprobs]:
         hidden, packed = self._read(prompt), None
@@ -207,38 +219,43 @@ class SlotDecoder:
         return self._next_logits(hidden, 1), scores
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
-        rows = len(self._lengths)
+        rows, lengths = len(self._sequences), self._lengths
         assert len(tokens) == rows > 0, f"{len(tokens)} tokens for {rows} rows"
         if self._end == self.capacity:
-            self._move_columns(max(self._lengths) - self._end)
+            self._move_columns(max(lengths) - self._end)
         assert self._end < self.capacity, f"a row has reached the cache's {self.capacity} columns"
-        positions = torch.tensor(self._lengths, device=self._device).unsqueeze(1)  # [rows, 1]
-        first = self._end - max(self._lengths)
+        for row, length in enumerate(lengths):
+            if length == self._short:  # see [Note: outgrown frequencies]
+                self._fill(row, length + 1)
+        positions = torch.tensor(lengths, device=self._device).unsqueeze(1)  # [rows, 1]
+        first = self._end - max(lengths)
         segments = None
-        if min(self._lengths) < max(self._lengths):
+        if min(lengths) < max(lengths):
             columns = torch.arange(first, self._end + 1, device=self._device)
             segments = (columns >= self._end - positions).long()  # [rows, columns that are seen]
         self._place.rows, self._place.new = slice(0, rows), slice(self._end, self._end + 1)
         self._place.seen = slice(first, self._end + 1)
         self._end += 1
-        self._lengths = [length + 1 for length in self._lengths]
+        for sequence, token in zip(self._sequences, tokens, strict=True):
+            sequence.append(token)
         new = torch.tensor(tokens, device=self._device).unsqueeze(1)
-        return self._next_logits(self._model.hidden(new, positions, segments, self._caches), rows)
+        hidden = self._model.hidden(new, positions, segments, self._caches, lengths=positions + 1)
+        return self._next_logits(hidden, rows)
 
     def _next_logits(self, hidden: Tensor | None, rows: int) -> Tensor:
         return all_gather(self._model.next_logits(hidden, rows).t(), self._groups.tp).t()
 
     def _remove(self, row: int) -> None:
-        last = len(self._lengths) - 1
+        last = len(self._sequences) - 1
         for cache in self._caches:
             cache.move_row(last, row, self._used())
-        self._lengths[row] = self._lengths[last]
-        self._lengths.pop()
+        self._sequences[row] = self._sequences[last]
+        self._sequences.pop()
 
     def _move_columns(self, by: int) -> None:
-        if self._lengths:
+        if self._sequences:
             for cache in self._caches:
-                cache.move_columns(len(self._lengths), self._used(), by)
+                cache.move_columns(len(self._sequences), self._used(), by)
         self._end += by
 
     def _used(self) -> slice:

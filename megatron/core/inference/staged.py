@@ -45,9 +45,11 @@ class StagedModel:
         positions: Tensor,
         segments: Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
+        *,
+        lengths: Tensor | None = None,
     ) -> Tensor | None:
         """Returns the input of the head [s, b, h] on the last rank, None on the others. `caches` are those of this
-        rank's layers.
+        rank's layers; `lengths`: see GPTModel.
 
         Communication: hidden states [s, b, h] from the previous rank and to the next one, and the stage's own.
         """
@@ -56,7 +58,7 @@ class StagedModel:
             b, s = tokens.shape
             shape, dtype = self._model.hidden_shape(b, s), self._model.hidden_dtype
             received = self._mailbox.receive(shape, dtype, rank - 1, f"from {rank - 1}").take()
-        out = self._model.hidden(tokens, positions, segments, caches, stage=rank, received=received)
+        out = self._model.hidden(tokens, positions, segments, caches, lengths=lengths, stage=rank, received=received)
         if rank == self._pp.size - 1:
             return out
         self._mailbox.send(out, rank + 1, f"to {rank + 1}")

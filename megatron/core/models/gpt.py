@@ -43,6 +43,9 @@ class GPTModel(nn.Module):
             shared.info = dataclasses.replace(shared.info, on_both_ends=True)
         self._build, self._ties = build, tied
         self._rotary = None if spec.rotary is None else rotary_frequencies(spec.rotary, build.device)
+        self._long: tuple[int, Tensor] | None = None  # the frequencies of sequences with more tokens than the number
+        if spec.rotary is not None and spec.rotary.longrope is not None:
+            self._long = spec.rotary.longrope.original, rotary_frequencies(spec.rotary, build.device, long=True)[0]
 
     def forward(
         self,
@@ -52,15 +55,19 @@ class GPTModel(nn.Module):
         segments: Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
         *,
+        lengths: int | Tensor | None = None,
         stage: int = 0,
         received: Tensor | None = None,
     ) -> Tensor:
         """positions [b or 1, s]; segments [b, s] document ids or None; caches: one per layer, in generation.
 
+        `lengths`: the tokens of all sequences, or of each one [b, 1], including those that are not in `tokens`; default
+        the columns of `tokens`. Only LongRoPE depends on them.
+
         `received`: the hidden states [s or s/tp, b, h] of the stage before, where there is one; a stage that is not the
         last one returns them.
         """
-        hidden = self.hidden(tokens, positions, segments, caches, stage=stage, received=received)
+        hidden = self.hidden(tokens, positions, segments, caches, lengths=lengths, stage=stage, received=received)
         if not self.stages[stage].head:
             return hidden
         if caches is not None:
@@ -82,6 +89,7 @@ class GPTModel(nn.Module):
         segments: Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
         *,
+        lengths: int | Tensor | None = None,
         stage: int = 0,
         received: Tensor | None = None,
     ) -> Tensor:
@@ -94,8 +102,9 @@ class GPTModel(nn.Module):
             assert self.embedding is not None
             received = self.embedding(tokens, positions)
         assert received is not None
+        tables = self._tables(positions, tokens.shape[1] if lengths is None else lengths)
         hidden: Tensor = self.decoder(
-            received, Positions(self._tables(positions), segments), caches, layers=here.layers, final_norm=here.head
+            received, Positions(tables, segments), caches, layers=here.layers, final_norm=here.head
         )
         return hidden
 
@@ -139,10 +148,17 @@ class GPTModel(nn.Module):
         users = {*first, *last} if shared else set(first)
         return users.pop() if len(users) == 1 else None
 
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _tables(self, positions: Tensor, lengths: int | Tensor) -> tuple[Tensor, Tensor] | None:
         if self._rotary is None:
             return None
         frequencies, factor = self._rotary
+        if self._long is not None:
+            original, long = self._long
+            is_long = lengths > original
+            if isinstance(is_long, Tensor):
+                frequencies = torch.where(is_long, long, frequencies)  # [b, rotary_dim / 2]
+            elif is_long:
+                frequencies = long
         return rotary_tables(positions, frequencies, factor, self._build.dtype)
 
 

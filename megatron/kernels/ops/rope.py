@@ -11,13 +11,19 @@ from torch import Tensor
 from megatron.spec.attention import Llama3Scaling, RotarySpec, YarnScaling
 
 
-def rotary_frequencies(spec: RotarySpec, device: torch.device) -> tuple[Tensor, float]:
+def rotary_frequencies(spec: RotarySpec, device: torch.device, *, long: bool = False) -> tuple[Tensor, float]:
     """Returns (inverse frequencies [channels / 2] fp32, factor on cos and sin) of a rotary embedding.
 
-    Su et al., arXiv 2104.09864; linear scaling: Chen et al., arXiv 2306.15595; YaRN: Peng et al., arXiv 2309.00071; the
-    Llama-3.1 rule as in the published model's config.json (rope_type "llama3").
+    `long`: those of LongRoPE for sequences above its original length; no other scaling depends on the length.
+
+    Su et al., arXiv 2104.09864; linear scaling: Chen et al., arXiv 2306.15595; YaRN: Peng et al., arXiv 2309.00071;
+    LongRoPE: Ding et al., arXiv 2402.13753; the Llama-3.1 rule as in the published model's config.json (rope_type
+    "llama3").
     """
     exponent = torch.arange(0, spec.channels, 2, dtype=torch.int64, device=device).float() / spec.channels
+    if spec.longrope is not None:
+        factors = torch.tensor(spec.longrope.long if long else spec.longrope.short, dtype=torch.float32, device=device)
+        return 1.0 / (factors * spec.base**exponent), spec.longrope.magnitude
     frequencies = 1.0 / (spec.base**exponent)
     if spec.interpolation:
         frequencies = frequencies / spec.interpolation
@@ -49,7 +55,10 @@ def _yarn_scaling(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin [s, b or 1, 1, rotary_dim / 2] for positions [b or 1, s], in the activation dtype."""
+    """Returns cos and sin [s, b or 1, 1, rotary_dim / 2] for positions [b or 1, s], in the activation dtype.
+
+    `frequencies` are [rotary_dim / 2], or [b, rotary_dim / 2] if sequences differ in them.
+    """
     angles = positions.t().float().unsqueeze(-1) * frequencies  # [s, b, rotary_dim / 2]
     angles = angles.unsqueeze(2)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

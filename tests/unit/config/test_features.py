@@ -172,6 +172,14 @@ def test_attention_kernel_is_split_from_its_reason():
     assert row("attention kernel", plain, attention_backend="unfused") == ("unfused", "unfused", "")
 
 
+def test_longrope_factors():
+    name, asked = "LongRoPE factors", "short up to 8 tokens, long above"
+    fields = {"position_embedding_type": "longrope", "rope_scaling_original_max_position_embeddings": 8}
+    assert row(name) == ("off", "off", "")
+    assert row(name, **fields, seq_length=8) == (asked, "short", "samples have 8 tokens")
+    assert row(name, **fields, seq_length=9) == (asked, "long", "samples have 9 tokens")
+
+
 def test_attention_window():
     name, window = "attention window", {"window_size": "7,0"}
     assert row(name) == row(name, window_size="-1,0") == ("off", "off", "")

@@ -13,6 +13,11 @@ from tests.unit.config.training_cases import TRAINING_CASES
 
 FILES = {"mock_data": None, "data_path": ("a",)}
 ROPE = {"position_embedding_type": "rope"}
+LONGROPE = {
+    "position_embedding_type": "longrope",
+    "short_factor": "1,2,3,4,5,6,7,8",
+    "long_factor": "2,3,4,5,6,7,8,9",
+}
 YARN = {"position_embedding_type": "yarn"}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
@@ -229,6 +234,55 @@ CASES = [
         {**ROPE, "rotary_interleaved": True},
         1,
         ["--rotary-interleaved", "learned_absolute"],
+    ),
+    (
+        rules_model.one_rotary_scaling,
+        {**LONGROPE, "use_rope_scaling": True},
+        LONGROPE,
+        1,
+        ["longrope", "--use-rope-sc"],
+    ),
+    (
+        rules_model.longrope_is_complete,
+        {**LONGROPE, "short_factor": None},
+        LONGROPE,
+        1,
+        ["--short-factor", "8 numbers"],
+    ),
+    (
+        rules_model.longrope_is_complete,
+        {**LONGROPE, "rotary_percent": 0.5},
+        {**LONGROPE, "rotary_percent": 0.5, "short_factor": "1,1,1,1", "long_factor": "1,1,1,1"},
+        1,
+        ["--short-factor has 8 numbers", "4 pairs"],
+    ),
+    (
+        rules_model.longrope_is_complete,
+        {**LONGROPE, "long_factor": "1,1,1,1,1,1,1,0"},
+        {**LONGROPE, "long_factor": "1,1,1,1,1,1,1,1e-3"},
+        1,
+        ["--long-factor has 0;", "above 0"],
+    ),
+    (
+        rules_model.longrope_is_complete,
+        {**LONGROPE, "long_factor": "1,1,1,1,1,1,1,nan"},
+        LONGROPE,
+        1,
+        ["--long-factor has nan;"],
+    ),
+    (
+        rules_model.longrope_is_complete,
+        {**LONGROPE, "long_factor": "1,1,1,1,1,1,,x"},
+        LONGROPE,
+        1,
+        ["--long-factor has ''", "no number"],
+    ),
+    (
+        rules_model.longrope_is_complete,
+        {**LONGROPE, "rope_scaling_original_max_position_embeddings": 1},
+        {**LONGROPE, "rope_scaling_original_max_position_embeddings": 2},
+        1,
+        ["at least 2"],
     ),
     (rules_model.rotary_bands_are_ordered, {**YARN, "yarn_beta_slow": 40.0}, YARN, 1, ["40.0", "32.0"]),
     (

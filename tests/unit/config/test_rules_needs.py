@@ -12,6 +12,11 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 ROPE = {"position_embedding_type": "rope"}
 LLAMA31 = {**ROPE, "use_rope_scaling": True}
 YARN = {"position_embedding_type": "yarn"}
+LONGROPE = {
+    "position_embedding_type": "longrope",
+    "short_factor": "1,2,3,4,5,6,7,8",
+    "long_factor": "2,3,4,5,6,7,8,9",
+}
 GQA = {"group_query_attention": True}
 RAMP = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}
@@ -91,6 +96,10 @@ CASES = [
     ("yarn_beta_fast", 16.0, ROPE, YARN, "is rope"),
     ("yarn_beta_slow", 2.0, LLAMA31, YARN, "is rope"),
     ("yarn_mscale", 1.0, {}, YARN, "learned_absolute"),
+    ("rope_scaling_original_max_position_embeddings", 64, ROPE, LONGROPE, "without --use-rope-scaling"),
+    ("short_factor", "1,1,1,1,1,1,1,1", YARN, LONGROPE, "is yarn"),
+    ("long_factor", "1,1,1,1,1,1,1,1", ROPE, LONGROPE, "is rope"),
+    ("longrope_mscale", 1.5, YARN, LONGROPE, "is yarn"),
     ("window_size", "7,0", {"window_attn_skip_freq": "1"}, {"window_attn_skip_freq": "2"}, "every layer full"),
     ("window_size", "7,0", {"window_attn_skip_freq": "[0,0]"}, {}, "[0,0] gives"),
     ("window_size", "-1,0", None, {}, ""),  # no limit asks for what happens anyway

@@ -32,6 +32,14 @@ LLAMA = {
     "vocab_size": 99,
     "make_vocab_size_divisible_by": 16,
 }
+# Heads of 8 channels, and frequencies so different that a sequence which outgrows the first six tokens shows it.
+LONGROPE = {
+    **LLAMA,
+    "position_embedding_type": "longrope",
+    "rope_scaling_original_max_position_embeddings": 6,
+    "short_factor": "1.0,1.5,2.0,2.5",
+    "long_factor": "0.3,4.0,5.0,9.0",
+}
 # Learned positions, tied embeddings, biases, no grouping.
 GPT2 = {
     name: value

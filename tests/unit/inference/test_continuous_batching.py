@@ -8,7 +8,7 @@ from megatron.core.inference.continuous_batching import EngineStopped, Inference
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.slots import SlotDecoder
 from tests import pool
-from tests.unit.inference.small import GREEDY, LLAMA, PROMPTS, one_by_one, small_model
+from tests.unit.inference.small import GREEDY, LLAMA, LONGROPE, PROMPTS, one_by_one, small_model, without_cache
 
 SAMPLING = Sampling(temperature=1.3, top_k=40, top_p=0.9)
 
@@ -75,6 +75,17 @@ def test_answers_are_those_of_generation_offline_whatever_else_runs(built, sampl
     offline = one_by_one(*built, prompts, 11, sampling, seeds=list(range(11)))
     assert [one.ids for one in asked] == [ids[: 1 + 2 * (n % 6)] for n, ids in enumerate(offline)]
     assert {one.reason for one in asked} == {"length"}
+
+
+def test_each_request_of_an_engine_for_long_sequences_has_the_factors_of_its_own_length():
+    """The engine holds 64 tokens and the original length is 6: short requests are those of a short engine, others grow."""
+    built = small_model(pool.groups(), **LONGROPE)
+    asked = serve(make_engine(built), *(Asked(prompt, new) for prompt in PROMPTS for new in (1, 2, 20)))
+    for number, one in enumerate(asked):
+        assert one.ids == without_cache(*built, PROMPTS[number // 3], (1, 2, 20)[number % 3])
+    other, _ = small_model(pool.groups(), **{**LONGROPE, "long_factor": "1.1,1.2,1.3,1.4"})
+    free = [without_cache(*built, prompt, 20) for prompt in PROMPTS]
+    assert [without_cache(other, built[1], prompt, 20) for prompt in PROMPTS] != free, "the factors decide"
 
 
 def test_greedy_and_drawn_requests_run_together(built):

@@ -7,7 +7,17 @@ from megatron.core.inference.generate import CachedDecoder
 from megatron.core.inference.sampling import Sampling
 from megatron.core.parameter import local_parameters
 from tests import pool
-from tests.unit.inference.small import GPT2, GREEDY, LLAMA, PROMPTS, one_by_one, run, small_model, without_cache
+from tests.unit.inference.small import (
+    GPT2,
+    GREEDY,
+    LLAMA,
+    LONGROPE,
+    PROMPTS,
+    one_by_one,
+    run,
+    small_model,
+    without_cache,
+)
 
 SHAPES = {
     "llama": LLAMA,
@@ -18,6 +28,7 @@ SHAPES = {
     "unfused window": {**LLAMA, "window_size": "4,0", "attention_backend": "unfused"},
     "capped window": {**LLAMA, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
     "capped unfused": {**LLAMA, "attn_logit_softcapping": 0.5, "attention_backend": "unfused"},
+    "longrope": LONGROPE,
     "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_scaling_original_max_position_embeddings": 16},
 }
 
@@ -58,13 +69,32 @@ def test_logits_with_a_cache_are_those_without(built):
 
 
 @torch.no_grad()
-def test_a_prompt_may_be_read_in_pieces(llama):
-    model, build = llama
+@pytest.mark.parametrize("shape", ["llama", "longrope"])
+def test_a_prompt_may_be_read_in_pieces(shape):
+    model, build = small_model(pool.groups(), **SHAPES[shape])
     ids = torch.randint(0, 99, (2, 9), generator=torch.Generator().manual_seed(1))
     whole, pieces = (CachedDecoder(model, build, [9, 4], 9) for _ in range(2))
     pieces(ids[:, :2])
     pieces(ids[:, 2:6])
     torch.testing.assert_close(pieces(ids[:, 6:]), whole(ids), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_tokens_are_read_again_when_their_sequence_outgrows_the_short_factors(monkeypatch):
+    """Once for each length of a prompt, and not where the prompt is already longer."""
+    model, build = small_model(pool.groups(), **LONGROPE)
+    read, hidden = [], model.hidden
+
+    def watched(tokens, *rest, **more):
+        read.append(tokens)
+        return hidden(tokens, *rest, **more)
+
+    monkeypatch.setattr(model, "hidden", watched)
+    run(model, build, [[1, 2, 3], [4, 5, 6, 7], [8] * 9], new=5)
+    assert [tokens.shape[1] for tokens in read] == [9, 1, 1, 12, 13]
+    assert read[3][:, :9].equal(read[0]) and read[4][:, :12].equal(read[3]), (
+        "the same tokens again, in the same columns"
+    )
 
 
 def test_sampling_is_the_same_alone_and_in_a_batch(llama):

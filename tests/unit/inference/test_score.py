@@ -9,7 +9,7 @@ from megatron.base.errors import CheckpointError, DataError
 from megatron.core.datasets.tokenizer import NullTokenizer
 from megatron.core.inference.score import TextScore, Window, score, score_texts, sliding_windows
 from tests import pool
-from tests.unit.inference.small import GPT2, LLAMA, PROMPTS, small_model, without_cache
+from tests.unit.inference.small import GPT2, LLAMA, LONGROPE, PROMPTS, small_model, without_cache
 from tests.unit.inference.test_generate import transformers_twin
 
 
@@ -43,8 +43,8 @@ class TestWindows:
 
 @pytest.mark.parametrize(
     ("shape", "rows"),
-    [(LLAMA, 99), (GPT2, 99), ({**GPT2, "mask_padded_vocabulary": False}, 112)],
-    ids=["llama", "gpt2", "with padding"],
+    [(LLAMA, 99), (GPT2, 99), ({**GPT2, "mask_padded_vocabulary": False}, 112), (LONGROPE, 99)],
+    ids=["llama", "gpt2", "with padding", "longrope"],
 )
 @pytest.mark.parametrize("batch_tokens", [1, 20, 1000])
 def test_scores_are_those_of_each_window_alone(shape, rows, batch_tokens):

@@ -5,11 +5,12 @@ import torch
 
 from megatron.core.inference.slots import SlotCache, SlotDecoder
 from tests import pool
-from tests.unit.inference.small import GPT2, LLAMA, small_model
+from tests.unit.inference.small import GPT2, LLAMA, LONGROPE, small_model
 
 SHAPES = {
     "llama": LLAMA,
     "gpt2": GPT2,
+    "longrope": LONGROPE,
     "unfused": {**LLAMA, "attention_backend": "unfused"},
     "window": {**LLAMA, "window_size": "4,0", "window_attn_skip_freq": "2"},
     "unfused window": {**LLAMA, "window_size": "4,0", "attention_backend": "unfused"},

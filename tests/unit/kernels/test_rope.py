@@ -8,12 +8,14 @@ from transformers import LlamaConfig
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as apply_rotary_interleaved
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from megatron.config.longrope import written
 from megatron.config.model import ModelConfig
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables, rotate
 from megatron.spec.decoder import rotary_spec
 from tests.unit.kernels.close import assert_same, random
 
 HEADS, D = 4, 32
+SHORT, LONG = [1.0 + i / 37 for i in range(D // 2)], [1.1**i + i / 3 for i in range(D // 2)]
 # name -> (fields of ModelConfig, rope_parameters of a transformers config)
 SCALINGS = {
     "plain": ({}, {"rope_type": "default", "rope_theta": 10000.0}),
@@ -68,6 +70,22 @@ SCALINGS = {
             "attention_factor": 1.25,
         },
     ),
+    "longrope": (
+        {
+            "position_embedding_type": "longrope",
+            "rope_scaling_original_max_position_embeddings": 2048,
+            "max_position_embeddings": 8192,
+            "short_factor": written(SHORT),
+            "long_factor": written(LONG),
+        },
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 2048,
+            "short_factor": SHORT,
+            "long_factor": LONG,
+        },
+    ),
 }
 
 
@@ -116,7 +134,7 @@ class TestAgainstTransformers:
 
 
 def test_scalings_differ():
-    """The table above compares six different things."""
+    """The table above compares different things."""
     found = {tuple(ours(fields)[0].tolist()) for fields, _ in SCALINGS.values()}
     assert len(found) == len(SCALINGS)
 
@@ -124,6 +142,36 @@ def test_scalings_differ():
 def test_default_yarn_factor():
     assert ours(SCALINGS["yarn"][0])[1] == pytest.approx(0.1 * math.log(4.0) + 1.0)
     assert ours({"position_embedding_type": "yarn", "rope_scaling_factor": 1.0})[1] == 1.0
+
+
+class TestLongRope:
+    fields, rope = SCALINGS["longrope"]
+
+    @pytest.mark.parametrize("length", [2047, 2048, 2049, 8192])
+    def test_a_sequence_above_the_original_length_has_the_long_factors(self, length):
+        """The same bits as transformers, which looks at the last position."""
+        module = theirs(self.rope)
+        module(random(1), torch.tensor([[length - 1]]))
+        spec = rotary_spec(model_config(**self.fields))
+        frequencies, factor = rotary_frequencies(spec, torch.device("cpu"), long=length > spec.longrope.original)
+        assert frequencies.equal(module.inv_freq) and factor == module.attention_scaling
+
+    def test_magnitude(self):
+        """sqrt(1 + ln(stretch) / ln(original)); 1 where the context is not stretched; or as given."""
+        assert ours(self.fields)[1] == math.sqrt(1 + math.log(4) / math.log(2048))
+        assert ours({**self.fields, "max_position_embeddings": 1024})[1] == 1.0
+        assert ours({**self.fields, "longrope_mscale": 1.3})[1] == 1.3
+
+    def test_sequences_may_differ_in_frequencies(self):
+        spec = rotary_spec(model_config(**self.fields))
+        each = [rotary_frequencies(spec, torch.device("cpu"), long=long)[0] for long in (False, True)]
+        positions = torch.stack([torch.arange(5), torch.arange(5) + 3000])
+        together = rotary_tables(positions, torch.stack(each), 1.2, torch.float32)
+        for row, frequencies in enumerate(each):
+            alone = rotary_tables(positions[row : row + 1], frequencies, 1.2, torch.float32)
+            for table, expected in zip(together, alone, strict=True):
+                assert table[:, row : row + 1].equal(expected)
+        assert not each[0].equal(each[1])
 
 
 def test_tables_of_shared_positions():

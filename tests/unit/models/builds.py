@@ -40,6 +40,13 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
+# Heads of 4 channels, in samples that are longer than the original length.
+LONGROPE = {
+    "position_embedding_type": "longrope",
+    "rope_scaling_original_max_position_embeddings": 6,
+    "short_factor": "1.0,1.5",
+    "long_factor": "2.0,9.0",
+}
 # LayerNorm, learned positions, biases everywhere, normalised queries and keys, tied.
 GPT = {**SHAPE, "ffn_hidden_size": 64, "qk_layernorm": True}
 # Powers of two: with them rounding is the same.

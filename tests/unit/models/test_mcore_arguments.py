@@ -10,7 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.models.mcore.arguments import arguments_of, flags_beside, model_of, refuse_what_has_no_argument
 from megatron.kernels.ops.rope import rotary_frequencies
 from megatron.spec.decoder import rotary_spec
-from tests.unit.models.builds import CPU, GPT, LLAMA
+from tests.unit.models.builds import CPU, GPT, LLAMA, LONGROPE
 from tests.unit.models.megatron_arguments import ARGUMENTS, megatron_arguments
 
 FIRST, LATEST = "core 0.12", "d98e8a6"
@@ -322,6 +322,7 @@ def test_every_argument_that_is_written_is_megatrons(version):
         ({**LLAMA, **YARN, "kv_channels": 8, "rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({**LLAMA, **YARN, "rope_scaling_factor": 1.0, "yarn_mscale": 1.5}, "--yarn-mscale 1.5"),
         ({**LLAMA, "kv_channels": 6, "rotary_percent": 0.5}, "--rotary-percent 0.5 of head size 6"),
+        ({**LLAMA, **LONGROPE}, "--position-embedding-type longrope"),
         ({**GPT, "add_bias_linear": False, "openai_gelu": True}, "--openai-gelu"),
         ({**LLAMA, "softmax_scale": 0.25}, "--softmax-scale 0.25"),
         ({**LLAMA, "attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),

@@ -12,7 +12,7 @@ from megatron.schedule.partition import Stage, partition
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.parameter import local_shape
 from tests import pool
-from tests.unit.models.builds import FACTORS, GEMMA2, GPT, LLAMA, make_build
+from tests.unit.models.builds import FACTORS, GEMMA2, GPT, LLAMA, LONGROPE, make_build
 
 VARIANTS = {
     "llama": LLAMA,
@@ -23,6 +23,7 @@ VARIANTS = {
     "norms on both sides": {**GPT, "post_norm": True},
     "norms behind": {**LLAMA, "pre_norm": False, "post_norm": True},
     "heads normed together": {**LLAMA, "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    "longrope": {**LLAMA, **LONGROPE},
     "squared relu": {**GPT, "squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
     "factors": {**LLAMA, **FACTORS},
     "gemma 2": GEMMA2,

@@ -15,7 +15,7 @@ from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import PARTS
 from tests import pool
-from tests.unit.models.builds import CPU, FACTORS, GEMMA2, GPT, LLAMA, make_build
+from tests.unit.models.builds import CPU, FACTORS, GEMMA2, GPT, LLAMA, LONGROPE, make_build
 from tests.unit.recompute.test_rerun import MODES, UNFUSED, selective
 from tests.unit.spec import planned
 
@@ -46,6 +46,7 @@ MODELS = {
     "llama, norms behind, fp32 residual": {**LLAMA, **BF16, **BEHIND, "fp32_residual_connection": True},
     "gpt, norms on both sides, fp32 residual": {**GPT, **BF16, "post_norm": True, "fp32_residual_connection": True},
     "gpt, norms behind, 1p": {**GPT, **BEHIND, "apply_layernorm_1p": True},
+    "llama, longrope of a part": {**LLAMA, **LONGROPE, "rotary_percent": 0.5, "short_factor": "1", "long_factor": "3"},
     "llama, no positions": {**LLAMA, "position_embedding_type": "none"},
     "llama, unfused, bf16": {**LLAMA, **BF16, **UNFUSED},
     "llama, unfused, dropout": {**LLAMA, **UNFUSED, **DROPOUT},

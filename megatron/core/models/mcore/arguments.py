@@ -227,6 +227,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--post-norm")
     if model.qk_layernorm_across_heads:
         wrong.append("--qk-layernorm-across-heads")
+    if model.position_embedding_type == "longrope":
+        wrong.append("--position-embedding-type longrope")
     factor = model.rotary_seq_len_interpolation_factor
     if factor is not None and not float(factor).is_integer():
         wrong.append(f"--rotary-seq-len-interpolation-factor {factor} (Megatron-LM's is a whole number)")
