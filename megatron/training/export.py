@@ -178,11 +178,13 @@ def _check_shapes(expected: dict[str, tuple[int, ...]], there: dict[str, tuple[i
 
 
 def token_ids(tokenizer: TokenizerConfig, model: ModelConfig) -> dict[str, Any]:
-    """bos_token_id and eos_token_id of config.json; null without a tokenizer, or its own defaults would hold."""
+    """Returns the token ids of config.json; null for those that are unknown, or the defaults of the family would hold, which
+    may be above the vocabulary.
+    """
     if tokenizer.tokenizer_type is None:
-        return {"bos_token_id": None, "eos_token_id": None}
+        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     built = build_tokenizer(tokenizer, model.vocab_size)
-    return {"bos_token_id": built.bos, "eos_token_id": built.eod}
+    return {"bos_token_id": built.bos, "eos_token_id": built.eod, "pad_token_id": None}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

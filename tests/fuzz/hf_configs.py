@@ -34,7 +34,7 @@ from tests.unit.models.test_hf_conversion import load, logits_of
 
 LENGTH = 24
 LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models with large weights
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "gemma2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "gemma2", "phi3")
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ def _sound(rng: random.Random) -> dict[str, Any]:
         fields["sliding_window"] = rng.choice((None, 1, 2, 7, LENGTH, 4096))
     if family in ("qwen2", "qwen3"):
         fields |= _windows(rng, layers)
+    if family == "phi3":
+        return _phi3(rng, fields)
     return fields | _rotary(rng, fields["max_position_embeddings"])
 
 
@@ -106,6 +108,33 @@ def _gemma2(rng: random.Random, layers: int) -> dict[str, Any]:
         **rng.choice(({}, {"sliding_window": rng.choice((1, 5, LENGTH, 4096))})),
         **rng.choice(({}, {"layer_types": kinds})),
     }
+
+
+def _phi3(rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    """With LongRoPE or a part of each head rotated: without either it is written as a Mistral, whose tensors differ."""
+    fields.pop("head_dim", None)
+    head_dim, part = rng.choice(((2, 1), (4, 1), (4, 0.5), (8, 1.0), (8, 0.25), (8, 0.75), (16, 0.5)))
+    pairs = int(head_dim * part) // 2
+    fields |= {
+        "hidden_size": fields["num_attention_heads"] * head_dim,
+        "pad_token_id": rng.choice((None, 0)),
+        "sliding_window": rng.choice((None, 2, 7, LENGTH, 4096)),
+    }
+    lists = {
+        name: [rng.choice((1, 1.0, 1.25, 7.5, 60.1)) for _ in range(pairs)] for name in ("short_factor", "long_factor")
+    }
+    scaling: dict[str, Any] = {rng.choice(("type", "rope_type")): rng.choice(("longrope", "longrope", "yarn")), **lists}
+    if rng.random() < 0.3:
+        scaling["attention_factor"] = rng.choice((1.0, 1.19, 2))
+    if rng.random() < 0.3:
+        scaling["factor"] = rng.choice((1, 4.0, 32))
+    if rng.random() < 0.8:
+        fields["original_max_position_embeddings"] = rng.choice((2, 8, LENGTH - 1, LENGTH, 4096))
+    if part < 1 and rng.random() < 0.3:
+        return fields | {"partial_rotary_factor": part}
+    if rng.random() < 0.5:
+        return fields | {"rope_scaling": scaling, "rope_theta": 10000.0, "partial_rotary_factor": part}
+    return fields | {"rope_parameters": {**scaling, "rope_theta": 500000.0, "partial_rotary_factor": part}}
 
 
 def _windows(rng: random.Random, layers: int) -> dict[str, Any]:

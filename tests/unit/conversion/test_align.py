@@ -29,6 +29,7 @@ FAMILIES = [
     "granite",
     "olmo2",
     "gemma2",
+    "phi4 mini",
 ]
 
 

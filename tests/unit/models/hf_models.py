@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -25,6 +26,7 @@ from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
+from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
@@ -57,6 +59,17 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.25, 1.5, 1.0299999713897705],
+    "long_factor": [0.2, 0.4, 0.1, 31.399999618530273],
+}
+PARTLY = {
+    "partial_rotary_factor": 0.75,
+    "short_factor": LONGROPE["short_factor"][1:],
+    "long_factor": LONGROPE["long_factor"][1:],
+}
 CLASSES = {
     "llama": (LlamaForCausalLM, LlamaConfig),
     "mistral": (MistralForCausalLM, MistralConfig),
@@ -67,6 +80,7 @@ CLASSES = {
     "granite": (GraniteForCausalLM, GraniteConfig),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config),
+    "phi3": (Phi3ForCausalLM, Phi3Config),
 }
 # As in Granite 3; Granite's mixtures of experts divide their logits by 6.
 GRANITE = {
@@ -114,6 +128,22 @@ MODELS = {
             "layer_types": ["full_attention"] * 3,
         },
     ),
+    "phi3": ("phi3", {"sliding_window": 7, "pad_token_id": 0}),
+    # The first is shorter, the second longer than its original length in the tests of logits; both outgrow it in those of
+    # generation.
+    "phi3, longrope": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48, "pad_token_id": 0, "sliding_window": 17},
+    ),
+    "phi4 mini": (
+        "phi3",
+        {
+            "rope_parameters": LONGROPE | PARTLY,
+            "original_max_position_embeddings": 16,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 
@@ -151,6 +181,7 @@ def attention_of(model_type):
 def save_published(name, folder, dtype):
     """(a random model of transformers, its tensors), written under the config.json of PUBLISHED.
 
+    Phi-3 without LongRoPE has its tensors as a Mistral has them: that is how it is exported.
     As in SHAPE weights are larger than the file says: with 0.02 so small a model says the same of every token.
     """
     fields = PUBLISHED[name]
@@ -168,6 +199,15 @@ def save_published(name, folder, dtype):
         at = f"model.layers.{layer}.self_attn."
         stored[f"{at}W_pack.weight"] = torch.cat([stored.pop(f"{at}{x}_proj.weight") for x in "qkv"])
         stored[f"{at}rotary_emb.inv_freq"] = torch.ones(4)
+    if fields["model_type"] == "phi3" and fields["rope_scaling"] is None:
+        heads, groups = model.config.num_attention_heads, model.config.num_key_value_heads
+        rows = {x: model.config.hidden_size // heads * each for x, each in (("q", heads), ("k", groups), ("v", groups))}
+        for layer in range(fields["num_hidden_layers"]):
+            at = f"model.layers.{layer}."
+            qkv = tensors.pop(f"{at}self_attn.qkv_proj.weight").split(list(rows.values()))
+            tensors |= {f"{at}self_attn.{x}_proj.weight": part for x, part in zip(rows, qkv, strict=True)}
+            halves = tensors.pop(f"{at}mlp.gate_up_proj.weight").chunk(2)
+            tensors |= {f"{at}mlp.{x}_proj.weight": half for x, half in zip(("gate", "up"), halves, strict=True)}
     folder.mkdir(parents=True)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**fields, "torch_dtype": str(dtype).removeprefix("torch.")}))

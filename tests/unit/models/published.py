@@ -164,6 +164,38 @@ OLDEST_LLAMA = {
     "transformers_version": "4.27.0.dev0",
     "vocab_size": 100,
 }
+PHI_3 = {
+    **COMMON,
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "embd_pdrop": 0.0,
+    "model_type": "phi3",
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 7,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "vocab_size": 100,
+}
+PHI_3_LONG = {
+    **PHI_3,
+    "rope_scaling": {
+        "long_factor": [1.0299999713897705, 1.0499999523162842, 30.299999237060547, 64.5],
+        "short_factor": [1.05, 1.1500000000000001, 2.25, 3.049999999999997],
+        "type": "longrope",
+    },
+    "sliding_window": 64,
+}
 PUBLISHED = {
     "Llama 1, first conversions": OLDEST_LLAMA,
     "Llama 1": {
@@ -238,6 +270,26 @@ PUBLISHED = {
         "torch_dtype": "bfloat16",
         "transformers_version": "4.29.1",
         "vocab_size": 125,
+    },
+    "Phi-3 mini 4k": PHI_3,
+    "Phi-3 mini 128k": PHI_3_LONG,
+    "Phi-3 medium 128k": {**PHI_3_LONG, "attention_bias": False, "num_key_value_heads": 2},
+    "Phi-4 mini": {
+        **PHI_3_LONG,
+        "attention_bias": False,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "mlp_bias": False,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "long_factor": [1, 1.118320672, 14.64173252],
+            "short_factor": [1, 1.0, 1.0],
+            "type": "longrope",
+        },
+        "tie_word_embeddings": True,
+        "transformers_version": "4.45.0",
     },
     "SmolLM2": {
         **LLAMA_2,

@@ -1,5 +1,6 @@
 """config.json read as transformers reads it: the same logits, or one line with the file, the field and its value."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -15,7 +16,16 @@ from megatron.core.models.hf.source import HFSource
 from megatron.kernels.ops.rope import rotary_frequencies
 from megatron.spec.decoder import decoder_spec
 from tests.unit.models.builds import CPU, make_ids
-from tests.unit.models.hf_models import LINEAR, LLAMA3, YARN, edit_json, make_hf_model, save_hf_model
+from tests.unit.models.hf_models import (
+    LINEAR,
+    LLAMA3,
+    LONGROPE,
+    PARTLY,
+    YARN,
+    edit_json,
+    make_hf_model,
+    save_hf_model,
+)
 from tests.unit.models.test_hf_conversion import LENGTH, load, logits_of
 
 LINEAR_2 = {"type": "linear", "factor": 2.0}
@@ -67,6 +77,70 @@ def test_a_field_that_is_left_out_has_the_default_of_its_family(tmp_path, name, 
     del config[left_out]
     (tmp_path / "config.json").write_text(json.dumps(config | dict.fromkeys(null)))
     assert_same_logits(tmp_path)
+
+
+OLD_LONGROPE = {key: value for key, value in LONGROPE.items() if key != "rope_type"}
+ORIGINAL = {"original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": {**OLD_LONGROPE, "type": "longrope"}},
+        {"rope_scaling": {**OLD_LONGROPE, "type": "yarn"}},
+        {"rope_scaling": {**OLD_LONGROPE, "type": "su", **ORIGINAL}},
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64}},
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": None},
+        {"rope_parameters": {**LONGROPE, "factor": 3}},
+        {"rope_parameters": {**LONGROPE, "factor": 0.5}},
+        {"rope_parameters": {**LONGROPE, "factor": 3.0, "attention_factor": 1.5}},
+        {"rope_parameters": {**LONGROPE, **PARTLY}, "partial_rotary_factor": 0.25},
+        {"rope_parameters": None, "partial_rotary_factor": 0.5},
+    ],
+    ids=[
+        "older",
+        "named yarn",
+        "named su",
+        "two originals",
+        "default",
+        "factor",
+        "shrunk",
+        "magnitude",
+        "part",
+        "plain",
+    ],
+)
+def test_longrope_means_what_it_means_to_transformers(tmp_path, fields):
+    save_hf_model("phi3, longrope", tmp_path)
+    edit_json(tmp_path / "config.json", **{"rope_parameters": None, **ORIGINAL, **fields})
+    assert_same_logits(tmp_path)
+
+
+def test_the_first_name_of_longrope_is_read():
+    """Files of the first Phi-3 say "su", without the original length inside, which transformers 5 no longer takes."""
+    old, new = (
+        make_config("phi3, longrope") | {"rope_parameters": {**OLD_LONGROPE, "type": kind}}
+        for kind in ("su", "longrope")
+    )
+    assert parse_config(FAMILIES["phi3"], old, "x") == parse_config(FAMILIES["phi3"], new, "x")
+
+
+@pytest.mark.parametrize(("residual", "embedding"), [(0.1, 0.1), (0.0, 0.0)])
+def test_dropout_of_phi3_is_that_of_hidden_states(residual, embedding):
+    values = make_config("phi3") | {"resid_pdrop": residual, "embd_pdrop": embedding, "attention_dropout": 0.3}
+    found = parse_config(FAMILIES["phi3"], values, "x")
+    assert (found.hidden_dropout, found.attention_dropout) == (residual, 0.3)
+
+
+def test_both_lists_survive_an_export_without_the_folder(tmp_path):
+    """To the last bit, with the original length and the factor on cos and sin."""
+    save_hf_model("phi4 mini", tmp_path)
+    _, model = read_config(tmp_path)
+    for magnitude in (None, 1.1):
+        family, written = write_config(dataclasses.replace(model, longrope_mscale=magnitude))
+        assert family.model_type == "phi3" and written["original_max_position_embeddings"] == 16
+        scaling = {"type": "longrope", "short_factor": PARTLY["short_factor"], "long_factor": PARTLY["long_factor"]}
+        assert written["rope_scaling"] == scaling | ({} if magnitude is None else {"attention_factor": magnitude})
 
 
 def refuses(name, changes, problem):
@@ -130,6 +204,37 @@ def test_a_size_that_cannot_be_is_one_line_with_file_field_and_value(name, value
         ),
         ("llama", {"rope_parameters": {"rope_theta": 1.0}}, "rope_theta is 1.0; it must be above 1"),
         ("llama", {"rope_parameters": {}, "rope_theta": -5}, "rope_theta is -5; it must be above 1"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1 and embd_pdrop 0.0; one probability"),
+        ("phi3", {"rope_parameters": LINEAR}, "rope type 'linear' is not supported in this family"),
+        ("phi3", {"rope_parameters": YARN}, "unknown field factor|short_factor is missing"),
+        (
+            "phi3",
+            {"rope_parameters": {**LONGROPE, "short_factor": [1.0] * 3}},
+            "short_factor has 3 numbers, and a head has 4",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": {**LONGROPE, "long_factor": [1, 2, 3, 0]}},
+            "long_factor is 0; it must be above 0",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": {**LONGROPE, "long_factor": [1, 2, 3, True]}},
+            "long_factor has True, not a value of",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": {**LONGROPE, "long_factor": "1,2,3,4"}},
+            "long_factor is '1,2,3,4', not a value of",
+        ),
+        ("phi3", {"rope_parameters": {**LONGROPE, "short_mscale": 1.2}}, "unknown field short_mscale"),
+        (
+            "phi3",
+            {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1},
+            "embeddings is 1; it must be above 1",
+        ),
+        ("phi3", {"rope_parameters": LONGROPE, "head_dim": 16}, "head_dim is 16; with LongRoPE transformers needs"),
+        ("llama", {"rope_parameters": LONGROPE}, "rope type 'longrope' is not supported"),
         ("qwen2", {"max_window_layers": -1}, "max_window_layers is -1; it must be 0 or more"),
         ("qwen2", {"layer_types": ["full_attention"]}, r"layer_types \['full_attention'\] is not one of"),
         ("qwen2", {"layer_types": [{}] * 3}, "layer_types .* is not one of"),

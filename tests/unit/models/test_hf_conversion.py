@@ -84,7 +84,7 @@ def test_fp32_logits_are_the_same_bits(tmp_path, name):
         assert torch.equal(logits, theirs(tokens).logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "qwen3", "smollm3", "glm", "granite"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "qwen3", "smollm3", "glm", "granite", "phi3, longrope"])
 def test_bf16_takes_the_same_first_choices(tmp_path, name):
     save_hf_model(name, tmp_path, torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
@@ -113,7 +113,7 @@ def load_part(rank, size, folder):
     return sections(parameters)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama with one group", "qwen2 tied", "qwen3", "llama with biases"])
+@pytest.mark.parametrize("name", ["llama", "llama with one group", "qwen2 tied", "qwen3", "llama with biases", "phi3"])
 def test_a_rank_reads_its_own_slices(tmp_path, name):
     save_hf_model(name, tmp_path)
     whole = {key: p.detach() for key, p in load(tmp_path)[0].named_parameters()}

@@ -18,7 +18,11 @@ from tests.unit.models.hf_models import edit_json, load_quietly, save_published
 from tests.unit.models.published import PUBLISHED
 from tests.unit.models.test_hf_conversion import LENGTH, load, logits_of
 
-WRITTEN_AS_LLAMA = ("Mistral 7B v0.3", "Mistral Nemo", "Baichuan 7B")  # without its window a Mistral is a Llama
+# Without its window a Mistral is a Llama, and without LongRoPE a Phi-3 is a Mistral.
+WRITTEN_AS = {
+    **dict.fromkeys(("Mistral 7B v0.3", "Mistral Nemo", "Baichuan 7B"), "llama"),
+    "Phi-3 mini 4k": "mistral",
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -50,7 +54,7 @@ def test_there_and_back(tmp_path, name, caplog):
     found = load_quietly(tmp_path / "back", caplog)
     (family, described), (_, published) = read_config(tmp_path / "back"), read_config(tmp_path / "hf")
     assert described == dataclasses.replace(published, kv_channels=published.head_dim)
-    assert family.model_type == ("llama" if name in WRITTEN_AS_LLAMA else PUBLISHED[name]["model_type"])
+    assert family.model_type == WRITTEN_AS.get(name, PUBLISHED[name]["model_type"])
     tokens = make_ids(2, LENGTH)[:, :-1]
     with torch.no_grad():
         assert torch.equal(found(tokens).logits, model(tokens).logits)
@@ -62,6 +66,8 @@ def test_there_and_back(tmp_path, name, caplog):
         ("Qwen2.5 7B", {"use_mrope": True}, "use_mrope is True; only False is supported"),
         ("SmolLM2", {"rope_interleaved": True}, "rope_interleaved is True; only False is supported"),
         ("Qwen3 32B", {"attention_bias": True}, "attention_bias is True; only False is supported"),
+        ("Phi-4 mini", {"full_attn_mod": 2}, "full_attn_mod is 2; only 1 is supported"),
+        ("Phi-4 mini", {"lm_head_bias": True}, "lm_head_bias is True; only False is supported"),
         ("Baichuan 7B", {"architectures": ["BaichuanForCausalLM"]}, "Baichuan-13B has ALiBi"),
         ("Llama 1, first conversions", {"max_sequence_length": None}, "max_position_embeddings is missing"),
     ],

@@ -65,6 +65,15 @@ class JsonFields:
         """Returns a whole number in `interval`."""
         return int(self._in(interval, name, self.take(name, int, default)))
 
+    def numbers(self, name: str, interval: Interval) -> tuple[float, ...]:
+        """Returns a list of numbers in `interval`, each written as an integer or with a decimal point."""
+        found: list[Any] = self.take(name, list)
+        for value in found:
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise self.error(f"{name} has {value!r}, not a value of type int or float")
+            self._in(interval, name, value)
+        return tuple(map(float, found))
+
     def optional_number(self, name: str, interval: Interval) -> float | None:
         """Returns `number`, or None if the field is absent or null."""
         return None if self.take(name, (int, float), None) is None else self.number(name, interval)

@@ -55,10 +55,11 @@ SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
-    groups, head_dim, theta, percent, epsilon, tied: num_key_value_heads, head_dim, rope_theta, partial_rotary_factor,
-    rms_norm_eps and tie_word_embeddings of a config.json without these fields. None: one group for each head; hidden /
-    heads; heads that are always rotated whole. activation: the only hidden_act. norms: our norm in a layer -> theirs.
-    fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the other.
+    groups, head_dim, theta, percent, original, epsilon, tied: num_key_value_heads, head_dim, rope_theta,
+    partial_rotary_factor, original_max_position_embeddings, rms_norm_eps and tie_word_embeddings of a config.json without
+    these fields. None: one group for each head; hidden / heads; heads that are always rotated whole; no LongRoPE.
+    activation: the only hidden_act. norms: our norm in a layer -> theirs. fused: our linear layer in a layer -> the one
+    tensor that holds all its projections, one after the other.
     """
 
     model_type: str
@@ -68,6 +69,7 @@ class Family:
     groups: int | None = None
     theta: float = 10000.0
     percent: float | None = None
+    original: int | None = None
     epsilon: float = 1e-6
     tied: bool = False
     head_dim: int | None = None
@@ -183,7 +185,14 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
         "normalization": "RMSNorm",
         "swiglu": family.activation == SILU,
         "add_bias_linear": False,
-        **read_rotary(fields, where, default_theta=family.theta, default_percent=family.percent, context=context),
+        **read_rotary(
+            fields,
+            where,
+            default_theta=family.theta,
+            default_percent=family.percent,
+            default_original=family.original,
+            context=context,
+        ),
     }
 
 
@@ -395,6 +404,48 @@ def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_phi3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        fields.only(name, False)
+    # Written by Phi-4-mini's publisher; at 1 every layer is alike and nothing is interpolated.
+    for name in ("full_attn_mod", "interpolate_factor"):
+        fields.only(name, 1)
+    residual, embedding = fields.number("resid_pdrop", BELOW_ONE, 0.0), fields.number("embd_pdrop", BELOW_ONE, 0.0)
+    if residual != embedding:
+        raise fields.error(
+            f"resid_pdrop is {residual} and embd_pdrop {embedding}; one probability for both (--hidden-dropout) is "
+            "supported: change one of them"
+        )
+    if common["position_embedding_type"] == "longrope":
+        _check_longrope(fields, common)
+    window = fields.optional_integer("sliding_window", AT_LEAST_ONE)
+    return {"hidden_dropout": residual, "window_size": None if window is None else f"{window - 1},0"}
+
+
+def _check_longrope(fields: JsonFields, common: dict[str, Any]) -> None:
+    """Raises CheckpointError unless both lists have a number for each pair of channels, counted as transformers counts."""
+    head_dim = common["hidden_size"] // common["num_attention_heads"]
+    if common["kv_channels"] not in (None, head_dim):
+        raise fields.error(
+            f"head_dim is {common['kv_channels']}; with LongRoPE transformers needs hidden_size / num_attention_heads, "
+            f"{head_dim}"
+        )
+    pairs = int(head_dim * common["rotary_percent"]) // 2
+    for name in ("short_factor", "long_factor"):
+        if (count := len(common[name].split(","))) != pairs:
+            raise fields.error(f"{name} has {count} numbers, and a head has {pairs} pairs of rotated channels")
+
+
+def _write_phi3(model: ModelConfig) -> dict[str, Any]:
+    original = {"original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings}
+    return {
+        "sliding_window": model.window,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        **(original if model.position_embedding_type == "longrope" else {}),
+    }
+
+
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
     if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
@@ -436,6 +487,16 @@ FAMILIES = {
             activation=GELU_TANH,
             norms=GEMMA2_NORMS,
         ),
+        Family(
+            "phi3",
+            "Phi3ForCausalLM",
+            _read_phi3,
+            _write_phi3,
+            percent=1.0,
+            original=4096,
+            epsilon=1e-5,
+            fused={"self_attention.linear_qkv": "qkv_proj", "mlp.linear_fc1": "gate_up_proj"},
+        ),
         # Written as the Llama that it is.
         Family("baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}),
     )
@@ -445,6 +506,8 @@ FAMILIES = {
 def _family_of(model: ModelConfig) -> Family:
     if model.geglu:
         return FAMILIES["gemma2"]
+    if model.position_embedding_type == "longrope":
+        return FAMILIES["phi3"]
     if model.rotary_interleaved:
         return FAMILIES["glm"]
     if model.no_rope_freq is not None:
@@ -458,6 +521,8 @@ def _family_of(model: ModelConfig) -> Family:
         return FAMILIES["granite"]
     if model.add_qkv_bias and not model.add_bias_linear:
         return FAMILIES["qwen2"]
+    if model.rotary_percent != 1.0 and write_rotary(model)["rope_scaling"] is None:
+        return FAMILIES["phi3"]
     return FAMILIES["llama" if model.window is None else "mistral"]
 
 
@@ -482,14 +547,18 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
     }
     if model.position_embedding_type == "yarn":
         derived["yarn_mscale"] = attention_factor(model)
+    if model.position_embedding_type == "longrope":
+        derived["short_factor"], derived["long_factor"] = model.longrope_factors
     return {**found, **derived}
 
 
 def _has_a_part(model: ModelConfig, field: str) -> bool:
     """Returns False for parameters of a disabled rotary scaling."""
-    yarn = model.position_embedding_type == "yarn"
+    yarn, longrope = (model.position_embedding_type == kind for kind in ("yarn", "longrope"))
     if field.startswith("yarn_"):
         return yarn
-    if field in ("rope_scaling_factor", "rope_scaling_original_max_position_embeddings"):
+    if field == "rope_scaling_factor":
         return yarn or model.use_rope_scaling
+    if field == "rope_scaling_original_max_position_embeddings":
+        return yarn or longrope or model.use_rope_scaling
     return model.use_rope_scaling or not field.startswith("rope_scaling_")

@@ -6,16 +6,26 @@ import math
 from typing import Any
 
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE
+from megatron.config.longrope import written
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.spec.attention import longrope_magnitude
 
 
 def read_rotary(
-    fields: JsonFields, where: str, *, default_theta: float, default_percent: float | None, context: int
+    fields: JsonFields,
+    where: str,
+    *,
+    default_theta: float,
+    default_percent: float | None,
+    default_original: int | None,
+    context: int,
 ) -> dict[str, Any]:
     """Returns fields of ModelConfig. `context` is the model's max_position_embeddings. Raises CheckpointError.
 
     default_percent: the fraction of a head that is rotated where the file does not say; None: always all of it.
+    default_original: the original_max_position_embeddings where the file does not say, of a family whose only scaling is
+    LongRoPE; None: any other scaling.
 
     If both dicts are given, transformers uses `rope_scaling` and no field of the other.
     """
@@ -32,7 +42,15 @@ def read_rotary(
     kind = rope.take("rope_type", str, rope.take("type", str, "default"))
     base = rope.number("rope_theta", ABOVE_ONE, outer)
     found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": percent}
-    if kind == "linear":
+    if default_original is not None:
+        first_context = fields.integer("original_max_position_embeddings", ABOVE_ONE, default_original)
+        rope.take("original_max_position_embeddings", object, None)  # transformers prefers the one outside
+        # The names of LongRoPE in the first files, which transformers still takes for it.
+        if kind in ("longrope", "su", "yarn"):
+            found |= _longrope(rope, first_context)
+        elif kind != "default":
+            raise rope.error(f"rope type {kind!r} is not supported in this family; default and longrope are")
+    elif kind == "linear":
         found["rotary_seq_len_interpolation_factor"] = rope.number("factor", POSITIVE)
     elif kind == "llama3":
         low, high = rope.number("low_freq_factor", POSITIVE), rope.number("high_freq_factor", POSITIVE)
@@ -54,6 +72,19 @@ def read_rotary(
         rope.take("original_max_position_embeddings", int, None)  # written, but without effect
     rope.finish(frozenset())
     return found
+
+
+def _longrope(rope: JsonFields, original: int) -> dict[str, Any]:
+    magnitude, factor = (rope.optional_number(name, POSITIVE) for name in ("attention_factor", "factor"))
+    if magnitude is None and factor is not None:
+        magnitude = longrope_magnitude(factor, original)
+    return {
+        "position_embedding_type": "longrope",
+        "rope_scaling_original_max_position_embeddings": original,
+        "short_factor": written(rope.numbers("short_factor", POSITIVE)),
+        "long_factor": written(rope.numbers("long_factor", POSITIVE)),
+        "longrope_mscale": magnitude,
+    }
 
 
 def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
@@ -100,6 +131,8 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
             "beta_slow": config.yarn_beta_slow,
             "attention_factor": attention_factor(config),
         }
+    elif config.position_embedding_type == "longrope":
+        scaling = _longrope_scaling(config)
     elif config.use_rope_scaling:
         scaling = {
             "rope_type": "llama3",
@@ -112,3 +145,12 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
         scaling = {"rope_type": "linear", "factor": float(config.rotary_seq_len_interpolation_factor)}
     partial = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
     return {"rope_theta": config.rotary_base, "rope_scaling": scaling, **partial}
+
+
+def _longrope_scaling(config: ModelConfig) -> dict[str, Any]:
+    """Without attention_factor where it is the default, because the first versions of transformers take only these three."""
+    short, long = config.longrope_factors
+    scaling: dict[str, Any] = {"type": "longrope", "short_factor": list(short), "long_factor": list(long)}
+    if config.longrope_mscale is not None:
+        scaling["attention_factor"] = config.longrope_mscale
+    return scaling
