@@ -37,7 +37,6 @@ from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops.activation import Activation
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import DecoderSpec, LayerSpec, decoder_spec
 from megatron.spec.norm import NormSpec
 
@@ -345,7 +344,7 @@ def _as_theirs(pair: ModelPair) -> dict[str, list[Patch]]:
     return {
         "RMSNorm": [(ours, "normalize", functools.partial(_normed, ours, theirs)) for ours, theirs in _norms(pair)],
         "RoPE": [
-            (pair.ours, "_tables", functools.partial(_tables, pair)),
+            (pair.ours, "rotary_dtype", _rotary_dtype(pair.theirs)),
             *((layer.self_attention, "rotate", _rotate) for layer in layers),
         ],
         "activation": [
@@ -391,14 +390,12 @@ def _normed(ours: Norm, theirs: nn.Module, x: Tensor) -> Tensor:
     return found.view(x.shape)
 
 
-def _tables(pair: ModelPair, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Our tables in the dtype of theirs."""
-    spec = decoder_spec(pair.config).rotary
-    if spec is None:
-        return None
-    like = torch.empty(1, dtype=pair.theirs.dtype, device=positions.device)
-    dtype = pair.theirs.model.rotary_emb(like, positions)[0].dtype
-    return rotary_tables(positions, *rotary_frequencies(spec, positions.device), dtype)
+def _rotary_dtype(theirs: Any) -> torch.dtype:
+    """The dtype of their tables."""
+    like = torch.empty(1, dtype=theirs.dtype, device=theirs.device)
+    cos, _ = theirs.model.rotary_emb(like, torch.zeros(1, 1, dtype=torch.int64, device=theirs.device))
+    dtype: torch.dtype = cos.dtype
+    return dtype
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

@@ -43,6 +43,7 @@ class GPTModel(nn.Module):
             shared.info = dataclasses.replace(shared.info, on_both_ends=True)
         self._build, self._ties = build, tied
         self._rotary = None if spec.rotary is None else rotary_frequencies(spec.rotary, build.device)
+        self.rotary_dtype = build.dtype
         self._long: tuple[int, Tensor] | None = None  # the frequencies of sequences with more tokens than the number
         if spec.rotary is not None and spec.rotary.longrope is not None:
             self._long = spec.rotary.longrope.original, rotary_frequencies(spec.rotary, build.device, long=True)[0]
@@ -159,7 +160,7 @@ class GPTModel(nn.Module):
                 frequencies = torch.where(is_long, long, frequencies)  # [b, rotary_dim / 2]
             elif is_long:
                 frequencies = long
-        return rotary_tables(positions, frequencies, factor, self._build.dtype)
+        return rotary_tables(positions, frequencies, factor, self.rotary_dtype)
 
 
 class Embedding(nn.Module):
