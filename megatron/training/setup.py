@@ -22,6 +22,7 @@ from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups, with_shared_heads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.families import write_config
+from megatron.core.models.hf.peft import check_peft_holds
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import local_parameters
@@ -136,7 +137,10 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
         tp=run.parallel.tensor_model_parallel_size,
     )
     if config.save_hf:
-        write_config(model)  # raises now, and not at the first save, if no Hugging Face family can hold the model
+        # Raise now, and not at the first save, if no Hugging Face family can hold the model, or PEFT its adapters.
+        family, _ = write_config(model, None if config.load_hf is None else Path(config.load_hf))
+        if model.lora_rank:
+            check_peft_holds(family, model)
     return (
         dataclasses.replace(run, model=model, checkpoint=config, tokenizer=tokenizer_config),
         checkpoint,

@@ -1,5 +1,6 @@
 """Adapters of PEFT put on a model: its logits and merged weights, slice by slice over tp, or a line that says why not."""
 
+import dataclasses
 import itertools
 import json
 
@@ -10,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron.base.box import Box
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.core.models.hf.adapter import AdaptedSource, AdapterSource, read_adapter_config
-from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
+from megatron.core.models.hf.families import read_config
+from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table, check_peft_holds
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.mapping import gather
 from megatron.core.models.merge import MergedSource
@@ -232,3 +234,31 @@ def test_another_model(made, adapter, tmp_path):
     adapted = AdapterSource(adapter, HFSource(made / "base").model).model
     with pytest.raises(CheckpointError, match="the model has LoRA adapters already"):
         AdapterSource(adapter, adapted)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapted", "problem"),
+    [
+        (
+            "glm",
+            ("q_proj", "gate_proj"),
+            "of gate_proj in GlmForCausalLM, which .* in gate_up_proj; give .* down_proj",
+        ),
+        (
+            "phi4 mini",
+            ("q_proj", "up_proj"),
+            "of q_proj, up_proj in Phi3ForCausalLM, .* qkv_proj, gate_up_proj; .* o_proj",
+        ),
+        ("phi4 mini", ("o_proj", "down_proj"), None),
+        ("qwen2", ("q_proj", "up_proj"), None),
+    ],
+)
+def test_adapters_of_modules_that_are_one_in_transformers_are_refused(tmp_path, name, adapted, problem):
+    save_hf_model(name, tmp_path)
+    family, model = read_config(tmp_path)
+    model = dataclasses.replace(model, lora_rank=2, lora_target_modules=adapted)
+    if problem is None:
+        check_peft_holds(family, model)
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            check_peft_holds(family, model)

@@ -6,7 +6,9 @@ import math
 from typing import Any
 
 from megatron.base.box import Box
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
+from megatron.core.models.hf.families import Family
 from megatron.core.models.mapping import Mapping, Part, Table
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.lora import adapter_names
@@ -28,6 +30,26 @@ def adapter_table(model: ModelConfig) -> Table:
                     theirs = f"base_model.model.model.layers.{number}.{block}.{projection.name}"
                     mappings += _pair(own, theirs, *spec.lora.pair(linear, projection))
     return Table(mappings)
+
+
+def check_peft_holds(family: Family, model: ModelConfig) -> None:
+    """Raises ConfigError for adapters of projections that the family's modules in transformers hold as one.
+
+    PEFT adapts whole modules. It would not find the projections, and leave such adapters out with a warning.
+    """
+    spec = decoder_spec(model)
+    assert spec.lora is not None
+    linears, adapted = spec.layers[0].linears(), spec.lora.projections
+    joined = {each.name: module for path, module in family.fused.items() for each in linears[path].projections}
+    if wrong := [name for name in adapted if name in joined]:
+        modules = ", ".join(dict.fromkeys(joined[name] for name in wrong))
+        rest = " ".join(
+            each.name for linear in linears.values() for each in linear.projections if each.name not in joined
+        )
+        raise ConfigError(
+            f"PEFT has no adapters of {', '.join(wrong)} in {family.architecture}, which holds them in {modules}; give "
+            f"--lora-target-modules {rest}, or write the merged model with tools/checkpoint/convert.py --saver hf"
+        )
 
 
 def adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
