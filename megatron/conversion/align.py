@@ -26,7 +26,8 @@ from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hf.families import Family, read_config
+from megatron.core.models.hf.families import read_config
+from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.names import BLOCKS
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import Source, fill

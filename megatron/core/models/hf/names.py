@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.models.hf.families import Family
+from megatron.core.models.hf.family.family import Family
 from megatron.core.models.mapping import Mapping, Part, Table
 from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS, DecoderSpec, LayerSpec, decoder_spec
 from megatron.spec.linear import LinearSpec

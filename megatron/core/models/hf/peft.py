@@ -8,7 +8,7 @@ from typing import Any
 from megatron.base.box import Box
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
-from megatron.core.models.hf.families import Family
+from megatron.core.models.hf.family.family import Family
 from megatron.core.models.mapping import Mapping, Part, Table
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.lora import adapter_names

@@ -1,0 +1,46 @@
+"""A model family as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from megatron.core.models.hf.config_json import JsonFields
+
+# Norms of a pre-norm layer, our name -> theirs.
+PRE_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+}
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True)
+class Family:
+    """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
+
+    groups, head_dim, theta, percent, original, epsilon, tied: num_key_value_heads, head_dim, rope_theta,
+    partial_rotary_factor, original_max_position_embeddings, rms_norm_eps and tie_word_embeddings of a config.json without
+    these fields. None: one group for each head; hidden / heads; heads that are always rotated whole; no LongRoPE.
+    activation: the only hidden_act. norms: our norm in a layer -> theirs. fused: our linear layer in a layer -> the one
+    tensor that holds all its projections, one after the other.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[JsonFields, dict[str, Any]], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]] | None
+    groups: int | None = None
+    theta: float = 10000.0
+    percent: float | None = None
+    original: int | None = None
+    epsilon: float = 1e-6
+    tied: bool = False
+    head_dim: int | None = None
+    activation: str = SILU
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
+    fused: Mapping[str, str] = field(default_factory=dict)

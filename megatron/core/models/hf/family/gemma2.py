@@ -1,0 +1,75 @@
+"""Gemma 2: norms on both sides of attention and MLP, capped scores and logits, a gated GELU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron.config.interval import AT_LEAST_ONE, POSITIVE
+from megatron.config.model import ModelConfig
+from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.family import GELU_TANH, Family
+from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, read_window, window_flags
+
+_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+
+
+def _read_gemma2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Without a list every other layer has a window, beginning with the first one."""
+    fields.only("hidden_activation", GELU_TANH)
+    fields.only("attention_bias", False)
+    fields.only("use_bidirectional_attention", False)
+    fields.take("cache_implementation", str, None)
+    fields.take("sliding_window_size", int, None)  # which transformers does not read
+    window = read_window(fields)
+    slides = read_sliding_layers(fields, [layer % 2 == 0 for layer in range(common["num_layers"])])
+    if any(slides) and window is None:
+        raise fields.error("layer_types has sliding_attention, but sliding_window is null")
+    return {
+        "swiglu": False,
+        "geglu": True,
+        "openai_gelu": True,
+        "apply_layernorm_1p": True,
+        "post_norm": True,
+        "embedding_multiplier_scale": math.sqrt(common["hidden_size"]),
+        "softmax_scale": 1.0 / math.sqrt(fields.integer("query_pre_attn_scalar", AT_LEAST_ONE, 256)),
+        "attn_logit_softcapping": _cap(fields, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _cap(fields, "final_logit_softcapping", 30.0),
+        **window_flags(window, slides),
+    }
+
+
+def _cap(fields: JsonFields, name: str, default: float) -> float | None:
+    """Returns a cap; only null means none."""
+    cap = fields.optional_number(name, POSITIVE)
+    return cap if cap is not None or fields.has(name) else default
+
+
+def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_activation": GELU_TANH,
+        "attention_bias": False,
+        "query_pre_attn_scalar": round(model.attention_scale**-2),
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
+        "sliding_window": model.window or 4096,  # transformers needs one even if no layer has it
+        "layer_types": layer_types(model),
+    }
+
+
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    _read_gemma2,
+    _write_gemma2,
+    groups=4,
+    head_dim=256,
+    tied=True,
+    activation=GELU_TANH,
+    norms=_NORMS,
+)

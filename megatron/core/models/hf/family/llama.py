@@ -1,0 +1,52 @@
+"""Llama, and two that are Llamas but for their window or the names of their tensors: Mistral and Baichuan-7B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.family.windows import read_window
+
+
+def read_llama(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Biases are in all linear layers or in none."""
+    fields.only("rope_interleaved", False)
+    attention, mlp = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
+    if attention != mlp:
+        raise fields.error(
+            f"attention_bias is {attention} and mlp_bias {mlp}; biases in all linear layers or in none are supported"
+        )
+    return {"add_bias_linear": attention}
+
+
+def write_llama(model: ModelConfig) -> dict[str, Any]:
+    """The fields of biases."""
+    return {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+
+
+def _read_mistral(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    window = read_window(fields)
+    return {} if window is None else {"window_size": f"{window - 1},0"}
+
+
+def _write_mistral(model: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": model.window}
+
+
+def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
+    if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
+        raise fields.error(
+            "only Baichuan-7B (BaiChuanForCausalLM) is supported: Baichuan 2 normalises its head, Baichuan-13B has ALiBi"
+        )
+    return {}
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", read_llama, write_llama)
+MISTRAL = Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral, groups=8)
+# Written as the Llama that it is.
+BAICHUAN = Family(
+    "baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}
+)
