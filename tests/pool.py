@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import time
 import traceback
@@ -30,10 +32,14 @@ TIMEOUT_SECONDS = 60.0
 # For every use of multiprocessing's fork server: a process has only one, and the first use starts it.
 PRELOAD = ["tests.warm", "torch.distributed", "megatron.training.setup", "tests.pool"]
 _POOLS: dict[int, Pool] = {}
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 class Pool:
-    """`world_size` processes that have joined one gloo world and wait for functions."""
+    """`world_size` processes that have joined one gloo world and wait for functions.
+
+    In between they are stopped: gloo's threads wake up a hundred times per second, which adds up over dozens of processes.
+    """
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -49,6 +55,7 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Returns the results in rank order. A failure in any rank raises here with every failed rank's traceback."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((fn, args))
         results: dict[int, Any] = {}
@@ -74,7 +81,13 @@ class Pool:
             report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items()))
             silent = [r for r in range(len(self._pipes)) if r not in results and r not in errors]
             raise AssertionError(f"{fn.__name__} failed; ranks without an answer: {silent}\n{report}")
+        self._signal(signal.SIGSTOP)
         return [results[rank] for rank in range(len(self._pipes))]
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
 
     def close(self) -> None:
         """Kills the processes."""
@@ -137,6 +150,8 @@ def free_port() -> int:
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    # A stopped process does not notice that the tests are killed: it ends with the fork server, which does.
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group("gloo", rank=rank, world_size=world_size)

@@ -24,6 +24,7 @@ SCHEDULE = {
 ENDS = {
     "llama": {"embedding.word_embeddings.weight", "output_layer.weight"},
     "gpt": {"embedding.word_embeddings.weight"},  # tied; its position embeddings are not among them
+    "olmo2": {"embedding.word_embeddings.weight", "output_layer.weight"},
 }
 
 
