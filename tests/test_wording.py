@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -65,6 +66,7 @@ def texts(path: Path) -> list[Text]:
     return sorted(_docstrings(path, source) + comments, key=lambda text: text.line)
 
 
+@functools.cache
 def all_texts() -> list[Text]:
     """The texts of megatron/, tools/, benchmarks/ and the scripts of the root."""
     files = [path for place in PLACES for path in sorted((ROOT / place).rglob("*.py"))] + sorted(ROOT.glob("*.py"))
