@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import multiprocessing
 import os
 import random
@@ -152,6 +153,7 @@ def free_port() -> int:
 def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
     # A stopped process does not notice that the tests are killed: it ends with the fork server, which does.
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    gc.freeze()  # 300,000 objects of imported modules, which every collection would walk through
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
