@@ -31,7 +31,7 @@ from megatron.training.not_finite import NotFinite
 from megatron.training.process import hold_folders, open_heartbeat_files, start_process
 from megatron.training.profile import ProfileTimeline
 from megatron.training.setup import build
-from megatron.training.signals import ExitSignals
+from megatron.training.signals import ExitSignals, Interrupt
 from megatron.training.start import take_shape_from_files
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
@@ -46,32 +46,44 @@ def main(run: RunConfig) -> None:
     """Builds and trains the run of a command line. Ends the process with the exit codes above after an error."""
     started = time.monotonic()
     rank = local_rank = 0
-    try:
-        rank, world_size, local_rank = launch_environment()
-        setup_logging(rank)
-        if takes_shape_from_files(run.checkpoint):
-            run = take_shape_from_files(run)
-            check(run, world_size)
-        announce_flags(run)
-        pretrain(run, rank, world_size, local_rank, started)
-    except KeyboardInterrupt:
+
+    def interrupted() -> None:
         if rank != 0:
             let_rank_0_speak(local_rank, INTERRUPTED_EXIT_CODE, INTERRUPTED_SILENT_SECONDS)
         end("interrupted", INTERRUPTED_EXIT_CODE)
-    except TrainingError as error:
+
+    def interrupted_in_vain() -> None:
         if rank != 0:
-            let_rank_0_speak(local_rank, 1)
-        end(f"error: {error}", 1)
-    except Exception as error:
-        mistake = as_user_error(error)
-        if mistake is not None:
-            if rank != 0 and mistake.on_all_ranks:
-                let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
-            end(as_lines(mistake), USER_ERROR_EXIT_CODE)
-        if isinstance(error, MegatronError):
-            end(f"error on rank {rank}: {error}", 1)
-        traceback.print_exc()
-        end(f"error on rank {rank}: {_short(error)}", 1)
+            os._exit(INTERRUPTED_EXIT_CODE)
+        end("interrupted", INTERRUPTED_EXIT_CODE)
+
+    with Interrupt(interrupted_in_vain) as interrupt:
+        try:
+            rank, world_size, local_rank = launch_environment()
+            setup_logging(rank)
+            if takes_shape_from_files(run.checkpoint):
+                run = take_shape_from_files(run)
+                check(run, world_size)
+            announce_flags(run)
+            pretrain(run, rank, world_size, local_rank, started)
+        except KeyboardInterrupt:
+            interrupted()
+        except TrainingError as error:
+            if rank != 0:
+                let_rank_0_speak(local_rank, 1)
+            end(f"error: {error}", 1)
+        except Exception as error:
+            if interrupt.received:
+                interrupted()
+            mistake = as_user_error(error)
+            if mistake is not None:
+                if rank != 0 and mistake.on_all_ranks:
+                    let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
+                end(as_lines(mistake), USER_ERROR_EXIT_CODE)
+            if isinstance(error, MegatronError):
+                end(f"error on rank {rank}: {error}", 1)
+            traceback.print_exc()
+            end(f"error on rank {rank}: {_short(error)}", 1)
 
 
 def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, started: float) -> None:

@@ -1,15 +1,18 @@
-"""Signals that ask a run to save and stop."""
+"""Signals that ask a run to save and stop, and the one that ends it immediately."""
 
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 # SIGTERM: a cluster manager ends the job. torchrun passes it on to its workers and kills them 30 s later.
 # SIGUSR1: a batch system's early warning. Send it to the workers: torchrun itself does not handle it.
-# SIGINT is not handled: a user who presses Ctrl-C wants the run to end immediately.
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# SIGINT: a user presses Ctrl-C and wants the run to end immediately. Ending takes a fraction of a second.
+INTERRUPT_SECONDS = 8.0
 
 
 class ExitSignals:
@@ -39,3 +42,35 @@ class ExitSignals:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number).name
+
+
+class Interrupt:
+    """While open, SIGINT raises KeyboardInterrupt, as always, and calls `end` if the process still runs some seconds later.
+
+    Native code that calls Python may drop the exception, and a collective that fails because another rank was interrupted
+    first may replace it: `received` tells.
+    """
+
+    def __init__(self, end: Callable[[], None], seconds: float = INTERRUPT_SECONDS) -> None:
+        """`end`: called in a thread of its own. Opens in the main thread only (Python's rule)."""
+        self.received = False
+        self._end, self._seconds = end, seconds
+
+    def __enter__(self) -> Interrupt:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, or somebody else's
+            signal.signal(signal.SIGINT, self._raise)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if signal.getsignal(signal.SIGINT) == self._raise:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
+            self.received = True
+            timer = threading.Timer(self._seconds, self._end)
+            timer.daemon = True
+            timer.start()
+        raise KeyboardInterrupt

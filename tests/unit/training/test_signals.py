@@ -1,11 +1,12 @@
-"""Exit signals are remembered and the old handlers come back."""
+"""Exit signals are remembered, an interrupt ends the process even if its exception is lost; old handlers come back."""
 
 import os
 import signal
+import threading
 
 import pytest
 
-from megatron.training.signals import EXIT_SIGNALS, ExitSignals
+from megatron.training.signals import EXIT_SIGNALS, ExitSignals, Interrupt
 
 
 @pytest.mark.parametrize("number", EXIT_SIGNALS)
@@ -48,3 +49,29 @@ def test_disabled_leaves_every_handler_alone():
 def test_ctrl_c_still_interrupts():
     with pytest.raises(KeyboardInterrupt), ExitSignals():
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_whose_exception_is_lost_ends_the_process():
+    ended = threading.Event()
+    with Interrupt(ended.set, seconds=0.01) as interrupt:
+        with pytest.raises(KeyboardInterrupt):  # and nobody passes it on
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(30)
+        assert interrupt.received and ended.wait(30)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_an_interrupt_nothing_ends():
+    with Interrupt(lambda: pytest.fail("ended"), seconds=0.0) as interrupt:
+        pass
+    assert not interrupt.received
+
+
+def test_an_interrupt_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupt(lambda: None) as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not interrupt.received and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
