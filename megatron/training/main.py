@@ -52,12 +52,12 @@ def main(run: RunConfig) -> None:
             let_rank_0_speak(local_rank, INTERRUPTED_EXIT_CODE, INTERRUPTED_SILENT_SECONDS)
         end("interrupted", INTERRUPTED_EXIT_CODE)
 
-    def interrupted_in_vain() -> None:
+    def end_anyway() -> None:
         if rank != 0:
             os._exit(INTERRUPTED_EXIT_CODE)
         end("interrupted", INTERRUPTED_EXIT_CODE)
 
-    with Interrupt(interrupted_in_vain) as interrupt:
+    with Interrupt(end_anyway) as interrupt:
         try:
             rank, world_size, local_rank = launch_environment()
             setup_logging(rank)

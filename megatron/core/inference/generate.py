@@ -43,7 +43,7 @@ class CachedDecoder:
         longrope = None if build.spec.rotary is None else build.spec.rotary.longrope
         # With so many columns a sequence has the original length; see [Note: outgrown frequencies].
         self._outgrown = {longrope.original + max(lengths) - each for each in lengths} if longrope else set()
-        self._read: list[Tensor] = []
+        self._read: list[Tensor] = []  # all tokens so far, where they may have to be read again
         self._model, self._tp, self._length = StagedModel(model, build), build.groups.tp, 0
         self._caches = allocate_caches(build, self._model.attentions, len(lengths), capacity)
 
@@ -52,7 +52,8 @@ class CachedDecoder:
 
         Communication: StagedModel's, and one all-gather over tp of [vocab / tp, b].
         """
-        self._read.append(tokens)
+        if self._outgrown:
+            self._read.append(tokens)
         if any(self._length <= columns < self._length + tokens.shape[1] for columns in self._outgrown):
             tokens, self._length = torch.cat(self._read, dim=1), 0
             for cache in self._caches:

@@ -57,10 +57,7 @@ def fused(
 ) -> Tensor:
     """torch's scaled_dot_product_attention. The permuted views need no copy, because SDPA takes any strides."""
     s, b, n, d = q.shape
-    if window is not None:
-        reach = window + s - 1  # no query sees older keys of a long cache
-        k, v = k[-reach:], v[-reach:]
-        segments = None if segments is None else segments[:, -reach:]
+    k, v, segments = attention_rows.within_window(s, k, v, segments, window)
     t = k.shape[0]
     plain = segments is None and (window is None or window >= t)
     causal = plain and s == t

@@ -20,12 +20,19 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
 ) -> Tensor:
     """See AttentionKernel. Dropout takes its seed from the current generator."""
-    if window is not None:
-        reach = window + q.shape[0] - 1  # no query sees older keys of a long cache
-        k, v = k[-reach:], v[-reach:]
-        segments = None if segments is None else segments[:, -reach:]
+    k, v, segments = within_window(len(q), k, v, segments, window)
     out: Tensor = _Attend.apply(q, k, v, scores, segments, window, dropout, draw_seed(dropout, q.device))
     return out.flatten(2)
+
+
+def within_window(
+    s: int, k: Tensor, v: Tensor, segments: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns keys, values and segments without the oldest ones of a long cache, which none of the last s queries sees."""
+    if window is None:
+        return k, v, segments
+    reach = window + s - 1
+    return k[-reach:], v[-reach:], None if segments is None else segments[:, -reach:]
 
 
 class _Attend(torch.autograd.Function):
