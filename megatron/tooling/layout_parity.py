@@ -26,6 +26,7 @@ from megatron.base.log import setup_logging
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.longrope import written
+from megatron.config.model import ModelConfig
 from megatron.config.rules.check import check
 from megatron.config.rules.model import groups_divide_heads, heads_divide_hidden, shape_is_given
 from megatron.config.rules.ranges import numbers_are_in_range
@@ -134,7 +135,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         "window_size": None if model.window is None else f"{min(model.window, SEQ_LENGTH // 2) - 1},0",
         "window_attn_skip_freq": "[1,0]" if any(windows) and not all(windows) else None,
         "no_rope_freq": None if model.no_rope_freq is None else "[0,1]",
-        **(_small_longrope(run) if model.position_embedding_type == "longrope" else {}),
+        **(_small_longrope(model, run.data.seq_length) if model.position_embedding_type == "longrope" else {}),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "bf16": False,
@@ -166,9 +167,8 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
     )  # fmt: skip
 
 
-def _small_longrope(run: RunConfig) -> dict[str, Any]:
-    """LongRoPE of fewer channels, with those of its lists that the run's samples have."""
-    model, seq_length = run.model, run.data.seq_length
+def _small_longrope(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
+    """LongRoPE of fewer channels, with those of its lists that samples of `seq_length` tokens have."""
     assert seq_length
     pairs = int(HEAD_DIM * model.rotary_percent) // 2
     lists = ([each[at * len(each) // pairs] for at in range(pairs)] for each in model.longrope_factors)

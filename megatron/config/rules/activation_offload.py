@@ -9,6 +9,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.recompute import MLP_ACT, NORM, WHOLE_MLP, RecomputeConfig
+from megatron.config.rules.model import shape_is_pending
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
 
@@ -136,18 +137,17 @@ def _layers_of_stages(parallel: ParallelConfig, model: ModelConfig) -> list[int]
 
 
 def rules(run: RunConfig) -> list[ConfigRule]:
-    """Returns the rules about the offload of activations and weights."""
-    return [
+    """Returns the rules about the offload of activations and weights: those about layers once their number is known."""
+    found = [
         partial(offload_ratio_is_a_share, run.activation_offload),
         partial(one_way_of_activation_offload, run.activation_offload),
         partial(offloaded_modules_keep_something, run.activation_offload, run.recompute, run.model),
         partial(offloaded_weights_are_trained, run.activation_offload, run.model),
     ]
-
-
-def shape_rules(run: RunConfig) -> list[ConfigRule]:
-    """Returns the rules that depend on the model's shape, and wait until it is known."""
+    if shape_is_pending(run.model, run.checkpoint):
+        return found
     return [
+        *found,
         partial(offloaded_layers_exist, run.activation_offload, run.parallel, run.model),
         partial(offloaded_weights_exist, run.activation_offload, run.parallel, run.model),
         partial(offloaded_modules_are_given, run.activation_offload, run.parallel, run.model),

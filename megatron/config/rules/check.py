@@ -20,21 +20,18 @@ from megatron.config.run import RunConfig
 
 
 def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
-    """Returns the rules that `run` has to obey, those about the model's shape only once it is known.
+    """Returns the rules that `run` has to obey.
 
     Plain values come first, so that no later rule divides by zero, and contradictions before flags without effect.
     """
-    pending = rules_model.shape_is_pending(run.model, run.checkpoint)
     return [
         partial(values_are_known, run),
         partial(numbers_are_in_range, run),
         *rules_model.rules(run, world_size),
-        *([] if pending else rules_model.shape_rules(run)),
         *rules_training.rules(run, world_size),
         *rules_files.rules(run),
         *rules_recompute.rules(run),
         *rules_activation_offload.rules(run),
-        *([] if pending else rules_activation_offload.shape_rules(run)),
         *rules_optimizer_offload.rules(run),
         partial(own_flags_have_an_effect, run),
     ]

@@ -21,7 +21,7 @@ from megatron.config.window import attention_windows
 
 
 def shape_is_pending(model: ModelConfig, checkpoint: CheckpointConfig) -> bool:
-    """Returns whether `shape_rules` must wait, because the checkpoint of --use-checkpoint-args has not been read yet."""
+    """Returns whether rules about the shape must wait: the checkpoint of --use-checkpoint-args has not been read yet."""
     return checkpoint.use_checkpoint_args and model.num_layers is None
 
 
@@ -350,8 +350,8 @@ def tp_divides_vocabulary(model: ModelConfig, tp: int) -> str | None:
 
 
 def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
-    """Returns the rules about the source of the model and its layout over processes."""
-    return [
+    """Returns the rules about the model and its layout over processes: those about its shape only once it is known."""
+    sources = [
         partial(one_source_of_shape, run.checkpoint, run.given),
         partial(one_source_of_adapters, run.checkpoint, run.given),
         partial(batch_shape_is_given, run.data, run.train),
@@ -360,11 +360,10 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(backend_fits_device, run.parallel),
         partial(one_half_precision, run.model),
     ]
-
-
-def shape_rules(run: RunConfig) -> list[ConfigRule]:
-    """Returns the rules about the model's shape and numerics, which wait until the shape is known."""
+    if shape_is_pending(run.model, run.checkpoint):
+        return sources
     return [
+        *sources,
         partial(shape_is_given, run.model),
         partial(one_activation, run.model),
         partial(heads_divide_hidden, run.model),

@@ -14,7 +14,7 @@ def numbers_are_in_range(run: RunConfig) -> str | None:
         found = flag_of(spec)
         if found is None or found.within is None:
             continue
-        for value in _values(run, name):
+        for value in _values(run.value(name)):
             if not found.within.holds(value):
                 return f"{flag_name(name)} must be {found.within.words}, got {value}"
     return None
@@ -26,15 +26,14 @@ def values_are_known(run: RunConfig) -> str | None:
         found = flag_of(spec)
         if found is None or found.choices is None:
             continue
-        for value in _values(run, name):
+        for value in _values(run.value(name)):
             if value not in found.choices:
                 return f"{flag_name(name)} must be one of {', '.join(map(str, found.choices))}, got {value}"
     return None
 
 
-def _values(run: RunConfig, name: str) -> tuple[Any, ...]:
-    """Returns the field's value, the elements of a tuple, or nothing if it is not set."""
-    value = run.value(name)
+def _values(value: Any) -> tuple[Any, ...]:
+    """Returns the value of a field, the elements of a tuple, or nothing if it is not set."""
     if value is None:
         return ()
     return value if isinstance(value, tuple) else (value,)
