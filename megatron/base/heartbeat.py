@@ -65,10 +65,13 @@ class Call:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class _Queued:
+@dataclass
+class QueuedWork:
     """A collective queued on a device stream. `number` is its sequence number on its group, `since` the time of
     queueing.
+
+    `done` tells whether it is over. What `done` refers to lives until the heartbeat has seen the end, so whoever queued
+    the work replaces it as soon as something smaller can tell the same.
     """
 
     op: str
@@ -118,9 +121,11 @@ class Heartbeat:
         self._since = time.time()
         self._sequences: dict[str, int] = {}
         self._recorders: list[list[Call]] = []
-        self._queued: deque[_Queued] = deque()
+        self._queued: deque[QueuedWork] = deque()  # not seen yet by the thread, which alone uses the next one
+        self._pending: list[QueuedWork] = []
         self._on_stall: Callable[[str], None] | None = None
         self._on_orphaned: Callable[[str], None] | None = None
+        self._in_thread: Callable[[], None] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         # This context encloses each wait for a collective, (operation, group name) -> context; a timeline measures with
@@ -128,14 +133,18 @@ class Heartbeat:
         self.during_wait: Callable[[str, str], contextlib.AbstractContextManager[None]] = unmeasured
 
     def start(
-        self, on_stall: Callable[[str], None] | None = None, on_orphaned: Callable[[str], None] | None = None
+        self,
+        on_stall: Callable[[str], None] | None = None,
+        on_orphaned: Callable[[str], None] | None = None,
+        in_thread: Callable[[], None] | None = None,
     ) -> None:
         """Starts publishing in a background thread.
 
         `on_stall(message)` is called when device work queued by `track` exceeds the timeout, `on_orphaned(message)`
-        when the launcher has ended or the store has not answered for 30 heartbeats.
+        when the launcher has ended or the store has not answered for 30 heartbeats. `in_thread()` is called first of
+        all in the thread, which then asks queued work whether it is done: it chooses the thread's device.
         """
-        self._on_stall, self._on_orphaned = on_stall, on_orphaned
+        self._on_stall, self._on_orphaned, self._in_thread = on_stall, on_orphaned, in_thread
         self.beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -213,9 +222,14 @@ class Heartbeat:
             # Compare by identity: nested recorders may hold equal lists.
             self._recorders = [kept for kept in self._recorders if kept is not calls]
 
-    def track(self, op: str, ranks: Sequence[int], group: str, done: Callable[[], bool]) -> None:
-        """Watches work that is queued on a device stream, because the host has gone on and cannot see it hang."""
-        self._queued.append(_Queued(op, tuple(ranks), group, self._sequences.get(group, 0), time.time(), done))
+    def track(self, op: str, ranks: Sequence[int], group: str, done: Callable[[], bool]) -> QueuedWork:
+        """Watches work that is queued on a device stream, because the host has gone on and cannot see it hang.
+
+        Returns the record of it, whose `done` may be replaced.
+        """
+        queued = QueuedWork(op, tuple(ranks), group, self._sequences.get(group, 0), time.time(), done)
+        self._queued.append(queued)
+        return queued
 
     def beat(self) -> None:
         """Publishes the current state now."""
@@ -303,6 +317,8 @@ class Heartbeat:
                     self.beat()
 
     def _run(self) -> None:
+        if self._in_thread is not None:
+            self._in_thread()
         while not self._stop.wait(self.interval):
             # A full disk or a lost store must end neither the run nor the supervision of queued work.
             with contextlib.suppress(Exception):
@@ -316,10 +332,11 @@ class Heartbeat:
             self.beat()
 
     def _check_queued(self) -> None:
-        while self._queued and self._queued[0].finished():
-            self._queued.popleft()
-        if self._queued and self._on_stall and time.time() - self._queued[0].since > self.timeout:
-            late = self._queued.popleft()
+        while self._queued:
+            self._pending.append(self._queued.popleft())
+        self._pending = [queued for queued in self._pending if not queued.finished()]
+        if self._pending and self._on_stall and time.time() - self._pending[0].since > self.timeout:
+            late = self._pending.pop(0)
             seconds = time.time() - late.since
             cause = "device work did not finish"
             self._on_stall(self.explain(late.op, late.group, late.ranks, seconds, cause, late.number))

@@ -8,6 +8,12 @@ and timeouts raise CommError with the collective's name, its group and the missi
 collective runs on NCCL's stream: `wait` makes the *current stream* wait, not the host, so tensors may be used right after
 `wait` on that stream and freed once the handle is dropped. On gloo `wait` blocks the host. A handle must be waited for
 before any of its tensors is read, overwritten or freed; dropping one unwaited is a bug, so `wait` is never optional.
+
+[Note: what the heartbeat holds on CUDA]
+The host goes on after `wait`, so the heartbeat has to follow a collective to its end. NCCL's work would tell, but it holds
+the result until it is freed itself, and a second of a large model is many gigabytes of results. So the heartbeat asks the
+work only until `wait`, while the handle holds the same tensors anyway. From then on it asks an event that is recorded
+behind the collective on the stream that waited, and holds no tensor.
 """
 
 from __future__ import annotations
@@ -22,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.base.errors import CommError, first_line
-from megatron.base.heartbeat import Call
+from megatron.base.heartbeat import Call, QueuedWork
 from megatron.core.groups import Group
+from megatron.core.streams.cuda import everything_queued
 
 # torch 2.13 renamed these two and warns about the old names; the arguments are the same.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -181,8 +188,24 @@ def in_flight(
     On CUDA the heartbeat follows its work: the host goes on, and would not see that it hangs.
     """
     if sent.is_cuda:
-        group.heartbeat.track(op, group.ranks, group.name, work.is_completed)
+        work = _Followed(work, group.heartbeat.track(op, group.ranks, group.name, work.is_completed), sent.device)
     return Handle(op, group, work, kept, number=number)
+
+
+class _Followed:
+    """A work that the heartbeat follows: see [Note: what the heartbeat holds on CUDA]."""
+
+    def __init__(self, work: Any, queued: QueuedWork, device: torch.device) -> None:
+        self._work, self._queued, self._device = work, queued, device
+
+    def wait(self) -> None:
+        """See Waitable."""
+        self._work.wait()
+        self._queued.done = everything_queued(self._device).is_completed
+
+    def is_completed(self) -> bool:
+        """See Work."""
+        return bool(self._work.is_completed())
 
 
 @contextlib.contextmanager

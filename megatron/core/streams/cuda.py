@@ -59,6 +59,12 @@ class CudaWork:
         return bool(self._keep) and not self.is_completed()
 
 
+def everything_queued(device: torch.device) -> CudaWork:
+    """Everything that is queued on the device's current stream, as a work that holds no tensor."""
+    current = torch.cuda.current_stream(device)
+    return CudaWork(current.record_event(), current, (), lambda: None)
+
+
 class CudaStream:
     """See Stream."""
 

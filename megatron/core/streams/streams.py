@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from megatron.core.streams.cuda import CudaStream, CudaWork
+from megatron.core.streams.cuda import CudaStream, everything_queued
 from megatron.core.streams.stream import Stream, Work
 from megatron.core.streams.thread import Completed, ThreadStream
 from megatron.core.timeline import Timeline
@@ -40,7 +40,4 @@ class Streams:
 
     def mark(self) -> Work:
         """Everything that is queued on the current stream, as a work that others can be put behind."""
-        if self.device.type == "cuda":
-            current = torch.cuda.current_stream(self.device)
-            return CudaWork(current.record_event(), current, (), lambda: None)
-        return Completed()
+        return everything_queued(self.device) if self.device.type == "cuda" else Completed()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -318,6 +319,51 @@ class TestQueuedWork:
         before = store.lines[0]
         time.sleep(0.3)
         assert stalls == [] and store.lines[0] != before
+
+    def test_finished_work_behind_unfinished_work_is_forgotten(self, start):
+        """A receive that is posted early is pending for long: what was queued after it must not be kept for as long."""
+        heartbeat, ended = Heartbeat(0, interval=0.01), threading.Event()
+        heartbeat.track("receive", [0, 1], "pp", ended.is_set)
+        later = Result()
+        heartbeat.track("all_gather", [0, 1], "tp", later.is_completed)
+        alive = weakref.ref(later)
+        del later
+        start(heartbeat)
+        wait_until(lambda: alive() is None)
+        ended.set()
+
+    def test_a_record_may_be_told_to_ask_something_else(self, store, start):
+        """So that a work can be freed before it is over, and is reported nevertheless when it never is."""
+        heartbeat, stalls, result = store.heartbeat(0, timeout=0.05), [], Result()
+        queued = heartbeat.track("all_gather", [0, 1], "tp", result.is_completed)
+        alive = weakref.ref(result)
+        queued.done = lambda: False
+        del result
+        assert alive() is None
+        start(heartbeat, on_stall=stalls.append)
+        wait_until(lambda: stalls)
+        assert "device work did not finish" in stalls[0]
+
+    def test_the_thread_chooses_its_device_before_it_asks(self, start):
+        """On CUDA a thread that has none opens a context on device 0, in every rank."""
+        calls = []
+
+        def done():
+            calls.append(("query", threading.current_thread().name))
+            return True
+
+        heartbeat = Heartbeat(0, interval=0.01)
+        heartbeat.track("all_reduce", [0, 1], "dp", done)
+        start(heartbeat, in_thread=lambda: calls.append(("device", threading.current_thread().name)))
+        wait_until(lambda: len(calls) == 2)
+        assert calls == [("device", "heartbeat"), ("query", "heartbeat")]
+
+
+class Result:
+    """Stands for a work that holds its result."""
+
+    def is_completed(self):
+        return True
 
 
 class TestOrphans:
