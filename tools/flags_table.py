@@ -37,7 +37,10 @@ def _row(spec: Field[Any], hint: Any) -> str:
     found = flag_of(spec)
     assert found is not None
     names = ", ".join(f"`{name}`" for name in spellings_of(spec))
-    cells = [names, _kind(plain_type(hint), found.choices, found.nargs), _default(spec.default), found.help]
+    choices = found.choices
+    if choices and found.metavar and found.metavar.startswith("{"):  # a short form of many choices
+        choices = tuple(found.metavar.strip("{}").split(","))
+    cells = [names, _kind(plain_type(hint), choices, found.nargs), _default(spec.default), found.help]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

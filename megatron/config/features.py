@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.base.cuda_environment import ALLOCATOR
 from megatron.base.mesh import Mesh
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.data_parallel import AUTO, EVERY, DataParallelSettings
@@ -44,6 +45,8 @@ class Facts:
     tp_overlap_why: str  # why not better; empty when it is the best there is, or was not asked for
     recomputed: str = ""  # the recompute of this rank's layers, if they differ
     cpu_chunks: tuple[int, int] = (0, 0)  # chunks of optimizer state that the CPU updates, and all
+    allocator: str = ""  # settings of torch's allocator on CUDA, from the environment; "" without CUDA
+    deterministic: str = ""  # environment variables of --deterministic-mode on CUDA, with their values
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         _main_gradients(model, facts),
         _dropout(model, trains=trains),
         _loss_scaling(model, run.optimizer),
-        _deterministic(run.train),
+        _allocator(facts),
+        _deterministic(run.train, facts),
         *(Feature(note.flag, note.asked, note.here, note.why) for note in (*notes(run), *run.notes)),
     ]
 
@@ -389,9 +393,18 @@ def _loss_scaling(model: ModelConfig, optimizer: OptimizerConfig) -> Feature:
     return Feature("loss scaling", "auto", f"dynamic from {optimizer.initial_loss_scale:g}", "float16")
 
 
-def _deterministic(train: TrainConfig) -> Feature:
+def _allocator(facts: Facts) -> Feature:
+    name = "CUDA memory allocator"
+    if not facts.allocator:
+        return Feature(name, "off", "off", "")
+    if facts.allocator == ALLOCATOR:
+        return Feature(name, "auto", ALLOCATOR, "memory freed by one tensor serves those of any size")
+    return Feature(name, facts.allocator, facts.allocator, "set in the environment")
+
+
+def _deterministic(train: TrainConfig, facts: Facts) -> Feature:
     asked = _on(train.deterministic_mode)
-    return Feature("deterministic mode", asked, asked, "")
+    return Feature("deterministic mode", asked, asked, facts.deterministic if train.deterministic_mode else "")
 
 
 def _on(state: bool) -> str:

@@ -26,6 +26,10 @@ _SHARDED = Need(
     "add --use-distributed-optimizer",
 )
 
+_LARGEST_HOST = 16  # GPUs
+DEVICES = ("auto", "cpu", "cuda", *(f"cuda:{number}" for number in range(_LARGEST_HOST)))
+DEVICES_SHOWN = "{auto,cpu,cuda,cuda:N}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -181,7 +185,13 @@ class ParallelConfig:
         aliases=("--reduce-bucket-size",),
         within=COUNT,
     )
-    device: str = flag("auto", "where to run; auto takes CUDA when there is one", choices=("auto", "cpu", "cuda"))
+    device: str = flag(
+        "auto",
+        "where to run; auto takes CUDA when there is one; cuda:N is that device for all processes of a host, which NCCL "
+        "allows only if each has its own NCCL_HOSTID",
+        choices=DEVICES,
+        metavar=DEVICES_SHOWN,
+    )
     distributed_backend: str | None = flag(
         None, "collective library; default nccl on CUDA; always gloo on CPU", choices=("nccl", "gloo")
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,19 +57,55 @@ def allow_open_files() -> None:
 
 
 def choose_device(asked: str, local_rank: int) -> torch.device:
-    """`asked` is auto, cpu or cuda. On CUDA each process takes the device of its local rank."""
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda was asked for but torch sees no CUDA device; use --device cpu or auto")
-    if asked == "cpu" or not torch.cuda.is_available():
+    """Returns the device of this process, and makes it the current one of this thread.
+
+    `asked` is auto, cpu, cuda or cuda:N: see `device_number`. Raises ConfigError.
+    """
+    available = torch.cuda.is_available()
+    if asked.startswith("cuda") and not available:
+        raise ConfigError(f"--device {asked} was asked for but torch sees no CUDA device; use --device cpu or auto")
+    if asked == "cpu" or not available:
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ConfigError(
-            f"local rank {local_rank} has no GPU: this host has {count}; lower --nproc-per-node to {count}"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", device_number(asked, local_rank, torch.cuda.device_count(), os.environ))
+    use_device(device)
     return device
+
+
+def device_number(asked: str, local_rank: int, count: int, environment: Mapping[str, str]) -> int:
+    """Returns the number of this process's CUDA device among the `count` devices that it sees.
+
+    cuda:N is device N in every process of the host. Otherwise each process takes the device of its local rank, or the
+    only one, if a scheduler has given each process a device of its own (Slurm's --gpus-per-task=1 sets
+    CUDA_VISIBLE_DEVICES), or if NCCL_HOSTID shows that processes are meant to share one. Raises ConfigError.
+    """
+    if asked.startswith("cuda:"):
+        number = int(asked.removeprefix("cuda:"))
+        if number >= count:
+            raise ConfigError(f"--device {asked} does not exist: torch sees {count}; use cuda:0 to cuda:{count - 1}")
+        return number
+    if local_rank < count:
+        return local_rank
+    if count == 1 and any(environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID")):
+        return 0
+    raise ConfigError(
+        f"local rank {local_rank} has no GPU: torch sees {count} on this host; lower --nproc-per-node to {count}, or let "
+        "processes share a GPU with --device cuda:N"
+    )
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a CUDA device the current one of the calling thread. A thread that asks about CUDA work without this opens a
+    context on device 0, which takes hundreds of megabytes there.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def with_number(device: torch.device) -> torch.device:
+    """Returns the device as its tensors name it: "cuda" alone is the current device, but compares as another one."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def set_cpu_threads(device: torch.device, processes_on_host: int) -> None:
@@ -105,12 +142,15 @@ def memory_report(device: torch.device) -> MemoryReport:
 def headroom(device: torch.device) -> int:
     """Returns the bytes that this process can still allocate.
 
-    On CUDA this is the memory outside the peak use so far; on the CPU the share of this process in the host's free
-    memory, limited by the control group and by its own limits (ulimit -v, -d), minus a tenth.
+    On CUDA this is the memory outside the peak use so far: what is free on the device or reserved by torch's allocator,
+    minus 5 % for fragmentation. The device's own count contains the memory of NCCL, of cuBLAS, of contexts and of other
+    processes, which torch does not see. On the CPU it is the share of this process in the host's free memory, limited
+    by the control group and by its own limits (ulimit -v, -d), minus a tenth.
     """
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return max(0, int(0.95 * total) - torch.cuda.max_memory_allocated(device))
+        unused, _ = torch.cuda.mem_get_info(device)
+        available = unused + torch.cuda.memory_reserved(device)
+        return max(0, int(0.95 * available) - torch.cuda.max_memory_allocated(device))
     process = psutil.Process().memory_info()
     free = [psutil.virtual_memory().available]
     limit, used = _control_group_memory()

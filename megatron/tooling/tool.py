@@ -18,7 +18,7 @@ from megatron.command_line.exits import exit_code
 from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT_OR_NONE, RANKS
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import DEVICES, DEVICES_SHOWN, ParallelConfig
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
@@ -66,7 +66,13 @@ def add_model_flags(parser: FlagParser) -> None:
         metavar="N",
         help="parts of the layers (default 1)",
     )
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes CUDA when there is one")
+    add(
+        "--device",
+        default="auto",
+        choices=DEVICES,
+        metavar=DEVICES_SHOWN,
+        help="auto takes CUDA when there is one; cuda:N is that device for all processes of a host",
+    )
     # Flags that are not given are omitted from the namespace: the model's own values apply.
     for name, help in (
         ("--tokenizer-type", "kind of tokenizer (default: the model's own, as for the next three)"),

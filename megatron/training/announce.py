@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 
+from megatron.base.cuda_environment import allocator_settings, deterministic_settings
 from megatron.base.log import get_logger
 from megatron.config.features import Facts, features, format_table, worth_a_line
 from megatron.kernels.ops.gemm import slow_half
@@ -40,6 +42,8 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         tp_overlap=prepared.shared.overlap.name,
         tp_overlap_why=prepared.overlap_why,
         cpu_chunks=trainer.optimizer.cpu_chunks,
+        allocator=allocator_settings(os.environ) if trainer.device.type == "cuda" else "",
+        deterministic=deterministic_settings(os.environ) if trainer.device.type == "cuda" else "",
         recomputed="" if prepared.balanced is None else str(prepared.balanced),
     )
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 
+from megatron.base.cuda_environment import set_defaults
 from megatron.base.errors import ConfigError, UserError
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
@@ -16,7 +17,7 @@ from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
 from megatron.config.parallel import ParallelConfig
-from megatron.core.device import allow_open_files, choose_device, set_cpu_threads
+from megatron.core.device import allow_open_files, choose_device, set_cpu_threads, use_device
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.groups import Groups, backend_for, connect, create_groups
 from megatron.training.together import together
@@ -33,8 +34,13 @@ def start_process(
     *,
     deterministic: bool = False,
 ) -> tuple[Groups, torch.device]:
-    """Returns the process groups, with the heartbeat, and the device of this process. Collective over the world."""
+    """Returns the process groups, with the heartbeat, and the device of this process. Collective over the world.
+
+    Before CUDA starts, it sets the environment variables of base/cuda_environment.py.
+    """
     try:
+        if parallel.device != "cpu" and torch.cuda.is_available():
+            set_defaults(os.environ, torch.__version__, deterministic=deterministic)
         device = choose_device(parallel.device, local_rank)
     except UserError as error:
         error.on_all_ranks = False  # other hosts may have other devices
@@ -46,7 +52,7 @@ def start_process(
     timeout = parallel.distributed_timeout_minutes * 60
     backend = backend_for(device, parallel.distributed_backend)
     heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
-    heartbeat.start(on_stall=log.error, on_orphaned=_end_orphan)
+    heartbeat.start(on_stall=log.error, on_orphaned=_end_orphan, in_thread=lambda: use_device(device))
     groups = create_groups(
         mesh_of(parallel, world_size),
         rank,

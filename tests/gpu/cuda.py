@@ -7,4 +7,4 @@ NEEDS_CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
 ]
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")  # as their tensors name them

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.core.device import with_number
 from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.offload.host_pool import HostPool
 from megatron.core.offload.policies import OffloadPolicy
@@ -56,7 +57,7 @@ class ActivationOffload:
         """`layers_of_stage`: number of layers of each stage of this rank. `device`: only tensors of this device are
         offloaded. `parameter_of`: the sharded or offloaded parameter that a tensor is a view of, or None."""
         self.policy, self.pool, self.saved_bytes, self.offloaded_bytes = policy, pool, dict[int, int](), 0
-        self.layers_of_stage, self.device = layers_of_stage, device
+        self.layers_of_stage, self.device = layers_of_stage, with_number(device)
         self._engine, self._model, self.parameter_of = engine, model, parameter_of
         self._scheduled: frozenset[tuple[int, int]] = frozenset()
         self._groups: dict[tuple[int, int], StorageGroup] = {}  # of microbatches whose backward is still to come

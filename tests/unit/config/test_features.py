@@ -217,7 +217,19 @@ def test_loss_scaling():
 
 
 def test_deterministic_mode():
-    assert row("deterministic mode", deterministic_mode=True) == ("on", "on", "")
+    name, settings = "deterministic mode", "CUBLAS_WORKSPACE_CONFIG=:4096:8, NCCL_ALGO=Ring"
+    on_cuda = dataclasses.replace(ALONE, device="cuda", deterministic=settings)
+    assert row(name, deterministic_mode=True) == ("on", "on", "")
+    assert row(name, on_cuda, deterministic_mode=True) == ("on", "on", settings)
+    assert row(name, on_cuda) == ("off", "off", "")
+
+
+def test_allocator_of_cuda():
+    name, on_cuda = "CUDA memory allocator", dataclasses.replace(ALONE, device="cuda")
+    growing, small = "expandable_segments:True", "max_split_size_mb:64"
+    assert row(name) == ("off", "off", "")
+    assert row(name, dataclasses.replace(on_cuda, allocator=growing))[:2] == ("auto", growing)
+    assert row(name, dataclasses.replace(on_cuda, allocator=small)) == (small, small, "set in the environment")
 
 
 def test_table_is_aligned():

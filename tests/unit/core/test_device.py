@@ -11,13 +11,16 @@ import torch
 from megatron.base.errors import ConfigError
 from megatron.core.device import (
     PEAK_BF16_TFLOPS,
+    PeakMeter,
     allow_open_files,
     choose_device,
+    device_number,
     headroom,
     memory_report,
     peak_tflops,
     set_cpu_threads,
     synchronize,
+    with_number,
 )
 
 CPU = torch.device("cpu")
@@ -56,8 +59,43 @@ class TestChoose:
         assert choose_device("cpu", 1) == CPU and gpus == []
 
     def test_more_processes_than_gpus(self, gpus):
-        with pytest.raises(ConfigError, match="local rank 2 has no GPU: this host has 2; lower --nproc-per-node to 2"):
+        with pytest.raises(ConfigError, match="local rank 2 has no GPU: torch sees 2 on this host; lower"):
             choose_device("auto", 2)
+
+    def test_all_processes_on_one_gpu(self, gpus):
+        assert [choose_device("cuda:1", local_rank) for local_rank in (0, 3)] == [torch.device("cuda", 1)] * 2
+        with pytest.raises(ConfigError, match="--device cuda:2 does not exist: torch sees 2; use cuda:0 to cuda:1"):
+            choose_device("cuda:2", 0)
+
+    def test_a_number_without_gpu(self, no_gpu):
+        with pytest.raises(ConfigError, match="--device cuda:0 was asked for but torch sees no CUDA device"):
+            choose_device("cuda:0", 0)
+
+
+class TestNumber:
+    @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "NCCL_HOSTID"])
+    def test_a_scheduler_gives_each_process_one_gpu(self, name):
+        """Slurm's --gpus-per-task=1: local rank 3 sees one device, and it is its own."""
+        assert device_number("auto", 3, 1, {name: "3"}) == 0
+
+    @pytest.mark.parametrize(
+        ("count", "environment"), [(1, {}), (1, {"CUDA_VISIBLE_DEVICES": ""}), (2, {"NCCL_HOSTID": "a"})]
+    )
+    def test_too_few_gpus(self, count, environment):
+        with pytest.raises(ConfigError, match=f"local rank 3 has no GPU: torch sees {count} on this host"):
+            device_number("auto", 3, count, environment)
+
+    def test_own_gpu_first(self):
+        assert device_number("cuda", 1, 2, {"CUDA_VISIBLE_DEVICES": "4,6"}) == 1
+
+
+def test_a_device_is_named_as_its_tensors_name_it(monkeypatch):
+    """Else no tensor is on the device that was asked for, and nothing is offloaded."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert torch.device("cuda") != torch.device("cuda", 3), "torch's rule, which makes this necessary"
+    assert with_number(torch.device("cuda")) == torch.device("cuda", 3)
+    assert with_number(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert with_number(CPU) == CPU
 
 
 class TestThreads:
@@ -163,10 +201,20 @@ class TestHeadroom:
         )
         assert 0 < headroom(CPU) <= 0.9 * 10**8 < free
 
-    def test_cuda_leaves_what_the_peak_left(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    @pytest.mark.parametrize(
+        ("free", "left"),
+        [
+            (600, 650),  # a device of 1000: torch has reserved 400, of which 300 were in use at the peak
+            (500, 555),  # NCCL and cuBLAS have 100
+            (0, 80),
+        ],
+    )
+    def test_cuda_leaves_what_the_peak_and_libraries_left(self, free, left, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 400)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 300)
-        assert headroom(torch.device("cuda", 0)) == 650
+        cuda = torch.device("cuda", 0)
+        assert headroom(cuda) == PeakMeter(cuda).free() == left
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():

@@ -1,0 +1,54 @@
+"""Environment variables that torch, cuBLAS and NCCL read when they start on CUDA: the defaults of a run.
+
+What the user has set stays. This file does not import torch: it runs before torch starts CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+from megatron.base.errors import ConfigError
+
+# ZeRO-3, offload and recompute free and allocate tensors of many sizes all the time. Segments that grow do not leave
+# holes that nothing fits.
+ALLOCATOR = "expandable_segments:True"
+# torch reads the first of these that is set. Versions before 2.11 may ignore the second, and later ones warn of the first.
+_ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_SECOND_SINCE = (2, 11)
+# Fixed work spaces for cuBLAS, and sums of NCCL in one order. Both may be faster otherwise.
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+_FIXED_WORKSPACES = (":4096:8", ":16:8")
+
+
+def set_defaults(environment: MutableMapping[str, str], torch_version: str, *, deterministic: bool) -> None:
+    """Sets the variables that the user has not set. Must run before the first CUDA call of the process.
+
+    Raises ConfigError for a variable that contradicts --deterministic-mode.
+    """
+    if not any(name in environment for name in _ALLOCATOR_NAMES):
+        version = tuple(int(part) for part in torch_version.split(".")[:2])
+        environment[_ALLOCATOR_NAMES[version >= _SECOND_SINCE]] = ALLOCATOR
+    if not deterministic:
+        return
+    for name, value in _DETERMINISTIC.items():
+        environment.setdefault(name, value)
+    workspace, algorithms = (environment[name] for name in _DETERMINISTIC)
+    if workspace not in _FIXED_WORKSPACES:
+        fixed = " or ".join(_FIXED_WORKSPACES)
+        raise ConfigError(
+            f"CUBLAS_WORKSPACE_CONFIG={workspace} contradicts --deterministic-mode; unset it, or set it to {fixed}"
+        )
+    if "NVLS" in algorithms.upper() and not algorithms.startswith("^"):
+        raise ConfigError(
+            f"NCCL_ALGO={algorithms} contradicts --deterministic-mode: the switch adds in any order; unset it"
+        )
+
+
+def allocator_settings(environment: Mapping[str, str]) -> str:
+    """Returns the settings of torch's CUDA allocator, or "" where none are set."""
+    return next((environment[name] for name in _ALLOCATOR_NAMES if name in environment), "")
+
+
+def deterministic_settings(environment: Mapping[str, str]) -> str:
+    """Returns the variables of --deterministic-mode with their values, for the start-up table."""
+    return ", ".join(f"{name}={environment[name]}" for name in _DETERMINISTIC if name in environment)

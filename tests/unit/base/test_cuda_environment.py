@@ -1,0 +1,63 @@
+"""Defaults of environment variables for CUDA: what is set, what stays, what is refused."""
+
+import pytest
+
+from megatron.base.cuda_environment import allocator_settings, deterministic_settings, set_defaults
+from megatron.base.errors import ConfigError
+
+GROWING = "expandable_segments:True"
+
+
+def defaults(version="2.11.0+cu130", deterministic=False, **given):
+    environment = dict(given)
+    set_defaults(environment, version, deterministic=deterministic)
+    return environment
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("2.8.0", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("2.9.1+cu128", "PYTORCH_CUDA_ALLOC_CONF"),  # ignores the other name
+        ("2.10.0", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("2.11.0+cu130", "PYTORCH_ALLOC_CONF"),  # warns of the older name
+        ("2.13.0a0+git1234", "PYTORCH_ALLOC_CONF"),
+    ],
+)
+def test_the_allocators_variable_is_one_that_torch_reads(version, name):
+    environment = defaults(version)
+    assert environment == {name: GROWING} and allocator_settings(environment) == GROWING
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("version", ["2.8.0", "2.11.0"])
+def test_what_the_user_set_stays(name, version):
+    environment = defaults(version, **{name: "max_split_size_mb:64"})
+    assert environment == {name: "max_split_size_mb:64"}
+    assert allocator_settings(environment) == "max_split_size_mb:64"
+
+
+def test_deterministic_mode():
+    environment = defaults(deterministic=True)
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and environment["NCCL_ALGO"] == "Ring"
+    assert deterministic_settings(environment) == "CUBLAS_WORKSPACE_CONFIG=:4096:8, NCCL_ALGO=Ring"
+    assert deterministic_settings(defaults()) == "" and set(defaults()) == {"PYTORCH_ALLOC_CONF"}
+
+
+@pytest.mark.parametrize("given", [{"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, {"NCCL_ALGO": "Tree"}, {"NCCL_ALGO": "^NVLS"}])
+def test_deterministic_mode_keeps_what_agrees_with_it(given):
+    assert given.items() <= defaults(deterministic=True, **given).items()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "CUBLAS_WORKSPACE_CONFIG=:0:0 contradicts --deterministic-mode"),
+        ({"NCCL_ALGO": "NVLS"}, "NCCL_ALGO=NVLS contradicts --deterministic-mode"),
+        ({"NCCL_ALGO": "allreduce:nvlstree"}, "NCCL_ALGO=allreduce:nvlstree contradicts"),
+    ],
+)
+def test_deterministic_mode_refuses_what_contradicts_it(given, message):
+    with pytest.raises(ConfigError, match=message):
+        defaults(deterministic=True, **given)
+    assert given.items() <= defaults(**given).items(), "without the flag it is the user's own affair"

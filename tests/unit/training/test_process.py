@@ -1,0 +1,77 @@
+"""The start of a process on CUDA, whose answers are given by stand-ins: what is set before, and in which thread."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from megatron.base.errors import ConfigError
+from megatron.config.parallel import ParallelConfig
+from megatron.training.process import start_process
+from tests.unit.base.test_heartbeat import wait_until
+
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """None of the variables is set, and what the test sets is removed after it."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return os.environ
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Two GPUs. Returns (thread, device, variables that were set by then) of each call that chose one."""
+    calls = []
+
+    def set_device(device):
+        calls.append((threading.current_thread().name, device, {name for name in VARIABLES if name in os.environ}))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    return calls
+
+
+def start(local_rank, **options):
+    groups, device = start_process(ParallelConfig(**options.pop("flags", {})), 0, 1, local_rank, 2, **options)
+    groups.heartbeat.stop()
+    return device
+
+
+def test_the_heartbeat_uses_the_device_of_its_process(environment, taken):
+    """Not device 0, where its context would take memory from another rank."""
+    main, device = threading.current_thread().name, torch.device("cuda", 1)
+    assert start(1) == device
+    wait_until(lambda: len(taken) == 2)
+    assert [call[:2] for call in taken] == [(main, device), ("heartbeat", device)]
+
+
+def test_variables_are_set_before_cuda_starts(environment, taken):
+    start(0)
+    (name,) = taken[0][2]
+    assert name in VARIABLES[:2] and environment[name] == "expandable_segments:True"
+
+
+def test_variables_of_deterministic_mode(environment, taken):
+    try:
+        start(0, deterministic=True)
+        assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} <= taken[0][2]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_variable_that_contradicts_is_this_hosts_own_mistake(environment, taken, monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    with pytest.raises(ConfigError, match="NCCL_ALGO=NVLS") as caught:
+        start(0, deterministic=True)
+    assert caught.value.on_all_ranks is False and taken == []
+
+
+def test_nothing_is_set_for_the_cpu(environment, taken):
+    assert start(0, flags={"device": "cpu"}).type == "cpu"
+    assert taken == [] and not any(name in environment for name in VARIABLES)
