@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.backends import flash
 from megatron.kernels.ops import attention, attention_lse, weight_grad
+from megatron.kernels.ops.attention_trial import try_attention, try_blocks
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,34 @@ class Kernels:
     fusion_missing: str | None  # the reason why gradient accumulation is not fused into the weight-gradient GEMM
 
 
-def choose_kernels(config: ModelConfig, device: torch.device) -> Kernels:
-    """Returns the requested kernels, or the closest ones that can run here. All compute the same function."""
+def choose_kernels(config: ModelConfig, device: torch.device, *, blocks: bool = False) -> Kernels:
+    """Returns the requested kernels, or the closest ones that can run here. All compute the same function.
+
+    On CUDA the chosen kernels are tried on a few tokens, because builds of torch and of FlashAttention differ in what
+    they support. `blocks`: whether attention runs in blocks, for context parallelism.
+    """
     dtype, softcap = getattr(torch, config.dtype_name), config.attn_logit_softcapping
-    attention_kernel, choice = attention.choose(config.attention_backend, device, dtype, softcap)
+    found = _find_flash(config, device, dtype, blocks=blocks)
+    attention_kernel, choice = attention.choose(config.attention_backend, device, dtype, softcap, found)
     block_kernel, block_choice = attention_lse.choose(
-        config.attention_backend, device, dtype, config.attention_dropout, softcap
+        config.attention_backend, device, dtype, config.attention_dropout, softcap, found
     )
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     return Kernels(attention_kernel, block_kernel, weight_grad_kernel, choice, block_choice, missing)
+
+
+def _find_flash(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, blocks: bool) -> flash.Flash:
+    """Returns the FlashAttention that runs this model here."""
+    if config.attention_backend not in ("auto", "flash") or config.attn_logit_softcapping is not None:
+        return flash.Flash(None, "not asked for")
+
+    def trial() -> None:
+        assert config.num_attention_heads
+        head, queries = config.head_dim, config.num_attention_heads // config.num_kv_heads
+        windowed, dropout = any(window is not None for window in config.windows), config.attention_dropout
+        kernel = flash.attention(attention.fused)
+        try_attention(kernel, device, dtype, head=head, queries=queries, windowed=windowed, dropout=dropout)
+        if blocks:
+            try_blocks(attention_lse.flash_attention, device, dtype, head=head, queries=queries, windowed=windowed)
+
+    return flash.find(device, dtype, config.attention_dropout, trial)

@@ -60,7 +60,7 @@ def prepare(
         model,
         groups,
         settings.sequence_parallel,
-        choose_kernels(model, device),
+        choose_kernels(model, device, blocks=groups.cp.size > 1),
         RngTracker(seed, groups, device),
         device,
         overlap,

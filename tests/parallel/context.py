@@ -11,7 +11,7 @@ from megatron.core.groups import Group
 from megatron.kernels.ops import attention, attention_lse
 from megatron.kernels.ops.attention_scores import Scores
 from tests import pool
-from tests.unit.kernels.close import random
+from tests.unit.kernels.close import NO_FLASH, random
 
 CPU = torch.device("cpu")
 SCORES = Scores(8**-0.5)
@@ -56,8 +56,8 @@ def local_inputs(whole, cp):
 
 def part(rank, size, kind, heads, s, options, dtype=torch.float32, asked="auto"):
     """This rank's [out, dq, dk, dv]."""
-    blocks, _ = attention_lse.choose(asked, CPU, dtype, 0.0, options["scores"].softcap)
-    kernel, _ = attention.choose(asked, CPU, dtype, options["scores"].softcap)
+    blocks, _ = attention_lse.choose(asked, CPU, dtype, 0.0, options["scores"].softcap, NO_FLASH)
+    kernel, _ = attention.choose(asked, CPU, dtype, options["scores"].softcap, NO_FLASH)
     attend, cp = make(kind, size, blocks, kernel)
     leaves, grad = local_inputs(whole_inputs(s, *heads, dtype=dtype), cp)
     out = attend(*leaves, **options)

@@ -6,15 +6,16 @@ Dao, arXiv 2307.08691; Shah et al., arXiv 2407.08608.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.attention as torch_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.base.errors import first_line
 from megatron.kernels.ops.attention_scores import Scores
 
 LARGEST_HEAD = 192  # wider heads have a gradient on some GPUs only
@@ -31,15 +32,66 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-@functools.cache
-def version() -> str:
-    """Returns the name of the FlashAttention version, after activating version 3 in torch's SDPA if it is available."""
-    activate = getattr(torch_attention, "activate_flash_attention_impl", None)  # torch >= 2.11
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    if activate and hopper and importlib.util.find_spec("flash_attn_interface"):
-        activate("FA3")
-        return "FlashAttention-3 in torch SDPA"
-    return "FlashAttention-2 in torch SDPA"
+class Flash(NamedTuple):
+    """What set-up found. `name` is None without FlashAttention; `why` is the reason why not, or why not a newer version."""
+
+    name: str | None
+    why: str
+
+
+def find(device: torch.device, dtype: torch.dtype, dropout: float, trial: Callable[[], None]) -> Flash:
+    """Returns the newest FlashAttention that can run the model here, and makes it the one that torch calls.
+
+    `trial` calls it as the model will, forward and backward, and raises RuntimeError if it fails: which head sizes,
+    windows and rates of dropout a build supports on a GPU is known for certain only then.
+    """
+    reason = missing(device, dtype)
+    if reason is not None:
+        return Flash(None, reason)
+    not_newer = _activate_3(torch.cuda.get_device_capability(device), dropout)
+    if not_newer is None:
+        failure = _failure(trial)
+        if failure is None:
+            return Flash("FlashAttention-3 in torch SDPA", "")
+        _deactivate_3()
+        not_newer = f"FlashAttention-3 failed: {failure}"
+    failure = _failure(trial)
+    if failure is None:
+        return Flash("FlashAttention-2 in torch SDPA", not_newer)
+    return Flash(None, f"FlashAttention-2 failed: {failure}")
+
+
+def _activate_3(capability: tuple[int, int], dropout: float) -> str | None:
+    """Activates FlashAttention-3 in torch's SDPA. Returns None, or the reason why it is not active; "" where nobody
+    expects it.
+    """
+    _deactivate_3()
+    if capability != (9, 0) or not _has("activate") or not importlib.util.find_spec("flash_attn_interface"):
+        return ""
+    if dropout > 0.0:
+        return "FlashAttention-3 has no dropout"
+    try:
+        torch_attention.activate_flash_attention_impl("FA3")
+    except Exception as error:  # the package is built for another torch or another CUDA, or is something else
+        return f"FlashAttention-3 cannot be loaded: {first_line(error)}"
+    return None
+
+
+def _deactivate_3() -> None:
+    if _has("restore"):
+        torch_attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+def _has(verb: str) -> bool:
+    return hasattr(torch_attention, f"{verb}_flash_attention_impl")  # torch >= 2.11
+
+
+def _failure(trial: Callable[[], None]) -> str | None:
+    try:
+        trial()
+    except RuntimeError as error:
+        return first_line(error)
+    return None
 
 
 def attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -48,7 +100,6 @@ def attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     These are masks (segments), queries that continue a cache, and a window together with dropout (which
     FlashAttention-3 lacks) or with an unusual head size.
     """
-    version()
 
     def flash(
         q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float

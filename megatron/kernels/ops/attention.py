@@ -99,8 +99,13 @@ def in_fp32(kernel: AttentionKernel) -> AttentionKernel:
     return attention
 
 
-def choose(asked: str, device: torch.device, dtype: torch.dtype, softcap: float | None) -> tuple[AttentionKernel, str]:
-    """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table."""
+def choose(
+    asked: str, device: torch.device, dtype: torch.dtype, softcap: float | None, found: flash.Flash
+) -> tuple[AttentionKernel, str]:
+    """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table.
+
+    `found` is the FlashAttention of this machine.
+    """
     if asked == "unfused":
         return unfused, "unfused (plain torch, asked for)"
     if softcap is not None:
@@ -109,10 +114,9 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype, softcap: float 
             "unfused rows (plain torch, some queries at a time: no fused kernel caps scores)",
         )
     if asked in ("auto", "flash"):
-        reason = flash.missing(device, dtype)
-        if reason is None:
-            return flash.attention(fused), f"flash ({flash.version()})"
-        why = f"no flash: {reason}"
+        if found.name is not None:
+            return flash.attention(fused), f"flash ({'; '.join(filter(None, found))})"
+        why = f"no flash: {found.why}"
     else:
         why = "asked for"
     if slow_half(device, dtype):

@@ -56,12 +56,15 @@ class BlockKernel(NamedTuple):
 
 
 def choose(
-    asked: str, device: torch.device, dtype: torch.dtype, dropout: float, softcap: float | None
+    asked: str, device: torch.device, dtype: torch.dtype, dropout: float, softcap: float | None, found: flash.Flash
 ) -> tuple[BlockKernel, str]:
-    """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table."""
+    """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table.
+
+    `found` is the FlashAttention of this machine.
+    """
     if softcap is not None and asked != "unfused":
         return by_rows, "unfused blocks (plain torch in fp32: no fused kernel here caps scores)"
-    kernel, choice = _choose(asked, device, dtype)
+    kernel, choice = _choose(asked, device, dtype, found)
     if dropout == 0.0:
         return kernel, choice
     if asked != "unfused":
@@ -69,14 +72,13 @@ def choose(
     return with_dropout(kernel), choice
 
 
-def _choose(asked: str, device: torch.device, dtype: torch.dtype) -> tuple[BlockKernel, str]:
-    missing = flash.missing(device, dtype)
+def _choose(asked: str, device: torch.device, dtype: torch.dtype, found: flash.Flash) -> tuple[BlockKernel, str]:
     if asked == "unfused":
         return reference, "unfused blocks (plain torch in fp32, asked for)"
     if device.type == "cuda":
-        if asked != "fused" and not missing:
-            return flash_attention, f"flash blocks ({flash.version()})"
-        why = "asked for" if asked == "fused" else f"no flash: {missing}"
+        if asked != "fused" and found.name is not None:
+            return flash_attention, f"flash blocks ({'; '.join(filter(None, found))})"
+        why = "asked for" if asked == "fused" else f"no flash: {found.why}"
         return efficient, f"memory-efficient blocks ({why})"
     if slow_half(device, dtype):
         name = str(dtype).removeprefix("torch.")

@@ -13,7 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron.base.errors import first_line
 from megatron.kernels.ops.gemm import slow_half
+
+_TRIAL_SIZE = 16
 
 # (main_grad [out, in] fp32, grad of the output [n, out], input [n, in], overwrite instead of accumulate)
 WeightGrad = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -49,6 +52,23 @@ def fused_mixed(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> 
         torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad)
 
 
+def failure_of_mixed(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns the reason why `fused_mixed` cannot run here, or None if it can: it is tried on a small matrix.
+
+    torch 2.8 and 2.9 write the product of half-precision matrices in fp32, but do not add it to an fp32 matrix.
+    """
+    ones = torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype, device=device)
+    main_grad = torch.zeros(_TRIAL_SIZE, _TRIAL_SIZE, device=device)
+    try:
+        for overwrite in (True, False):
+            fused_mixed(main_grad, ones, ones, overwrite)
+    except (RuntimeError, TypeError) as error:
+        return f"torch {torch.__version__} cannot add a product to an fp32 gradient here: {first_line(error)}"
+    if main_grad.ne(2 * _TRIAL_SIZE).any():
+        return f"torch {torch.__version__} adds a product to an fp32 gradient wrongly here"
+    return None
+
+
 def choose(fusion: bool, device: torch.device, dtype: torch.dtype) -> tuple[WeightGrad, str | None]:
     """Returns the kernel, and the reason why accumulation is not fused (None if it is)."""
     if not fusion:
@@ -56,7 +76,8 @@ def choose(fusion: bool, device: torch.device, dtype: torch.dtype) -> tuple[Weig
     if dtype == torch.float32:
         return fused, None
     if device.type == "cuda":
-        return fused_mixed, None
+        failure = failure_of_mixed(device, dtype)
+        return (fused_mixed, None) if failure is None else (separate, failure)
     if slow_half(device, dtype):
         return fused_upcast, None
     return separate, f"torch has no {str(dtype).removeprefix('torch.')} GEMM with fp32 output on {device.type}"

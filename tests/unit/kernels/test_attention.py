@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.kernels.backends import flash
 from megatron.kernels.ops import attention, attention_rows, gemm
 from megatron.kernels.ops.attention_scores import Scores
-from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
+from tests.unit.kernels.close import NO_FLASH, assert_same, outputs_and_gradients, random
 
 KERNELS = {"unfused": attention.unfused, "fused": attention.fused, "rows": attention_rows.attention}
 SCORES, CAPPED = Scores(8**-0.5), Scores(1.3, 1.5)
@@ -211,13 +211,13 @@ class TestChoose:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_on_cpu(self, asked, kernel, said, dtype, slow_dtypes):
         slow_dtypes(torch.float16)
-        assert attention.choose(asked, CPU, dtype, None) == (kernel, said)
+        assert attention.choose(asked, CPU, dtype, None, NO_FLASH) == (kernel, said)
 
     @pytest.mark.parametrize(("asked", "why"), [("fused", "asked for"), ("auto", "no flash: the device is cpu")])
     def test_on_a_cpu_without_bf16(self, asked, why, slow_dtypes):
         """In fp32: the result is rounded once, where the native kernel rounds in between."""
         slow_dtypes(torch.bfloat16)
-        kernel, said = attention.choose(asked, CPU, torch.bfloat16, None)
+        kernel, said = attention.choose(asked, CPU, torch.bfloat16, None, NO_FLASH)
         assert said == f"fused (torch SDPA in fp32, this CPU has no bfloat16 products; {why})"
         data = inputs(8, 8, 4, 2, dtype=torch.bfloat16)
         expected = attention.fused(*(x.float() for x in data), **PLAIN).bfloat16()
@@ -233,13 +233,13 @@ class TestChoose:
     def test_with_a_cap(self):
         """Also where a fused kernel is asked for: there is none."""
         for asked in ("auto", "flash", "fused"):
-            kernel, said = attention.choose(asked, CPU, torch.bfloat16, 30.0)
+            kernel, said = attention.choose(asked, CPU, torch.bfloat16, 30.0, NO_FLASH)
             assert kernel is attention_rows.attention
             assert said == "unfused rows (plain torch, some queries at a time: no fused kernel caps scores)"
-        assert attention.choose("unfused", CPU, torch.bfloat16, 30.0)[0] is attention.unfused
+        assert attention.choose("unfused", CPU, torch.bfloat16, 30.0, NO_FLASH)[0] is attention.unfused
 
     def test_flash_on_a_cpu_falls_back_with_the_reason(self):
-        kernel, said = attention.choose("flash", CPU, torch.float32, None)
+        kernel, said = attention.choose("flash", CPU, torch.float32, None, NO_FLASH)
         assert kernel is attention.fused and said == "fused (torch SDPA; no flash: the device is cpu)"
 
     def test_why_flash_is_missing(self):

@@ -79,11 +79,58 @@ def test_choose(fusion, dtype, kernel, why, slow_fp16):
     assert weight_grad.choose(fusion, CPU, dtype) == (kernel, why)
 
 
-def test_choose_on_cuda():
-    """Nothing is run, so this needs no GPU."""
-    cuda = torch.device("cuda")
-    assert weight_grad.choose(True, cuda, torch.bfloat16) == (weight_grad.fused_mixed, None)
-    assert weight_grad.choose(True, cuda, torch.float32) == (weight_grad.fused, None)
+class TestMixedOnCuda:
+    """GEMMs with another output dtype, which torch has on CUDA only, are stood in for."""
+
+    CUDA = torch.device("cuda", 0)
+
+    @pytest.fixture(autouse=True)
+    def cuda(self, monkeypatch):
+        """Tensors for CUDA are made on the CPU; `mm` and `addmm` compute in fp32."""
+
+        def on_cpu(make):
+            return lambda *shape, device, **options: make(*shape, **options)
+
+        def mm(a, b, *, out_dtype, out):
+            return out.copy_(a.to(out_dtype) @ b.to(out_dtype))
+
+        def addmm(c, a, b, *, out_dtype, out):
+            return out.copy_(c + a.to(out_dtype) @ b.to(out_dtype))
+
+        for name, function in (
+            ("ones", on_cpu(torch.ones)), ("zeros", on_cpu(torch.zeros)), ("mm", mm), ("addmm", addmm)
+        ):  # fmt: skip
+            monkeypatch.setattr(torch, name, function)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_where_it_runs(self, dtype):
+        assert weight_grad.choose(True, self.CUDA, dtype) == (weight_grad.fused_mixed, None)
+
+    def test_fp32_needs_no_trial(self, monkeypatch):
+        monkeypatch.setattr(weight_grad, "failure_of_mixed", None)
+        assert weight_grad.choose(True, self.CUDA, torch.float32) == (weight_grad.fused, None)
+
+    def test_torch_2_8_writes_and_does_not_add(self, monkeypatch):
+        """So the first microbatch would pass, and the second would end the run."""
+
+        def addmm(c, a, b, *, out_dtype, out):
+            raise RuntimeError("self and mat2 must have the same dtype, but got Float and BFloat16\n(at Blas.cpp)")
+
+        monkeypatch.setattr(torch, "addmm", addmm)
+        kernel, why = weight_grad.choose(True, self.CUDA, torch.bfloat16)
+        assert kernel is weight_grad.separate
+        assert why == (
+            f"torch {torch.__version__} cannot add a product to an fp32 gradient here: "
+            "self and mat2 must have the same dtype, but got Float and BFloat16"
+        )
+
+    def test_a_sum_that_is_lost(self, monkeypatch):
+        def addmm(c, a, b, *, out_dtype, out):
+            return out.copy_(a.to(out_dtype) @ b.to(out_dtype))
+
+        monkeypatch.setattr(torch, "addmm", addmm)
+        kernel, why = weight_grad.choose(True, self.CUDA, torch.float16)
+        assert kernel is weight_grad.separate and "wrongly" in why
 
 
 def test_choose_kernels_of_a_run(slow_fp16):

@@ -15,6 +15,7 @@ from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import PARTS
 from tests import pool
+from tests.unit.kernels.close import NO_FLASH
 from tests.unit.models.builds import CPU, FACTORS, GEMMA2, GPT, LLAMA, LONGROPE, make_build
 from tests.unit.recompute.test_rerun import MODES, UNFUSED, selective
 from tests.unit.spec import planned
@@ -86,7 +87,9 @@ MODELS = {
 def kernel_of(fields, config, upcast):
     """A kernel in the place of this machine's choice."""
     if config.attn_logit_softcapping is not None:
-        return attention.choose(config.attention_backend, CPU, torch.float32, config.attn_logit_softcapping)[0]
+        return attention.choose(config.attention_backend, CPU, torch.float32, config.attn_logit_softcapping, NO_FLASH)[
+            0
+        ]
     if fields.get("attention_backend") == "unfused":
         return attention.unfused
     return attention.in_fp32(attention.fused) if upcast else attention.fused
