@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,17 @@ def make_sft_batch(rows: Tensor) -> Batch:
     return Batch(tokens, labels, loss_mask, positions, segments, tokens.shape[1], by_segment=True)
 
 
+def stacked_for(samples: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the samples as one tensor of the host, from which a copy to `device` does not block the host.
+
+    For CUDA it is in page-locked memory, where torch.stack itself does not put it, and the host waits for copies from
+    any other. torch gives such memory to another tensor only when the copy has ended.
+    """
+    pinned = device.type == "cuda"
+    out = torch.empty((len(samples), *samples[0].shape), dtype=samples[0].dtype, pin_memory=pinned)
+    return torch.stack(list(samples), out=out)
+
+
 class BatchReader:
     """Microbatches of this replica, the same on all its tp ranks."""
 
@@ -100,8 +111,8 @@ class BatchReader:
     def read(self, num_microbatches: int) -> list[Batch]:
         """The next microbatches. Communication: one broadcast over tp of all samples, int64."""
         if self._groups.tp.rank == 0:
-            ids = torch.stack([self._next() for _ in range(num_microbatches)])
-            ids = ids.to(self._device, non_blocking=True)
+            samples = stacked_for([self._next() for _ in range(num_microbatches)], self._device)
+            ids = samples.to(self._device, non_blocking=True)
         else:
             ids = torch.empty((num_microbatches, *self._shape), dtype=torch.int64, device=self._device)
         broadcast(ids, self._groups.tp)

@@ -78,7 +78,6 @@ def _reader(
             seed=train.seed,
             cyclic=data.data_order == "megatron" and data.dataloader_type == "cyclic",
             sharding=data.data_sharding,
-            pin_memory=device.type == "cuda",
         )
     return BatchReader(
         loader,

@@ -56,7 +56,6 @@ def build_loader(
     seed: int,
     cyclic: bool = False,
     sharding: bool = True,
-    pin_memory: bool = False,
 ) -> Iterator[torch.Tensor]:
     """Yields token ids, int64 [micro_batch_size, seq_length + 1], starting at sample `consumed_samples`.
 
@@ -86,8 +85,7 @@ def build_loader(
     for item in loader:
         if isinstance(item, UserError):
             raise item
-        ids = torch.from_numpy(item)
-        yield ids.pin_memory() if pin_memory else ids
+        yield torch.from_numpy(item)
     raise DataError(
         f"the dataset's {len(dataset)} samples are used up: {consumed_samples} were consumed before and {len(in_order)} "
         f"microbatches of {micro_batch_size} x {dp_size} replicas read since; lower --train-iters or --eval-iters, "

@@ -7,7 +7,7 @@ import torch
 
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
-from megatron.training.batch import BatchReader, make_batch
+from megatron.training.batch import BatchReader, make_batch, stacked_for
 from tests import pool
 
 EOD = 0
@@ -82,6 +82,23 @@ def test_reads_in_order():
     read = reader(iter(samples))
     batches = [*read.read(3), *read.read(1)]
     assert torch.stack([b.tokens for b in batches]).equal(samples[:, :, :-1])
+
+
+def test_samples_for_cuda_are_in_page_locked_memory(monkeypatch):
+    """Only from there is a copy asynchronous. A CPU cannot lock pages: the memory that is asked for is recorded."""
+    made, empty = [], torch.empty
+
+    def record(*shape, pin_memory, **options):
+        made.append((empty(*shape, **options), pin_memory))
+        return made[-1][0]
+
+    monkeypatch.setattr(torch, "empty", record)
+    samples = list(torch.arange(1, 41).view(4, 2, 5))
+    for device, locked in ((torch.device("cuda", 0), True), (CPU, False)):
+        out = stacked_for(samples, device)
+        memory, pinned = made.pop()
+        assert pinned is locked and out.data_ptr() == memory.data_ptr()
+        assert out.equal(torch.stack(samples))
 
 
 def test_a_users_error_is_marked_as_this_ranks_own():
