@@ -119,6 +119,14 @@ _AXES: dict[str, tuple[str, ...]] = {
 # The groups that become `View.model` and `View.copies`.
 _VIEWS = {DENSE: ("model", "dp_cp"), EXPERT: ("expert_model", "edp")}
 
+# [Note: priority of messages]
+# NCCL runs the kernels of a communicator on a stream of the communicator's own, whatever stream they were started from.
+# Groups whose messages are overlapped with compute get high-priority streams: a message then starts even during a GEMM that
+# occupies the device. torch takes all streams, NCCL's and those of core/streams, in turn from 32 per device and priority
+# (c10/cuda/CUDAStream.h). Two that get the same one wait for each other, and a receive that is posted early would then hold
+# up the message that it is the answer to. So a rank has far fewer communicators of either priority.
+_OVERLAPPED = {"tp", "cp", "cp_inner", "cp_outer", "shard", "gather", "replicas", "up", "down"}
+
 
 def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float) -> Heartbeat:
     """Joins the job through torchrun's store (environment variables); returns this rank's heartbeat, not yet started.
@@ -182,11 +190,12 @@ def create_groups(
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     groups: dict[str, Group] = {}
     shared = {name: mesh.groups(*axes) for name, axes in _AXES.items()} | mesh.context_groups(context_inner)
+    overlapped = {ranks for name in _OVERLAPPED & set(shared) for ranks in shared[name]}
     for name, lists in shared.items():
         for ranks in lists:
             # Axes that vary over the same ranks (dp and dp_cp at cp 1) share one communicator: fewer buffers on NCCL.
             if ranks not in made:
-                made[ranks] = _new_group(ranks, name, timeout)
+                made[ranks] = _new_group(ranks, name, timeout, overlapped=ranks in overlapped)
             if rank in ranks:
                 groups[name] = Group(name, ranks, ranks.index(rank), made[ranks], heartbeat)
     views = {}
@@ -213,7 +222,7 @@ def _with_own_connections(
     groups = {}
     for name, each in lists.items():
         for ranks in each:
-            made = _new_group(ranks, prefix + name, timeout)
+            made = _new_group(ranks, prefix + name, timeout, overlapped=name in _OVERLAPPED)
             if rank in ranks:
                 groups[name] = Group(prefix + name, ranks, ranks.index(rank), made, heartbeat)
     return groups
@@ -230,24 +239,25 @@ def with_shared_heads(groups: Groups, holders: int, timeout_seconds: float) -> G
     elif holders > 1:
         timeout = timedelta(seconds=timeout_seconds)
         for ranks in groups.mesh.tensor_groups(holders):
-            made = _new_group(ranks, "tp_inner", timeout)
+            made = _new_group(ranks, "tp_inner", timeout, overlapped=False)
             if groups.rank in ranks:
                 inner = Group("tp_inner", ranks, ranks.index(groups.rank), made, groups.heartbeat)
     return dataclasses.replace(groups, tp_inner=inner)
 
 
-def _new_group(ranks: tuple[int, ...], name: str, timeout: timedelta) -> dist.ProcessGroup | None:
+def _new_group(ranks: tuple[int, ...], name: str, timeout: timedelta, *, overlapped: bool) -> dist.ProcessGroup | None:
     """A communicator of these ranks, or None for one rank. Collective over the world, not over these ranks alone: torch
-    would then name the group after the number of groups that this rank is in, which differs between its members."""
+    would then name the group after the number of groups that this rank is in, which differs between its members.
+
+    overlapped: with compute, see [Note: priority of messages]. On NCCL nothing is connected yet: see comm/connections.py.
+    """
     if len(ranks) == 1:
         return None
     backend, options = None, None
     if dist.get_backend() == "gloo":
         backend = _SHARED_GLOO
         _register_shared_gloo()
-    elif dist.get_backend() == "nccl" and name == "tp":
-        # The next GEMM waits for its messages, so NCCL uses a high-priority stream: messages then start even during a
-        # GEMM that occupies the device.
+    elif dist.get_backend() == "nccl" and overlapped:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
     return dist.new_group(list(ranks), timeout, backend, options, group_desc=name)

@@ -4,8 +4,9 @@ A bucket [S * n] has S slices; slice r belongs to rank r of the `shard` group of
 `replicas` group own the same slice of other copies of the model. Plain data parallelism is S = 1 with all ranks as
 replicas; a fully sharded optimizer has one replica.
 
-Buckets must stay allocated until the wait. Reductions have a stream of their own and so have gathers, with high priority:
-see core/streams.
+Buckets must stay allocated until the wait. Reductions have a stream of their own and so have gathers: see core/streams. That
+of reductions has high priority, because casts and sums of gradients run on it; the priority of NCCL's own kernels is a
+matter of the groups (core/groups.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class BucketComm:
         """`reduce_in`: dtype of gradients on the network; they are added in fp32 on the CPU."""
         self._transport, self._streams, self._reduce_in = transport_of(streams.device), streams, reduce_in
         self._reductions = streams.stream("reduce", in_flight=IN_FLIGHT, high_priority=True)
-        self._gathers = streams.stream("all-gather", in_flight=IN_FLIGHT, high_priority=True)
+        self._gathers = streams.stream("all-gather", in_flight=IN_FLIGHT)
         self._tag = 0
 
     def reduce(self, view: View, full: Tensor, label: str, then: Callable[[], None] | None = None) -> Handle:

@@ -42,7 +42,7 @@ class ChunkComm:
     def __init__(self, group: Group, streams: Streams) -> None:
         self.group = group
         self._transport = transport_of(streams.device)
-        self._stream = streams.stream("tp", high_priority=True)
+        self._stream = streams.stream("tp")
         self._tag = 0
 
     def gather(self, shard: Tensor, least: int) -> tuple[Tensor, Iterator[slice]]:
