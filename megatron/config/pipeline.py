@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
@@ -80,6 +81,20 @@ def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSett
         if not any(stage.layers or stage.embedding or stage.head for stage in settings.stages_of(rank)):
             raise ConfigError(f"pipeline rank {rank} would hold nothing; give it a layer, or use fewer ranks")
     return settings
+
+
+def passes_around(parallel: ParallelConfig) -> bool:
+    """Returns whether the last pipeline rank sends to the first one, as far as the flags tell without the model.
+
+    True if only the number of layers decides whether a rank has several virtual stages.
+    """
+    p, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
+    several = (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1
+    several = several or parallel.num_layers_per_virtual_pipeline_stage is not None
+    several = several or (layout is not None and count_stages(layout) > p)
+    schedule = schedule_or_default(parallel.pipeline_schedule, 2 if several else None)
+    placement = schedule.placement(p, schedule.virtual_stages or 2)
+    return (p - 1, 0) in itertools.pairwise(placement.rank_of)
 
 
 @functools.lru_cache(maxsize=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +18,8 @@ from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
 from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline import passes_around
+from megatron.core.comm.connections import open_connections
 from megatron.core.device import allow_open_files, choose_device, set_cpu_threads, use_device
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.groups import Groups, backend_for, connect, create_groups
@@ -61,6 +64,10 @@ def start_process(
         optimizer_instances=data_parallel_settings(parallel).optimizer_instances,
         context_inner=inner_size(parallel),
     )
+    if backend == "nccl" and world_size > 1:  # gloo connects a group when it is made
+        started = time.monotonic()
+        number = open_connections(groups, device, ring=passes_around(parallel))
+        log.info("opened %d NCCL communicators in %.1f s", number, time.monotonic() - started)
     return groups, device
 
 

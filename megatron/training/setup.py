@@ -16,6 +16,7 @@ from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.config.train import TrainConfig
+from megatron.core.comm.collectives import barrier
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
 from megatron.core.device import synchronize
 from megatron.core.distributed.data_parallel import DataParallel
@@ -53,6 +54,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     settings, offload_dir = resolve(run, groups.mesh), run.optimizer_offload.offload_dir
     holders = decoder_spec(run.model).layers[0].attention.group_holders(groups.tp.size)
     groups = with_shared_heads(groups, holders, run.parallel.distributed_timeout_minutes * 60)
+    barrier(groups.tp_inner)  # connects it: [Note: when NCCL makes a communicator] in comm/connections.py
     prepared = prepare(run.model, run.parallel, run.recompute, settings, groups, device, seed=run.train.seed)
     prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
     model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))

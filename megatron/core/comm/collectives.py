@@ -139,8 +139,10 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
 def barrier(group: Group) -> None:
     """Return on every rank only after all have called it."""
     if group.process_group is not None:
+        # NCCL needs a tensor for it, and would guess the device from the rank if the group has not been used before.
+        nccl = dist.get_backend(group.process_group) == "nccl"
         with announced("barrier", group, ()):
-            dist.barrier(group.process_group)
+            dist.barrier(group.process_group, device_ids=[torch.cuda.current_device()] if nccl else None)
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:

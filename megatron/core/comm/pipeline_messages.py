@@ -1,7 +1,7 @@
 """Messages between pipeline ranks: activations up the model, gradients down, both overlapped with compute.
 
 Messages of one direction between two ranks arrive in the order in which they were sent, and are received in that order:
-schedules see to it (schedule/passes.py). To higher and to lower ranks they are sent on two communicators, so that on NCCL,
+schedules see to it (schedule/passes.py). To higher and to lower ranks they are sent in two process groups, so that on NCCL,
 where a communicator is a queue, an activation never waits for a gradient. Shapes are known at both ends.
 
 The stream of a channel waits for its sends, and so frees each tensor when it has left: gloo tells only a thread that waits.
@@ -56,21 +56,27 @@ class Mailbox:
 
     def _channel(self, source: int, destination: int) -> Channel:
         if (source, destination) not in self._channels:
-            both = self._groups.up if source < destination else self._groups.down
-            self._channels[source, destination] = Channel(both, source, destination, self._streams)
+            self._channels[source, destination] = Channel(pair_of(self._groups, source, destination), self._streams)
         return self._channels[source, destination]
 
 
-class Channel:
-    """One direction between two ranks, as a group of two, whose messages the heartbeat counts at both ends."""
+def pair_of(groups: Groups, source: int, destination: int) -> Group:
+    """The group of two pipeline ranks, counted from 0, for messages from one to the other; this rank is one of them.
 
-    def __init__(self, both: Group, source: int, destination: int, streams: Streams) -> None:
-        ranks = (both.ranks[source], both.ranks[destination])
-        me = (source, destination).index(both.rank)
-        name = f"pp {ranks[0]}>{ranks[1]}"
-        self._group = Group(name, ranks, me, both.process_group, both.heartbeat)
-        self._other = ranks[1 - me]
-        self._stream = streams.stream(name)
+    On NCCL it has a communicator of its own, which comm/connections.py makes at set-up.
+    """
+    both = groups.up if source < destination else groups.down
+    ranks = (both.ranks[source], both.ranks[destination])
+    me = (source, destination).index(both.rank)
+    return Group(f"pp {ranks[0]}>{ranks[1]}", ranks, me, both.process_group, both.heartbeat)
+
+
+class Channel:
+    """One direction between two ranks, `pair`, whose messages the heartbeat counts at both ends."""
+
+    def __init__(self, pair: Group, streams: Streams) -> None:
+        self._group, self._other = pair, pair.ranks[1 - pair.rank]
+        self._stream = streams.stream(pair.name)
 
     def send(self, tensor: Tensor, name: str) -> Handle:
         """Post a message that leaves here. name: of the action."""

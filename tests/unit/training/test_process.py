@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from megatron.base.errors import ConfigError
+from megatron.base.heartbeat import Heartbeat
 from megatron.config.parallel import ParallelConfig
+from megatron.training import process
 from megatron.training.process import start_process
 from tests.unit.base.test_heartbeat import wait_until
+from tests.unit.comm.hosts import nccl, play
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 
@@ -75,3 +78,21 @@ def test_a_variable_that_contradicts_is_this_hosts_own_mistake(environment, take
 def test_nothing_is_set_for_the_cpu(environment, taken):
     assert start(0, flags={"device": "cpu"}).type == "cpu"
     assert taken == [] and not any(name in environment for name in VARIABLES)
+
+
+def calls_of_four_stages(monkeypatch, rank, **fields):
+    """What a rank calls on NCCL."""
+    monkeypatch.setattr(process, "backend_for", lambda device, asked: "nccl")
+    monkeypatch.setattr(process, "connect", lambda rank, *args, **options: Heartbeat(rank))
+    parallel = ParallelConfig(pipeline_model_parallel_size=4, device="cpu", **fields)
+    with nccl(rank, 4) as fake:
+        groups, _ = start_process(parallel, rank, 4, rank, 4)
+    groups.heartbeat.stop()
+    return fake.calls
+
+
+def test_connections_are_opened_on_nccl(monkeypatch):
+    """Between the pipeline ranks that exchange messages, in both directions."""
+    for fields, pairs in (({}, 3), ({"num_virtual_stages_per_pipeline_rank": 2}, 4)):
+        made = play({rank: calls_of_four_stages(monkeypatch, rank, **fields) for rank in range(4)})
+        assert sum(isinstance(communicator[1], frozenset) for communicator in made) == 2 * pairs
