@@ -13,8 +13,9 @@ transfers of a rank: blocking calls, one NCCL communicator, gloo.
 With overlap, receives are posted early, and such an order does not exist: 1F1B's neighbours would each post the receive
 from the other before their send to it. Only the order within each direction between two ranks is guaranteed: sends and
 receives of one direction have the same order at both ends. So sends must not block their rank, and the transport needs
-a queue per direction: with NCCL two communicators, one for transfers to a higher rank and one for those to a lower;
-with gloo a tag each. Sends and receives must not be batched: a group ends when its last transfer does.
+a queue per direction: with NCCL two communicators, one for transfers to a higher rank and one for those to a lower,
+which are made before the step (core/comm/connections.py); with gloo a tag each. Sends and receives must not be batched:
+a group ends when its last transfer does.
 """
 
 from __future__ import annotations

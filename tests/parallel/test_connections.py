@@ -84,6 +84,7 @@ CASES = {
     "cp 2 x pp 2, p2p": (4, pipeline(2, "1f1b", **context(2, "p2p"))),
     "cp 2 x pp 2, all_gather": (4, pipeline(2, "zb-v", **context(2, "all_gather"))),
     "cp 2 x pp 2, a2a": (4, pipeline(2, "interleaved", 2, **context(2, "a2a"))),
+    "cp 2 x dp 2, p2p": (4, context(2, "p2p")),
     "cp 4, a2a+p2p": (4, context(4, "a2a+p2p")),
     "dp 2 x pp 2, ZeRO-1": (4, pipeline(2, "1f1b", **OVERLAPPED)),
     "dp 4, ZeRO-3": (4, {"data_parallel_sharding_strategy": "optim_grads_params"}),

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from megatron.core import groups as groups_module
-from megatron.core.comm import collectives, connections, pipeline_messages
+from megatron.core.comm import all_to_all, collectives, connections, p2p, pipeline_messages
 
 
 class Call(NamedTuple):
@@ -87,7 +87,19 @@ class FakeNccl:
 
     def barrier(self, group, device_ids):
         assert device_ids == [0], "NCCL would guess the device"
-        self.calls.append(Call(group, frozenset(group.ranks)))
+        self._together(group)
+
+    def gather(self, full, shard, group, async_op):
+        return self._together(group)
+
+    def all_to_all_single(self, received, sent, group, async_op):
+        return self._together(group)
+
+    def P2POp(self, op, tensor, peer, group, tag):
+        return group
+
+    def batch_isend_irecv(self, groups):
+        return [self._together(groups[0])]
 
     def isend(self, tensor, destination, group):
         self._alone(group, destination)
@@ -96,6 +108,10 @@ class FakeNccl:
     def irecv(self, tensor, source, group):
         self._alone(group, source)
         tensor.fill_(source)
+        return Queued()
+
+    def _together(self, group):
+        self.calls.append(Call(group, frozenset(group.ranks)))
         return Queued()
 
     def _alone(self, group, peer):
@@ -109,7 +125,8 @@ def nccl(rank, world_size):
     """The code of the body, up to core/comm, believes to be a rank of a world on NCCL; gives the FakeNccl."""
     fake = FakeNccl(rank, world_size)
     with contextlib.ExitStack() as patches:
-        for module in (groups_module, collectives, connections, pipeline_messages):
+        for module in (groups_module, all_to_all, collectives, connections, p2p, pipeline_messages):
             patches.enter_context(mock.patch.object(module, "dist", fake))
+        patches.enter_context(mock.patch.object(collectives, "gather_into", fake.gather))
         patches.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
         yield fake

@@ -15,7 +15,10 @@ from megatron.config.pipeline import passes_around
 from megatron.core.comm.collectives import barrier
 from megatron.core.comm.connections import open_connections
 from megatron.core.comm.pipeline_messages import Mailbox
+from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.groups import create_groups, with_shared_heads
+from megatron.kernels.ops import attention, attention_lse
+from megatron.kernels.ops.attention_scores import Scores
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.schedule import SENDS, TRANSFERS
@@ -179,6 +182,28 @@ def test_set_up(cases):
         for calls, _ in found:
             high = Counter(priority_of(call.communicator) for call in calls)
             assert all(high[each] + OTHER_STREAMS[each] <= STREAMS for each in high), f"{mesh}: {high}"
+
+
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+def test_attention_makes_no_communicator(kind):
+    """Forward and backward, over 2 to 8 ranks, of a world in which no other group has the same ranks."""
+    least = 2 if kind == "a2a+p2p" else 1
+    sizes = [(size, inner) for size in range(2, 9) for inner in range(least, size) if size % inner == 0]
+    for cp, inner in sizes:
+        mesh, opening, attending = Mesh.create(2 * cp, cp=cp), {}, {}
+        for rank in range(2 * cp):
+            with nccl(rank, 2 * cp) as fake:
+                groups = create(mesh, rank, inner=inner)
+                open_connections(groups, CPU, ring=False)
+                opening[rank] = fake.calls.copy()
+                of_cp = groups.cp, groups.cp_inner, groups.cp_outer
+                attend = context_parallel_attention(kind, *of_cp, attention.fused, attention_lse.cpu)
+                q, k, v = torch.zeros(3, 4, 1, cp, 8, requires_grad=True)
+                attend(q, k, v, scores=Scores(1.0), segments=None, window=None, dropout=0.0).sum().backward()
+                attending[rank] = fake.calls[len(opening[rank]) :]
+        assert play(attending, play(opening)) == []
+        used = {call.communicator.name for calls in attending.values() for call in calls}
+        assert used == ({"cp_inner", "cp_outer"} if kind == "a2a+p2p" else {"cp"})
 
 
 def priority_of(communicator):
