@@ -1,10 +1,12 @@
 """The interface of asynchronous work: a `Stream` runs operations concurrently with compute, a `Work` is one of them.
 
 [Note: order of operations]
-Operations of one stream start in the order of submission. Nothing else about their order is promised: whoever needs the
-result of an operation names its work in `after`, yields it from an operation, or calls `wait`. Compute is ordered only by
-`wait`. CUDA happens to keep a stream in order from start to end; a thread finishes an operation that waits for two messages
-after a later one that waits for one. So an implementation may delay an operation for as long as nothing waits for it.
+Operations of one stream start in the order of submission. Those that communicate go on in this order, too: the code after
+the n-th yield of one runs after that of all earlier ones that yield as often, a wait for `after` being the first yield.
+Nothing else about their order is promised: whoever needs the result of an operation names its work in `after`, yields it
+from an operation, or calls `wait`. Compute is ordered only by `wait`. CUDA happens to keep a stream in order from start to
+end; a thread finishes an operation that waits for two messages after a later one that waits for one. So an implementation
+may delay an operation for as long as nothing waits for it. tests/adversary has one that does.
 `after` names work that was submitted before. So what an operation waits for never depends on a later one, and streams
 cannot wait for each other in a circle.
 

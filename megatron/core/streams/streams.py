@@ -32,7 +32,7 @@ class Streams:
         return ThreadStream(name, self.device, self.timeline, wait_row=wait_row, in_flight=in_flight)
 
     def host_stream(self, name: str) -> Stream:
-        """A thread, whatever the device, for work that the host does concurrently with it.
+        """A thread, whatever the device, for work that the host does concurrently with it: one function after the other.
 
         It is not drawn: on CUDA a timeline shows times of the device.
         """

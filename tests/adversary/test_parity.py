@@ -1,0 +1,49 @@
+"""Whatever the order of asynchronous work, as long as it is one that is promised: the same bits, and no race."""
+
+import functools
+
+import pytest
+
+from tests import pool
+from tests.adversary.runs import configured, trained
+from tests.adversary.runtime import LATE, SHUFFLED
+from tests.same_numbers import CASES
+
+# One of each kind of asynchronous work, and of what is combined with it.
+QUICK = (
+    "full uniform",
+    "selective",
+    "cpu offload",
+    "fine offload",
+    "optimizer chunks",
+    "dp no_shard",
+    "dp overlapped",
+    "dp optim_grads",
+    "dp optim_grads_params",
+    "dp every-microbatch, reduce in bf16",
+    "dp weights offloaded",
+    "dp states offloaded",
+    "tp sp",
+    "tp sp overlap",
+    "pp 1f1b",
+    "pp zb-v",
+    "pp offload",
+    "cp p2p",
+    "cp all_gather",
+    "cp a2a",
+)
+# An adapter needs a checkpoint to start from; "auto" places chunks by the time that updates take.
+SLOW = [name for name in CASES if name not in QUICK and "lora" not in name and "auto" not in name]
+
+
+@functools.cache
+def plain(name):
+    world, run = configured(name)
+    return pool.run(world, trained, run, None)
+
+
+@pytest.mark.parametrize("mode", [LATE, SHUFFLED])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_same_bits(name, mode):
+    world, run = configured(name)
+    assert pool.run(world, trained, run, mode) == plain(name)
