@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import megatron.base
+
 Clock = Mapping[int, int]  # number of an agent -> what is known to be over of it: all accesses up to this time
 
+Place = tuple[CodeType, int] | None  # a line of megatron/
+
+_PACKAGE = Path(megatron.base.__file__).parents[1]
 _NUMBERS = itertools.count()
 _SWEEP = 2000  # new storages between two sweeps for freed ones
 
@@ -66,6 +73,7 @@ class Access:
     writes: bool
     title: Title  # of the agent
     what: str
+    place: Place
 
 
 @dataclass(slots=True)
@@ -94,14 +102,15 @@ class Memory:
                 agent.touched.setdefault(storage.ref.cdata, storage.ref)
             start, stop = _extent(tensor)
             known, left = agent.clock, []
+            this = Access(start, stop, agent.number, known[agent.number], writes, agent.title, what, _place())
             for other in storage.accesses:
                 ordered = known.get(other.agent, 0) >= other.time
                 if not ordered and (writes or other.writes) and other.start < stop and start < other.stop:
-                    raise Race(_message(tensor, agent, what, writes, other))
+                    raise Race(_message(tensor, this, other))
                 covered = start <= other.start and other.stop <= stop
                 if not (ordered and covered and (writes or not other.writes)):  # else this one stands for it
                     left.append(other)
-            left.append(Access(start, stop, agent.number, known[agent.number], writes, agent.title, what))
+            left.append(this)
             storage.accesses = left
 
     def allocated(self, tensor: Tensor, agent: Agent, *, host: bool) -> None:
@@ -153,21 +162,27 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.itemsize
 
 
-def _message(tensor: Tensor, agent: Agent, what: str, writes: bool, other: Access) -> str:
+def _message(tensor: Tensor, this: Access, other: Access) -> str:
     kind = " ".join(("x".join(map(str, tensor.shape)) or "scalar", str(tensor.dtype)))
-    verb, others = ("writes" if each else "reads" for each in (writes, other.writes))
-    return (
-        f"race: {agent.title.text} {verb} a tensor ({kind}) by {what}{_place()}; "
-        f"{other.title.text} {others} it by {other.what}, and no event orders the two"
-    )
+    return f"race: {_told(this, f'a tensor ({kind})')}; {_told(other, 'it')}, and no event orders the two"
 
 
-def _place() -> str:
+def _told(access: Access, tensor: str) -> str:
+    verb, where = "writes" if access.writes else "reads", ""
+    if access.place is not None:
+        code, line = access.place
+        where = f" at {Path(code.co_filename).name}:{line} ({code.co_name})"
+    return f"{access.title.text} {verb} {tensor} by {access.what}{where}"
+
+
+def _place() -> Place:
     """The line of megatron/ that is running."""
     frame = sys._getframe(1)
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if "megatron" in path.parts and "tests" not in path.parts and "site-packages" not in path.parts:
-            return f" at {path.name}:{frame.f_lineno} ({frame.f_code.co_name})"
+    while frame is not None and not _is_ours(frame.f_code):
         frame = frame.f_back
-    return ""
+    return None if frame is None else (frame.f_code, frame.f_lineno)
+
+
+@functools.cache
+def _is_ours(code: CodeType) -> bool:
+    return Path(code.co_filename).is_relative_to(_PACKAGE)

@@ -30,8 +30,9 @@ class Transfer(Agent):
         self, runtime: Runtime, title: str, sent: Sequence[Tensor], received: Sequence[Tensor], launch: Launch
     ) -> None:
         """A tensor that is sent and received into stands in `received` alone."""
+        within = runtime.agent()  # the operation that it is a part of
         clock, _ = runtime.submitted(None)
-        super().__init__(title, clock)
+        super().__init__(title if within is None else f"{within.title.text}, {title}", clock)
         self._runtime, self._lock = runtime, threading.RLock()
         for tensor in sent:
             runtime.memory.access(tensor, self, "sending", writes=False)

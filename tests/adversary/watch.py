@@ -33,6 +33,11 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._runtime = runtime
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch imports its compiler to skip it, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         plan = _plan(func)
