@@ -18,7 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import megatron.base
 
 Clock = Mapping[int, int]  # number of an agent -> what is known to be over of it: all accesses up to this time
-
 Place = tuple[CodeType, int] | None  # a line of megatron/
 
 _PACKAGE = Path(megatron.base.__file__).parents[1]
@@ -91,6 +90,7 @@ class Memory:
         self._storages: dict[int, _Storage] = {}
         self._lock = threading.RLock()
         self._next_sweep = _SWEEP
+        self._knows_host = False  # whether any tensor is known to be in host memory
 
     def access(self, tensor: Tensor, agent: Agent, what: str, *, writes: bool) -> None:
         """Record an access. Raises Race."""
@@ -123,10 +123,12 @@ class Memory:
     def put_on_host(self, tensor: Tensor) -> None:
         """Note that the tensor is in host memory."""
         with self._lock:
-            self._find(tensor).host = True
+            self._find(tensor).host = self._knows_host = True
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether the tensor is known to be in host memory."""
+        if not self._knows_host:
+            return False
         with self._lock:
             return self._find(tensor).host
 
@@ -157,8 +159,10 @@ class Weak:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """(first byte, byte after the last) of a tensor in its storage."""
+    start = tensor.storage_offset() * tensor.itemsize
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset()) * tensor.itemsize
     return start, start + (last + 1) * tensor.itemsize
 
 

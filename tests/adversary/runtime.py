@@ -60,8 +60,7 @@ class Runtime:
             return agent
         if tensors and all(self.memory.is_on_host(tensor) for tensor in tensors):
             return self.host
-        # A kernel is queued by host code, after all that this did.
-        self.compute.join(self.host.clock)
+        self._queue_behind_host()
         return self.compute
 
     @contextlib.contextmanager
@@ -88,11 +87,9 @@ class Runtime:
         The works in `after` are not included."""
         agent = self.agent()
         if agent is None:
+            self._queue_behind_host()
             host = self.host.release()
-            if after is not None:
-                return host, host
-            self.compute.join(host)
-            return self.compute.release(), host
+            return (host if after is not None else self.compute.release()), host
         host = getattr(agent, "host_clock", None) or agent.release()
         return (host if after is not None else agent.release()), host
 
@@ -101,7 +98,8 @@ class Runtime:
         agent = self.agent()
         if agent is not None:
             return agent.release()
-        self.compute.join(self.host.release())
+        self._queue_behind_host()
+        self.host.release()
         return self.compute.release()
 
     def order_behind(self, known: Clock, *, host: bool) -> None:
@@ -132,6 +130,10 @@ class Runtime:
         for each in waiting:
             if self._random.random() < _CHANCE:
                 each.nudge()
+
+    def _queue_behind_host(self) -> None:
+        """Compute is queued by host code, after all that this did. What the host waited for, compute has waited for."""
+        self.compute.clock[self.host.number] = self.host.clock[self.host.number]
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

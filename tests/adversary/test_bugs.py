@@ -109,7 +109,7 @@ def with_bug(rank, size, run, mode, name):
         trained(rank, size, run, mode)
 
 
-@pytest.mark.parametrize("mode", [LATE, SHUFFLED])
+@pytest.mark.parametrize("mode", [LATE, pytest.param(SHUFFLED, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BUGS)
 def test_is_found_and_named(name, mode):
     case, _, parts = BUGS[name]

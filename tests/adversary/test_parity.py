@@ -12,12 +12,8 @@ from tests.same_numbers import CASES
 # One of each kind of asynchronous work, and of what is combined with it.
 QUICK = (
     "full uniform",
-    "selective",
     "cpu offload",
-    "fine offload",
     "optimizer chunks",
-    "dp no_shard",
-    "dp overlapped",
     "dp optim_grads",
     "dp optim_grads_params",
     "dp every-microbatch, reduce in bf16",
@@ -25,8 +21,7 @@ QUICK = (
     "dp states offloaded",
     "tp sp",
     "tp sp overlap",
-    "pp 1f1b",
-    "pp zb-v",
+    "pp zb-h1",
     "pp offload",
     "cp p2p",
     "cp all_gather",

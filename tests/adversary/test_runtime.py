@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from megatron.core.offload.copy_engine import CopyEngine
+from megatron.core.offload.host_pool import HostPool
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from tests.adversary.memory import Race
@@ -84,6 +86,31 @@ def test_a_write_before_the_submission_is_ordered_unless_other_work_is_named(str
     submit(after=[streams.mark()]).wait()
     with pytest.raises(Race, match=r"copies: copy reads .*; compute writes"):
         submit(after=()).wait()
+
+
+def test_the_host_is_ordered_behind_a_copy_by_synchronize_alone(streams):
+    pool, source = HostPool(pinned=False), torch.ones(4)
+    block, tensors = pool.take_tensors({"state": (4, torch.float32)})
+    copies = CopyEngine(streams)
+
+    def copied():
+        return copies.to_host("state", [(source, tensors["state"])], block)
+
+    copied().synchronize()
+    tensors["state"].add_(1)
+    copied().wait()
+    with pytest.raises(Race, match=r"the host writes .*; offload: state writes"):
+        tensors["state"].add_(1)
+
+
+def test_the_host_writes_before_a_copy_is_over(streams):
+    pool, target = HostPool(pinned=False), torch.ones(4)
+    block, tensors = pool.take_tensors({"state": (4, torch.float32)})
+    tensors["state"].fill_(1)
+    copy = CopyEngine(streams).to_device("state", [(tensors["state"], target)], block)
+    tensors["state"].fill_(2)
+    with pytest.raises(Race, match=r"reload: state reads .*; the host writes"):
+        copy.synchronize()
 
 
 def test_parts_of_a_tensor_are_told_apart(streams):
