@@ -20,6 +20,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -39,7 +40,7 @@ class TorchRing:
         v: Tensor,
         *,
         scores: Scores,
-        segments: Tensor | None,
+        segments: Segments | None,
         window: int | None,
         dropout: float,
     ) -> Tensor:

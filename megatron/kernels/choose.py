@@ -8,7 +8,7 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.backends import flash
-from megatron.kernels.ops import attention, attention_lse, weight_grad
+from megatron.kernels.ops import attention, attention_lse, attention_packed, weight_grad
 from megatron.kernels.ops.attention_trial import try_attention, try_blocks
 
 
@@ -49,7 +49,7 @@ def _find_flash(config: ModelConfig, device: torch.device, dtype: torch.dtype, *
         assert config.num_attention_heads
         head, queries = config.head_dim, config.num_attention_heads // config.num_kv_heads
         windowed, dropout = any(window is not None for window in config.windows), config.attention_dropout
-        kernel = flash.attention(attention.fused)
+        kernel = attention_packed.packed(flash.attention(attention.fused), by_flash=True)
         try_attention(kernel, device, dtype, head=head, queries=queries, windowed=windowed, dropout=dropout)
         if blocks:
             try_blocks(attention_lse.flash_attention, device, dtype, head=head, queries=queries, windowed=windowed)

@@ -26,8 +26,8 @@ class Sizes:
     s, b: sequence and samples as a rank holds them. h: hidden size. e: bytes per element of an activation; r: of the
     residual stream. sp: parts that sequence parallelism divides the sequence into, tp or 1. comm_type: how attention reads
     the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention: plain torch,
-    not a fused kernel. fused_weight_grad: a weight's gradient is accumulated by its GEMM. split_backward: weight gradients
-    are computed later than input gradients.
+    not a fused kernel. documents: samples hold several, and attention stays inside of each. fused_weight_grad: a weight's
+    gradient is accumulated by its GEMM. split_backward: weight gradients are computed later than input gradients.
     """
 
     target: Target
@@ -42,6 +42,7 @@ class Sizes:
     comm_type: str = "p2p"
     cp_inner: int = 1
     unfused_attention: bool = False
+    documents: bool = False
     fused_weight_grad: bool = True
     split_backward: bool = False
 

@@ -50,6 +50,7 @@ from megatron.core.streams.streams import Streams
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, Positions
 from megatron.core.transformer.lora import freeze_all_but_adapters
+from megatron.kernels.ops.attention_segments import segments_of
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.planner.memory.balance import Choice, Option, cheapest, front
 from megatron.planner.memory.front_report import MIB, draw, table
@@ -263,7 +264,8 @@ class _Probe:
             rotary = rotary_tables(places, frequencies, factor, build.dtype)
         segments = None
         if data.reset_attention_mask or data.sft:
-            segments = torch.zeros(b, places.shape[1] * groups.cp.size, dtype=torch.int64, device=build.device)
+            whole = torch.zeros(b, places.shape[1] * groups.cp.size, dtype=torch.int64)
+            segments = segments_of(whole, build.device)
         self._positions = Positions(rotary, segments)
         dtype = torch.float32 if build.config.fp32_residual_connection else build.dtype
         shape = (places.shape[1] // shards, b, build.config.hidden_size)
@@ -283,7 +285,7 @@ class _Probe:
         """Bytes that a forward saves for backward: distinct storages, without parameters and tensors shared by layers."""
         shared = [*self._block.parameters(), *(self._positions.rotary or ())]
         if self._positions.segments is not None:
-            shared.append(self._positions.segments)
+            shared += self._positions.segments.tensors
         return saved_bytes(self._forward, shared)
 
     def _forward(self) -> Tensor:

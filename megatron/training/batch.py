@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.base.errors import MegatronError, UserError
@@ -13,6 +14,7 @@ from megatron.config.data import DataConfig
 from megatron.core.comm.collectives import broadcast
 from megatron.core.context_parallel.layout import pad, take
 from megatron.core.groups import Group, Groups
+from megatron.kernels.ops.attention_segments import Segments, segments_of
 
 
 @dataclass(frozen=True)
@@ -23,21 +25,22 @@ class Batch:
     labels: Tensor  # int64, tokens shifted by one
     loss_mask: Tensor  # bool, False where a label does not count
     positions: Tensor  # int64; [1, s] when every sample counts from 0
-    segments: Tensor | None  # int64 document number inside the sample, or None when attention crosses documents
+    segments: Segments | None  # documents inside the samples, or None when attention crosses them
     length: int  # s of the whole sequences, where this is a context-parallel rank's part
     by_segment: bool = False  # whether segments have equal weight in the loss, instead of samples
 
 
 def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
-    """Returns a context-parallel rank's part, [b, s / cp], with all segments, [b, s]. `multiple`: see `part_of`."""
+    """Returns a context-parallel rank's part, [b, s / cp], with the segments of all tokens. `multiple`: see `part_of`."""
     if cp.size == 1:
         return batch
+    segments = batch.segments
     return Batch(
         tokens=part_of(batch.tokens, cp, multiple),
         labels=part_of(batch.labels, cp, multiple),
         loss_mask=part_of(batch.loss_mask, cp, multiple),
         positions=part_of(batch.positions, cp, multiple),
-        segments=None if batch.segments is None else pad(batch.segments, 1, cp.size * multiple, -1),
+        segments=None if segments is None else segments.padded(pad(segments.ids, 1, cp.size * multiple, -1)),
         length=batch.length,
         by_segment=batch.by_segment,
     )
@@ -49,31 +52,41 @@ def part_of(x: Tensor, cp: Group, multiple: int = 1) -> Tensor:
     return x if cp.size == 1 else take(pad(x, 1, cp.size * multiple), 1, cp.rank, cp.size)
 
 
-def make_batch(ids: Tensor, eod: int, data: DataConfig) -> Batch:
-    """ids [b, s + 1] -> Batch. A document ends with `eod`; the token after it begins the next one."""
+def make_batch(ids: Tensor, eod: int, data: DataConfig, on_host: Tensor | None = None) -> Batch:
+    """ids [b, s + 1] -> Batch. A document ends with `eod`; the token after it begins the next one.
+
+    on_host: the same ids in host memory; None copies them there, where documents are separate.
+    """
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     s = tokens.shape[1]
     index = torch.arange(s, device=ids.device)
     is_eod = tokens == eod
     loss_mask = ~is_eod if data.eod_mask_loss else torch.ones_like(is_eod)
     positions, segments = index.unsqueeze(0), None
-    if data.reset_position_ids or data.reset_attention_mask:
-        starts_here = torch.zeros_like(is_eod)
-        starts_here[:, 1:] = is_eod[:, :-1]
-        if data.reset_position_ids:
-            positions = index - torch.where(starts_here, index, 0).cummax(dim=1).values
-        if data.reset_attention_mask:
-            segments = starts_here.long().cumsum(dim=1)
+    if data.reset_position_ids:
+        positions = index - torch.where(_behind(is_eod), index, 0).cummax(dim=1).values
+    if data.reset_attention_mask:
+        ends = (ids if on_host is None else on_host).cpu()[:, :-1] == eod
+        segments = segments_of(_behind(ends).long().cumsum(dim=1), ids.device)
     return Batch(tokens, labels, loss_mask, positions, segments, s)
 
 
-def make_sft_batch(rows: Tensor) -> Batch:
-    """Conversations [b, 3, s], laid out as in core/datasets/sft.py -> Batch. Attention and positions are each one's own."""
-    tokens, trained, segments = (row.contiguous() for row in rows.unbind(dim=1))
+def _behind(ends: Tensor) -> Tensor:
+    """Returns where the token before is marked, [b, s] like `ends`."""
+    return F.pad(ends[:, :-1], (1, 0))
+
+
+def make_sft_batch(rows: Tensor, on_host: Tensor | None = None) -> Batch:
+    """Conversations [b, 3, s], laid out as in core/datasets/sft.py -> Batch. Attention and positions are each one's own.
+
+    on_host: see `make_batch`.
+    """
+    tokens, trained, numbers = (row.contiguous() for row in rows.unbind(dim=1))
+    segments = segments_of((rows if on_host is None else on_host).cpu()[:, 2].contiguous(), rows.device)
     # roll() wraps the first token into the last label; the loss mask drops it, like the first token of any conversation.
     labels, loss_mask = tokens.roll(-1, dims=1), trained.roll(-1, dims=1).bool()
     index = torch.arange(tokens.shape[1], device=rows.device)
-    starts_here = segments != segments.roll(1, dims=1)
+    starts_here = numbers != numbers.roll(1, dims=1)
     positions = index - torch.where(starts_here, index, 0).cummax(dim=1).values
     return Batch(tokens, labels, loss_mask, positions, segments, tokens.shape[1], by_segment=True)
 
@@ -109,16 +122,24 @@ class BatchReader:
         self._shape = (micro_batch_size, *sample)
 
     def read(self, num_microbatches: int) -> list[Batch]:
-        """The next microbatches. Communication: one broadcast over tp of all samples, int64."""
+        """The next microbatches. Communication: one broadcast over tp of all samples, int64.
+
+        The host finds the documents, because kernels are launched for their number and lengths. Where it has read the
+        samples itself it does not wait for the device; other tp ranks wait once, for the broadcast.
+        """
+        data, on_host = self._data, None
         if self._groups.tp.rank == 0:
-            samples = stacked_for([self._next() for _ in range(num_microbatches)], self._device)
-            ids = samples.to(self._device, non_blocking=True)
+            on_host = stacked_for([self._next() for _ in range(num_microbatches)], self._device)
+            ids = on_host.to(self._device, non_blocking=True)
         else:
             ids = torch.empty((num_microbatches, *self._shape), dtype=torch.int64, device=self._device)
         broadcast(ids, self._groups.tp)
-        if self._data.sft:
-            return [make_sft_batch(samples) for samples in ids]
-        return [make_batch(samples, self._eod, self._data) for samples in ids]
+        if not data.sft and not data.reset_attention_mask:
+            return [make_batch(samples, self._eod, data) for samples in ids]
+        pairs = zip(ids, ids.cpu() if on_host is None else on_host, strict=True)
+        if data.sft:
+            return [make_sft_batch(*pair) for pair in pairs]
+        return [make_batch(samples, self._eod, data, here) for samples, here in pairs]
 
     def _next(self) -> Tensor:
         assert self._loader is not None

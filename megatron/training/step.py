@@ -241,6 +241,8 @@ def tensors_of(batches: Sequence[Batch], weights: Sequence[Tensor]) -> Iterator[
     yield from weights
     for batch in batches:
         yield from (value for value in vars(batch).values() if isinstance(value, Tensor))
+        if batch.segments is not None:
+            yield from batch.segments.tensors
 
 
 def _sum(losses: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -277,7 +279,7 @@ def token_weights(batches: Sequence[Batch], groups: Groups, per_token: bool) -> 
         counts = [tokens_by_segment(batch) for batch in batches]
         conversations = all_reduce(torch.stack([count.count_nonzero() for count in counts]).sum(), groups.dp)
         return [
-            batch.loss_mask / (count.gather(1, batch.segments).clamp(min=1) * conversations.clamp(min=1))
+            batch.loss_mask / (count.gather(1, batch.segments.ids).clamp(min=1) * conversations.clamp(min=1))
             for batch, count in zip(batches, counts, strict=True)
             if batch.segments is not None
         ]
@@ -288,6 +290,7 @@ def token_weights(batches: Sequence[Batch], groups: Groups, per_token: bool) -> 
 def tokens_by_segment(batch: Batch) -> Tensor:
     """Returns the unmasked tokens of each segment, int64 [b, s + 1]: at most s segments per sample, and its padding."""
     assert batch.segments is not None
-    b, s = batch.segments.shape
-    counts = torch.zeros(b, s + 1, dtype=torch.int64, device=batch.segments.device)
-    return counts.scatter_add_(1, batch.segments, batch.loss_mask.long())
+    ids = batch.segments.ids
+    b, s = ids.shape
+    counts = torch.zeros(b, s + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(1, ids, batch.loss_mask.long())

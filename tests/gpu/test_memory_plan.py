@@ -19,7 +19,14 @@ WORK_SPACE = 96 * 2**20
 
 
 @pytest.mark.parametrize(
-    "flags", ["", "--kaimm-recompute-norm --kaimm-recompute-mlp-activation-func", "--recompute-activations"]
+    "flags",
+    [
+        "",
+        "--kaimm-recompute-norm --kaimm-recompute-mlp-activation-func",
+        "--recompute-activations",
+        "--reset-attention-mask",
+        "--reset-attention-mask --micro-batch-size 1",
+    ],
 )
 def test_planned_is_measured(flags):
     run = configured(f"{LLAMA} {SHAPE} {flags}", 1)

@@ -6,12 +6,13 @@ import torch
 from megatron.base.errors import ConfigError
 from megatron.core.context_parallel import layout
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments, segments_of
 from tests import pool
-from tests.parallel.context import SCORES, alone, error, joined, local_inputs, make, part, whole_inputs
+from tests.parallel.context import CPU, SCORES, alone, error, joined, local_inputs, make, part, whole_inputs
 
 PLAIN = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
 # Of two samples: documents of unequal length that chunk borders cut.
-SEGMENTS = torch.stack([torch.arange(48) // 13, torch.arange(48).sub(5).clamp(min=0) // 23])
+SEGMENTS = segments_of(torch.stack([torch.arange(48) // 13, torch.arange(48).sub(5).clamp(min=0) // 23]), CPU)
 OPTIONS = {
     "plain": PLAIN,
     "window 7": {**PLAIN, "window": 7},  # inside a chunk and its neighbour
@@ -52,7 +53,7 @@ def test_as_one_process(kind, size, options):
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
 def test_five_ranks(kind):
-    check(5, kind, HEADS[5], {**OPTIONS["both"], "segments": torch.arange(50).expand(2, 50) // 13}, s=50)
+    check(5, kind, HEADS[5], {**OPTIONS["both"], "segments": Segments(torch.arange(50).expand(2, 50) // 13)}, s=50)
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])

@@ -416,7 +416,9 @@ def read(rank, size):
     )
     with groups.heartbeat.record() as calls:
         batches = reader.read(3)
-    return [b.tokens.tolist() for b in batches], batches[0].segments.tolist(), [(c.op, c.group, c.shape) for c in calls]
+    segments = batches[0].segments
+    documents = segments.ids.tolist(), segments.starts.tolist(), segments.lengths
+    return [b.tokens.tolist() for b in batches], documents, [(c.op, c.group, c.shape) for c in calls]
 
 
 def test_a_batch_is_the_same_on_all_tp_ranks():

@@ -33,6 +33,7 @@ from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule, draw_seed
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments, ids_of
 
 _Part = tuple[list[Block], Rule]  # blocks to attend, and the rule of all of their queries and keys
 
@@ -60,11 +61,11 @@ class AllGatherAttention:
         v: Tensor,
         *,
         scores: Scores,
-        segments: Tensor | None,
+        segments: Segments | None,
         window: int | None,
         dropout: float,
     ) -> Tensor:
-        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
+        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: of the whole sequence.
 
         Dropout takes its seed from the current generator.
         """
@@ -72,7 +73,7 @@ class AllGatherAttention:
         self._attended = gathering
         exchange, kv = gathering or self._start(k, v)
         seed = draw_seed(dropout, q.device)
-        out: Tensor = _Attend.apply(q, kv, exchange, scores, segments, window, dropout, seed)
+        out: Tensor = _Attend.apply(q, kv, exchange, scores, ids_of(segments), window, dropout, seed)
         return out.flatten(2)
 
     def gather_early(self, x: Tensor) -> Tensor:
@@ -165,28 +166,28 @@ class _Attend(torch.autograd.Function):
         kv: Tensor,
         exchange: _Exchange,
         scores: Scores,
-        segments: Tensor | None,
+        ids: Tensor | None,
         window: int | None,
         dropout: float,
         seed: Tensor | None,
     ) -> Tensor:
-        whole = rule_of_all(scores, segments, dropout, seed, len(q) * exchange.group.size)
+        whole = rule_of_all(scores, ids, dropout, seed, len(q) * exchange.group.size)
         own, others = exchange.parts(len(q), whole, window)
         exchange.gather(kv)  # under way since `_Start`, unless this is done again by a recomputation
         attention = Attention(exchange.kernel, q)
         attention.add(kv, *own)
         attention.add(exchange.take_gathered(), *others)
         out = attention.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attention.lse, segments, seed)
+        ctx.save_for_backward(q, kv, out, attention.lse, ids, seed)
         ctx.exchange, ctx.scores, ctx.window, ctx.dropout = exchange, scores, window, dropout
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse, segments, seed = ctx.saved_tensors
+        q, kv, out, lse, ids, seed = ctx.saved_tensors
         exchange: _Exchange = ctx.exchange
-        whole = rule_of_all(ctx.scores, segments, ctx.dropout, seed, len(q) * exchange.group.size)
+        whole = rule_of_all(ctx.scores, ids, ctx.dropout, seed, len(q) * exchange.group.size)
         own, others = exchange.parts(len(q), whole, ctx.window)
         gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse)
         exchange.gather(kv)

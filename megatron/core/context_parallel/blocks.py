@@ -14,13 +14,13 @@ from megatron.kernels.ops.attention_rule import Drop, Rule
 from megatron.kernels.ops.attention_scores import Scores
 
 
-def rule_of_all(scores: Scores, segments: Tensor | None, dropout: float, seed: Tensor | None, length: int) -> Rule:
-    """The rule of all `length` queries and keys of a sequence. segments: their ids [b, s]; seed: see `draw_seed`."""
-    ids = None if segments is None else (segments, segments)
+def rule_of_all(scores: Scores, ids: Tensor | None, dropout: float, seed: Tensor | None, length: int) -> Rule:
+    """The rule of all `length` queries and keys of a sequence. ids: of their segments [b, s]; seed: see `draw_seed`."""
+    segments = None if ids is None else (ids, ids)
     if seed is None:
-        return Rule(scores, segments=ids)
+        return Rule(scores, segments=segments)
     places = torch.arange(length, dtype=torch.int32, device=seed.device)
-    return Rule(scores, segments=ids, drop=Drop(dropout, seed, places, places))
+    return Rule(scores, segments=segments, drop=Drop(dropout, seed, places, places))
 
 
 def rule_of_rank(rule: Rule, rank: int, source: int | None, size: int) -> Rule:

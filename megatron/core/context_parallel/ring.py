@@ -23,6 +23,7 @@ from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule, draw_seed
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments, ids_of
 
 _KEYS, _GRADIENTS = 1, 2  # tags of messages in flight at the same time
 _NAMES = {_KEYS: "keys and values", _GRADIENTS: "their gradient"}
@@ -41,15 +42,17 @@ class RingAttention:
         v: Tensor,
         *,
         scores: Scores,
-        segments: Tensor | None,
+        segments: Segments | None,
         window: int | None,
         dropout: float,
     ) -> Tensor:
-        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
+        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: of the whole sequence.
 
         Dropout takes its seed from the current generator.
         """
-        out: Tensor = _Ring.apply(q, k, v, self, scores, segments, window, dropout, draw_seed(dropout, q.device))
+        out: Tensor = _Ring.apply(
+            q, k, v, self, scores, ids_of(segments), window, dropout, draw_seed(dropout, q.device)
+        )
         return out.flatten(2)
 
     def shift(self, tensor: Tensor, tag: int) -> tuple[Tensor, Handle]:
@@ -80,14 +83,14 @@ class _Ring(torch.autograd.Function):
         v: Tensor,
         ring: RingAttention,
         scores: Scores,
-        segments: Tensor | None,
+        ids: Tensor | None,
         window: int | None,
         dropout: float,
         seed: Tensor | None,
     ) -> Tensor:
         kv = torch.stack((k, v))
         attention, here = Attention(ring.kernel, q), kv
-        steps = ring.steps(len(q), rule_of_all(scores, segments, dropout, seed, len(q) * ring.group.size), window)
+        steps = ring.steps(len(q), rule_of_all(scores, ids, dropout, seed, len(q) * ring.group.size), window)
         for step, (blocks, rule) in enumerate(steps, start=1):
             # Posted before the attention of this step, waited for after it.
             coming = ring.shift(here, _KEYS) if step < len(steps) else None
@@ -95,7 +98,7 @@ class _Ring(torch.autograd.Function):
             if coming is not None:
                 here = _arrived(coming)
         out = attention.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attention.lse, segments, seed)
+        ctx.save_for_backward(q, kv, out, attention.lse, ids, seed)
         ctx.ring, ctx.scores, ctx.window, ctx.dropout = ring, scores, window, dropout
         return out
 
@@ -106,11 +109,11 @@ class _Ring(torch.autograd.Function):
 
         The own keys' gradient is not sent: half of it is computed during the first message, half during the last.
         """
-        q, kv, out, lse, segments, seed = ctx.saved_tensors
+        q, kv, out, lse, ids, seed = ctx.saved_tensors
         ring: RingAttention = ctx.ring
         gradient, here = Gradient(ring.kernel, grad.contiguous(), q, out, lse), kv
         own, late = zeros_like(kv), None
-        whole = rule_of_all(ctx.scores, segments, ctx.dropout, seed, len(q) * ring.group.size)
+        whole = rule_of_all(ctx.scores, ids, ctx.dropout, seed, len(q) * ring.group.size)
         (_, own_rule), *steps = ring.steps(len(q), whole, ctx.window)
         first, last = own_in_two(ring.group.rank, ring.group.size, len(q) // 2, ctx.window)
         coming = ring.shift(here, _KEYS) if steps else None

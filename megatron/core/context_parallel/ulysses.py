@@ -25,6 +25,7 @@ from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
 
 
 class UlyssesAttention:
@@ -43,11 +44,11 @@ class UlyssesAttention:
         v: Tensor,
         *,
         scores: Scores,
-        segments: Tensor | None,
+        segments: Segments | None,
         window: int | None,
         dropout: float,
     ) -> Tensor:
-        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: [b, s], of the whole sequence.
+        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: of the whole sequence.
 
         Raises ConfigError when the heads cannot be shared out. Dropout draws from the current generator, which has to
         differ between ranks as between the shards of a tensor-parallel layer.

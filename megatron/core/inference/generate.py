@@ -26,6 +26,7 @@ from megatron.core.inference.sampling import Draws, Sampling, choose
 from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
+from megatron.kernels.ops.attention_segments import Segments, segments_of
 
 
 class CachedDecoder:
@@ -36,10 +37,12 @@ class CachedDecoder:
         batch.
         """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
-        self._padding = max(lengths) - torch.tensor(lengths, device=build.device).unsqueeze(1)  # [b, 1]
+        padding = max(lengths) - torch.tensor(lengths).unsqueeze(1)  # [b, 1]
+        self._on_host = (torch.arange(capacity) >= padding).long() if min(lengths) < max(lengths) else None
+        self._ids = None if self._on_host is None else self._on_host.to(build.device)
+        self._padding, self._device = padding.to(build.device), build.device
         columns = torch.arange(capacity, device=build.device)
         self._positions = (columns - self._padding).clamp(min=0)  # [b, capacity]
-        self._segments = (columns >= self._padding).long() if min(lengths) < max(lengths) else None
         longrope = None if build.spec.rotary is None else build.spec.rotary.longrope
         # With so many columns a sequence has the original length; see [Note: outgrown frequencies].
         self._outgrown = {longrope.original + max(lengths) - each for each in lengths} if longrope else set()
@@ -59,12 +62,19 @@ class CachedDecoder:
             for cache in self._caches:
                 cache.clear()
         new = slice(self._length, self._length + tokens.shape[1])
-        seen = None if self._segments is None else self._segments[:, : new.stop]
         lengths = new.stop - self._padding
-        hidden = self._model.hidden(tokens, self._positions[:, new], seen, self._caches, lengths=lengths)
+        hidden = self._model.hidden(tokens, self._positions[:, new], self._segments(new), self._caches, lengths=lengths)
         logits = self._model.next_logits(hidden, len(tokens))
         self._length = new.stop
         return all_gather(logits.t(), self._tp).t()
+
+    def _segments(self, new: slice) -> Segments | None:
+        """Padding and prompt of each sequence, as far as the new columns see them."""
+        if self._ids is None or self._on_host is None:
+            return None
+        if new.start == 0:
+            return segments_of(self._on_host[:, : new.stop], self._device)
+        return Segments(self._ids[:, : new.stop])
 
 
 def generate(

@@ -22,6 +22,7 @@ from megatron.core.inference.logprobs import Logprobs, token_logprobs
 from megatron.core.inference.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
+from megatron.kernels.ops.attention_segments import Segments
 from megatron.spec.attention import AttentionSpec
 
 _READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _CLOSE = range(6)  # the commands that the first rank sends to the others
@@ -232,7 +233,7 @@ class SlotDecoder:
         segments = None
         if min(lengths) < max(lengths):
             columns = torch.arange(first, self._end + 1, device=self._device)
-            segments = (columns >= self._end - positions).long()  # [rows, columns that are seen]
+            segments = Segments((columns >= self._end - positions).long())  # of [rows, columns that are seen]
         self._place.rows, self._place.new = slice(0, rows), slice(self._end, self._end + 1)
         self._place.seen = slice(first, self._end + 1)
         self._end += 1

@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build, KeyValueCache
+from megatron.kernels.ops.attention_segments import Segments
 from megatron.spec.attention import AttentionSpec
 
 
@@ -43,7 +44,7 @@ class StagedModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        segments: Tensor | None = None,
+        segments: Segments | None = None,
         caches: Sequence[KeyValueCache] | None = None,
         *,
         lengths: Tensor | None = None,

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
+from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.kernels.ops.softcap import softcap
 from megatron.schedule.partition import Stage, whole_model
@@ -53,14 +54,14 @@ class GPTModel(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         labels: Tensor | None = None,
-        segments: Tensor | None = None,
+        segments: Segments | None = None,
         caches: Sequence[KeyValueCache] | None = None,
         *,
         lengths: int | Tensor | None = None,
         stage: int = 0,
         received: Tensor | None = None,
     ) -> Tensor:
-        """positions [b or 1, s]; segments [b, s] document ids or None; caches: one per layer, in generation.
+        """positions [b or 1, s]; segments: documents inside the samples, or None; caches: one per layer, in generation.
 
         `lengths`: the tokens of all sequences, or of each one [b, 1], including those that are not in `tokens`; default
         the columns of `tokens`. Only LongRoPE depends on them.
@@ -87,7 +88,7 @@ class GPTModel(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        segments: Tensor | None = None,
+        segments: Segments | None = None,
         caches: Sequence[KeyValueCache] | None = None,
         *,
         lengths: int | Tensor | None = None,

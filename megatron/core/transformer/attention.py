@@ -16,6 +16,7 @@ from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.rope import rotate
 from megatron.spec.attention import AttentionSpec
 
@@ -65,7 +66,7 @@ class SelfAttention(nn.Module):
         q = self._normed_and_rotated(q, self.q_layernorm, tables)
         return self.linear_proj(self._attend(q, k, v, positions.segments))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
         window, dropout, scores = self._spec.window, self._spec.dropout, self._scores
         if dropout == 0.0 or not self.training:
             return self.core(q, k, v, scores=scores, segments=segments, window=window, dropout=0.0)

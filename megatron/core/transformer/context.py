@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.overlap import PLAIN, Plain
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import Kernels
+from megatron.kernels.ops.attention_segments import Segments
 from megatron.spec.decoder import DecoderSpec, decoder_spec
 from megatron.spec.linear import LinearSpec
 from megatron.spec.norm import NormSpec
@@ -95,7 +96,7 @@ class KeyValueCache(Protocol):
 
 @dataclass(frozen=True)
 class Positions:
-    """Per-forward data of attention: rotary tables (None without rotary embedding) and document segments [b, s]."""
+    """Per-forward data of attention: rotary tables (None without rotary embedding) and the documents of the samples."""
 
     rotary: tuple[Tensor, Tensor] | None
-    segments: Tensor | None
+    segments: Segments | None

@@ -15,6 +15,7 @@ from megatron.core.recompute.rerun import checkpoint
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
 
 
 class RecomputedAttention:
@@ -30,7 +31,7 @@ class RecomputedAttention:
         v: Tensor,
         *,
         scores: Scores,
-        segments: Tensor | None,
+        segments: Segments | None,
         window: int | None,
         dropout: float,
     ) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.base.errors import first_line
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
 
 LARGEST_HEAD = 192  # wider heads have a gradient on some GPUs only
 
@@ -102,7 +103,14 @@ def attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def flash(
-        q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Segments | None,
+        window: int | None,
+        dropout: float,
     ) -> Tensor:
         if segments is not None or q.shape[0] != k.shape[0]:
             return otherwise(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)

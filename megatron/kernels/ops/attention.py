@@ -14,16 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.backends import flash
-from megatron.kernels.ops import attention_rows
+from megatron.kernels.ops import attention_packed, attention_rows
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments, ids_of
 from megatron.kernels.ops.gemm import slow_half
 
 
 class AttentionKernel(Protocol):
     """q [s, b, n, d]; k, v [t, b, g, d], where g divides n. Query i sees keys up to i + t - s in its own segment.
 
-    `segments` [b, t] are ids that are equal inside a document, or None. `window` is the maximum number of keys that a
-    query sees, the last of them its own; None is no limit. Returns [s, b, n * d]. No communication.
+    `segments` are the documents of the t tokens, or None. `window` is the maximum number of keys that a query sees, the
+    last of them its own; None is no limit. Returns [s, b, n * d]. No communication.
     """
 
     def __call__(
@@ -33,36 +34,36 @@ class AttentionKernel(Protocol):
         v: Tensor,
         *,
         scores: Scores,
-        segments: Tensor | None,
+        segments: Segments | None,
         window: int | None,
         dropout: float,
     ) -> Tensor: ...
 
 
 def unfused(
-    q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Segments | None, window: int | None, dropout: float
 ) -> Tensor:
     """The reference. It materializes the full [b, n, s, t] probabilities."""
     s, b, n, d = q.shape
     t, group = k.shape[0], n // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     weights = scores.capped((torch.einsum("sbnd,tbnd->bnst", q, k) / scores.divisor).float())
-    weights = weights.masked_fill(~causal_mask(s, t, segments, window, q.device), float("-inf"))
+    weights = weights.masked_fill(~causal_mask(s, t, ids_of(segments), window, q.device), float("-inf"))
     probabilities = F.dropout(weights.softmax(dim=-1).to(q.dtype), dropout)
     return torch.einsum("bnst,tbnd->sbnd", probabilities, v).reshape(s, b, n * d)
 
 
 def fused(
-    q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Segments | None, window: int | None, dropout: float
 ) -> Tensor:
     """torch's scaled_dot_product_attention. The permuted views need no copy, because SDPA takes any strides."""
     s, b, n, d = q.shape
-    k, v, segments = attention_rows.within_window(s, k, v, segments, window)
+    k, v, ids = attention_rows.within_window(s, k, v, ids_of(segments), window)
     t = k.shape[0]
-    plain = segments is None and (window is None or window >= t)
+    plain = ids is None and (window is None or window >= t)
     causal = plain and s == t
     # A single query sees every key, so it needs no mask.
-    mask = None if causal or (plain and s == 1) else causal_mask(s, t, segments, window, q.device)
+    mask = None if causal or (plain and s == 1) else causal_mask(s, t, ids, window, q.device)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q,
@@ -77,21 +78,28 @@ def fused(
     return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
 
 
-def causal_mask(s: int, t: int, segments: Tensor | None, window: int | None, device: torch.device) -> Tensor:
-    """Returns True where query i of the last s positions may see key j of t: [s, t], or [b, 1, s, t] with segments."""
+def causal_mask(s: int, t: int, ids: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+    """Returns True where query i of the last s positions may see key j of t: [s, t], or [b, 1, s, t] with ids [b, t]."""
     allowed = torch.ones(s, t, dtype=torch.bool, device=device).tril(diagonal=t - s)
     if window is not None:
         allowed = allowed.triu(diagonal=t - s - window + 1)
-    if segments is None:
+    if ids is None:
         return allowed
-    return (allowed & (segments[:, -s:, None] == segments[:, None, :])).unsqueeze(1)
+    return (allowed & (ids[:, -s:, None] == ids[:, None, :])).unsqueeze(1)
 
 
 def in_fp32(kernel: AttentionKernel) -> AttentionKernel:
     """Wraps `kernel` to run on fp32 copies of half-precision tensors; the result is rounded once."""
 
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Segments | None,
+        window: int | None,
+        dropout: float,
     ) -> Tensor:
         q32, k32, v32 = q.float(), k.float(), v.float()
         return kernel(q32, k32, v32, scores=scores, segments=segments, window=window, dropout=dropout).to(q.dtype)
@@ -115,10 +123,13 @@ def choose(
         )
     if asked in ("auto", "flash"):
         if found.name is not None:
-            return flash.attention(fused), f"flash ({'; '.join(filter(None, found))})"
+            kernel = attention_packed.packed(flash.attention(fused), by_flash=True)
+            return kernel, f"flash ({'; '.join(filter(None, found))})"
         why = f"no flash: {found.why}"
     else:
         why = "asked for"
+    if device.type == "cuda":
+        return attention_packed.packed(fused, by_flash=False), f"fused (torch SDPA; {why})"
     if slow_half(device, dtype):
         name = str(dtype).removeprefix("torch.")
         return in_fp32(fused), f"fused (torch SDPA in fp32, this CPU has no {name} products; {why})"

@@ -14,25 +14,26 @@ from torch import Tensor
 from megatron.kernels.ops.attention_lse import by_rows
 from megatron.kernels.ops.attention_rule import Drop, Rule, draw_seed
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments, ids_of
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Tensor | None, window: int | None, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Segments | None, window: int | None, dropout: float
 ) -> Tensor:
     """See AttentionKernel. Dropout takes its seed from the current generator."""
-    k, v, segments = within_window(len(q), k, v, segments, window)
-    out: Tensor = _Attend.apply(q, k, v, scores, segments, window, dropout, draw_seed(dropout, q.device))
+    k, v, ids = within_window(len(q), k, v, ids_of(segments), window)
+    out: Tensor = _Attend.apply(q, k, v, scores, ids, window, dropout, draw_seed(dropout, q.device))
     return out.flatten(2)
 
 
 def within_window(
-    s: int, k: Tensor, v: Tensor, segments: Tensor | None, window: int | None
+    s: int, k: Tensor, v: Tensor, ids: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns keys, values and segments without the oldest ones of a long cache, which none of the last s queries sees."""
+    """Returns keys, values and their ids without the oldest ones of a long cache, which none of the last s queries sees."""
     if window is None:
-        return k, v, segments
+        return k, v, ids
     reach = window + s - 1
-    return k[-reach:], v[-reach:], None if segments is None else segments[:, -reach:]
+    return k[-reach:], v[-reach:], None if ids is None else ids[:, -reach:]
 
 
 class _Attend(torch.autograd.Function):
@@ -45,22 +46,22 @@ class _Attend(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         scores: Scores,
-        segments: Tensor | None,
+        ids: Tensor | None,
         window: int | None,
         dropout: float,
         seed: Tensor | None,
     ) -> Tensor:
-        wide, lse = by_rows.forward(q, k, v, _rule(len(q), len(k), scores, segments, window, dropout, seed))
+        wide, lse = by_rows.forward(q, k, v, _rule(len(q), len(k), scores, ids, window, dropout, seed))
         out = wide.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, segments, seed)
+        ctx.save_for_backward(q, k, v, out, lse, ids, seed)
         ctx.scores, ctx.window, ctx.dropout = scores, window, dropout
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, segments, seed = ctx.saved_tensors
-        rule = _rule(len(q), len(k), ctx.scores, segments, ctx.window, ctx.dropout, seed)
+        q, k, v, out, lse, ids, seed = ctx.saved_tensors
+        rule = _rule(len(q), len(k), ctx.scores, ids, ctx.window, ctx.dropout, seed)
         gradients = by_rows.backward(grad, q, k, v, out, lse, rule)
         dq, dk, dv = (gradient.to(q.dtype) for gradient in gradients)
         return dq, dk, dv, None, None, None, None, None
@@ -70,14 +71,14 @@ def _rule(
     s: int,
     t: int,
     scores: Scores,
-    segments: Tensor | None,
+    ids: Tensor | None,
     window: int | None,
     dropout: float,
     seed: Tensor | None,
 ) -> Rule:
     """The rule of the last s of t positions."""
-    ids = None if segments is None else (segments[:, -s:], segments)
+    segments = None if ids is None else (ids[:, -s:], ids)
     if seed is None:
-        return Rule(scores, t - s, window, ids)
+        return Rule(scores, t - s, window, segments)
     places = torch.arange(t, dtype=torch.int32, device=seed.device)
-    return Rule(scores, t - s, window, ids, Drop(dropout, seed, places[-s:], places))
+    return Rule(scores, t - s, window, segments, Drop(dropout, seed, places[-s:], places))

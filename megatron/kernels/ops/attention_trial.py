@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import torch
@@ -11,6 +12,7 @@ from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import segments_of
 
 _TOKENS, _WINDOW = 128, 16
 _TOLERANCE = 0.02  # results are rounded to half precision; those of a broken kernel are not close
@@ -26,7 +28,7 @@ def try_attention(
     windowed: bool,
     dropout: float,
 ) -> None:
-    """Raises RuntimeError if the kernel cannot run, or gives wrong results.
+    """Raises RuntimeError if the kernel cannot run, or gives wrong results, with one document or three.
 
     `head` is the number of channels of a head, `queries` that of query heads per key head. `windowed`: also with a
     sliding window. Leaves the generators of random numbers as they are.
@@ -34,9 +36,11 @@ def try_attention(
     cuda = [device] if device.type == "cuda" else []
     with warnings.catch_warnings(), torch.random.fork_rng(cuda):
         warnings.simplefilter("ignore")  # torch warns of each kernel that cannot run, before it raises
-        for window in (None, _WINDOW) if windowed else (None,):
+        documents = segments_of(torch.arange(_TOKENS).unsqueeze(0) // 50, device)
+        windows = (None, _WINDOW) if windowed else (None,)
+        for window, segments in itertools.product(windows, (None, documents)):
             q, k, v = (x.requires_grad_() for x in _inputs(device, dtype, head, queries))
-            out = kernel(q, k, v, scores=Scores(head**-0.5), segments=None, window=window, dropout=dropout)
+            out = kernel(q, k, v, scores=Scores(head**-0.5), segments=segments, window=window, dropout=dropout)
             out.backward(torch.ones_like(out))
             assert q.grad is not None and k.grad is not None and v.grad is not None
             _check(out, q.grad, k.grad, v.grad, queries, exact=dropout == 0.0)

@@ -90,7 +90,14 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target) -> list[R
     assert seq_length and micro_batch_size
     model = dataclasses.replace(run.model, max_position_embeddings=run.model.max_position_embeddings or seq_length)
     spec = decoder_spec(model)
-    sizes = sizes_of(model, settings, seq_length=seq_length, micro_batch_size=micro_batch_size, target=target)
+    sizes = sizes_of(
+        model,
+        settings,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        documents=run.data.sft or run.data.reset_attention_mask,
+        target=target,
+    )
     microbatches = settings.batches.final_num_microbatches
     schedule = with_moves(offload, settings.pipeline.schedule_of(microbatches))
     ranks = []
@@ -175,6 +182,6 @@ def _activations(forward: Profile) -> int:
 
 
 def _batch(sizes: Sizes) -> int:
-    """Bytes of a microbatch: tokens and labels, the loss mask, the loss weights twice, and positions."""
-    whole = sizes.tokens * (2 * INT64 + MASK + 2 * FP32) + sizes.s * INT64
+    """Bytes of a microbatch: tokens and labels, the loss mask, the loss weights twice, positions; numbers of documents."""
+    whole = sizes.tokens * (2 * INT64 + MASK + 2 * FP32 + sizes.documents * INT64) + sizes.s * INT64
     return whole * (1 + sizes.cp) if sizes.cp > 1 else whole

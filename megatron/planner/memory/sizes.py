@@ -8,9 +8,15 @@ from megatron.spec.sizes import FP32, Sizes, Target
 
 
 def sizes_of(
-    model: ModelConfig, settings: RunSettings, *, seq_length: int, micro_batch_size: int, target: Target
+    model: ModelConfig,
+    settings: RunSettings,
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    documents: bool,
+    target: Target,
 ) -> Sizes:
-    """Returns the sizes of a microbatch of a run that `config.rules` accept.
+    """Returns the sizes of a microbatch of a run that `config.rules` accept. documents: attention stays inside of each.
 
     All layers are planned with the context-parallel communication of the first one: the types need about equal memory.
     """
@@ -32,6 +38,7 @@ def sizes_of(
         comm_type=settings.attention_comm_types[0],
         cp_inner=settings.context_inner,
         unfused_attention=model.attention_backend == "unfused",
+        documents=documents,
         fused_weight_grad=model.gradient_accumulation_fusion,
         split_backward=settings.pipeline.schedule.splits_backward,
     )

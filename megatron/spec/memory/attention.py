@@ -62,6 +62,7 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
     for the CPU knows no dropout; then, as in the reference, the matrix is kept: of the softmax, and with dropout of its
     factors and of the product. Both of those work on copies of keys (and values) for every query head. No fused kernel
     caps scores: plain torch computes some queries at a time, and the reference keeps the hyperbolic tangents, too.
+    Documents are a mask, which is kept as numbers, or on CUDA none: see `_packed_memory`.
     """
     heads, dropout, capped = heads_of(spec, sizes), spec.dropout > 0, spec.softcap is not None
     lse = sizes.tokens * heads.number * FP32
@@ -78,17 +79,21 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
         )
     keys = sizes.s * (sizes.cp if sizes.comm_type in ("all_gather", "a2a") else 1)  # that a query meets at once
     matrix = sizes.b * heads.number * sizes.s * keys  # elements
+    masked = keys * keys * (sizes.b if sizes.documents else 1)  # elements of the mask
     if sizes.unfused_attention:
         rounded = sizes.e if sizes.e < FP32 else 0
         kept = (
             matrix * (FP32 + rounded + (2 * sizes.e if dropout else 0) + (FP32 if capped else 0))
             + 2 * heads.queries
-            + sizes.s * keys * MASK
+            + masked * MASK
         )
         return KernelMemory(kept, FP32 * matrix, 2 * FP32 * matrix, True, False, False, strided=False)
     if capped:
         return _rows_memory(heads, sizes, matrix, lse, dropout=dropout)
+    if sizes.documents and not sizes.target.cpu:
+        return _packed_memory(heads, sizes, lse)
     width = FP32 if sizes.target.wide else sizes.e
+    mask = masked * width if sizes.documents else 0
     wide = width // sizes.e
     if dropout and sizes.target.cpu:
         repeated = heads.queries * wide if heads.keys < heads.queries else 0
@@ -96,8 +101,26 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
         whole = not repeated and wide == 1
         return KernelMemory(kept, matrix * width, 2 * matrix * width, False, False, whole, strided=False)
     if wide > 1:  # fp32 copies of queries, keys, values and output
-        return KernelMemory(lse + wide * 2 * (heads.queries + heads.keys), wide * heads.queries, 0, False, False, False)
-    return KernelMemory(lse, keeps_output=True)
+        copies = wide * 2 * (heads.queries + heads.keys)
+        return KernelMemory(lse + mask + copies, wide * heads.queries, 0, False, False, False)
+    return KernelMemory(lse + mask, keeps_output=True)
+
+
+def _packed_memory(heads: Heads, sizes: Sizes, lse: int) -> KernelMemory:
+    """The memory of documents on CUDA (kernels/ops/attention_packed.py), which needs no mask.
+
+    Several samples are copied into one row. FlashAttention takes halves. The kernel for fp32 gets keys and values of every
+    query head, and keeps the output of each document, which are put together afterwards.
+    """
+    one = sizes.b == 1
+    copied = 0 if one else heads.queries
+    if sizes.e < FP32:
+        kept = lse + copied + (0 if one else 2 * heads.keys)
+        return KernelMemory(kept, 0, 0, one, one, one, keeps_output=True)
+    grouped = heads.keys < heads.queries
+    pairs = 2 * heads.queries if grouped or not one else 0
+    as_given = one and not grouped
+    return KernelMemory(lse + heads.queries + copied + pairs, 0, 0, one, as_given, as_given)
 
 
 def _rows_memory(heads: Heads, sizes: Sizes, matrix: int, lse: int, *, dropout: bool) -> KernelMemory:

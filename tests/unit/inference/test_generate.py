@@ -6,6 +6,7 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.core.inference.generate import CachedDecoder
 from megatron.core.inference.sampling import Sampling
 from megatron.core.parameter import local_parameters
+from megatron.kernels.ops import attention, attention_packed
 from tests import pool
 from tests.unit.inference.small import (
     GPT2,
@@ -95,6 +96,23 @@ def test_tokens_are_read_again_when_their_sequence_outgrows_the_short_factors(mo
     assert read[3][:, :9].equal(read[0]) and read[4][:, :12].equal(read[3]), (
         "the same tokens again, in the same columns"
     )
+
+
+@torch.no_grad()
+def test_prompts_of_different_lengths_need_no_mask_on_a_gpu(monkeypatch):
+    """Padding is a document while prompts are read; each later step has one query, and a mask of one row."""
+    asked = []
+
+    def whole(q, k, v, *, segments, **options):
+        asked.append((len(q), segments is not None))
+        return attention.fused(q, k, v, segments=segments, **options)
+
+    kernel = attention_packed.packed(whole, by_flash=False)
+    expected = run(*small_model(pool.groups(), **LLAMA), PROMPTS[:3])
+    monkeypatch.setattr(attention, "choose", lambda *_: (kernel, "a GPU's"))
+    assert run(*small_model(pool.groups(), **LLAMA), PROMPTS[:3]) == expected
+    assert (1, True) in asked and all(queries == 1 for queries, masked in asked if masked)
+    assert any(queries > 1 for queries, _ in asked)
 
 
 def test_sampling_is_the_same_alone_and_in_a_batch(llama):

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.kernels.backends import flash
 from megatron.kernels.ops import attention, attention_rows, gemm
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
 from tests.unit.kernels.close import NO_FLASH, assert_same, outputs_and_gradients, random
 
 KERNELS = {"unfused": attention.unfused, "fused": attention.fused, "rows": attention_rows.attention}
@@ -50,7 +51,7 @@ class TestAgainstTheLoop:
     @pytest.mark.parametrize(("s", "t"), [(7, 7), (1, 7), (3, 7)])
     def test_segments(self, kernel, s, t):
         assert_same(
-            lambda *x: kernel(*x, scores=SCORES, segments=SEGMENTS, window=None, dropout=0.0),
+            lambda *x: kernel(*x, scores=SCORES, segments=Segments(SEGMENTS), window=None, dropout=0.0),
             lambda *x: slow(*x, segments=SEGMENTS),
             inputs(s, t, 4, 2),
         )
@@ -60,8 +61,9 @@ class TestAgainstTheLoop:
     @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["", "segments"])
     def test_window(self, kernel, s, t, window, segments):
         segments = None if segments is None else segments[:, :t]
+        packed = None if segments is None else Segments(segments)
         assert_same(
-            lambda *x: kernel(*x, scores=SCORES, segments=segments, window=window, dropout=0.0),
+            lambda *x: kernel(*x, scores=SCORES, segments=packed, window=window, dropout=0.0),
             lambda *x: slow(*x, segments=segments, window=window),
             inputs(s, t, 4, 2),
         )
@@ -77,7 +79,8 @@ class TestAgainstTheLoop:
     def test_documents_do_not_mix(self, kernel):
         """Packed documents give what each gives alone."""
         q, k, v = inputs(9, 9, 4, 2, b=1)
-        together = kernel(q, k, v, scores=SCORES, segments=torch.tensor([[0] * 4 + [1] * 5]), window=None, dropout=0.0)
+        segments = Segments(torch.tensor([[0] * 4 + [1] * 5]))
+        together = kernel(q, k, v, scores=SCORES, segments=segments, window=None, dropout=0.0)
         alone = [kernel(q[r], k[r], v[r], **PLAIN) for r in (slice(0, 4), slice(4, 9))]
         torch.testing.assert_close(together, torch.cat(alone))
 
@@ -136,9 +139,13 @@ class TestAgainstTheLoop:
 @pytest.mark.parametrize("s", [7, 2])
 def test_capped_scores(kernel, window, segments, s):
     """The cap bends a third of the scores by more than a tenth."""
-    options = {"segments": segments, "window": window, "scores": CAPPED}
-    data = inputs(s, 7, 4, 2)
-    assert_same(lambda *x: KERNELS[kernel](*x, **options, dropout=0.0), lambda *x: slow(*x, **options), data)
+    options, data = {"window": window, "scores": CAPPED}, inputs(s, 7, 4, 2)
+    packed = None if segments is None else Segments(segments)
+    assert_same(
+        lambda *x: KERNELS[kernel](*x, segments=packed, **options, dropout=0.0),
+        lambda *x: slow(*x, segments=segments, **options),
+        data,
+    )
     products = 1.3 * torch.einsum("sbngd,tbgd->bngst", data[0].unflatten(2, (2, 2)).transpose(2, 3), data[1])
     assert (products.abs() > 1.1 * (1.5 * torch.tanh(products / 1.5)).abs()).float().mean() > 0.3
 
@@ -223,7 +230,7 @@ class TestChoose:
         expected = attention.fused(*(x.float() for x in data), **PLAIN).bfloat16()
         assert kernel(*data, **PLAIN).equal(expected)
         assert_same(lambda *x: kernel(*x, **PLAIN), slow, data, rtol=1e-2, atol=1e-2)
-        segments = torch.zeros(2, 8, dtype=torch.long)
+        segments = Segments(torch.zeros(2, 8, dtype=torch.long))
         windowed = attention.fused(
             *(x.float() for x in data), scores=SCORES, segments=segments, window=3, dropout=0.0
         ).bfloat16()
@@ -263,7 +270,8 @@ class TestFlash:
     def test_what_it_cannot_do_is_left_to_the_other_kernel(self, calls):
         """Segments, queries that continue a cache, and windows with dropout or odd heads."""
         kernel, asked = calls
-        kernel(*inputs(6, 6, 4, 2), scores=SCORES, segments=torch.zeros(2, 6, dtype=torch.long), window=4, dropout=0.0)
+        one = Segments(torch.zeros(2, 6, dtype=torch.long))
+        kernel(*inputs(6, 6, 4, 2), scores=SCORES, segments=one, window=4, dropout=0.0)
         kernel(*inputs(2, 6, 4, 2), scores=SCORES, segments=None, window=4, dropout=0.0)
         kernel(*inputs(6, 6, 4, 2), scores=SCORES, segments=None, window=4, dropout=0.1)
         kernel(*inputs(6, 6, 4, 2, d=12), scores=SCORES, segments=None, window=4, dropout=0.0)

@@ -49,6 +49,23 @@ def test_a_wrong_result_fails(change, message):
         attend(changed(change))
 
 
+@pytest.mark.parametrize("windowed", [True, False])
+def test_a_kernel_that_fails_for_documents_fails(windowed):
+    """As a build without kernels of variable length; it is told where three documents start."""
+    asked = []
+
+    def kernel(*args, segments, window, **options):
+        if segments is not None:
+            asked.append((segments.starts.tolist(), window))
+            if window is not None or not windowed:
+                raise RuntimeError("no kernel of variable length")
+        return attention.fused(*args, segments=segments, window=window, **options)
+
+    with pytest.raises(RuntimeError, match="no kernel of variable length"):
+        attend(kernel, windowed=windowed)
+    assert asked == [([0, 50, 100, 128], window) for window in ((None, 16) if windowed else (None,))]
+
+
 def test_a_kernel_that_raises_only_in_backward_fails():
     class Forward(torch.autograd.Function):
         @staticmethod

@@ -15,6 +15,7 @@ from megatron.core.parameter import local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
+from megatron.kernels.ops.attention_segments import Segments
 from tests import pool
 from tests.unit.models.builds import CPU, FACTORS, GPT, LLAMA, VOCAB, losses, make_ids, make_model
 
@@ -146,7 +147,7 @@ class TestLoss:
         """With segments and positions that start again, a packed row is two rows."""
         model, ids = make_model(fields, pool.groups(), spread=0.1), make_ids(1, 10)
         positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
-        segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]])
+        segments = Segments(torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]]))
         packed = model(ids[:, :-1], positions, labels=ids[:, 1:], segments=segments)
         alone = [losses(model, ids[:, 0:5]), losses(model, ids[:, 4:11])]
         torch.testing.assert_close(packed, torch.cat(alone, dim=1))

@@ -269,6 +269,8 @@ FACTORS = "--embedding-multiplier-scale 4 --residual-multiplier 0.5 --logits-sca
 GEMMA2 = "--post-norm --apply-layernorm-1p --attn-logit-softcapping 3 --final-logit-softcapping 9 --window-size 30,0"
 CASES = {
     "llama": f"{LLAMA} --ffn-hidden-size 320",
+    "llama, documents": f"{LLAMA} --reset-attention-mask",
+    "llama, bf16, unfused, documents": f"{LLAMA} --bf16 --attention-backend unfused --reset-attention-mask",
     "llama, bf16, GEMM-last": f"{LLAMA} --bf16 --kaimm-recompute-norm --kaimm-recompute-mlp-activation-func",
     "llama, GQA, full": (
         f"{LLAMA} --group-query-attention --num-query-groups 2 --recompute-granularity full --recompute-method uniform "

@@ -15,7 +15,7 @@ from megatron.spec.sizes import Sizes, Target
 CPU, CUDA, WIDE = Target(cpu=True), Target(cpu=False), Target(cpu=True, wide=True)
 
 
-def sizes_for(config, target, tokens, samples, tp=1, *, sequence_parallel=False):
+def sizes_for(config, target, tokens, samples, tp=1, *, sequence_parallel=False, documents=False):
     """A microbatch of `samples` sequences of `tokens`."""
     e = 4 if config.dtype_name == "float32" else 2
     return Sizes(
@@ -28,6 +28,7 @@ def sizes_for(config, target, tokens, samples, tp=1, *, sequence_parallel=False)
         tp=tp,
         sp=tp if sequence_parallel else 1,
         unfused_attention=config.attention_backend == "unfused",
+        documents=documents,
         fused_weight_grad=config.gradient_accumulation_fusion,
     )
 
@@ -40,6 +41,7 @@ def sizes_of_run(run, target):
         settings,
         seq_length=run.data.seq_length,
         micro_batch_size=run.train.micro_batch_size,
+        documents=run.data.sft or run.data.reset_attention_mask,
         target=target,
     )
 

@@ -4,10 +4,14 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
-from megatron.training.batch import BatchReader, make_batch, stacked_for
+from megatron.core.groups import Group
+from megatron.kernels.ops.attention_segments import segments_of
+from megatron.training.batch import BatchReader, make_batch, make_sft_batch, part_of_batch, stacked_for
+from megatron.training.step import tensors_of
 from tests import pool
 
 EOD = 0
@@ -52,7 +56,7 @@ def test_against_the_rules(flags, rows):
     assert batch.loss_mask.equal(expected[1]) and batch.loss_mask.dtype == torch.bool
     assert batch.positions.expand_as(ids[:, :-1]).equal(expected[2])
     if data.reset_attention_mask:
-        assert batch.segments.equal(expected[3])
+        assert batch.segments.ids.equal(expected[3])
     else:
         assert batch.segments is None
 
@@ -64,7 +68,39 @@ def test_random_rows():
     batch = make_batch(ids, EOD, data)
     labels, mask, positions, segments = zip(*(slow(row, data) for row in ids.tolist()), strict=True)
     assert batch.labels.tolist() == list(labels) and batch.loss_mask.tolist() == list(mask)
-    assert batch.positions.tolist() == list(positions) and batch.segments.tolist() == list(segments)
+    assert batch.positions.tolist() == list(positions) and batch.segments.ids.tolist() == list(segments)
+
+
+@pytest.mark.parametrize("s", [8, 9])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_part_of_a_context_parallel_rank_has_all_documents(rank, s):
+    """Nine tokens are padded to twelve, and the padding of each sample is a document of its own."""
+    ids = torch.randint(0, 4, (3, s + 1), generator=torch.Generator().manual_seed(0))
+    batch = make_batch(ids, EOD, DataConfig(reset_attention_mask=True))
+    part = part_of_batch(batch, Group("cp", (0, 1), rank, None, None))
+    padded = F.pad(batch.segments.ids, (0, -s % 4), value=-1)
+    assert part.tokens.shape == (3, padded.shape[1] // 2) and part.segments.ids.equal(padded)
+    expected = segments_of(padded, CPU)
+    assert part.segments.starts.equal(expected.starts) and part.segments.lengths == expected.lengths
+
+
+def test_all_tensors_of_a_step_are_known():
+    """So that no offload moves one that all layers read."""
+    batch = make_batch(torch.ones(2, 9, dtype=torch.long), EOD, DataConfig(reset_attention_mask=True))
+    found = {x.data_ptr() for x in tensors_of([batch], [batch.loss_mask])}
+    assert {batch.segments.ids.data_ptr(), batch.segments.starts.data_ptr(), batch.tokens.data_ptr()} <= found
+
+
+def test_the_host_finds_documents_in_its_own_ids():
+    """Tensors of the meta device cannot be copied to the host."""
+    ids = torch.randint(0, 4, (3, 9), generator=torch.Generator().manual_seed(0))
+    data = DataConfig(reset_attention_mask=True)
+    batch = make_batch(ids.to("meta"), EOD, data, ids)
+    assert batch.segments.lengths == make_batch(ids, EOD, data).segments.lengths
+    rows = torch.stack([ids, ids, ids // 2], dim=1)
+    assert make_sft_batch(rows.to("meta"), rows).segments.lengths == make_sft_batch(rows).segments.lengths
+    with pytest.raises(NotImplementedError, match="meta"):
+        make_batch(ids.to("meta"), EOD, data)
 
 
 def test_positions_are_shared_where_they_can_be():

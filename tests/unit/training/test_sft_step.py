@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from megatron.config.data import DataConfig
+from megatron.kernels.ops import attention, attention_packed
 from megatron.training.batch import BatchReader, make_batch, make_sft_batch
 from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep, evaluate, token_weights
 from tests import pool
+from tests.unit.kernels.variable_length import VariableLengthOperator
 from tests.unit.models.builds import (
     CPU,
     GPT,
@@ -53,7 +55,7 @@ class TestBatch:
         rows, _ = LAYOUTS[layout]
         batch = make_sft_batch(rows)
         assert batch.by_segment and batch.loss_mask.dtype == torch.bool
-        assert batch.tokens.equal(rows[:, 0]) and batch.segments.equal(rows[:, 2])
+        assert batch.tokens.equal(rows[:, 0]) and batch.segments.ids.equal(rows[:, 2])
         assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
         for number, sample in enumerate(rows):
             labels, mask, positions = slow(sample)
@@ -65,7 +67,7 @@ class TestBatch:
         (conversation,) = [(torch.arange(1, S + 1), torch.ones(S, dtype=torch.bool))]
         batch = make_sft_batch(sample_of([conversation], S).unsqueeze(0))
         assert batch.loss_mask[0].tolist() == [True] * (S - 1) + [False]
-        assert batch.positions[0].tolist() == list(range(S)) and batch.segments.eq(0).all()
+        assert batch.positions[0].tolist() == list(range(S)) and batch.segments.ids.eq(0).all()
 
     def test_reader(self):
         rows = packed(CONVERSATIONS, S, 8)
@@ -75,6 +77,9 @@ class TestBatch:
         batches = [*reader.read(3), *reader.read(1)]
         assert torch.cat([batch.tokens for batch in batches]).equal(rows[:, 0])
         assert all(batch.by_segment for batch in batches)
+        for batch in batches:
+            changes = [1 + int((ids[1:] != ids[:-1]).sum()) for ids in batch.segments.ids]
+            assert len(batch.segments.lengths) == sum(changes) and sum(batch.segments.lengths) == batch.tokens.numel()
 
 
 def setting(fields=LLAMA, *, per_token=False):
@@ -114,6 +119,27 @@ def test_objective_and_gradient(fields, per_token, layout):
     assert_gradients(gradients(data_parallel), {n: p.grad for n, p in plain.named_parameters()})
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_a_mask(monkeypatch, layout):
+    """The kernels of a GPU: conversations in one call, by a stand-in for its operator, or one after the other."""
+    rows, sizes = LAYOUTS[layout]
+    found = []
+    for by_flash in (None, True, False):
+        with monkeypatch.context() as patched:
+            if by_flash is not None:
+                kernel = attention_packed.packed(attention.fused, by_flash=by_flash)
+                patched.setattr(attention, "choose", lambda *_: (kernel, "a GPU's"))  # noqa: B023
+            data_parallel, step = setting({**LLAMA, "num_attention_heads": 4})
+        with VariableLengthOperator() as operator:
+            loss = step.forward_backward([make_sft_batch(part) for part in rows.split(sizes)])
+        assert (operator.calls > 0) == (by_flash is True)
+        found.append((loss, gradients(data_parallel)))
+    (masked, expected), *others = found
+    for loss, gradient in others:
+        assert loss == pytest.approx(masked, rel=1e-5)
+        assert_gradients(gradient, expected)
+
+
 def test_the_two_weightings_differ():
     model = make_model(LLAMA, pool.groups())
     assert direct(model, True).item() != pytest.approx(direct(model, False).item(), rel=1e-3)
@@ -131,7 +157,7 @@ def test_weights_sum_to_one_however_packed(per_token, layout):
         shares = [
             float(w[n][segments == segment].sum())
             for w, batch in zip(weights, batches, strict=True)
-            for n, segments in enumerate(batch.segments)
+            for n, segments in enumerate(batch.segments.ids)
             for segment in segments[batch.loss_mask[n]].unique()
         ]
         assert shares == pytest.approx([1 / len(CONVERSATIONS)] * len(CONVERSATIONS))

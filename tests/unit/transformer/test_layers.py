@@ -11,6 +11,7 @@ from megatron.core.transformer.context import Positions
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops import activation
+from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.norm import layer_norm, rms_norm
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import output_scale
@@ -165,7 +166,7 @@ class TestAttention:
 
     def test_segments(self):
         layer, x = built(SelfAttention, GPT), hidden()
-        segments = torch.tensor([[0, 0, 0, 1, 1, 1]]).expand(2, 6)
+        segments = Segments(torch.tensor([[0, 0, 0, 1, 1, 1]]).expand(2, 6))
         out = layer(x, positions(GPT, 0, 6, segments))
         alone = [layer(x[r], NOWHERE) for r in (slice(0, 3), slice(3, 6))]
         torch.testing.assert_close(out, torch.cat(alone))

@@ -10,17 +10,20 @@ from megatron.core.parameter import initialize, local_parameters
 from megatron.core.recompute.saved_bytes import saved_bytes
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Positions
-from megatron.kernels.ops import attention
+from megatron.kernels.ops import attention, attention_packed
+from megatron.kernels.ops.attention_segments import segments_of
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import PARTS
 from tests import pool
 from tests.unit.kernels.close import NO_FLASH
+from tests.unit.kernels.variable_length import VariableLengthOperator
 from tests.unit.models.builds import CPU, FACTORS, GEMMA2, GPT, LLAMA, LONGROPE, make_build
 from tests.unit.recompute.test_rerun import MODES, UNFUSED, selective
 from tests.unit.spec import planned
 
 SAMPLES, TOKENS = 2, 8
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2], [0] * 8])
 WAYS = {
     "none": KEEP_ALL,
     "norm": selective("norm"),
@@ -95,10 +98,12 @@ def kernel_of(fields, config, upcast):
     return attention.in_fp32(attention.fused) if upcast else attention.fused
 
 
-def kept(block, config, layers, sequence_shards=1):
-    """Bytes of distinct storages that autograd keeps for the layers, without parameters and rotary tables."""
+def kept(block, config, layers, sequence_shards=1, ids=None):
+    """Bytes of distinct storages that autograd keeps for the layers, without parameters and what layers share."""
+    segments = None if ids is None else segments_of(ids, CPU)
+    samples = SAMPLES if ids is None else len(ids)
     x = torch.randn(
-        TOKENS // sequence_shards, SAMPLES, config.hidden_size, dtype=block.layers["0"].mlp.linear_fc1.weight.dtype
+        TOKENS // sequence_shards, samples, config.hidden_size, dtype=block.layers["0"].mlp.linear_fc1.weight.dtype
     )
     x = x.float() if config.fp32_residual_connection else x
     tables = None
@@ -111,29 +116,32 @@ def kept(block, config, layers, sequence_shards=1):
         )
     x.requires_grad_()
     return saved_bytes(
-        lambda: block(x, Positions(tables, None), layers=layers, final_norm=False),
-        (*block.parameters(), *(tables or ())),
+        lambda: block(x, Positions(tables, segments), layers=layers, final_norm=False),
+        (*block.parameters(), *(tables or ()), *(() if segments is None else segments.tensors)),
     )
 
 
-def measured(groups, fields, recompute, *, sequence_parallel=False, upcast=False):
-    """(kept, planned) bytes of three layers on this rank."""
+def measured(groups, fields, recompute, *, sequence_parallel=False, upcast=False, ids=None, cuda_kernel=None):
+    """(kept, planned) bytes of three layers on this rank. ids: of documents. cuda_kernel: attention that CUDA would have."""
     layers = range(3)
     build = make_build({**fields, "num_layers": 3}, groups, sequence_parallel=sequence_parallel, recompute=recompute)
-    kernel = kernel_of(fields, build.config, upcast)
+    kernel = cuda_kernel or kernel_of(fields, build.config, upcast)
+    target = planned.CUDA if cuda_kernel else planned.WIDE if upcast else planned.CPU
     build = dataclasses.replace(build, kernels=dataclasses.replace(build.kernels, attention=kernel))
     block = TransformerBlock(build, layers, final_norm=False).train()
     initialize(local_parameters(block), 3)
     shards = groups.tp.size if build.sequence_parallel else 1
     sizes = planned.sizes_for(
         build.config,
-        planned.WIDE if upcast else planned.CPU,
+        target,
         TOKENS,
-        SAMPLES,
+        SAMPLES if ids is None else len(ids),
         groups.tp.size,
         sequence_parallel=build.sequence_parallel,
+        documents=ids is not None,
     )
-    return kept(block, build.config, layers, shards), planned.kept_by_layers(build.config, sizes, recompute, layers)
+    found = kept(block, build.config, layers, shards, ids)
+    return found, planned.kept_by_layers(build.config, sizes, recompute, layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -148,6 +156,37 @@ def test_attention_on_fp32_copies(name):
     for way in ("none", "core_attn", "GEMM-last"):
         found, expected = measured(pool.groups(), MODELS[name], WAYS[way], upcast=True)
         assert found == expected, way
+
+
+@pytest.mark.parametrize(
+    ("name", "upcast"),
+    [
+        ("llama, bf16", False),
+        ("llama, bf16", True),
+        ("llama, unfused, bf16", False),
+        ("llama, dropout", False),
+        ("llama, capped", False),
+        ("gpt", False),
+    ],
+)
+def test_documents_on_the_cpu(name, upcast):
+    """A mask, which fused kernels keep as numbers."""
+    for way in ("none", "core_attn", "GEMM-last"):
+        found, expected = measured(pool.groups(), MODELS[name], WAYS[way], upcast=upcast, ids=DOCUMENTS)
+        assert found == expected, way
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "llama, mha", "one kv head, no positions", "llama, normed heads, 1p"])
+@pytest.mark.parametrize("half", [True, False])
+def test_documents_on_cuda(name, half, samples):
+    """No mask. FlashAttention in halves, by a stand-in for its operator; in fp32 one document after the other."""
+    fields = {**MODELS.get(name, {**LLAMA, **MHA}), **(BF16 if half else {}), "num_attention_heads": 4}
+    kernel = attention_packed.variable_length if half else attention_packed.by_document(attention.fused)
+    for way in ("none", "core_attn", "GEMM-last"):
+        with VariableLengthOperator() as operator:
+            found, expected = measured(pool.groups(), fields, WAYS[way], ids=DOCUMENTS[:samples], cuda_kernel=kernel)
+        assert found == expected and bool(operator.calls) == half, way
 
 
 def over_tp(rank, size, name, sequence_parallel):

@@ -1,0 +1,83 @@
+"""Attention inside the documents of a sample without a mask: no memory and no work for pairs of different documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.backends import flash
+from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
+
+
+def packed(kernel: Callable[..., Tensor], *, by_flash: bool) -> Callable[..., Tensor]:
+    """Returns an AttentionKernel that passes packed documents to one of those below, and all else to `kernel`.
+
+    by_flash: FlashAttention can run here; else `kernel` attends to one document after the other. New queries to a cache of
+    keys are all else: their documents are known by their ids alone.
+    """
+    one_by_one = by_document(kernel)
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Segments | None,
+        window: int | None,
+        dropout: float,
+    ) -> Tensor:
+        if segments is None or segments.starts is None or len(q) != len(k):
+            return kernel(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+        if by_flash and q.shape[-1] % 8 == 0 and q.shape[-1] <= flash.LARGEST_HEAD:
+            return variable_length(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+        return one_by_one(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+
+    return attention
+
+
+def variable_length(
+    q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Segments, window: int | None, dropout: float
+) -> Tensor:
+    """FlashAttention over documents of different lengths in one call, for any number of documents.
+
+    q [s, b, n, d]; k, v [s, b, g, d] -> [s, b, n * d]. The operator takes tokens in the order of `segments.starts`, so it
+    reads a single sample where it is, and several from copies. See `flash.windowed` for its window.
+    """
+    s, b, n, d = q.shape
+    assert segments.starts is not None
+    longest = max(*segments.lengths, 2)  # with 1, the operator would take its path for decoding
+    around = {} if window is None or window >= longest else {"window_size_left": window - 1, "window_size_right": 0}
+    causal, debug = not around, False
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *_in_order(q, k, v), segments.starts, segments.starts, longest, longest, dropout, causal, debug,
+        scale=scores.uncapped_scale, **around,
+    )  # fmt: skip
+    return out.view(b, s, n * d).transpose(0, 1)
+
+
+def by_document(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns an AttentionKernel that calls `kernel` for each document as if it were alone: the meaning of segments.
+
+    `kernel` gets as many heads of keys as of queries, because the memory-efficient kernel in torch's SDPA has no grouped
+    heads, and what is left without it computes all scores of a document at once.
+    """
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Segments, window: int | None, dropout: float
+    ) -> Tensor:
+        s, b, n, _ = q.shape
+        k, v = (x if x.shape[2] == n else x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))
+        documents = zip(*(x.unsqueeze(1).split(list(segments.lengths)) for x in _in_order(q, k, v)), strict=True)
+        out = [kernel(*each, scores=scores, segments=None, window=window, dropout=dropout) for each in documents]
+        return torch.cat(out).view(b, s, -1).transpose(0, 1)
+
+    return attention
+
+
+def _in_order(*tensors: Tensor) -> list[Tensor]:
+    """[s, b, heads, d] -> [b * s, heads, d], one sample behind the other: a copy if b > 1."""
+    return [x.transpose(0, 1).flatten(0, 1) for x in tensors]

@@ -1,0 +1,67 @@
+"""Documents that are packed into samples: a token attends to the tokens of its own document only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The documents of b samples of t tokens. No document continues in the next sample.
+
+    ids [b, t], int64, are equal inside a document and differ between the documents of a sample. `starts`, int32
+    [documents + 1], are the first token of each document, with the tokens of one sample behind those of the sample before,
+    and b * t at the end. `lengths` are the tokens of each document, on the host. A kernel that reads these two needs no
+    mask. Without them (None and empty) only ids are known, as for new queries to a cache of keys.
+    """
+
+    ids: Tensor
+    starts: Tensor | None = None
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is on the device, which all layers share."""
+        return [self.ids] if self.starts is None else [self.ids, self.starts]
+
+    def padded(self, ids: Tensor) -> Segments:
+        """Returns these segments with padding behind each sample, which is one more document. ids [b, t + padding]."""
+        t = self.ids.shape[1]
+        padding, lengths, place = ids.shape[1] - t, list[int](), 0
+        if padding == 0:
+            return self
+        for length in self.lengths:
+            lengths.append(length)
+            place += length
+            if place % t == 0:
+                lengths.append(padding)
+        return _with_lengths(ids, lengths)
+
+
+def segments_of(ids: Tensor, device: torch.device) -> Segments:
+    """Returns the segments on `device` of ids [b, t] in host memory, without waiting for the device."""
+    b, t = ids.shape
+    first = torch.ones(b, t, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    starts = first.flatten().nonzero().flatten().tolist()
+    return _with_lengths(_sent(ids, device), [stop - start for start, stop in itertools.pairwise([*starts, b * t])])
+
+
+def ids_of(segments: Segments | None) -> Tensor | None:
+    """Returns the ids [b, t], or None without segments."""
+    return None if segments is None else segments.ids
+
+
+def _with_lengths(ids: Tensor, lengths: Sequence[int]) -> Segments:
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return Segments(ids, _sent(starts, ids.device), tuple(lengths))
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """Returns host memory on the device. Only from page-locked memory the host need not wait for such a copy."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
