@@ -5,6 +5,7 @@ import torch
 
 from megatron.base.errors import ConfigError
 from megatron.core.context_parallel import layout
+from megatron.kernels.ops import attention, attention_packed
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments, segments_of
 from tests import pool
@@ -92,6 +93,32 @@ def test_padding(kind):
     for of_ranks in zip(*pool.run(4, padded, kind), strict=True):
         for a, b in zip(joined(of_ranks), expected, strict=True):
             assert a.shape[0] == 48 and error(a[:43], b) < TOLERANCE
+
+
+def without_a_mask(rank, size, heads, options):
+    """This rank's [out, dq, dk, dv] of 43 tokens, padded, with the kernel of a GPU, and whether it got a mask."""
+    masked = []
+
+    def whole(q, k, v, *, segments, **options):
+        masked.append(segments is not None)
+        return attention.fused(q, k, v, segments=segments, **options)
+
+    attend, cp = make("a2a", size, kernel=attention_packed.packed(whole, by_flash=False))
+    leaves, grad = local_inputs([layout.pad(x, 0, size) for x in whole_inputs(43, *heads)], cp)
+    out = attend(*leaves, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)], any(masked)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_documents_without_a_mask(window):
+    """With all-to-all a rank has whole documents of some heads, and padding as a document of its own."""
+    segments = segments_of(SEGMENTS.ids[:, :43].contiguous(), CPU)
+    options = {**PLAIN, "window": window, "segments": segments.padded(layout.pad(segments.ids, 1, 4, -1))}
+    found, masked = zip(*pool.run(4, without_a_mask, (8, 4), options), strict=True)
+    assert not any(masked)
+    expected = alone((8, 4), 43, {**options, "segments": segments})
+    for a, b in zip(joined(found), expected, strict=True):
+        assert a.shape[0] == 48 and error(a[:43], b) < TOLERANCE
 
 
 def strided(rank, size, kind):

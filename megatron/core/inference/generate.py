@@ -2,8 +2,8 @@
 
 [Note: prompts of different lengths]
 Prompts are padded on the left, so that every sequence's newest token is in the last column. A sequence's positions
-count from its first real token, and padding is a separate segment in the attention mask: a sequence gets the same
-results as it would alone. Without padding there is no mask, and the fast attention kernels run.
+count from its first real token, and padding is a separate segment: a sequence gets the same results as it would alone.
+On a GPU prompts are read without a mask; each later step has a mask of one row per sequence, or none without padding.
 
 [Note: outgrown frequencies]
 LongRoPE rotates a sequence with its short factors up to the original context length, and with its long factors above. When
