@@ -55,7 +55,7 @@ def test_planned_bytes_are_kept():
         recompute = {"none": KEEP_ALL, **MODES}[mode]
         model = make_model(fields, pool.groups(), device=CUDA, recompute=recompute).train()
         hidden = torch.randn(t, b, 256, device=CUDA, dtype=torch.bfloat16)
-        tables = model._tables(torch.arange(t, device=CUDA).unsqueeze(0))
+        tables = model._tables(torch.arange(t, device=CUDA).unsqueeze(0), t)
 
         def forward(model=model, hidden=hidden, tables=tables):
             # The stack's input is made in here, as an embedding makes it: it is kept, too.
