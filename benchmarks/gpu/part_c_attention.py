@@ -1,0 +1,177 @@
+"""Part C: attention kernels against fp32, and their times, forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.attention as torch_attention
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu.case import Case, Result, Setting, check
+from benchmarks.gpu.measure import Timing, check_error, package, poison, random, timed
+from benchmarks.gpu.record import NotRunError
+from megatron.kernels.ops import attention
+from megatron.kernels.ops.attention_scores import Scores
+
+HEADS, GROUPS = 32, 8
+CHANNELS = (64, 128)
+WINDOW = 1024
+# bf16 has 8 bits: rounding of the probabilities, of the output and of the gradients adds up to a few of its steps.
+LIMIT = 8 * 2.0**-8
+# (q [s, b, n, d], k, v [s, b, g, d], window) -> [s, b, n * d]; causal.
+Kernel = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
+
+
+def cases(setting: Setting) -> list[Case]:
+    """Returns the cases of this part."""
+    kernels: dict[str, Callable[[Setting], AbstractContextManager[Kernel]]] = {
+        "framework, auto": framework,
+        "FlashAttention-2": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
+        "cuDNN": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+        "memory-efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+        "FlashAttention-3": functools.partial(with_flash_3, functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)),
+        "varlen, FlashAttention-2": varlen,
+        "varlen, FlashAttention-3": functools.partial(with_flash_3, varlen),
+    }
+    return [Case(name, functools.partial(measure, setting, kernel), 8.0, 45.0) for name, kernel in kernels.items()]
+
+
+def measure(setting: Setting, opened: Callable[[Setting], AbstractContextManager[Kernel]]) -> Result:
+    """Compares a kernel with fp32 on short sequences, and measures it on long ones."""
+    values: dict[str, Any] = {}
+    words = []
+    short = setting.size(1024, 32)
+    with opened(setting) as kernel:
+        for channels in CHANNELS:
+            for window in (None, short // 4):
+                name = f"d{channels}{'' if window is None else ' window'}"
+                try:
+                    values[f"error {name}"] = largest_error(kernel, setting, short, channels, window)
+                except NotRunError as reason:
+                    words.append(f"{name}: {reason}")
+        errors = [value for key, value in values.items() if key.startswith("error")]
+        check(bool(errors), "; ".join(words))
+        words.append(f"error {max(errors):.1e}")
+        lengths = (4096, 8192) if not setting.toy else (32,)
+        for length in lengths:
+            for channels in CHANNELS:
+                forward, backward = times(kernel, setting, length, channels)
+                flops = 2 * HEADS * channels * length**2  # two products, of which causal attention needs half
+                rates = forward.rate(flops) / 1e12, backward.rate(2.5 * flops) / 1e12
+                values[f"forward s{length} d{channels}"], values[f"backward s{length} d{channels}"] = rates
+                words.append(f"s {length} d {channels}: {rates[0]:.4g} forward, {rates[1]:.4g} backward TFLOP/s")
+    return Result("; ".join(words), values)
+
+
+def inputs(setting: Setting, length: int, channels: int) -> list[Tensor]:
+    """Returns q, k, v and a gradient of the output."""
+    shapes = [(length, 1, HEADS, channels), *2 * [(length, 1, GROUPS, channels)], (length, 1, HEADS * channels)]
+    made = [random(*shape, setting=setting, seed=seed) for seed, shape in enumerate(shapes)]
+    return [*(x.requires_grad_() for x in made[:3]), made[3]]
+
+
+def largest_error(kernel: Kernel, setting: Setting, length: int, channels: int, window: int | None) -> float:
+    """Returns the largest relative error of the output and of the three gradients, against plain torch in fp32."""
+    *data, upstream = inputs(setting, length, channels)
+    scores = Scores(channels**-0.5)
+    wide = [x.detach().float().requires_grad_() for x in data]
+    exact = attention.unfused(*wide, scores=scores, segments=None, window=window, dropout=0.0)
+    expected = [exact, *torch.autograd.grad(exact, wide, upstream.float())]
+    poison(setting)
+    out = kernel(*data, window)
+    found = [out, *torch.autograd.grad(out, data, upstream)]
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    return max(check_error(a, b, LIMIT, name) for a, b, name in zip(found, expected, names, strict=True))
+
+
+def times(kernel: Kernel, setting: Setting, length: int, channels: int) -> tuple[Timing, Timing]:
+    """Returns the times of the forward, and of the backward: both together without the forward."""
+    *data, upstream = inputs(setting, length, channels)
+
+    def both() -> None:
+        torch.autograd.grad(kernel(*data, None), data, upstream)
+
+    with torch.no_grad():
+        forward = timed(lambda: kernel(*data, None), setting)
+    whole = timed(both, setting)
+    return forward, Timing(max(whole.ms - forward.ms, 1e-6), max(whole.spread, forward.spread))
+
+
+@contextlib.contextmanager
+def framework(setting: Setting) -> Iterator[Kernel]:
+    """Yields the kernel that a run with --attention-backend auto takes."""
+    chosen, said = attention.choose("auto", torch.device(setting.device), torch.bfloat16, None)
+    print(f"framework: {said}")
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        scores = Scores(q.shape[-1] ** -0.5)
+        return chosen(q, k, v, scores=scores, segments=None, window=window, dropout=0.0)
+
+    yield kernel
+
+
+@contextlib.contextmanager
+def sdpa(backend: SDPBackend, setting: Setting) -> Iterator[Kernel]:
+    """Yields torch's SDPA with one backend and no other. It has no window, and not all take fewer key/value heads."""
+    if backend != SDPBackend.FLASH_ATTENTION:
+        setting.needs_cuda(backend.name)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if window is not None:
+            raise NotRunError("torch's SDPA has no window")
+        s, b, n, d = q.shape
+        if backend == SDPBackend.EFFICIENT_ATTENTION:  # it wants equally many heads
+            k, v = (x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != n)
+        return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
+
+    yield kernel
+
+
+@contextlib.contextmanager
+def with_flash_3(opened: Callable[[Setting], AbstractContextManager[Kernel]], setting: Setting) -> Iterator[Kernel]:
+    """Yields a kernel with FlashAttention-3 behind torch's flash operators."""
+    setting.needs_cuda("FlashAttention-3")
+    package("flash_attn_interface")
+    activate = getattr(torch_attention, "activate_flash_attention_impl", None)
+    if activate is None:
+        raise NotRunError(f"torch {torch.__version__} cannot exchange the kernel of SDPA; 2.11 can")
+    activate("FA3")
+    try:
+        with opened(setting) as kernel:
+            yield kernel
+    finally:
+        torch_attention.restore_flash_attention_impl()
+
+
+@contextlib.contextmanager
+def varlen(setting: Setting) -> Iterator[Kernel]:
+    """Yields torch's attention over packed documents, here one document."""
+    setting.needs_cuda("torch.nn.attention.varlen")
+    varlen_attn = package("torch.nn.attention.varlen").varlen_attn
+    takes = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        s, b, n, d = q.shape
+        if "window_size" in takes:
+            sides = {"window_size": (-1 if window is None else window - 1, 0)}
+        elif window is None:
+            sides = {"is_causal": True}
+        else:
+            raise NotRunError(f"varlen_attn of torch {torch.__version__} has no window")
+        ends = torch.tensor([0, s], dtype=torch.int32, device=q.device)
+        flat = (x.reshape(s, x.shape[2], d) for x in (q, k, v))
+        return varlen_attn(*flat, ends, ends, s, s, **sides, **options).reshape(s, b, n * d)
+
+    yield kernel

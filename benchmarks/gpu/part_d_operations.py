@@ -1,0 +1,262 @@
+"""Part D: the operations around the GEMMs and attention: error against fp64, time, and share of the copy bandwidth.
+
+Each is measured as plain torch under autograd, as the framework computes it, as torch.compile does, and as Liger's kernels
+do if they are installed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.case import Case, Result, Setting, check
+from benchmarks.gpu.measure import check_error, copy_rate, error, package, poison, random, timed
+from benchmarks.gpu.record import LaterError
+from benchmarks.gpu.runs import device_of
+from benchmarks.gpu.shapes import layer_shape
+from megatron.base.heartbeat import Heartbeat
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.groups import Group
+from megatron.core.optimizer.update_rule import Inputs, Run, update
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.kernels.ops import activation, norm, rope, weight_grad
+
+EPSILON = 1e-5  # of norms
+BETAS, EPS = (0.9, 0.95), 1e-8  # of AdamW
+# An operation rounds its results to bf16, and some round once more on the way.
+LIMIT = 4 * 2.0**-8
+Function = Callable[..., Tensor]
+
+
+class Operation(NamedTuple):
+    """An operation in all its implementations.
+
+    plain: in torch, in the dtype of its inputs. data: makes the inputs of `dtype`; those that need a gradient, and others.
+    nbytes: the least bytes that forward and backward read and write.
+    """
+
+    plain: Function
+    framework: Function
+    liger: Callable[[], Function]
+    data: Callable[[torch.dtype], tuple[list[Tensor], list[Tensor]]]
+    nbytes: int
+
+
+def cases(setting: Setting) -> list[Case]:
+    """Returns the cases of this part."""
+    of = functools.partial
+    found = [
+        Case(f"{name}, {way}", of(measure, setting, name, way), 4.0, 60.0)
+        for name in operations(setting)
+        for way in ("plain", "framework", "inductor", "liger")
+    ]
+    return [
+        *found,
+        *(Case(f"{name}, fused", later) for name in ("add + rms_norm", "split + rope", "cross entropy in one pass")),
+        Case("weight gradient", of(weight_gradient, setting), 3.0),
+        Case("adamw", of(adamw, setting), 4.0),
+    ]
+
+
+def later() -> Result:
+    """A kernel that the framework does not have."""
+    raise LaterError("the framework has no fused kernels of its own for this operation")
+
+
+def operations(setting: Setting) -> dict[str, Operation]:
+    """Returns the operations of a layer, at its sizes."""
+    shape = layer_shape(setting)
+    n, h, f, v = shape.tokens, shape.hidden, shape.ffn, shape.vocabulary
+    made = functools.partial(random, setting=setting)
+
+    def norm_data(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        return [made(n, h, seed=0).to(dtype), (1 + made(h, seed=1, scale=0.1)).to(dtype)], []
+
+    def swiglu_data(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        return [made(n, 2 * f, seed=0).to(dtype)], []
+
+    def rope_data(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        angles = torch.arange(n, device=setting.device)[:, None] / 1e4 ** torch.linspace(
+            0, 1, shape.head // 2, device=setting.device
+        )
+        tables = [angles.cos(), angles.sin()]
+        # Rounded first, so that every dtype rotates by the same numbers.
+        return [made(n, 1, shape.heads, shape.head, seed=0).to(dtype)], [
+            table.bfloat16().to(dtype)[:, None, None] for table in tables
+        ]
+
+    def loss_data(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        targets = torch.randint(v, (n, 1), generator=torch.Generator().manual_seed(1)).to(setting.device)
+        return [made(n, 1, v, seed=0, scale=3.0).to(dtype)], [targets]
+
+    alone = Group("tp", (0,), 0, None, Heartbeat(0))
+    return {
+        "rms_norm": Operation(
+            plain_rms_norm, lambda x, w: norm.rms_norm(x, w, EPSILON), liger_rms_norm, norm_data, 10 * n * h
+        ),
+        "swiglu": Operation(plain_swiglu, activation.swiglu, liger_swiglu, swiglu_data, 16 * n * f),
+        "rope": Operation(plain_rope, rope.rotate, liger_rope, rope_data, 8 * n * shape.heads * shape.head),
+        "cross entropy": Operation(
+            plain_cross_entropy,
+            lambda x, targets: vocab_parallel_cross_entropy(x, targets, v, alone),
+            liger_cross_entropy,
+            loss_data,
+            6 * n * v,
+        ),
+    }
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x / root mean square * weight; statistics in fp32 for half-precision inputs."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)).to(x.dtype) * weight
+
+
+def plain_swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates channels that are half a head apart."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Loss per token, in fp32 for half-precision logits."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+def liger_rms_norm() -> Function:
+    """Liger's kernel. Raises MissingError."""
+    function = package("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    return lambda x, weight: function.apply(x, weight, EPSILON, 0.0, "llama", False)
+
+
+def liger_swiglu() -> Function:
+    """Liger's kernel, which takes gate and up apart. Raises MissingError."""
+    function = package("liger_kernel.ops.swiglu").LigerSiLUMulFunction
+    return lambda x: function.apply(*(part.contiguous() for part in x.chunk(2, dim=-1)))
+
+
+def liger_rope() -> Function:
+    """Liger's kernel, for queries and keys together: half of the heads are given as keys. Raises MissingError."""
+    function = package("liger_kernel.ops.rope").LigerRopeFunction
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = x.permute(1, 2, 0, 3)  # [b, heads, s, d]
+        half = heads.shape[1] // 2
+        tables = (torch.cat((table, table), dim=-1).reshape(1, x.shape[0], x.shape[-1]) for table in (cos, sin))
+        return torch.cat(function.apply(heads[:, :half], heads[:, half:], *tables), dim=1).permute(2, 0, 1, 3)
+
+    return rotate
+
+
+def liger_cross_entropy() -> Function:
+    """Liger's kernel, which computes the gradient in forward, in place of the logits. Raises MissingError."""
+    function = package("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        none = (None, -100, 0.0, 0.0, "none")
+        found = function.apply(logits.flatten(0, 1), targets.flatten(), *none)
+        return (found[0] if isinstance(found, tuple) else found).view(targets.shape)
+
+    return loss
+
+
+def measure(setting: Setting, name: str, way: str) -> Result:
+    """Compares one implementation of an operation with fp64, and measures forward and backward together."""
+    operation = operations(setting)[name]
+    if way == "liger":
+        function = operation.liger()
+        setting.needs_cuda("Liger")
+    elif way == "inductor":
+        # On the CPU the graph is traced and not compiled: a compiler would take longer than the whole dry run.
+        function = torch.compile(operation.plain, backend="aot_eager" if setting.toy else "inductor")
+    else:
+        function = operation.plain if way == "plain" else operation.framework
+    data, constants = operation.data(torch.bfloat16)
+    upstream = random(*operation.plain(*data, *constants).shape, setting=setting, seed=9)
+    expected = passes(operation.plain, *operation.data(torch.float64), upstream.double())
+    poison(setting)
+    found = passes(function, data, constants, upstream)
+    errors = [check_error(a, b, LIMIT, name) for a, b in zip(found, expected, strict=True)]
+    del expected, found
+    timing = timed(lambda: passes(function, data, constants, upstream), setting)
+    rate = operation.nbytes / (timing.ms / 1e3) / 1e9
+    share = rate / copy_rate(setting)
+    values = {"error": max(errors), "ms": timing.ms, "spread": timing.spread, "share_of_copy": share}
+    return Result(f"{timing} forward and backward, {100 * share:.0f} % of a copy, error {max(errors):.1e}", values)
+
+
+def passes(function: Function, data: Sequence[Tensor], constants: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
+    """Returns the output and the gradients."""
+    leaves = [x.detach().requires_grad_() for x in data]
+    out = function(*leaves, *constants)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+
+def weight_gradient(setting: Setting) -> Result:
+    """Compares the product that accumulates in fp32 with one that is followed by an addition."""
+    shape, device = layer_shape(setting), device_of(setting)
+    grad, x = (
+        random(shape.tokens, width, setting=setting, seed=i) for i, width in enumerate((shape.hidden, shape.ffn))
+    )
+    exact = grad[:, :64].double().t() @ x.double()
+    chosen, missing = weight_grad.choose(True, device, torch.bfloat16)
+    values: dict[str, Any] = {}
+    for name, kernel in (("fused", chosen), ("separate", weight_grad.separate)):
+        main_grad = torch.full((shape.hidden, shape.ffn), float("nan"), device=device)
+        kernel(main_grad, grad, x, True)
+        kernel(main_grad, grad, x, False)
+        values[f"{name}_error"] = error(main_grad[:64], 2 * exact)
+        timing = timed(lambda kernel=kernel, into=main_grad: kernel(into, grad, x, False), setting)
+        values[f"{name}_ms"], values[f"{name}_spread"] = timing
+    check(values["separate_error"] <= 1e-2, f"error of the separate addition: {values['separate_error']:.1e}")
+    if missing is None:
+        check(values["fused_error"] <= 1e-5, f"error of the accumulating product: {values['fused_error']:.1e}")
+    why = "" if missing is None else f" (not fused here: {missing})"
+    return Result(
+        f"{values['fused_ms']:.3g} ms, error {values['fused_error']:.0e}{why}; product and addition "
+        f"{values['separate_ms']:.3g} ms, error {values['separate_error']:.0e}",
+        values,
+    )
+
+
+def adamw(setting: Setting) -> Result:
+    """Compares the framework's update with fp64, and measures it: fp32 masters, moments and gradient, bf16 weights."""
+    numel = setting.size(1 << 28, 1 << 16)
+    state = [random(numel, setting=setting, seed=seed, dtype=torch.float32, scale=0.1) for seed in range(4)]
+    state[3].square_()
+    weights = torch.empty(numel, dtype=torch.bfloat16, device=setting.device)
+    few = slice(0, 4096)
+    inputs = Inputs(step=3, lr=1e-3, decoupled_lr=1e-3, weight_decay=0.1, divisor=1.0)
+    exact = adamw_in_fp64(inputs, *(x[few].double() for x in state))
+    poison(setting)
+    values_of = dict(zip(("master", "exp_avg", "exp_avg_sq"), (state[0], *state[2:]), strict=True))
+    config = OptimizerConfig(adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS)
+    step = functools.partial(update, config, [Run(0, numel, True, False)], values_of, state[1], weights, inputs)
+    step()
+    values = {"error": check_error(state[0][few], exact, 1e-5, "masters"), "weights_error": error(weights[few], exact)}
+    check(values["weights_error"] <= 2.0**-8, f"bf16 weights: error {values['weights_error']:.1e}")
+    timing = timed(step, setting)
+    rate = timing.rate(30 * numel) / 1e9  # reads 16 bytes, writes 14
+    values |= {"ms": timing.ms, "spread": timing.spread, "share_of_copy": rate / copy_rate(setting)}
+    return Result(f"{timing}, {rate:.4g} GB/s, {100 * values['share_of_copy']:.0f} % of a copy", values)
+
+
+def adamw_in_fp64(inputs: Inputs, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    """Returns the masters after a step with BETAS and EPS."""
+    (beta1, beta2), step = BETAS, inputs.step
+    mean = beta1 * exp_avg + (1 - beta1) * grad
+    square = beta2 * exp_avg_sq + (1 - beta2) * grad.square()
+    denominator = (square / (1 - beta2**step)).sqrt() + EPS
+    return master * (1 - inputs.lr * inputs.weight_decay) - inputs.lr * (mean / (1 - beta1**step)) / denominator

@@ -1,0 +1,129 @@
+"""Part J: measured against planned memory, what offload moves and costs, and whether training goes on as it should."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from benchmarks.gpu.case import Case, Result, Setting, check
+from benchmarks.gpu.continued import resumes_and_repeats
+from benchmarks.gpu.record import LaterError
+from benchmarks.gpu.runs import DECODER, LLAMA, Peak, described, device_of, losses, measure_speed, start, trainer_of
+from megatron.core.offload.bandwidth import measure_bandwidth
+from megatron.core.offload.copy_engine import CopyEngine
+from megatron.core.offload.host_pool import HostPool
+from megatron.core.streams.streams import Streams
+from megatron.core.timeline import Timeline
+from megatron.kernels.ops.gemm import slow_half
+from megatron.planner.memory.plan import plan_memory
+from megatron.spec.sizes import Target
+
+MODEL = "--preset llama3.2-1b --num-layers 8 --vocab-size 32000 --seq-length 4096 --micro-batch-size 1 --bf16"
+TOY = (
+    f"{LLAMA} --num-layers 6 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --seq-length 128 "
+    "--vocab-size 512 --micro-batch-size 1 --bf16"
+)
+GEMM_LAST = "--kaimm-recompute-norm --kaimm-recompute-mlp-activation-func"
+RECOMPUTE = {
+    "no recompute": "",
+    "norms and activations again": GEMM_LAST,
+    "whole layers again": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+CPU_OPTIMIZER = "--optimizer-cpu-offload --optimizer-offload-fraction"
+OFFLOAD = {
+    "nothing": "",
+    "activations 50 %": "--pipeline-offload-ratio 0.5",
+    "activations 100 %": "--pipeline-offload-ratio 1",
+    "optimizer 50 %": f"{CPU_OPTIMIZER} 0.5",
+    "optimizer 100 %": f"{CPU_OPTIMIZER} 1",
+    "weights of 4 layers": "--cpu-offloading-weights --cpu-offloading-num-layers 4",
+}
+# Of a step's peak. cuBLAS keeps work space that the plan does not count.
+PLAN_LIMIT, WORK_SPACE = 0.03, {"cuda": 96 << 20, "cpu": 1 << 16}
+# Losses with and without offload: the update on the CPU, and atomic additions on a GPU, round in another order.
+OFFLOAD_LIMIT = 1e-3
+TRAINED_STEPS = 150
+TRAINED_FLAGS = f"{DECODER} --lr 3e-3 --no-gradient-accumulation-fusion"
+TRAINED_LIMIT, LEARNT = 0.05, 0.5
+
+
+def cases(setting: Setting) -> list[Case]:
+    """Returns the cases of this part."""
+    of = functools.partial
+    model = TOY if setting.toy else MODEL
+    without: dict[str, float] = {}
+    return [
+        *(Case(f"plan, {name}", of(plan, setting, f"{model} {flags}"), 7.0) for name, flags in RECOMPUTE.items()),
+        Case("bus", of(bus, setting), 2.0),
+        *(
+            Case(f"offload, {name}", of(offload, setting, name, f"{model} {flags}", without), 10.0)
+            for name, flags in OFFLOAD.items()
+        ),
+        Case("150 steps in bf16 and in fp32", of(train, setting), 25.0, 90.0),
+        Case("150 steps in fp8", later),
+        Case("save, resume, repeat", of(resumes_and_repeats, setting), 30.0, 120.0),
+    ]
+
+
+def later() -> Result:
+    """Training in fp8."""
+    raise LaterError("the framework does not train in fp8")
+
+
+def plan(setting: Setting, flags: str) -> Result:
+    """Compares the peak of the third step with the planned one."""
+    device, groups = device_of(setting), start(setting)
+    meter = Peak(setting)
+    trainer = trainer_of(flags, setting, groups)
+    for _ in range(2):
+        trainer.train_step()
+    meter.reset()
+    trainer.train_step()
+    measured = meter.bytes()
+    wide = any(slow_half(device, bucket.dtype) for bucket in trainer.data_parallel.buckets)
+    (planned,) = plan_memory(trainer.run, trainer.settings, Target(cpu=not setting.cuda, wide=wide))
+    off = measured - planned.peak
+    values = {"planned": planned.peak, "measured": measured, "moment": planned.moment}
+    check(
+        -PLAN_LIMIT * planned.peak <= off <= PLAN_LIMIT * planned.peak + WORK_SPACE[setting.device],
+        f"planned {planned.peak / 2**20:.1f} MiB at {planned.moment}, measured {measured / 2**20:.1f} MiB",
+    )
+    return Result(
+        f"planned {planned.peak / 2**20:.1f} MiB at {planned.moment}, measured {100 * off / planned.peak:+.2f} %",
+        values,
+    )
+
+
+def bus(setting: Setting) -> Result:
+    """Measures the framework's copies between host and device."""
+    device = device_of(setting)
+    pool = HostPool(pinned=setting.cuda)
+    out, back = measure_bandwidth(CopyEngine(Streams(device, Timeline(device))), pool, device)
+    return Result(f"{out / 1e9:.1f} GB/s to the host, {back / 1e9:.1f} GB/s to the device", {"out": out, "back": back})
+
+
+def offload(setting: Setting, name: str, flags: str, without: dict[str, float]) -> Result:
+    """Measures steps with a kind of offload, and compares their loss with that of no offload, which runs first."""
+    speed = measure_speed(flags, setting, start(setting), warm=2, timed=2)
+    without[name] = speed.loss
+    values: dict[str, Any] = {"ms": speed.step.ms, "peak": speed.peak, "loss": speed.loss}
+    expected = without.get("nothing")
+    if expected is None:
+        return Result(f"{described(speed)}; no run without offload to compare with", values)
+    off = abs(speed.loss - expected) / abs(expected)
+    check(off <= OFFLOAD_LIMIT, f"loss {speed.loss:.6f}, and {expected:.6f} without offload")
+    return Result(f"{described(speed)}; loss off by {off:.0e}", {**values, "difference": off})
+
+
+def train(setting: Setting) -> Result:
+    """Trains a tiny model in bf16 on the device, and in fp32 on the CPU: both learn, and end at the same loss."""
+    cpu = Setting("cpu", setting.toy, setting.out)
+    bf16 = losses(f"{TRAINED_FLAGS} --bf16", TRAINED_STEPS, setting, start(setting))
+    fp32 = losses(TRAINED_FLAGS, TRAINED_STEPS, cpu, start(cpu))
+    found, expected = (sum(curve[-10:]) / 10 for curve in (bf16, fp32))
+    check(expected <= LEARNT * fp32[0], f"fp32 on the CPU went from {fp32[0]:.3f} to {expected:.3f} only")
+    check(
+        abs(found - expected) <= TRAINED_LIMIT * fp32[0], f"bf16 ends at {found:.3f}, fp32 on the CPU at {expected:.3f}"
+    )
+    curves = {"bf16": bf16[::10], "fp32_cpu": fp32[::10]}
+    return Result(f"loss {fp32[0]:.3f} to {found:.3f} in bf16, to {expected:.3f} in fp32 on the CPU", curves)

@@ -1,0 +1,90 @@
+"""The outcome of one case of the checklist: a line of results.jsonl."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import ConfigError
+
+OK, FAILED, TIMEOUT, CRASHED = "ok", "failed", "timeout", "crashed"
+MISSING, LATER, SKIPPED = "missing", "not there yet", "skipped"
+STATUSES = (OK, FAILED, TIMEOUT, CRASHED, MISSING, LATER, SKIPPED)
+BAD = (FAILED, TIMEOUT, CRASHED)
+START = "(start)"  # the case of a part that ended before its first case
+
+
+class NotRunError(Exception):
+    """A case cannot run here. `status` is that of its record, the message the reason."""
+
+    status = SKIPPED
+
+
+class MissingError(NotRunError):
+    """A package that the case measures is not installed."""
+
+    status = MISSING
+
+    def __init__(self, package: str) -> None:
+        super().__init__(f"missing: package {package}")
+
+
+class LaterError(NotRunError):
+    """The framework does not have the feature yet."""
+
+    status = LATER
+
+
+@dataclass(frozen=True)
+class Record:
+    """One case: its part's letter, its outcome, its seconds, and its figures or the reason, in words and as values."""
+
+    part: str
+    case: str
+    status: str
+    seconds: float
+    text: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> bool:
+        """Whether the case ran and did not end well."""
+        return self.status in BAD
+
+    def to_json(self) -> str:
+        """Returns the record as one line. What JSON does not have, such as NaN, becomes words."""
+        return json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and value - value != 0.0 else value
+
+
+def read_records(path: Path) -> list[Record]:
+    """Returns the records of a results.jsonl. Raises ConfigError for another file; a last line cut short is left out."""
+    found: list[Record] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(Record(**json.loads(line)))
+        except (ValueError, TypeError):
+            if number == len(lines) and found:
+                break
+            raise ConfigError(f"{path}, line {number} is no record; give the results.jsonl of a run") from None
+    return found
+
+
+def failed_cases(records: list[Record]) -> dict[str, set[str]]:
+    """Returns part -> the cases to run again. An empty set stands for all cases: the part did not begin."""
+    again: dict[str, set[str]] = {}
+    for record in records:
+        if record.bad:
+            again.setdefault(record.part, set()).add(record.case)
+    return {part: set() if START in cases else cases for part, cases in again.items()}

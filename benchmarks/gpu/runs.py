@@ -1,0 +1,129 @@
+"""Training runs of the framework inside this process, from the flags of pretrain_gpt.py."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.case import Setting
+from benchmarks.gpu.measure import Timing, combine
+from megatron.base.heartbeat import Heartbeat
+from megatron.command_line.read import parse
+from megatron.config.mesh import mesh_of
+from megatron.config.rules.check import check
+from megatron.config.run import RunConfig
+from megatron.core.groups import Groups, create_groups
+from megatron.kernels.backends.cpu_allocator import CpuMemory
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.flops import train_flops
+from megatron.training.setup import build
+from megatron.training.trainer import Trainer
+
+# Random data; the longest run that a case may need; no evaluation, no worker processes, no log lines.
+COMMON = (
+    "--tokenizer-type NullTokenizer --mock-data --train-iters 1000 --lr 1e-3 --lr-decay-style constant --eval-iters 0 "
+    "--num-workers 0 --log-interval 1000000"
+)
+LLAMA = (
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
+)
+# A tiny decoder for checks of numbers: 4 layers, grouped heads, and microbatches for a pipeline.
+DECODER = (
+    f"{LLAMA} --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 64 --vocab-size 256 --micro-batch-size 1 --global-batch-size 4"
+)
+TOY = DECODER.replace("--num-layers 4", "--num-layers 2").replace("--global-batch-size 4", "--global-batch-size 2")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A run's steps: their time, what they computed per second, and the bytes that were allocated at the peak."""
+
+    step: Timing
+    tokens_per_second: float
+    tflops: float
+    peak: int
+    loss: float
+
+
+def configured(flags: str, setting: Setting, world_size: int = 1) -> RunConfig:
+    """Returns a checked run on the setting's device."""
+    run = parse(f"{COMMON} --device {setting.device} {flags}".split(), description="")
+    check(run, world_size)
+    return run
+
+
+def start(setting: Setting) -> Groups:
+    """Returns the groups of a world of one, and makes the GPU current."""
+    if setting.cuda:
+        torch.cuda.set_device(0)
+    return create_groups(mesh_of(configured(DECODER, setting).parallel, 1), 0, Heartbeat(0), 60.0)
+
+
+def trainer_of(flags: str, setting: Setting, groups: Groups) -> Trainer:
+    """Builds a run of one process."""
+    return build(configured(flags, setting), groups, device_of(setting))
+
+
+def device_of(setting: Setting) -> torch.device:
+    """Returns the device with its index, which the framework compares devices by."""
+    return torch.device("cuda", 0) if setting.cuda else torch.device("cpu")
+
+
+def losses(flags: str, steps: int, setting: Setting, groups: Groups) -> list[float]:
+    """Returns the losses of the first steps."""
+    trainer = trainer_of(flags, setting, groups)
+    return [trainer.train_step().loss for _ in range(steps)]
+
+
+def measure_speed(flags: str, setting: Setting, groups: Groups, warm: int = 2, timed: int = 4) -> Speed:
+    """Takes some steps to warm up, then `timed` more, in two repeats. A step ends when the host knows its loss."""
+    meter, trainer = Peak(setting), trainer_of(flags, setting, groups)
+    for _ in range(warm):
+        trainer.train_step()
+    meter.reset()
+    reports = [trainer.train_step() for _ in range(timed)]
+    ms = [1e3 * report.seconds for report in reports]
+    step = combine([ms[: timed // 2], ms[timed // 2 :]])
+    peak = meter.bytes()
+    flops = step_flops(trainer.run, reports[-1].global_batch_size)
+    return Speed(step, step.rate(reports[-1].tokens), step.rate(flops) / 1e12, peak, reports[-1].loss)
+
+
+def step_flops(run: RunConfig, samples: int) -> float:
+    """Returns the model FLOPs of a step; causal attention counts half."""
+    assert run.data.seq_length
+    return train_flops(decoder_spec(run.model), run.data.seq_length, samples)
+
+
+class Peak:
+    """The largest number of bytes that tensors of the device took since `reset`, above those before this object."""
+
+    def __init__(self, setting: Setting) -> None:
+        gc.collect()
+        self._cpu = None if setting.cuda else CpuMemory()
+        self._before = torch.cuda.memory_allocated() if self._cpu is None else self._cpu.allocated
+
+    def reset(self) -> None:
+        """Forgets the peak so far."""
+        if self._cpu is None:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._cpu.reset_peak()
+
+    def bytes(self) -> int:
+        """Returns the peak."""
+        return (torch.cuda.max_memory_allocated() if self._cpu is None else self._cpu.peak) - self._before
+
+
+def described(speed: Speed, rates: Sequence[tuple[str, float]] = ()) -> str:
+    """Returns the figures in words. rates: (name, TFLOP/s) of ceilings to compare with."""
+    shares = "".join(f", {100 * speed.tflops / rate:.1f} % of {name}" for name, rate in rates)
+    return (
+        f"{speed.step.ms:.4g} ms per step, {speed.tokens_per_second:.4g} tokens/s, {speed.tflops:.4g} TFLOP/s{shares}, "
+        f"peak {speed.peak / 2**30:.3g} GiB, loss {speed.loss:.5f}"
+    )

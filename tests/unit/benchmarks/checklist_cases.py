@@ -1,0 +1,74 @@
+"""Cases of a made-up part of the checklist, for test_checklist.py. Imports no torch, so that its process starts at once."""
+
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+from benchmarks.gpu.case import Case, Result
+from benchmarks.gpu.record import LaterError, MissingError
+
+CHILD = "child.pid"
+
+
+def good():
+    return Result("fine", {"number": float("nan")})
+
+
+def bad():
+    raise ValueError("two\nlines")
+
+
+def missing():
+    raise MissingError("nowhere")
+
+
+def later():
+    raise LaterError("not written")
+
+
+def crash():
+    print("the last words", flush=True)
+    os._exit(9)
+
+
+def hang():
+    threading.Event().wait()
+
+
+def lose_the_gpu():
+    """The case fails, and then nothing that uses the GPU works in this process."""
+
+    def synchronize():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    sys.modules["torch"] = SimpleNamespace(
+        cuda=SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, synchronize=synchronize)
+    )
+    raise RuntimeError("the kernel failed")
+
+
+def leave_a_child(out):
+    """A process that would never end."""
+    child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+    (out / CHILD).write_text(str(child.pid))
+    return Result("started")
+
+
+def cases(setting):
+    return [
+        Case("good", good),
+        Case("bad", bad),
+        Case("missing", missing),
+        Case("later", later),
+        Case("crash", crash),
+        Case("after the crash", good),
+        Case("hang", hang, limit=0.5),
+        Case("after the hang", good),
+        Case("lose the GPU", lose_the_gpu),
+        Case("after the loss", good),
+        Case("too long", good, seconds=1e6),
+        Case("hang for long", hang, seconds=0.0, limit=1e6),
+        Case("child", lambda: leave_a_child(setting.out)),
+    ]
