@@ -57,7 +57,15 @@ class Case:
     limit: float = 60.0
 
 
-def check(holds: bool, message: str) -> None:
-    """Raises AssertionError with the message unless the condition holds. A comparison with NaN does not."""
+class CheckError(Exception):
+    """A check failed. values: figures for the record."""
+
+    def __init__(self, message: str, values: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.values = values or {}
+
+
+def check(holds: bool, message: str, values: dict[str, Any] | None = None) -> None:
+    """Raises CheckError unless the condition holds. A comparison with NaN does not."""
     if not holds:
-        raise AssertionError(message)
+        raise CheckError(message, values)

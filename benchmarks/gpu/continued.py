@@ -34,7 +34,7 @@ def resumes_and_repeats(setting: Setting) -> Result:
 
 
 def run(setting: Setting, save: Path, flags: str) -> None:
-    """Trains in a process of its own. Raises AssertionError if it does not end well."""
+    """Trains in a process of its own. Raises CheckError if it does not end well."""
     words = f"{COMMON} {DECODER} --train-iters {STEPS} --save {save} --save-interval {MIDDLE} {flags}"
     precise = "--bf16" if setting.cuda else ""
     device = f"--device {setting.device} --deterministic-mode --no-progress-bar"

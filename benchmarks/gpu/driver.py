@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOG = "log.txt"
 LEAST_SECONDS = 5.0  # a process that has less left is not started
 EXIT_SECONDS = 5.0  # a process may take between its last line and its end
+LOOK_SECONDS = 0.5  # between looks whether a silent process is still there
 TAIL = 300  # characters of the log that the record of a crash quotes
 
 
@@ -137,12 +138,16 @@ class Driver:
             return min(end, progress.limit) if progress.running else end
 
         try:
-            for event in _events(readable, late):
+            for event in _events(readable, process.pid, late):
                 record = progress.take(event)
                 if record is not None:
                     yield record
-            if not progress.ended and time.monotonic() < late():
-                _wait(process.pid, EXIT_SECONDS)  # it crashed: its last words belong to the log
+                if progress.ended:
+                    break
+            else:
+                until = min(late(), time.monotonic() + EXIT_SECONDS)
+                while time.monotonic() < until and not _has_ended(process.pid):  # its last words belong to the log
+                    time.sleep(0.05)
         finally:
             os.close(readable)
             # The leader is still there, at least as a zombie, so this number is its group's and nobody else's.
@@ -161,11 +166,17 @@ class Driver:
             return " ".join(log.read().decode(errors="replace").split()) or "(none)"
 
 
-def _events(readable: int, late: Callable[[], float]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON lines of a pipe until it is closed, or until the monotonic time `late()`."""
+def _events(readable: int, pid: int, late: Callable[[], float]) -> Iterator[dict[str, Any]]:
+    """Yields the JSON lines of a child, until it closes the pipe or has ended, or until the monotonic time `late()`.
+
+    The pipe of a child that crashed stays open if it forked a process that lives on.
+    """
     rest = b""
     while (seconds := late() - time.monotonic()) > 0.0:
-        if not select.select([readable], [], [], seconds)[0]:
+        ended = _has_ended(pid)
+        if not select.select([readable], [], [], min(seconds, LOOK_SECONDS))[0]:
+            if ended:
+                return
             continue
         chunk = os.read(readable, 1 << 16)
         if not chunk:
@@ -174,11 +185,9 @@ def _events(readable: int, late: Callable[[], float]) -> Iterator[dict[str, Any]
         yield from map(json.loads, lines)
 
 
-def _wait(pid: int, seconds: float) -> None:
-    """Waits until a child has ended, at most so long. It stays a zombie."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        time.sleep(0.05)
+def _has_ended(pid: int) -> bool:
+    """Returns whether a child has ended. It stays a zombie."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _environment() -> dict[str, str]:

@@ -88,7 +88,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def check_error(found: Tensor, expected: Tensor, limit: float, what: str) -> float:
-    """Returns the error. Raises AssertionError if it is above the limit or NaN."""
+    """Returns the error. Raises CheckError if it is above the limit or NaN."""
     value = error(found, expected)
     check(value <= limit, f"{what}: error {value:.2e} is not within {limit:.2e}")
     return value

@@ -88,7 +88,7 @@ def nvidia_smi(query: str) -> str | None:
 
 
 def packages() -> Result:
-    """Raises AssertionError if a package that setup.py asks for is missing."""
+    """Raises CheckError if a package that setup.py asks for is missing."""
     lacking = [name for name in required_packages() if importlib.util.find_spec(name) is None]
     optional = {name: importlib.util.find_spec(name) is not None for name in OPTIONAL}
     check(

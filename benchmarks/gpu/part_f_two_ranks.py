@@ -57,6 +57,7 @@ def cases(setting: Setting) -> list[Case]:
 
     return [
         *(Case(name, functools.partial(compare, pair, flags, expected), 6.0, 60.0) for name, flags in LAYOUTS.items()),
+        Case("DP 2, buckets leave during backward", functools.partial(buckets_leave, pair), 6.0),
         Case("memory after gathers", functools.partial(memory_after_gathers, pair), 4.0),
         Case("contexts", functools.partial(contexts, setting, pair), 4.0),
     ]
@@ -71,6 +72,19 @@ def compare(pair: Pair, flags: str, expected: Callable[[], list[float]]) -> Resu
     off = max(abs(a - b) / abs(b) for a, b in zip(ours[0], reference, strict=True))
     check(off <= LIMIT, f"losses {ours[0]} and not {reference}: off by {off:.1e}, and {LIMIT:.0e} is the limit")
     return Result(f"{STEPS} losses within {off:.0e} of one rank", {"difference": off, "losses": ours[0]})
+
+
+def buckets_leave(pair: Pair) -> Result:
+    """Checks that reductions begin before the last gradient is there with overlap, and none without."""
+    counts = [
+        pair.ask({"work": "overlap", "flags": f"{DECODER} {SMALL_BUCKETS} {flags}"})[0]
+        for flags in ("", "--overlap-grad-reduce")
+    ]
+    said = ", ".join(f"{count['early']} of {count['all']}" for count in counts)
+    check(
+        counts[0]["early"] == 0 < counts[1]["early"], f"reductions before the last gradient, without and with: {said}"
+    )
+    return Result(f"reductions before the last gradient, without and with overlap: {said}", {"counts": counts})
 
 
 def memory_after_gathers(pair: Pair) -> Result:

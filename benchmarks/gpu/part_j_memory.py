@@ -87,6 +87,7 @@ def plan(setting: Setting, flags: str) -> Result:
     check(
         -PLAN_LIMIT * planned.peak <= off <= PLAN_LIMIT * planned.peak + WORK_SPACE[setting.device],
         f"planned {planned.peak / 2**20:.1f} MiB at {planned.moment}, measured {measured / 2**20:.1f} MiB",
+        values,
     )
     return Result(
         f"planned {planned.peak / 2**20:.1f} MiB at {planned.moment}, measured {100 * off / planned.peak:+.2f} %",

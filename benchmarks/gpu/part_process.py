@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.case import TOY_SECONDS, Case, Setting
+from benchmarks.gpu.case import TOY_SECONDS, Case, CheckError, Setting
 from benchmarks.gpu.record import FAILED, OK, SKIPPED, NotRunError, Record
 
 MESSAGE = 600  # characters of an exception that a record keeps; log.txt has all of it
@@ -37,6 +37,8 @@ def run_case(letter: str, case: Case) -> Record:
         return record(OK, result.text, result.values)
     except NotRunError as reason:
         return record(reason.status, str(reason))
+    except CheckError as error:
+        return record(FAILED, shortened(str(error)), error.values)
     except Exception as error:
         traceback.print_exc()
         return record(FAILED, shortened(f"{type(error).__name__}: {error}"))

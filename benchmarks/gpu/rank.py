@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.gpu.case import Setting
 from benchmarks.gpu.runs import DECODER, configured
+from megatron.base.heartbeat import Call
 from megatron.core.comm.collectives import all_gather
 from megatron.core.device import synchronize
 from megatron.core.groups import Groups, disconnect
@@ -26,7 +27,7 @@ from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.training.process import start_process
 from megatron.training.setup import build
 
-WORLD = 2
+WORLD, FEW_BYTES = 2, 64
 TIMEOUT = "--distributed-timeout-minutes 0.25"  # less than the other side waits, so the error names the collective
 
 
@@ -36,7 +37,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     setting = Setting(device, True, Path())
-    works: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "gathers": gathers, "contexts": contexts}
+    works: dict[str, Callable[..., dict[str, Any]]] = {
+        work.__name__: work for work in (train, overlap, gathers, contexts)
+    }
     for line in sys.stdin:
         request = json.loads(line)
         work, port = works[request.pop("work")], request.pop("port")
@@ -52,6 +55,24 @@ def main() -> None:
 def train(rank: int, setting: Setting, flags: str, steps: int) -> dict[str, Any]:
     """Trains some steps; returns their losses."""
     return {"losses": _train(rank, setting, flags, steps, lambda: None)}
+
+
+def overlap(rank: int, setting: Setting, flags: str) -> dict[str, Any]:
+    """Takes a step; returns the number of reductions that began before the last gradient arrived, and that of all."""
+    groups, device = _join(rank, setting, flags)
+    trainer = build(configured(f"{flags} {TIMEOUT}", setting, WORLD), groups, device)
+    begun: list[int] = []
+    with groups.heartbeat.record() as calls:
+        for parameter in trainer.parameters.values():
+            parameter.register_post_accumulate_grad_hook(lambda _: begun.append(_reductions(calls)))
+        trainer.train_step()
+    disconnect(groups.heartbeat)
+    return {"early": begun[-1], "all": _reductions(calls)}
+
+
+def _reductions(calls: list[Call]) -> int:
+    """Returns the number of reductions of buckets: those of numbers are of few bytes."""
+    return sum("reduce" in call.op and call.nbytes > FEW_BYTES for call in calls)
 
 
 def contexts(rank: int, setting: Setting, flags: str, steps: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ OK, FAILED, TIMEOUT, CRASHED = "ok", "failed", "timeout", "crashed"
 MISSING, LATER, SKIPPED = "missing", "not there yet", "skipped"
 STATUSES = (OK, FAILED, TIMEOUT, CRASHED, MISSING, LATER, SKIPPED)
 BAD = (FAILED, TIMEOUT, CRASHED)
+LISTED = "failures"  # the value of a record whose lines report.md lists
 START = "(start)"  # the case of a part that ended before its first case
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.record import OK, STATUSES, Record
+from benchmarks.gpu.record import LISTED, OK, STATUSES, Record
 
 TABLE_LINES, WIDTH = 40, 118
 
@@ -37,7 +37,7 @@ def line_of(record: Record) -> str:
 
 
 def page(title: str, records: Sequence[Record]) -> str:
-    """Returns report.md: a table of cases per part."""
+    """Returns report.md: per part a table of its cases, and a list of the tests that failed."""
     lines = [f"# {title}", "", *_counts(records)]
     for letter in _letters(records):
         lines += ["", f"## {letter}: {PARTS[letter].title}" if letter in PARTS else f"## {letter}", ""]
@@ -46,6 +46,8 @@ def page(title: str, records: Sequence[Record]) -> str:
             if record.part == letter:
                 text = record.text.replace("|", "\\|")
                 lines.append(f"| {record.case} | {record.status} | {record.seconds:.1f} | {text} |")
+        listed = [line for record in records if record.part == letter for line in record.values.get(LISTED, ())]
+        lines += ["", *(f"- {line}" for line in listed)] if listed else []
     return "\n".join(lines) + "\n"
 
 

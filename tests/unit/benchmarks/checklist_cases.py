@@ -33,6 +33,13 @@ def crash():
     os._exit(9)
 
 
+def crash_beside_a_fork():
+    """The forked process lives on, with the pipe to the driver open."""
+    if os.fork() == 0:
+        threading.Event().wait()
+    os._exit(9)
+
+
 def hang():
     threading.Event().wait()
 
@@ -47,6 +54,13 @@ def lose_the_gpu():
         cuda=SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, synchronize=synchronize)
     )
     raise RuntimeError("the kernel failed")
+
+
+def use_the_gpu():
+    """Fails in the process that lost the GPU; another one has no torch."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.synchronize()
+    return Result("fine")
 
 
 def leave_a_child(out):
@@ -64,10 +78,11 @@ def cases(setting):
         Case("later", later),
         Case("crash", crash),
         Case("after the crash", good),
+        Case("crash beside a fork", crash_beside_a_fork),
         Case("hang", hang, limit=0.5),
         Case("after the hang", good),
         Case("lose the GPU", lose_the_gpu),
-        Case("after the loss", good),
+        Case("after the loss", use_the_gpu),
         Case("too long", good, seconds=1e6),
         Case("hang for long", hang, seconds=0.0, limit=1e6),
         Case("child", lambda: leave_a_child(setting.out)),

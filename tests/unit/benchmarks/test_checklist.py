@@ -5,9 +5,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.gpu import checklist, driver
+from benchmarks.gpu import checklist, driver, part_g_speed, part_h_peers, part_j_memory
+from benchmarks.gpu.case import Setting
 from benchmarks.gpu.driver import Driver
+from benchmarks.gpu.fp8 import RECIPES, Quantized, dequantized, quantize
+from benchmarks.gpu.part_b_tests import read_junit
+from benchmarks.gpu.part_i_profile import Span, calls, gaps_of, summary
 from benchmarks.gpu.parts import PARTS, Part, chosen
 from benchmarks.gpu.record import (
     CRASHED,
@@ -23,6 +28,7 @@ from benchmarks.gpu.record import (
     read_records,
 )
 from benchmarks.gpu.report import TABLE_LINES, Report, table
+from benchmarks.gpu.runs import configured, step_flops
 from megatron.base.errors import ConfigError
 from tests.unit.benchmarks.checklist_cases import CHILD
 
@@ -50,6 +56,7 @@ OUTCOMES = {
     "later": LATER,
     "crash": CRASHED,
     "after the crash": OK,
+    "crash beside a fork": CRASHED,
     "hang": TIMEOUT,
     "after the hang": OK,
     "lose the GPU": FAILED,
@@ -75,6 +82,7 @@ class TestDriver:
         assert found["bad"].text == "ValueError: two lines"
         assert found["missing"].text == "missing: package nowhere"
         assert found["crash"].text.endswith("the last words")
+        assert found["crash beside a fork"].seconds < 20.0, "of the 60 s that the case may take"
         assert "planned for 1000000 s" in found["too long"].text
 
     def test_a_case_runs_once(self, out, found):
@@ -170,6 +178,93 @@ class TestArguments:
     def test_every_part_has_its_letter(self):
         assert list(PARTS) == list("ABCDEFGHIJ")
         assert sum(part.seconds for part in chosen("A-F")) == sum(part.seconds for part in chosen("G-J")) == 9.3 * 60
+
+
+class TestSizes:
+    """The flags and sizes of a GPU, which a dry run replaces by toys, are accepted."""
+
+    GPU = Setting("cuda", False, Path())
+
+    @pytest.mark.parametrize("flags", part_g_speed.WAYS.values())
+    def test_slice(self, flags):
+        assert configured(f"{part_g_speed.SLICE_8B} {flags}", self.GPU).model.vocab_size == 32064
+
+    @pytest.mark.parametrize("flags", ["", part_g_speed.HOST_BOUND])
+    def test_1b(self, flags):
+        assert configured(f"{part_g_speed.MODEL_1B} {flags}", self.GPU).model.bf16
+
+    def test_peers(self):
+        assert configured(part_h_peers.shape(self.GPU), self.GPU).train.global_batch_size == 1
+
+    @pytest.mark.parametrize("flags", [*part_j_memory.RECOMPUTE.values(), *part_j_memory.OFFLOAD.values()])
+    def test_memory(self, flags):
+        assert configured(f"{part_j_memory.MODEL} {flags}", self.GPU).model.hidden_size == 2048
+
+    def test_the_slice_has_the_share_of_the_head_of_the_whole_model(self):
+        shares = []
+        for flags in (
+            part_g_speed.SLICE_8B,
+            "--preset llama3-8b --vocab-size 128256 --seq-length 8192 --micro-batch-size 1",
+        ):
+            run = configured(flags, self.GPU)
+            head = 6 * run.model.hidden_size * run.model.vocab_size * 8192
+            shares.append(head / step_flops(run, 1))
+        assert shares[0] == pytest.approx(shares[1], rel=2e-3)
+
+
+class TestFp8:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("weight", [False, True])
+    def test_values_are_within_half_a_step(self, recipe, weight):
+        """e4m3 has 3 bits after the first: half a step is 1/16 of the number, and of the smallest normal one below it."""
+        x = torch.randn(256, 384, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 2, 256)[:, None]
+        found = quantize(x, recipe, weight=weight)
+        assert found.data.dtype == torch.float8_e4m3fn and found.data.float().abs().max() == 448
+        step = x.abs().maximum(2.0**-6 * expanded(found)) / 16
+        assert ((dequantized(found) - x).abs() <= step * (1 + 1e-5)).all()
+
+    def test_gradients_of_one_scale_have_the_wider_range(self):
+        assert quantize(torch.ones(128, 128), "tensorwise", gradient=True).data.dtype == torch.float8_e5m2
+
+    def test_zeros(self):
+        assert all(dequantized(quantize(torch.zeros(128, 128), recipe)).eq(0).all() for recipe in RECIPES)
+
+
+def expanded(x):
+    """The factors, one per element."""
+    return dequantized(Quantized(torch.ones_like(x.data.float()).to(x.data.dtype), x.inverse, x.block))
+
+
+class TestProfile:
+    def test_gaps(self):
+        """The second span lies in the first, the third begins later."""
+        spans = [Span("a", 0.0, 10.0), Span("b", 2.0, 5.0), Span("a", 12.0, 13.0), Span("c", 13.0, 20.0)]
+        assert gaps_of(spans) == (18.0, [2.0])
+        found = summary(spans)
+        assert [(row["name"], row["ms"], row["count"]) for row in found["top"]] == [
+            ("a", 0.011, 2),
+            ("c", 0.007, 1),
+            ("b", 0.003, 1),
+        ]
+        assert (found["busy_ms"], found["idle_ms"]) == (0.018, 0.002)
+
+    def test_calls_that_wait(self):
+        host = [Span("aten::item", 0.0, 5.0), Span("aten::add", 5.0, 6.0), Span("cudaDeviceSynchronize", 6.0, 16.0)]
+        assert [row["name"] for row in calls(host)] == ["cudaDeviceSynchronize", "aten::item"]
+
+
+def test_junit(tmp_path):
+    path = tmp_path / "junit.xml"
+    path.write_text(
+        '<testsuites><testsuite><testcase classname="tests.gpu.test_a" name="ok"/>'
+        '<testcase classname="tests.gpu.test_a.TestB" name="bad[1]"><failure message="a&#10;b">trace</failure></testcase>'
+        '<testcase classname="" name="import"><error message="no module"/></testcase>'
+        '<testcase classname="tests.gpu.test_a" name="not"><skipped message="needs CUDA"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    counts, failures = read_junit(path)
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1}
+    assert failures == ["TestB::bad[1] a b", "::import no module"]
 
 
 FILES = {"results.jsonl", "report.md", "log.txt", "tests_gpu.xml"}
