@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.gpu.case import TOY_SECONDS, Setting
 from benchmarks.gpu.driver import ROOT
 
-ANSWER_SECONDS = 25.0
+START_SECONDS, ANSWER_SECONDS = 45.0, 25.0
 # With these NCCL takes the ranks for two hosts that are connected by the loopback interface.
 ONE_GPU = {
     "NCCL_P2P_DISABLE": "1",
@@ -38,10 +38,16 @@ class Pair:
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns both ranks' answers. Raises RuntimeError when one fails or does not answer in time."""
-        if not self._ranks:
-            self._ranks = [self._start(rank) for rank in range(2)]
         try:
-            return self._ask({**request, "port": free_port()})
+            if not self._ranks:
+                self._ranks = [self._start(rank) for rank in range(2)]
+                self._answers(max(self._seconds, START_SECONDS))
+            line = json.dumps({**request, "port": free_port()}) + "\n"
+            for process in self._ranks:
+                assert process.stdin is not None
+                process.stdin.write(line)
+                process.stdin.flush()
+            return self._answers(self._seconds)
         except BaseException:
             self.close()
             raise
@@ -54,19 +60,15 @@ class Pair:
             process.wait()
         self._ranks = []
 
-    def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        for process in self._ranks:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
+    def _answers(self, seconds: float) -> list[dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + seconds
         while len(answers) < len(self._ranks):
             waiting = {process.stdout: rank for rank, process in enumerate(self._ranks) if rank not in answers}
             ready = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))[0]
             if not ready:
                 silent = " and ".join(map(str, waiting.values()))
-                raise RuntimeError(f"no answer from rank {silent} within {self._seconds:.0f} s")
+                raise RuntimeError(f"no answer from rank {silent} within {seconds:.0f} s")
             for stream in ready:
                 line = stream.readline()
                 answers[waiting[stream]] = json.loads(line) if line else {"error": "the process ended; see log.txt"}

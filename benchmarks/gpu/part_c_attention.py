@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.measure import Timing, check_error, package, poison, random, timed
 from benchmarks.gpu.record import NotRunError
+from benchmarks.gpu.runs import DECODER, configured, device_of
+from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops import attention
 from megatron.kernels.ops.attention_scores import Scores
 
@@ -108,14 +110,18 @@ def times(kernel: Kernel, setting: Setting, length: int, channels: int) -> tuple
 @contextlib.contextmanager
 def framework(setting: Setting) -> Iterator[Kernel]:
     """Yields the kernel that a run with --attention-backend auto takes."""
-    chosen, said = attention.choose("auto", torch.device(setting.device), torch.bfloat16, None)
-    print(f"framework: {said}")
+    heads = f"--num-attention-heads {HEADS} --num-query-groups {GROUPS} --kv-channels {max(CHANNELS)}"
+    kernels = choose_kernels(configured(f"{DECODER} --bf16 {heads}", setting).model, device_of(setting))
+    print(f"framework: {kernels.attention_choice}")
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         scores = Scores(q.shape[-1] ** -0.5)
-        return chosen(q, k, v, scores=scores, segments=None, window=window, dropout=0.0)
+        return kernels.attention(q, k, v, scores=scores, segments=None, window=window, dropout=0.0)
 
-    yield kernel
+    try:
+        yield kernel
+    finally:
+        without_flash_3()
 
 
 @contextlib.contextmanager
@@ -151,6 +157,12 @@ def with_flash_3(opened: Callable[[Setting], AbstractContextManager[Kernel]], se
         with opened(setting) as kernel:
             yield kernel
     finally:
+        without_flash_3()
+
+
+def without_flash_3() -> None:
+    """Takes FlashAttention-3 away from torch's flash operators, if it is behind them."""
+    if hasattr(torch_attention, "restore_flash_attention_impl"):
         torch_attention.restore_flash_attention_impl()
 
 

@@ -56,7 +56,7 @@ def cases(setting: Setting) -> list[Case]:
         return losses(DECODER, STEPS, setting, start(setting))
 
     return [
-        *(Case(name, functools.partial(compare, pair, flags, expected), 6.0, 60.0) for name, flags in LAYOUTS.items()),
+        *(Case(name, functools.partial(compare, pair, flags, expected), 6.0, 90.0) for name, flags in LAYOUTS.items()),
         Case("DP 2, buckets leave during backward", functools.partial(buckets_leave, pair), 6.0),
         Case("memory after gathers", functools.partial(memory_after_gathers, pair), 4.0),
         Case("contexts", functools.partial(contexts, setting, pair), 4.0),

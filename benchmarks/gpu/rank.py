@@ -1,4 +1,4 @@
-"""One of two ranks on one device: takes requests as JSON lines on stdin, and answers on stdout.
+"""One of two ranks on one device: takes requests as JSON lines on stdin, and answers on stdout after a first line.
 
 Each request is a job of its own, with its own rendezvous and process groups: they are made as a run makes them.
 """
@@ -28,7 +28,8 @@ from megatron.training.process import start_process
 from megatron.training.setup import build
 
 WORLD, FEW_BYTES = 2, 64
-TIMEOUT = "--distributed-timeout-minutes 0.25"  # less than the other side waits, so the error names the collective
+# Less than the other side waits, so that an error names the collective.
+TIMEOUT = {"cuda": "--distributed-timeout-minutes 0.25", "cpu": "--distributed-timeout-minutes 2"}
 
 
 def main() -> None:
@@ -40,6 +41,7 @@ def main() -> None:
     works: dict[str, Callable[..., dict[str, Any]]] = {
         work.__name__: work for work in (train, overlap, gathers, contexts)
     }
+    print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
         work, port = works[request.pop("work")], request.pop("port")
@@ -60,7 +62,7 @@ def train(rank: int, setting: Setting, flags: str, steps: int) -> dict[str, Any]
 def overlap(rank: int, setting: Setting, flags: str) -> dict[str, Any]:
     """Takes a step; returns the number of reductions that began before the last gradient arrived, and that of all."""
     groups, device = _join(rank, setting, flags)
-    trainer = build(configured(f"{flags} {TIMEOUT}", setting, WORLD), groups, device)
+    trainer = build(configured(f"{flags} {TIMEOUT[setting.device]}", setting, WORLD), groups, device)
     begun: list[int] = []
     with groups.heartbeat.record() as calls:
         for parameter in trainer.parameters.values():
@@ -111,7 +113,7 @@ def gathers(rank: int, setting: Setting, count: int, nbytes: int) -> dict[str, A
 
 def _train(rank: int, setting: Setting, flags: str, steps: int, at_end: Callable[[], None]) -> list[float]:
     groups, device = _join(rank, setting, flags)
-    trainer = build(configured(f"{flags} {TIMEOUT}", setting, WORLD), groups, device)
+    trainer = build(configured(f"{flags} {TIMEOUT[setting.device]}", setting, WORLD), groups, device)
     losses = [trainer.train_step().loss for _ in range(steps)]
     trainer.data_parallel.synchronize()
     at_end()
@@ -121,7 +123,9 @@ def _train(rank: int, setting: Setting, flags: str, steps: int, at_end: Callable
 
 def _join(rank: int, setting: Setting, flags: str) -> tuple[Groups, torch.device]:
     """Joins the other rank. Both have local rank 0: they share the device."""
-    return start_process(configured(f"{flags} {TIMEOUT}", setting, WORLD).parallel, rank, WORLD, 0, WORLD)
+    return start_process(
+        configured(f"{flags} {TIMEOUT[setting.device]}", setting, WORLD).parallel, rank, WORLD, 0, WORLD
+    )
 
 
 def _nvidia_smi(query: str) -> list[str]:
