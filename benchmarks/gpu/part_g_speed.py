@@ -62,6 +62,7 @@ def later(reason: str) -> Result:
 
 def measure_ceilings(setting: Setting, ceilings: dict[str, float]) -> Result:
     """Measures what this machine's products and copies reach now, for the shares of later cases."""
+    start(setting)  # before anything else uses the GPU: a run sets its environment first
     ceilings["a large GEMM"] = gemm_rate(setting)
     copied = copy_rate(setting)
     values = {"gemm_tflops": ceilings["a large GEMM"], "copy_gbs": copied}

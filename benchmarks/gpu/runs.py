@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +11,14 @@ import torch
 
 from benchmarks.gpu.case import Setting
 from benchmarks.gpu.measure import Timing, combine
-from megatron.base.heartbeat import Heartbeat
 from megatron.command_line.read import parse
-from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
-from megatron.core.groups import Groups, create_groups
+from megatron.core.groups import Groups
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.flops import train_flops
+from megatron.training.process import start_process
 from megatron.training.setup import build
 from megatron.training.trainer import Trainer
 
@@ -57,11 +57,10 @@ def configured(flags: str, setting: Setting, world_size: int = 1) -> RunConfig:
     return run
 
 
+@functools.cache
 def start(setting: Setting) -> Groups:
-    """Returns the groups of a world of one, and makes the GPU current."""
-    if setting.cuda:
-        torch.cuda.set_device(0)
-    return create_groups(mesh_of(configured(DECODER, setting).parallel, 1), 0, Heartbeat(0), 60.0)
+    """Prepares this process as that of a run, the environment of CUDA included; returns the groups of a world of one."""
+    return start_process(configured(DECODER, setting).parallel, 0, 1, 0, 1)[0]
 
 
 def trainer_of(flags: str, setting: Setting, groups: Groups) -> Trainer:
