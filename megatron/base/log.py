@@ -1,7 +1,9 @@
 """Rank-aware logging. The package has one logger; `setup_logging` decides which ranks print."""
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 
 LOGGER_NAME = "megatron"
 
@@ -22,3 +24,14 @@ def setup_logging(rank: int, level: int = logging.INFO) -> None:
     logger.addHandler(handler)
     logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
     logger.propagate = False
+
+
+@contextlib.contextmanager
+def muted(quiet: bool = True) -> Iterator[None]:
+    """In the body the package prints only warnings, if `quiet`."""
+    logger = logging.getLogger(LOGGER_NAME)
+    before = logger.level
+    if quiet:
+        logger.setLevel(logging.WARNING)
+    yield
+    logger.setLevel(before)

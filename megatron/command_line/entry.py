@@ -23,7 +23,7 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
         rank, world_size, local_rank = launch_environment()
         help_if_asked(argv, description)
         line = read(argv)
-        if found := mistakes(line, world_size):
+        if found := mistakes(line, line.run.dry_run.ranks(world_size)):
             raise ConfigError(*found)
         return line.run
     except ConfigError as error:

@@ -11,6 +11,7 @@ from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
+from megatron.config.dry_run import DryRunConfig
 from megatron.config.flag import flag_of, spelling
 from megatron.config.model import ModelConfig
 from megatron.config.note import Note
@@ -39,6 +40,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     given: frozenset[str] = frozenset()  # names of fields that were set on the command line
     notes: tuple[Note, ...] = ()  # typed flags that change no result
     already: tuple[str, ...] = ()  # typed flags that ask for the behaviour of every run
@@ -76,6 +78,7 @@ PARTS: dict[str, type[Any]] = {
     "eval": EvalConfig,
     "logging": LoggingConfig,
     "checkpoint": CheckpointConfig,
+    "dry_run": DryRunConfig,
 }
 
 

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -137,8 +138,8 @@ def local_parameters(model: nn.Module) -> dict[str, Parameter]:
     """Global name -> parameter. A tied parameter appears once, under its first name. Buffers are not parameters."""
     found: dict[str, Parameter] = {}
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, Parameter), f"{name} was not made by make_parameter"
-        found[name] = parameter
+        assert hasattr(parameter, "info"), f"{name} was not made by make_parameter"
+        found[name] = cast(Parameter, parameter)  # a traced parameter is of torch's own class
     return found
 
 

@@ -23,6 +23,7 @@ from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
 from megatron.core.groups import disconnect
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
+from megatron.training.dry_run.main import dry_run
 from megatron.training.logging.memory import LogMemory, PeakMemory
 from megatron.training.logging.progress import ProgressLine, terminal_console
 from megatron.training.logging.writers import Metrics, check_writers, open_writers
@@ -60,11 +61,15 @@ def main(run: RunConfig) -> None:
     with Interrupt(end_anyway) as interrupt:
         try:
             rank, world_size, local_rank = launch_environment()
+            world_size = run.dry_run.ranks(world_size)
             setup_logging(rank)
             if takes_shape_from_files(run.checkpoint):
                 run = take_shape_from_files(run)
                 check(run, world_size)
             announce_flags(run)
+            if run.dry_run.dry_run:
+                dry_run(run, world_size)
+                return
             pretrain(run, rank, world_size, local_rank, started)
         except KeyboardInterrupt:
             interrupted()

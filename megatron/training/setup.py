@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import barrier
+from megatron.core.datasets.sample import Splits
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
 from megatron.core.device import synchronize
 from megatron.core.distributed.data_parallel import DataParallel
@@ -32,6 +33,7 @@ from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
 from megatron.training.announce import announce
+from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
 from megatron.training.data_order import dataset_sizes
 from megatron.training.initial_weights import initial_weights
@@ -51,6 +53,29 @@ from megatron.training.vocabulary import with_vocabulary
 def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     """Builds everything that a run needs, continued from --load if that holds a checkpoint. Collective over the world."""
     run, checkpoint, tokenizer = read_files(run, groups)
+
+    def open_data(settings: RunSettings, state: TrainState) -> Splits[BatchReader | None]:
+        with groups.heartbeat.phase("build-datasets"):
+            sizes = dataset_sizes(run.data, run.train, run.eval, settings.batches, state)
+            assert run.model.vocab_size
+            return build_readers(
+                run.data, run.train, sizes, groups, device, state, vocab_size=run.model.vocab_size, eod=tokenizer.eod
+            )
+
+    return assemble(run, checkpoint, groups, device, open_data)
+
+
+def assemble(
+    run: RunConfig,
+    checkpoint: Path | None,
+    groups: Groups,
+    device: torch.device,
+    open_data: Callable[[RunSettings, TrainState], Splits[BatchReader | None]],
+) -> Trainer:
+    """Builds a run whose files have been read, continued from `checkpoint`. Collective over the world.
+
+    open_data: returns the readers of a run in this state.
+    """
     settings, offload_dir = resolve(run, groups.mesh), run.optimizer_offload.offload_dir
     holders = decoder_spec(run.model).layers[0].attention.group_holders(groups.tp.size)
     groups = with_shared_heads(groups, holders, run.parallel.distributed_timeout_minutes * 60)
@@ -89,12 +114,7 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
             )
     settings.batches.check_from(state.consumed_samples)
     check_schedules(settings, state.consumed_samples, evaluates=run.eval.eval_iters > 0)
-    with groups.heartbeat.phase("build-datasets"):
-        sizes = dataset_sizes(run.data, run.train, run.eval, settings.batches, state)
-        assert run.model.vocab_size
-        readers = build_readers(
-            run.data, run.train, sizes, groups, device, state, vocab_size=run.model.vocab_size, eod=tokenizer.eod
-        )
+    readers = open_data(settings, state)
     trainer = Trainer(
         run=run,
         settings=settings,

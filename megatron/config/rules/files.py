@@ -136,12 +136,13 @@ def one_schedule_wins(schedule: ScheduleConfig) -> str | None:
 
 
 def rules(run: RunConfig) -> list[ConfigRule]:
-    """Returns the rules about data, tokenizer and checkpoints."""
+    """Returns the rules about data, tokenizer and checkpoints. A dry run needs no data, and of a tokenizer only its size."""
+    reads_no_tokenizer = run.dry_run.dry_run and run.model.vocab_size is not None
     return [
-        partial(one_data_source, run.data, run.train),
+        *([] if run.dry_run.dry_run else [partial(one_data_source, run.data, run.train)]),
         partial(data_paths_are_not_empty, run.data),
         partial(split_is_three_shares, run.data),
-        partial(tokenizer_has_its_files, run.tokenizer, run.model, run.checkpoint),
+        *([] if reads_no_tokenizer else [partial(tokenizer_has_its_files, run.tokenizer, run.model, run.checkpoint)]),
         partial(end_of_document_is_an_id, run.tokenizer, run.model),
         partial(conversations_are_read, run.data),
         partial(pretrained_is_only_the_start, run.checkpoint),

@@ -251,8 +251,8 @@ class DataParallel:
         """Waits until nothing is in flight, and every parameter is current, or its shard if it is sharded or offloaded."""
         self._params.synchronize()
 
-    def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
-        assert isinstance(parameter, Parameter) and parameter.slot is not None
+    def _arrived(self, bucket: Bucket, parameter: Parameter) -> None:
+        assert parameter.slot is not None
         if parameter.grad is not None:  # autograd accumulated it: norm weights, biases
             parameter.slot.add(parameter.grad)
             parameter.grad = None

@@ -47,7 +47,7 @@ class ParamUnsharder:
         self._position = {bucket.index: position for position, bucket in enumerate(buckets)}
         self._bucket_of = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters.values()}
         self._unsharding: dict[int, _Unshard] = {}  # of every bucket that is unsharded or being unsharded, by index
-        self._at_address: dict[int, Bucket] = {}  # the same buckets by the address of their memory
+        self._of_storage: dict[int, Bucket] = {}  # the same buckets by the storage of their memory
         self._scopes: list[dict[int, Bucket]] = []  # the buckets that each running module has read, innermost last
         self._in_backward: dict[int, Bucket] = {}
         # Index of a bucket -> number of its parameters whose values backward still needs.
@@ -70,7 +70,7 @@ class ParamUnsharder:
 
     def parameter_of(self, tensor: Tensor) -> Parameter | None:
         """Returns the parameter of which a tensor is a view, if it is in one of these buckets and unsharded now."""
-        bucket = self._at_address.get(tensor.untyped_storage().data_ptr())
+        bucket = self._of_storage.get(tensor.untyped_storage()._cdata)
         return None if bucket is None else bucket.parameter_at(int(tensor.storage_offset()))
 
     def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None = None) -> None:
@@ -192,7 +192,7 @@ class ParamUnsharder:
     def _start(self, bucket: Bucket) -> None:
         self.finish_update(bucket)
         copy = bucket.unshard()
-        self._at_address[bucket.whole.data_ptr()] = bucket
+        self._of_storage[bucket.whole.untyped_storage()._cdata] = bucket
         gather = self._comm.gather(bucket.view, bucket.whole, bucket.label, copy)
         self._unsharding[bucket.index] = _Unshard(copy, gather)
 
@@ -217,7 +217,7 @@ class ParamUnsharder:
         unsharding = self._unsharding.pop(bucket.index, None)
         if unsharding is not None:
             unsharding.wait()
-            del self._at_address[bucket.whole.data_ptr()]
+            del self._of_storage[bucket.whole.untyped_storage()._cdata]
             bucket.reshard()
         if self._released is bucket:
             self._released = None

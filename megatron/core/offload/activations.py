@@ -61,7 +61,7 @@ class ActivationOffload:
         self._engine, self._model, self.parameter_of = engine, model, parameter_of
         self._scheduled: frozenset[tuple[int, int]] = frozenset()
         self._groups: dict[tuple[int, int], StorageGroup] = {}  # of microbatches whose backward is still to come
-        self._resident: set[int] = set()  # addresses of storages that are never offloaded
+        self._resident: set[int] = set()  # storages that are never offloaded
         self._forward: _StageForward | None = None
         # Groups whose offload started before the last computation and since then.
         self._started_before: list[StorageGroup] = []
@@ -74,7 +74,7 @@ class ActivationOffload:
         # Memory of a sharded or offloaded parameter may be an activation's a moment later.
         parameters = (parameter for parameter in self._model.parameters() if self.parameter_of(parameter) is None)
         resident = (*parameters, *self._model.buffers(), *batch)
-        self._resident = {tensor.untyped_storage().data_ptr() for tensor in resident}
+        self._resident = {tensor.untyped_storage()._cdata for tensor in resident}
 
     def end_step(self) -> None:
         """Wait for all copies and free all host memory."""
@@ -135,13 +135,13 @@ class ActivationOffload:
     def is_resident(self, tensor: Tensor) -> bool:
         """Whether a tensor that autograd saves must stay as it is."""
         return (
-            type(tensor) is not Tensor
+            isinstance(tensor, nn.Parameter)
             or tensor.device != self.device
             or tensor.layout is not torch.strided
             or tensor.is_conj()
             or tensor.is_neg()
             or tensor.untyped_storage().nbytes() == 0
-            or tensor.untyped_storage().data_ptr() in self._resident
+            or tensor.untyped_storage()._cdata in self._resident
         )
 
     def _pack(self, tensor: Tensor) -> SavedHandle:

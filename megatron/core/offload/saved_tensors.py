@@ -72,7 +72,7 @@ class SavedView:
         """The saved tensor, on the device."""
         self.group.enter_backward()
         storage = self.storage.on_device()
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        empty = torch.empty(0, dtype=self.dtype, device=self.storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 

@@ -10,16 +10,16 @@ def saved_bytes(forward: Callable[[], object], apart_from: Iterable[Tensor] = ()
     """Bytes of the distinct storages that `forward` saves for its backward.
 
     Storages of `apart_from` (parameters, tables that layers share) are not counted. The result of `forward` must hold
-    the graph: while it lives, no address is used twice. Tensors that hooks inside of `forward` handle (recompute,
+    the graph: while it lives, no storage replaces another. Tensors that hooks inside of `forward` handle (recompute,
     offload) are not counted, because autograd does not save them.
     """
-    known = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
+    known = {tensor.untyped_storage()._cdata for tensor in apart_from}
     sizes: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            sizes[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in known:
+            sizes[storage._cdata] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(count, lambda tensor: tensor):

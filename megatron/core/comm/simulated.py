@@ -1,0 +1,45 @@
+"""A job of one process that takes itself for a rank of many: collectives return at once, and move nothing.
+
+torch's fake process group is the backend. What ranks gather as objects is assumed to be equal on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextlib.contextmanager
+def simulated_world(rank: int, world_size: int) -> Iterator[None]:
+    """In the body this process is a rank of a job of `world_size`. One rank alone needs no process group."""
+    if world_size == 1:
+        yield
+        return
+
+    def gather_object(gathered: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+        gathered[:] = [value] * len(gathered)
+
+    real = dist.all_gather_object
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.all_gather_object = gather_object
+    try:
+        yield
+    finally:
+        dist.all_gather_object = real
+        dist.destroy_process_group()
+
+
+def is_collective(operation: Any) -> bool:
+    """Whether an operation of torch's dispatcher is one of torch.distributed."""
+    return bool(operation.namespace == "c10d")
+
+
+def collective_result(operation: Any, arguments: Sequence[Any]) -> Any:
+    """Returns what a collective returns on tensors without memory: its first argument, if it has a result, and a work."""
+    work = FakeWork().boxed()
+    return work if len(operation._schema.returns) == 1 else (arguments[0], work)

@@ -1,0 +1,88 @@
+"""torch's functions that look at a tensor's device below Python, where a traced tensor is one of "meta".
+
+torch needs a driver to name a CUDA device there: to set it around an operation, and to find the queue of a backward. Python
+code sees the device that is traced. So the functions of this program that decide by the device are answered here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class SimulatedTorch(TorchFunctionMode):
+    """Runs functions of torch as on a CUDA device. Active as a context manager."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function of torch."""
+        replaced = _FUNCTIONS.get(func, func)
+        return replaced(*args, **(kwargs or {}))
+
+
+def _is_cuda(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Tensor.to. The tensor itself if it has the device and the dtype."""
+    if args and isinstance(args[0], Tensor):
+        device, dtype, non_blocking = args[0].device, args[0].dtype, False
+    else:
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype = device or tensor.device, dtype or tensor.dtype
+    if device == tensor.device and dtype == tensor.dtype:
+        return tensor
+    moved: Tensor = torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, non_blocking=non_blocking)
+    return moved
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """CUDA's dropout keeps a mask of one byte per element."""
+    assert not inplace
+    return torch.native_dropout(x, p, training)[0] if training and p > 0.0 else x
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """q [b, n, s, d]; k, v [b, g, t, d] -> [b, n, s, d].
+
+    FlashAttention takes no mask, and halves only; the memory-efficient kernel takes masks, but a key head per query head;
+    plain operations take the rest, as in torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
+    out: Tensor
+    if attn_mask is None and q.dtype in _HALVES:
+        out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
+        return out
+    if not enable_gqa:
+        bias = None
+        if attn_mask is not None:
+            bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+            bias = bias.expand(*q.shape[:3], k.shape[2])
+        out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, dropout_p, is_causal, scale=scale
+        )
+        return out
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+_FUNCTIONS: dict[Any, Any] = {
+    torch.Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
+    torch.Tensor.to: _to,
+    F.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+}

@@ -1,0 +1,133 @@
+"""Follows the memory of tensors that have none: every storage that a traced operation makes, until it is freed."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core.comm.simulated import collective_result, is_collective
+
+PARAMETERS, GRADIENTS, OPTIMIZER, REST = "parameters", "gradients", "optimizer", "activations and temporary"
+TRACED_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, REST)
+_META = torch.device("meta")
+ROUNDED = 512  # bytes that CUDA's caching allocator rounds a tensor up to
+
+
+class _Storage(weakref.ref):  # type: ignore[type-arg]
+    """A reference to a storage, which forgets nothing when the storage is freed."""
+
+    __slots__ = ("key", "kind", "nbytes")
+    key: int
+    kind: str
+    nbytes: int
+
+
+class TracedMemory(TorchDispatchMode):
+    """Bytes of tensors on one device, now and at most, by kind. Active as a context manager, around a FakeTensorMode.
+
+    operations: so far. host_reads: values of tensors that the host has asked for, where it would wait for the device;
+    they are answered with zero. top: bytes by kind at the peak, and moment what was going on.
+    """
+
+    def __init__(self, device: torch.device, doing: Callable[[], str]) -> None:
+        """device: a CUDA device. doing: names what is going on."""
+        super().__init__()
+        self._device, self._doing = device, doing
+        self._storages: dict[int, _Storage] = {}
+        self.now: Counter[str] = Counter()
+        self.allocated = self.peak = 0
+        self.top: Counter[str] = Counter()
+        self.moment = ""
+        self.operations = self.host_reads = 0
+
+    def restart(self) -> None:
+        """Forgets the peak and the counts."""
+        self.peak, self.operations, self.host_reads = 0, 0, 0
+        self._raise_peak()
+
+    def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """From now on counts the memory of these tensors as `kind`."""
+        for tensor in tensors:
+            found = self._storages.get(tensor.untyped_storage()._cdata)
+            if found is not None:
+                self.now[found.kind] -= found.nbytes
+                self.now[kind] += found.nbytes
+                found.kind = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation, and follows the storages of its results."""
+        if func is torch.ops.prim.device.default:
+            return _META if args[0].device.type == "cuda" else args[0].device
+        self.operations += 1
+        result = self._run(func, args, kwargs or {})
+        if isinstance(result, Tensor):
+            self._follow(result)
+        elif isinstance(result, (tuple, list)):
+            for each in result:
+                if isinstance(each, Tensor):
+                    self._follow(each)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("device") == _META:  # from below Python, for the device of another tensor
+            of_tensors = (arg.device for arg in args if isinstance(arg, Tensor))
+            kwargs = {**kwargs, "device": next(of_tensors, self._device)}
+        if is_collective(func):
+            return collective_result(func, args)
+        if func in _PRODUCTS:
+            return _product(*[arg for arg in args if isinstance(arg, Tensor)][-2:], out=kwargs["out"])
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)  # of a constant
+        except DataDependentOutputException:
+            self.host_reads += 1
+            return 0.0 if args[0].is_floating_point() else 0
+
+    def _follow(self, tensor: Tensor) -> None:
+        if tensor.device != self._device:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        found = _Storage(storage, functools.partial(_freed, weakref.ref(self)))
+        found.key, found.kind, found.nbytes = key, REST, -(-storage.nbytes() // ROUNDED) * ROUNDED
+        self._storages[key] = found
+        self.now[REST] += found.nbytes
+        self.allocated += found.nbytes
+        if self.allocated > self.peak:
+            self._raise_peak()
+
+    def _raise_peak(self) -> None:
+        self.peak, self.top, self.moment = self.allocated, Counter(self.now), self._doing()
+
+    def _forget(self, storage: _Storage) -> None:
+        if self._storages.get(storage.key) is storage:
+            del self._storages[storage.key]
+        self.now[storage.kind] -= storage.nbytes
+        self.allocated -= storage.nbytes
+
+
+# With an output of another dtype these have no rule for tensors without memory.
+_PRODUCTS = (torch.ops.aten.mm.dtype_out, torch.ops.aten.addmm.dtype_out)
+
+
+def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """a [n, k] x b [k, m], written or added to out [n, m]."""
+    assert a.shape[1] == b.shape[0] and out.shape == (a.shape[0], b.shape[1]) and a.dtype == b.dtype
+    return out
+
+
+def _freed(memory: weakref.ref[TracedMemory], storage: _Storage) -> None:
+    alive = memory()
+    if alive is not None:
+        alive._forget(storage)

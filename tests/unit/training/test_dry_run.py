@@ -1,0 +1,117 @@
+"""Dry runs: every feature's CUDA code takes a step on tensors without memory, and takes the memory that was planned."""
+
+import pytest
+import torch
+
+from megatron.base.errors import UserError
+from megatron.base.log import setup_logging
+from megatron.command_line.read import parse
+from megatron.config.mesh import mesh_of
+from megatron.config.rules.check import check
+from megatron.config.settings import resolve
+from megatron.core.streams.simulated import H100, SimulatedEvent, SimulatedStream, simulated_cuda
+from megatron.planner.memory.plan import plan_memory
+from megatron.spec.sizes import Target
+from megatron.training.dry_run.main import dry_run
+from megatron.training.dry_run.trace import shortened, trace
+
+# Large enough that 512 bytes, to which every tensor is rounded up, hardly matter. One layer for each pipeline stage.
+SMALL = (
+    "--dry-run --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --group-query-attention "
+    "--num-query-groups 4 --seq-length 1024 --micro-batch-size 2 --vocab-size 4096 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0 --train-iters 9 --lr 1e-3 --eval-iters 0"
+)
+BF16 = "--bf16 --num-layers 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2 --cp-comm-type"
+SHARDED = "--data-parallel-sharding-strategy"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+
+# name -> (ranks, flags)
+RUNS = {
+    "one rank": (1, BF16),
+    "fp16, dropout, LayerNorm": (
+        1, "--fp16 --num-layers 2 --hidden-dropout 0.1 --attention-dropout 0.1 --normalization LayerNorm"
+    ),
+    "tp": (2, f"{BF16} {TP2}"),
+    "tp in chunks": (2, f"{BF16} {TP2} --tp-comm-overlap"),
+    "1f1b": (2, f"{BF16} {PP2} --global-batch-size 16"),
+    "zb-v, tp, dp": (8, f"--bf16 --num-layers 4 {PP2} {TP2} --pipeline-schedule zb-v --global-batch-size 16"),
+    "ring": (2, f"{BF16} {CP2} p2p"),
+    "zero-1": (4, f"{BF16} {SHARDED} optim {OVERLAP}"),
+    "zero-3": (4, f"{BF16} {SHARDED} optim_grads_params {OVERLAP} --global-batch-size 16"),
+    "whole layers again": (1, f"{BF16} --recompute-granularity full --recompute-method uniform"),
+    "offloaded activations": (1, "--bf16 --num-layers 4 --pipeline-offload-ratio 1"),
+    "offloaded states": (1, f"{BF16} --offload-optimizer-states"),
+}  # fmt: skip
+
+
+def configured(ranks, flags):
+    run = parse(f"{SMALL} --world-size {ranks} {flags}".split(), description="")
+    check(run, ranks)
+    return run
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_takes_the_planned_memory(name):
+    ranks, flags = RUNS[name]
+    run = configured(ranks, flags)
+    settings = resolve(run, mesh_of(run.parallel, ranks))
+    last = settings.mesh.groups("pp")[0][-1]
+    traced = trace(run, ranks, last, H100)
+    planned = plan_memory(run, settings, Target(cpu=False))[traced.stage]
+    assert traced.peak == pytest.approx(planned.peak, rel=0.05)
+
+
+@pytest.mark.parametrize(("flags", "traced"), [(f"{PP2} --num-layers 4", 4), (f"{PP2} --pipeline-schedule gpipe", 32)])
+def test_as_many_microbatches_are_traced_as_a_rank_holds(flags, traced):
+    run = configured(2, f"--bf16 --num-layers 2 {flags} --global-batch-size 64")
+    short = shortened(run, 2)
+    assert short.train.global_batch_size == 2 * traced and short.model == run.model
+
+
+def test_collectives_are_counted():
+    """Tensor parallelism with sequence parallelism gathers and scatters twice per layer in forward and in backward."""
+    traced = trace(configured(2, f"{BF16} {TP2}"), 2, 1, H100)
+    calls = {op: count for (group, op), (count, _) in traced.traffic.items() if group == "tp"}
+    layers = 2
+    # In backward the inputs of the two column layers are gathered once more. The head is a column layer, too, and the
+    # embedding is scattered.
+    assert calls["reduce_scatter"] == 4 * layers + 2 and calls["all_gather"] == 6 * layers + 3
+
+
+class TestTheAnswer:
+    def test_a_run_that_fits(self, capsys):
+        setup_logging(0)
+        dry_run(configured(4, f"{BF16} {PP2}"), 4)
+        lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("--dry-run") and "4 x NVIDIA H100" in line for line in lines)
+        assert [line.split(",")[0] for line in lines if "operations" in line] == ["rank 0 of 4", "rank 2 of 4"]
+        assert lines[-1].startswith("would start: peak 0.")
+
+    def test_a_run_that_does_not_fit(self):
+        with pytest.raises(UserError, match=r"rank 0 would run out of memory: it needs 1\d\d\.\d GB, .* has 80 GB"):
+            dry_run(configured(1, f"{BF16} --hidden-size 8192 --ffn-hidden-size 28672 --num-layers 8"), 1)
+
+
+class TestSimulatedStreams:
+    def test_the_last_operation_of_a_stream_is_under_way(self):
+        stream = SimulatedStream(torch.device("cuda", 0))
+        first, second = stream.record_event(), stream.record_event()
+        assert (first.query(), second.query()) == (True, False)
+        second.synchronize()
+        assert second.query()
+
+    def test_an_event_that_was_not_recorded_is_reached(self):
+        assert SimulatedEvent().query()
+
+    def test_torch_is_as_before_afterwards(self):
+        before = dict(vars(torch.cuda)), torch.Generator
+        with simulated_cuda(H100, lambda: 0):
+            assert torch.cuda.get_device_capability() == (9, 0)
+            with torch.cuda.stream(torch.cuda.Stream(torch.device("cuda", 0))) as _:
+                inner = torch.cuda.current_stream()
+            assert torch.cuda.current_stream() is not inner
+        assert (dict(vars(torch.cuda)), torch.Generator) == before
