@@ -37,6 +37,7 @@ GROUP_TITLES = {
     "eval": "evaluation",
     "logging": "logging",
     "checkpoint": "checkpoints",
+    "dry_run": "dry run",
 }
 _INT64, _FINITE = between(-(2**63), 2**63 - 1), Interval("finite", lambda x: True)
 _METAVARS = {int: "N", float: "X", str: "TEXT"}

@@ -24,13 +24,13 @@ def simulated_world(rank: int, world_size: int) -> Iterator[None]:
     def gather_object(gathered: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
         gathered[:] = [value] * len(gathered)
 
-    real = dist.all_gather_object
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    dist.all_gather_object = gather_object
+    real = dist.all_gather_object
+    vars(dist)["all_gather_object"] = gather_object
     try:
         yield
     finally:
-        dist.all_gather_object = real
+        vars(dist)["all_gather_object"] = real
         dist.destroy_process_group()
 
 

@@ -134,7 +134,7 @@ class _HostGenerator(torch.Generator):
     """A generator of random numbers of the host, for whichever device it is asked."""
 
     def __new__(cls, device: Any = None) -> _HostGenerator:
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]  # torch declares its constructor elsewhere
 
 
 class _SimulatedCuda:

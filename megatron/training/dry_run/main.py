@@ -46,7 +46,9 @@ def dry_run(run: RunConfig, world_size: int) -> None:
         most = max(traced.set_up, traced.peak + whole[stage].peak - planned[stage].peak)
         if most > needed:
             needed, worst = most, rank
-    log.info("peak host memory of this dry run: %.0f MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB)
+    log.info(
+        "peak host memory of this dry run: %.0f MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+    )
     if needed > assumed.memory:
         raise UserError(
             f"rank {worst} would run out of memory: it needs {needed / GB:.1f} GB, and an {assumed.name} has "
@@ -63,5 +65,7 @@ def _settled(run: RunConfig, world_size: int, device: str) -> RunConfig:
     positions = run.model.max_position_embeddings or run.data.seq_length
     model = dataclasses.replace(run.model, vocab_size=size, max_position_embeddings=positions)
     check_vocabulary(model, run.parallel.tensor_model_parallel_size, size)
-    traced = Note("--dry-run", "on", f"{world_size} x {device}, assumed", "no device is used, and no other rank is asked")
+    traced = Note(
+        "--dry-run", "on", f"{world_size} x {device}, assumed", "no device is used, and no other rank is asked"
+    )
     return dataclasses.replace(run, model=model, notes=(*run.notes, traced))

@@ -54,5 +54,7 @@ def _compared(name: str, traced: int, planned: int) -> tuple[str, ...]:
 def _rows(rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        words = (cell.ljust(width) if at == 0 else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths)))
+        words = (
+            cell.ljust(width) if at == 0 else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))
+        )
         yield "  " + "  ".join(words).rstrip()

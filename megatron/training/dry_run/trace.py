@@ -33,7 +33,6 @@ from megatron.training.batch import BatchReader
 from megatron.training.dry_run.simulated_torch import SimulatedTorch
 from megatron.training.dry_run.traced_memory import GRADIENTS, OPTIMIZER, PARAMETERS, TracedMemory
 from megatron.training.setup import assemble
-from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
 
@@ -70,9 +69,7 @@ def shortened(run: RunConfig, world_size: int) -> RunConfig:
     settings = resolve(run, mesh_of(run.parallel, world_size))
     p, whole, pipeline = settings.mesh.pp, settings.batches.final_num_microbatches, settings.pipeline
     held = memory_in_flight(pipeline.schedule_of(whole))
-    fewer = next(
-        (m for m in range(2 * p, whole, p) if memory_in_flight(pipeline.schedule_of(m)) == held), whole
-    )
+    fewer = next((m for m in range(2 * p, whole, p) if memory_in_flight(pipeline.schedule_of(m)) == held), whole)
     assert run.train.micro_batch_size
     samples = fewer * run.train.micro_batch_size * settings.mesh.dp
     train = dataclasses.replace(
@@ -94,9 +91,7 @@ def trace(run: RunConfig, world_size: int, rank: int, assumed: AssumedDevice) ->
         simulated.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         simulated.enter_context(memory)
         groups = _groups(run, world_size, heartbeat)
-        trainer = assemble(
-            run, None, groups, device, lambda settings, state: _readers(run, settings, groups, device)
-        )
+        trainer = assemble(run, None, groups, device, lambda settings, state: _readers(run, settings, groups, device))
         _label(memory, trainer)
         set_up = memory.peak
         memory.restart()
@@ -127,9 +122,7 @@ def _groups(run: RunConfig, world_size: int, heartbeat: Heartbeat) -> Groups:
     )
 
 
-def _readers(
-    run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device
-) -> Splits[BatchReader | None]:
+def _readers(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Splits[BatchReader | None]:
     """Readers whose samples have a shape only."""
     assert run.data.seq_length and run.train.micro_batch_size
     sample = (3, run.data.seq_length) if run.data.sft else (run.data.seq_length + 1,)

@@ -21,7 +21,7 @@ _META = torch.device("meta")
 ROUNDED = 512  # bytes that CUDA's caching allocator rounds a tensor up to
 
 
-class _Storage(weakref.ref):  # type: ignore[type-arg]
+class _Storage(weakref.ref[torch.UntypedStorage]):
     """A reference to a storage, which forgets nothing when the storage is freed."""
 
     __slots__ = ("key", "kind", "nbytes")
