@@ -6,6 +6,7 @@ torch's fake process group is the backend. What ranks gather as objects is assum
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ def simulated_world(rank: int, world_size: int) -> Iterator[None]:
     def gather_object(gathered: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
         gathered[:] = [value] * len(gathered)
 
+    report_error = sys.excepthook  # which torch replaces
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     real = dist.all_gather_object
     vars(dist)["all_gather_object"] = gather_object
@@ -32,6 +34,7 @@ def simulated_world(rank: int, world_size: int) -> Iterator[None]:
     finally:
         vars(dist)["all_gather_object"] = real
         dist.destroy_process_group()
+        sys.excepthook = report_error
 
 
 def is_collective(operation: Any) -> bool:

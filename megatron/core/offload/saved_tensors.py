@@ -19,12 +19,12 @@ it; double buffering here lies in the order of copies alone: while backward read
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.offload.copy_engine import CopyEngine, TensorPair
 from megatron.core.offload.host_pool import HostBlock, HostPool
@@ -214,13 +214,13 @@ class StorageIndex:
     """Finds the SavedStorage of a storage that one forward has saved before, without keeping the storage alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, SavedStorage]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], SavedStorage]] = {}
 
     def find(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         """None for a new storage, though it may have the address of a freed one."""
         known = self._known.get(storage._cdata)
-        return None if known is None or known[0].expired() else known[1]
+        return None if known is None or known[0]() is None else known[1]
 
     def add(self, storage: torch.UntypedStorage, saved: SavedStorage) -> None:
         """Remember the storage while it lives."""
-        self._known[storage._cdata] = (StorageWeakRef(storage), saved)
+        self._known[storage._cdata] = (weakref.ref(storage), saved)

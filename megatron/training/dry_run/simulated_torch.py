@@ -80,9 +80,16 @@ def _attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """One kernel on CUDA. torch builds without CUDA compute it from others."""
+    return torch.empty_like(grad)
+
+
 _FUNCTIONS: dict[Any, Any] = {
     torch.Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
     torch.Tensor.to: _to,
     F.dropout: _dropout,
+    torch.ops.aten.silu_backward: _silu_backward,
+    torch.ops.aten.silu_backward.default: _silu_backward,
     F.scaled_dot_product_attention: _attention,
 }

@@ -8,6 +8,7 @@ core/comm/simulated.py).
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -98,6 +99,8 @@ def trace(run: RunConfig, world_size: int, rank: int, assumed: AssumedDevice) ->
         with heartbeat.record() as calls:
             trainer.train_step()
             trainer.data_parallel.synchronize()
+        del trainer
+        gc.collect()  # before host memory loses the device that it is registered with
         return Traced(
             rank=rank,
             stage=groups.pp.rank,

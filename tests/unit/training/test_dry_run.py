@@ -41,9 +41,9 @@ RUNS = {
     "zb-v, tp, dp": (8, f"--bf16 --num-layers 4 {PP2} {TP2} --pipeline-schedule zb-v --global-batch-size 16"),
     "ring": (2, f"{BF16} {CP2} p2p"),
     "zero-1": (4, f"{BF16} {SHARDED} optim {OVERLAP}"),
-    "zero-3": (4, f"{BF16} {SHARDED} optim_grads_params {OVERLAP} --global-batch-size 16"),
-    "whole layers again": (1, f"{BF16} --recompute-granularity full --recompute-method uniform"),
-    "offloaded activations": (1, "--bf16 --num-layers 4 --pipeline-offload-ratio 1"),
+    "zero-3": (4, f"{BF16} {SHARDED} optim_grads_params {OVERLAP} --micro-batch-size 8 --global-batch-size 64"),
+    "whole layers again": (1, f"{BF16} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "offloaded activations": (1, "--bf16 --num-layers 5 --pipeline-offload-ratio 1"),
     "offloaded states": (1, f"{BF16} --offload-optimizer-states"),
 }  # fmt: skip
 
