@@ -82,6 +82,8 @@ class TracedMemory(TorchDispatchMode):
             kwargs = {**kwargs, "device": next(of_tensors, self._device)}
         if is_collective(func):
             return collective_result(func, args)
+        if func in _SETS:
+            return _set(func, args, kwargs)
         if func in _PRODUCTS:
             return _product(*[arg for arg in args if isinstance(arg, Tensor)][-2:], out=kwargs["out"])
         if func is not torch.ops.aten._local_scalar_dense.default:
@@ -119,6 +121,19 @@ class TracedMemory(TorchDispatchMode):
 
 # With an output of another dtype these have no rule for tensors without memory.
 _PRODUCTS = (torch.ops.aten.mm.dtype_out, torch.ops.aten.addmm.dtype_out)
+
+
+# The cache of FakeTensorMode would keep the storage that is their argument.
+_SETS = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
+
+
+def _set(func: Any, args: Any, kwargs: Any) -> Any:
+    mode = args[0].fake_mode
+    cached, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        return func(*args, **kwargs)
+    finally:
+        mode.cache_enabled = cached
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:

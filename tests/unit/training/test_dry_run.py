@@ -93,7 +93,7 @@ class TestTheAnswer:
 
     def test_a_run_that_does_not_fit(self):
         with pytest.raises(UserError, match=r"rank 0 would run out of memory: it needs 1\d\d\.\d GB, .* has 80 GB"):
-            dry_run(configured(1, f"{BF16} --hidden-size 8192 --ffn-hidden-size 28672 --num-layers 8"), 1)
+            dry_run(configured(1, f"{BF16} --micro-batch-size 512 --global-batch-size 512"), 1)
 
 
 class TestSimulatedStreams:
