@@ -1,10 +1,12 @@
 """Dry runs: every feature's CUDA code takes a step on tensors without memory, and takes the memory that was planned."""
 
+import logging
+
 import pytest
 import torch
 
 from megatron.base.errors import UserError
-from megatron.base.log import setup_logging
+from megatron.base.log import LOGGER_NAME
 from megatron.command_line.read import parse
 from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
@@ -83,17 +85,18 @@ def test_collectives_are_counted():
 
 
 class TestTheAnswer:
-    def test_a_run_that_fits(self, capsys):
-        setup_logging(0)
-        dry_run(configured(4, f"{BF16} {PP2}"), 4)
-        lines = capsys.readouterr().out.splitlines()
+    def test_a_run_that_fits(self, caplog, monkeypatch):
+        monkeypatch.setattr(logging.getLogger(LOGGER_NAME), "propagate", True)
+        with caplog.at_level("INFO", logger=LOGGER_NAME):
+            dry_run(configured(4, f"{BF16} {PP2}"), 4)
+        lines = "\n".join(caplog.messages).splitlines()
         assert any(line.startswith("--dry-run") and "4 x NVIDIA H100" in line for line in lines)
         assert [line.split(",")[0] for line in lines if "operations" in line] == ["rank 0 of 4", "rank 2 of 4"]
         assert lines[-1].startswith("would start: peak 0.")
 
     def test_a_run_that_does_not_fit(self):
-        with pytest.raises(UserError, match=r"rank 0 would run out of memory: it needs 1\d\d\.\d GB, .* has 80 GB"):
-            dry_run(configured(1, f"{BF16} --micro-batch-size 512 --global-batch-size 512"), 1)
+        with pytest.raises(UserError, match=r"rank 0 would run out of memory: it needs \d\d+\.\d GB, .* has 80 GB"):
+            dry_run(configured(1, f"{BF16} --micro-batch-size 4096 --global-batch-size 4096"), 1)
 
 
 class TestSimulatedStreams:
