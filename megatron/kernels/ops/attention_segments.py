@@ -40,7 +40,7 @@ class Segments:
             place += length
             if place % t == 0:
                 lengths.append(padding)
-        return _with_lengths(ids, lengths)
+        return with_lengths(ids, lengths)
 
 
 def segments_of(ids: Tensor, device: torch.device) -> Segments:
@@ -49,7 +49,7 @@ def segments_of(ids: Tensor, device: torch.device) -> Segments:
     first = torch.ones(b, t, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]
     starts = first.flatten().nonzero().flatten().tolist()
-    return _with_lengths(_sent(ids, device), [stop - start for start, stop in itertools.pairwise([*starts, b * t])])
+    return with_lengths(_sent(ids, device), [stop - start for start, stop in itertools.pairwise([*starts, b * t])])
 
 
 def ids_of(segments: Segments | None) -> Tensor | None:
@@ -57,11 +57,14 @@ def ids_of(segments: Segments | None) -> Tensor | None:
     return None if segments is None else segments.ids
 
 
-def _with_lengths(ids: Tensor, lengths: Sequence[int]) -> Segments:
+def with_lengths(ids: Tensor, lengths: Sequence[int]) -> Segments:
+    """Returns the segments of ids [b, t] on their device, whose documents have these lengths. No ids are read."""
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     return Segments(ids, _sent(starts, ids.device), tuple(lengths))
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
     """Returns host memory on the device. Only from page-locked memory the host need not wait for such a copy."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    if device.type != "cuda":
+        return x.to(device)
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)

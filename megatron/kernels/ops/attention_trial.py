@@ -12,7 +12,7 @@ from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.attention_segments import segments_of
+from megatron.kernels.ops.attention_segments import with_lengths
 
 _TOKENS, _WINDOW = 128, 16
 _TOLERANCE = 0.02  # results are rounded to half precision; those of a broken kernel are not close
@@ -36,7 +36,7 @@ def try_attention(
     cuda = [device] if device.type == "cuda" else []
     with warnings.catch_warnings(), torch.random.fork_rng(cuda):
         warnings.simplefilter("ignore")  # torch warns of each kernel that cannot run, before it raises
-        documents = segments_of(torch.arange(_TOKENS).unsqueeze(0) // 50, device)
+        documents = with_lengths(torch.arange(_TOKENS, device=device).unsqueeze(0) // 50, (50, 50, _TOKENS - 100))
         windows = (None, _WINDOW) if windowed else (None,)
         for window, segments in itertools.product(windows, (None, documents)):
             q, k, v = (x.requires_grad_() for x in _inputs(device, dtype, head, queries))
