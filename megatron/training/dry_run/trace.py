@@ -29,7 +29,9 @@ from megatron.core.comm.simulated import simulated_world
 from megatron.core.datasets.sample import Splits
 from megatron.core.groups import Groups, create_groups
 from megatron.core.streams.simulated import AssumedDevice, simulated_cuda
+from megatron.kernels.ops.attention_segments import Segments, with_lengths
 from megatron.schedule.validate import memory_in_flight
+from megatron.training import batch
 from megatron.training.batch import BatchReader
 from megatron.training.dry_run.simulated_torch import SimulatedTorch
 from megatron.training.dry_run.traced_memory import GRADIENTS, OPTIMIZER, PARAMETERS, TracedMemory
@@ -91,6 +93,8 @@ def trace(run: RunConfig, world_size: int, rank: int, assumed: AssumedDevice) ->
         simulated.enter_context(SimulatedTorch())
         simulated.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         simulated.enter_context(memory)
+        simulated.callback(setattr, batch, "segments_of", batch.segments_of)
+        setattr(batch, "segments_of", _one_document_each)  # noqa: B010
         groups = _groups(run, world_size, heartbeat)
         trainer = assemble(run, None, groups, device, lambda settings, state: _readers(run, settings, groups, device))
         _label(memory, trainer)
@@ -137,6 +141,12 @@ def _readers(run: RunConfig, settings: RunSettings, groups: Groups, device: torc
 
     reader = BatchReader(samples(), run.data, eod=0, micro_batch_size=size, groups=groups, device=device)
     return Splits(reader, None, None)
+
+
+def _one_document_each(ids: Tensor, device: torch.device) -> Segments:
+    """Stands for `segments_of`, which reads the ids of samples: here they have a shape only, and are one document each."""
+    b, t = ids.shape
+    return with_lengths(ids.to(device), [t] * b)
 
 
 def _label(memory: TracedMemory, trainer: Trainer) -> None:

@@ -46,6 +46,9 @@ RUNS = {
     "zero-3": (4, f"{BF16} {SHARDED} optim_grads_params {OVERLAP} --micro-batch-size 8 --global-batch-size 64"),
     "whole layers again": (1, f"{BF16} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "offloaded activations": (1, "--bf16 --num-layers 5 --pipeline-offload-ratio 1"),
+    "documents": (1, f"{BF16} --reset-attention-mask"),
+    "documents, one sample": (1, f"{BF16} --reset-attention-mask --micro-batch-size 1"),
+    "documents, all-to-all": (2, f"{BF16} {CP2} a2a --reset-attention-mask"),
     "offloaded states": (1, f"{BF16} --offload-optimizer-states"),
 }  # fmt: skip
 
