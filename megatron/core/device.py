@@ -93,6 +93,16 @@ def device_number(asked: str, local_rank: int, count: int, environment: Mapping[
     )
 
 
+def check_shared_device(asked: str, backend: str, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if NCCL would refuse the processes of this host because they use one GPU."""
+    several = int(environment.get("LOCAL_WORLD_SIZE", 1)) > 1
+    if asked.startswith("cuda:") and backend == "nccl" and several and not environment.get("NCCL_HOSTID"):
+        raise ConfigError(
+            f"NCCL refuses several processes on one GPU, which --device {asked} gives them; add --distributed-backend "
+            "gloo, or start each process with another NCCL_HOSTID"
+        )
+
+
 def use_device(device: torch.device) -> None:
     """Makes a CUDA device the current one of the calling thread. A thread that asks about CUDA work without this opens a
     context on device 0, which takes hundreds of megabytes there.

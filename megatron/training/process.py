@@ -20,7 +20,7 @@ from megatron.config.mesh import mesh_of
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import passes_around
 from megatron.core.comm.connections import open_connections
-from megatron.core.device import allow_open_files, choose_device, set_cpu_threads, use_device
+from megatron.core.device import allow_open_files, check_shared_device, choose_device, set_cpu_threads, use_device
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.groups import Groups, backend_for, connect, create_groups
 from megatron.training.together import together
@@ -54,6 +54,7 @@ def start_process(
         torch.use_deterministic_algorithms(True)
     timeout = parallel.distributed_timeout_minutes * 60
     backend = backend_for(device, parallel.distributed_backend)
+    check_shared_device(parallel.device, backend, os.environ)
     heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
     heartbeat.start(on_stall=log.error, on_orphaned=_end_orphan, in_thread=lambda: use_device(device))
     groups = create_groups(

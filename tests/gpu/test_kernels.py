@@ -163,6 +163,28 @@ class TestFlash:
         assert results[0].equal(results[1]) and not results[0].equal(results[2])
 
 
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("segmented", [True, False])
+@pytest.mark.parametrize("window", [None, 50])
+def test_deterministic_mode_has_a_gradient_for_everything(dtype, segmented, window, deterministic):
+    """torch raises where it has none. Long enough for the memory-efficient kernel to split keys, which it must not."""
+    kernel, _ = chosen(dtype, 8, 8, asked="auto", window_size=None if window is None else f"{window - 1},0")
+    s = 1024
+    data, upstream = attention_inputs(s, 8, 8, 64, dtype), random(s, 2, 512, seed=9).to(CUDA)
+    segments = torch.arange(s, device=CUDA).div(300, rounding_mode="floor").expand(2, s) if segmented else None
+    options = {"scores": SCORES, "segments": segments, "window": window, "dropout": 0.0}
+    found = [outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream) for _ in range(3)]
+    assert all(a.equal(b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
+
+
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION])
 def test_masks_on_cuda(backend):
     """Segments through each kernel that takes masks."""

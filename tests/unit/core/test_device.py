@@ -13,6 +13,7 @@ from megatron.core.device import (
     PEAK_BF16_TFLOPS,
     PeakMeter,
     allow_open_files,
+    check_shared_device,
     choose_device,
     device_number,
     headroom,
@@ -87,6 +88,25 @@ class TestNumber:
 
     def test_own_gpu_first(self):
         assert device_number("cuda", 1, 2, {"CUDA_VISIBLE_DEVICES": "4,6"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend", "environment"),
+    [
+        ("cuda:0", "gloo", {"LOCAL_WORLD_SIZE": "2"}),
+        ("cuda:0", "nccl", {"LOCAL_WORLD_SIZE": "2", "NCCL_HOSTID": "rank-1"}),
+        ("cuda:0", "nccl", {"LOCAL_WORLD_SIZE": "1"}),
+        ("cuda:0", "nccl", {}),
+        ("cuda", "nccl", {"LOCAL_WORLD_SIZE": "2"}),
+    ],
+)
+def test_processes_that_may_share_a_gpu_or_do_not(asked, backend, environment):
+    check_shared_device(asked, backend, environment)
+
+
+def test_nccl_refuses_processes_that_share_a_gpu():
+    with pytest.raises(ConfigError, match="NCCL refuses several processes on one GPU, which --device cuda:0 gives"):
+        check_shared_device("cuda:0", "nccl", {"LOCAL_WORLD_SIZE": "2"})
 
 
 def test_a_device_is_named_as_its_tensors_name_it(monkeypatch):
