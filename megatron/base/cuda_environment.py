@@ -1,6 +1,6 @@
 """Environment variables that torch, cuBLAS and NCCL read when they start on CUDA: the defaults of a run.
 
-What the user has set stays. This file does not import torch: it runs before torch starts CUDA.
+What the user has set stays. This file does not import torch, which reads some of them while it is imported.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 _FIXED_WORKSPACES = (":4096:8", ":16:8")
 
 
-def set_defaults(environment: MutableMapping[str, str], torch_version: str, *, deterministic: bool) -> None:
-    """Sets the variables that the user has not set. Must run before the first CUDA call of the process.
-
-    Raises ConfigError for a variable that contradicts --deterministic-mode.
-    """
+def set_allocator(environment: MutableMapping[str, str], torch_version: str) -> None:
+    """Sets the default of torch's CUDA allocator. Must run before torch is imported."""
     if not any(name in environment for name in _ALLOCATOR_NAMES):
         version = tuple(int(part) for part in torch_version.split(".")[:2])
         environment[_ALLOCATOR_NAMES[version >= _SECOND_SINCE]] = ALLOCATOR
-    if not deterministic:
-        return
+
+
+def set_deterministic(environment: MutableMapping[str, str]) -> None:
+    """Sets the defaults of --deterministic-mode. Must run before the first CUDA call of the process.
+
+    Raises ConfigError for a variable that contradicts it.
+    """
     for name, value in _DETERMINISTIC.items():
         environment.setdefault(name, value)
     workspace, algorithms = (environment[name] for name in _DETERMINISTIC)

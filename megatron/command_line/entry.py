@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
+from megatron.base.cuda_environment import set_allocator
 from megatron.base.errors import USER_ERROR_EXIT_CODE, ConfigError
 from megatron.base.launch import launch_environment
 from megatron.command_line.ending import as_lines, end, let_rank_0_speak
@@ -16,6 +20,8 @@ from megatron.config.run import RunConfig
 def run_of(argv: Sequence[str], description: str) -> RunConfig:
     """Returns the run that a command line asks for. Ends the process with exit code 2 and one line per mistake.
 
+    Sets the default of torch's CUDA allocator, which torch reads while it is imported.
+
     Checks that depend on files (the shape of --load-hf's model, an adapter) follow in `training/main.py`.
     """
     rank = local_rank = 0
@@ -25,6 +31,9 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
         line = read(argv)
         if found := mistakes(line, line.run.dry_run.ranks(world_size)):
             raise ConfigError(*found)
+        if line.run.parallel.device != "cpu":
+            with contextlib.suppress(PackageNotFoundError):  # to import torch will say so, too
+                set_allocator(os.environ, version("torch"))
         return line.run
     except ConfigError as error:
         if rank != 0:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from megatron.base.cuda_environment import set_defaults
+from megatron.base.cuda_environment import set_deterministic
 from megatron.base.errors import ConfigError, UserError
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
@@ -39,11 +39,11 @@ def start_process(
 ) -> tuple[Groups, torch.device]:
     """Returns the process groups, with the heartbeat, and the device of this process. Collective over the world.
 
-    Before CUDA starts, it sets the environment variables of base/cuda_environment.py.
+    `deterministic` makes torch use deterministic algorithms, and sets the environment variables for it.
     """
     try:
-        if parallel.device != "cpu" and torch.cuda.is_available():
-            set_defaults(os.environ, torch.__version__, deterministic=deterministic)
+        if deterministic and parallel.device != "cpu" and torch.cuda.is_available():
+            set_deterministic(os.environ)
         device = choose_device(parallel.device, local_rank)
     except UserError as error:
         error.on_all_ranks = False  # other hosts may have other devices

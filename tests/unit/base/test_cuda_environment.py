@@ -2,15 +2,21 @@
 
 import pytest
 
-from megatron.base.cuda_environment import allocator_settings, deterministic_settings, set_defaults
+from megatron.base.cuda_environment import allocator_settings, deterministic_settings, set_allocator, set_deterministic
 from megatron.base.errors import ConfigError
 
 GROWING = "expandable_segments:True"
 
 
-def defaults(version="2.11.0+cu130", deterministic=False, **given):
+def allocator(version, **given):
     environment = dict(given)
-    set_defaults(environment, version, deterministic=deterministic)
+    set_allocator(environment, version)
+    return environment
+
+
+def deterministic(**given):
+    environment = dict(given)
+    set_deterministic(environment)
     return environment
 
 
@@ -25,28 +31,28 @@ def defaults(version="2.11.0+cu130", deterministic=False, **given):
     ],
 )
 def test_the_allocators_variable_is_one_that_torch_reads(version, name):
-    environment = defaults(version)
+    environment = allocator(version)
     assert environment == {name: GROWING} and allocator_settings(environment) == GROWING
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("version", ["2.8.0", "2.11.0"])
 def test_what_the_user_set_stays(name, version):
-    environment = defaults(version, **{name: "max_split_size_mb:64"})
+    environment = allocator(version, **{name: "max_split_size_mb:64"})
     assert environment == {name: "max_split_size_mb:64"}
     assert allocator_settings(environment) == "max_split_size_mb:64"
 
 
 def test_deterministic_mode():
-    environment = defaults(deterministic=True)
+    environment = deterministic()
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and environment["NCCL_ALGO"] == "Ring"
     assert deterministic_settings(environment) == "CUBLAS_WORKSPACE_CONFIG=:4096:8, NCCL_ALGO=Ring"
-    assert deterministic_settings(defaults()) == "" and set(defaults()) == {"PYTORCH_ALLOC_CONF"}
+    assert deterministic_settings({}) == ""
 
 
 @pytest.mark.parametrize("given", [{"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, {"NCCL_ALGO": "Tree"}, {"NCCL_ALGO": "^NVLS"}])
 def test_deterministic_mode_keeps_what_agrees_with_it(given):
-    assert given.items() <= defaults(deterministic=True, **given).items()
+    assert given.items() <= deterministic(**given).items()
 
 
 @pytest.mark.parametrize(
@@ -59,5 +65,4 @@ def test_deterministic_mode_keeps_what_agrees_with_it(given):
 )
 def test_deterministic_mode_refuses_what_contradicts_it(given, message):
     with pytest.raises(ConfigError, match=message):
-        defaults(deterministic=True, **given)
-    assert given.items() <= defaults(**given).items(), "without the flag it is the user's own affair"
+        deterministic(**given)

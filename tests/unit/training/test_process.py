@@ -14,7 +14,7 @@ from megatron.training.process import start_process
 from tests.unit.base.test_heartbeat import wait_until
 from tests.unit.comm.hosts import nccl, play
 
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 
 
 @pytest.fixture
@@ -54,16 +54,10 @@ def test_the_heartbeat_uses_the_device_of_its_process(environment, taken):
     assert [call[:2] for call in taken] == [(main, device), ("heartbeat", device)]
 
 
-def test_variables_are_set_before_cuda_starts(environment, taken):
-    start(0)
-    (name,) = taken[0][2]
-    assert name in VARIABLES[:2] and environment[name] == "expandable_segments:True"
-
-
 def test_variables_of_deterministic_mode(environment, taken):
     try:
         start(0, deterministic=True)
-        assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} <= taken[0][2]
+        assert taken[0][2] == set(VARIABLES), "before CUDA starts"
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -75,8 +69,12 @@ def test_a_variable_that_contradicts_is_this_hosts_own_mistake(environment, take
     assert caught.value.on_all_ranks is False and taken == []
 
 
-def test_nothing_is_set_for_the_cpu(environment, taken):
-    assert start(0, flags={"device": "cpu"}).type == "cpu"
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_nothing_is_set_for_the_cpu(environment, taken, deterministic):
+    try:
+        assert start(0, flags={"device": "cpu"}, deterministic=deterministic).type == "cpu"
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert taken == [] and not any(name in environment for name in VARIABLES)
 
 
