@@ -6,6 +6,7 @@ import torch
 from tests import pool
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
 from tests.parallel.strategies import FEW, STRATEGIES
+from tests.unit.distributed.test_during_backward import MODELS, assert_buckets_leave_during_backward
 from tests.unit.models.builds import (
     LLAMA,
     accumulate,
@@ -34,3 +35,8 @@ def test_alone_every_strategy_gives_the_same_bits(strategy):
     expected = assemble([gradients_of({}, groups, CUDA)])
     found = assemble([gradients_of(STRATEGIES[strategy], groups, CUDA)])
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_buckets_leave_during_backward(fields):
+    assert_buckets_leave_during_backward(fields, CUDA)

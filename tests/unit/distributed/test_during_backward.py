@@ -4,17 +4,19 @@ On CUDA that thread is autograd's own for the device: what the hooks queue stays
 """
 
 import threading
+from unittest import mock
 
 import pytest
 
 from megatron.core.distributed.bucket import Bucket
 from tests import pool
-from tests.unit.models.builds import GPT, LLAMA, losses, make_data_parallel, make_ids, make_model
+from tests.unit.models.builds import CPU, GPT, LLAMA, losses, make_data_parallel, make_ids, make_model
+
+MODELS = {"llama": LLAMA, "gpt": GPT}
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """(what happened, thread) in order: "gradient" of a parameter, "reduction" of a bucket, "end" of autograd's part."""
+def assert_buckets_leave_during_backward(fields, device):
+    """Notes (what, thread) in order: "gradient" of a parameter, "reduction" of a bucket, "end" of autograd's part."""
     events = []
 
     def note(what, function):
@@ -24,28 +26,27 @@ def seen(monkeypatch):
 
         return noted
 
-    monkeypatch.setattr(Bucket, "fill_missing", note("reduction", Bucket.fill_missing))
-    return events, note
-
-
-@pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_buckets_leave_during_backward(fields, seen):
-    events, note = seen
-    model = make_model(fields, pool.groups())
+    model = make_model(fields, pool.groups(), device=device)
     data_parallel = make_data_parallel(model, pool.groups(), bucket_size=1000, overlap_reduce=True)
     for parameter in model.parameters():
         parameter.slot.written = note("gradient", parameter.slot.written)
         parameter.register_post_accumulate_grad_hook(note("gradient", lambda parameter: None))
     data_parallel.begin_step(1)
     data_parallel.begin_backward(last=True)
-    losses(model, make_ids(2, 16)).sum().backward()
-    events.append(("end", threading.get_ident()))
-    data_parallel.end_backward(last=True)
+    loss = losses(model, make_ids(2, 16).to(device)).sum()
+    with mock.patch.object(Bucket, "fill_missing", note("reduction", Bucket.fill_missing)):
+        loss.backward()
+        events.append(("end", threading.get_ident()))
+        data_parallel.end_backward(last=True)
     data_parallel.finish_reduction()
-    happened = [what for what, _ in events]
-    buckets = len(data_parallel.buckets)
+    happened, buckets = [what for what, _ in events], len(data_parallel.buckets)
     assert buckets > 3 and happened.count("reduction") == buckets
     assert happened[-1] == "end", "end_backward has nothing left to reduce"
     last_gradient = len(happened) - 1 - happened[::-1].index("gradient")
     assert happened[:last_gradient].count("reduction") >= buckets - 2, "they do not wait for the last gradient"
     assert len({thread for what, thread in events if what != "end"}) == 1
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_buckets_leave_during_backward(fields):
+    assert_buckets_leave_during_backward(fields, CPU)
