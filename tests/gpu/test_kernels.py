@@ -9,7 +9,7 @@ from megatron.kernels.backends import flash
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops import activation, attention, cross_entropy, norm, weight_grad
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.attention_segments import Segments
+from megatron.kernels.ops.attention_segments import Segments, segments_of
 from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import NO_FLASH, outputs_and_gradients, random
 
@@ -179,7 +179,7 @@ def test_deterministic_mode_has_a_gradient_for_everything(dtype, segmented, wind
     kernel, _ = chosen(dtype, 8, 8, asked="auto", window_size=None if window is None else f"{window - 1},0")
     s = 1024
     data, upstream = attention_inputs(s, 8, 8, 64, dtype), random(s, 2, 512, seed=9).to(CUDA)
-    segments = torch.arange(s, device=CUDA).div(300, rounding_mode="floor").expand(2, s) if segmented else None
+    segments = segments_of((torch.arange(s) // 300).expand(2, s), CUDA) if segmented else None
     options = {"scores": SCORES, "segments": segments, "window": window, "dropout": 0.0}
     found = [outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream) for _ in range(3)]
     assert all(a.equal(b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
