@@ -85,6 +85,10 @@ CASES: dict[str, tuple[int, str]] = {
     "dp instances": (4, LLAMA + "--use-distributed-optimizer --num-distributed-optimizer-instances 2 " + OVERLAP),
     "dp weights offloaded": (2, LLAMA + "--use-distributed-optimizer --cpu-offloading-weights "
                              "--cpu-offloading-num-layers 2 --bf16"),
+    "dp weights and updates offloaded": (2, LLAMA + "--data-parallel-sharding-strategy optim_grads_params --bf16 "
+                                         "--cpu-offloading-weights --cpu-offloading-num-layers 2 "
+                                         "--optimizer-cpu-offload --optimizer-offload-chunk-size 1024 "
+                                         "--overlap-cpu-optimizer-d2h-h2d"),
     "dp states offloaded": (2, LLAMA + "--use-distributed-optimizer --offload-optimizer-states"),
     "tp": (2, GPT + TP),
     "tp sp": (2, LLAMA + TP + "--sequence-parallel"),
@@ -92,6 +96,9 @@ CASES: dict[str, tuple[int, str]] = {
     "tp shared heads": (4, LLAMA + "--tensor-model-parallel-size 4 --sequence-parallel --add-qkv-bias"),
     "tp sp dropout gemm-last": (2, GPT.replace("dropout 0", "dropout 0.1") + TP + "--sequence-parallel "
                                 "--kaimm-recompute-norm --kaimm-recompute-mlp-activation-func"),
+    "tp sp optimizer chunks": (2, GPT + TP + "--sequence-parallel --overlapped-distributed-optimizer "
+                               "--grad-reduce-mode last-microbatch --optimizer-cpu-offload "
+                               "--optimizer-offload-chunk-size 1024 --overlap-cpu-optimizer-d2h-h2d"),
     "tp sp lora": (2, LLAMA + TP + "--sequence-parallel --lora-rank 4 --kaimm-recompute-norm"),
     "pp gpipe": (2, GPT + PP + "gpipe"),
     "pp 1f1b": (2, LLAMA + PP + "1f1b"),

@@ -86,7 +86,8 @@ class _Submitted(Agent):
         if not self._stream.is_host and any(storage.expired() for storage in touched.values()):
             raise Race(f"a tensor of {self.title.text} was freed before it was waited for, and is not in its `keep`")
         self._keep = ()
-        self._runtime.order_behind(self._end, host=host)
+        # Whoever waits for a job of the host is blocked, on CUDA as well.
+        self._runtime.order_behind(self._end, host=host or self._stream.is_host)
 
     def _finished(self, error: BaseException | None) -> None:
         self._error, self._after, self._end = error, (), self.release()

@@ -1,7 +1,8 @@
 """Updates chunks of the optimizer on the CPU, in a thread, while the device updates the others.
 
 [Note: a step of the CPU optimizer]
-    a bucket is reduced     with overlap: gradients of its CPU chunks are copied to the host during the rest of backward
+    a bucket is reduced     with overlap: gradients of its CPU chunks are copied to the host during the rest of backward,
+                            but for those that are summed over tp at its end, which `start` copies
     `start`                 the thread takes the chunks one by one in forward order: it waits for the gradient, updates the
                             states, and copies the rounded masters into the parameters
     `finish` of a bucket    waits for its parameters: to be called before they are gathered or read
@@ -31,6 +32,7 @@ from megatron.core.streams.streams import Streams
 from megatron.spec.optimizer_state import STAGED
 
 Buffer = tuple[HostBlock, Tensor]
+Range = tuple[int, int]  # the first element of a chunk, and the one after the last
 
 
 class CpuOptimizer:
@@ -97,7 +99,9 @@ class CpuOptimizer:
         after = self._streams.mark()
         for chunk in self._blocks:
             if chunk.bucket is bucket:
-                self._request_gradient(chunk, after)
+                self._requested.add(chunk)
+                buffer, final = self._gradients[chunk], _others(_summed_over_tp(chunk), chunk.size)
+                self._submit(chunk, functools.partial(self._copy_gradient, chunk, buffer, final, after))
 
     def start(self, inputs: Inputs) -> None:
         """Starts the update of all chunks.
@@ -107,10 +111,11 @@ class CpuOptimizer:
         now, order = self._streams.mark(), self.chunks
         if self.overlap:
             for chunk in order:
+                buffer, left = self._gradients[chunk], [(0, chunk.size)]
                 if chunk in self._requested:
-                    self._submit(chunk, functools.partial(self._copy_changed_gradient, chunk, now))
-                else:
-                    self._request_gradient(chunk, now)
+                    left = _summed_over_tp(chunk)
+                if left:
+                    self._submit(chunk, functools.partial(self._copy_gradient, chunk, buffer, left, now))
         for number, chunk in enumerate(order):
             self._submit(chunk, functools.partial(self._update, order, number, inputs, now))
         self._requested.clear()
@@ -144,28 +149,14 @@ class CpuOptimizer:
         for copy in self._gradient_copies.values():
             copy.synchronize()
 
-    def _request_gradient(self, chunk: OptimizerChunk, after: Work) -> None:
-        self._requested.add(chunk)
-        self._submit(chunk, functools.partial(self._copy_gradient, chunk, self._gradients[chunk], after))
-
     def _submit(self, chunk: OptimizerChunk, job: Callable[[], None]) -> None:
         self._jobs[chunk.bucket.index].append(self._thread.run(job, chunk.label, after=()))
 
-    def _copy_gradient(self, chunk: OptimizerChunk, buffer: Buffer, after: Work) -> None:
+    def _copy_gradient(self, chunk: OptimizerChunk, buffer: Buffer, ranges: Sequence[Range], after: Work) -> None:
+        """Starts to copy these elements of a chunk's gradient."""
         block, gradient = buffer
-        pairs = [(chunk.gradient, gradient)]
+        pairs = [(chunk.gradient[start:stop], gradient[start:stop]) for start, stop in ranges]
         self._gradient_copies[chunk] = self._engine.to_host(f"gradient of {chunk.label}", pairs, block, [after])
-
-    def _copy_changed_gradient(self, chunk: OptimizerChunk, after: Work) -> None:
-        """Copies the gradients again that have changed since the bucket was reduced: those that were summed over tp."""
-        block, gradient = self._gradients[chunk]
-        pairs = []
-        for start, stop, partial in chunk.bucket.runs(lambda info, section: section.partial):
-            first, last = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
-            if partial and first < last:
-                pairs.append((chunk.gradient[first:last], gradient[first:last]))
-        if pairs:
-            self._gradient_copies[chunk] = self._engine.to_host(f"gradient of {chunk.label}", pairs, block, [after])
 
     def _update(self, order: Sequence[OptimizerChunk], number: int, inputs: Inputs, now: Work) -> None:
         chunk, slot = order[number], number % STAGED
@@ -196,7 +187,8 @@ class CpuOptimizer:
         return gradient
 
     def _fill(self, order: Sequence[OptimizerChunk], number: int, now: Work) -> None:
-        self._copy_gradient(order[number], self._gradient_buffer(order, number), now)
+        chunk = order[number]
+        self._copy_gradient(chunk, self._gradient_buffer(order, number), [(0, chunk.size)], now)
 
     def _gradient_buffer(self, order: Sequence[OptimizerChunk], number: int) -> Buffer:
         return self._buffer("gradient", number % STAGED, order[number].size, torch.float32)
@@ -227,3 +219,16 @@ class CpuOptimizer:
     def _new_buffer(self, size: int, dtype: torch.dtype) -> Buffer:
         block, tensors = self._pool.take_tensors({"buffer": (size, dtype)})
         return block, tensors["buffer"]
+
+
+def _summed_over_tp(chunk: OptimizerChunk) -> list[Range]:
+    """The elements whose gradients are summed over tp after their bucket was reduced."""
+    runs = chunk.bucket.runs(lambda info, section: section.partial)
+    within = [(max(start, chunk.start), min(stop, chunk.stop)) for start, stop, partial in runs if partial]
+    return [(start - chunk.start, stop - chunk.start) for start, stop in within if start < stop]
+
+
+def _others(ranges: Sequence[Range], size: int) -> list[Range]:
+    """The elements of 0 .. size that are in none of these ranges, which are in order."""
+    starts, stops = [0, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), size]
+    return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
