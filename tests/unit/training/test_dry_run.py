@@ -99,7 +99,7 @@ class TestTheAnswer:
 
     def test_a_run_that_does_not_fit(self):
         with pytest.raises(UserError, match=r"rank 0 would run out of memory: it needs \d\d+\.\d GB, .* has 80 GB"):
-            dry_run(configured(1, f"{BF16} --micro-batch-size 4096 --global-batch-size 4096"), 1)
+            dry_run(configured(1, f"{BF16} --attention-backend unfused --seq-length 8192 --micro-batch-size 16"), 1)
 
 
 class TestSimulatedStreams:
