@@ -109,6 +109,8 @@ class Driver:
                 yield Record(part.letter, progress.running, why, round(taken, 2), text)
                 progress.done.append(progress.running)
                 progress.running = None
+            elif late and not progress.names:
+                yield Record(part.letter, START, TIMEOUT, round(seconds, 2), "the part's time ran out")
             elif len(progress.done) == before and not late:
                 text = f"its process ended without a case; the last output: {self._tail(log_size)}"
                 yield Record(part.letter, START, CRASHED, 0.0, text)

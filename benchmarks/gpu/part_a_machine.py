@@ -41,13 +41,13 @@ def cases(setting: Setting) -> list[Case]:
     return [
         Case("versions", of(versions, setting)),
         Case("packages", packages, 1.0),
-        Case("extension", extension, 10.0, 120.0),
         Case("copy", of(copy, setting), 2.0),
         Case("gemm bf16", of(square_product, setting), 2.0),
         *(Case(f"gemm {name}", of(products, setting, *shape), 1.0) for name, shape in layer_products(setting).items()),
         Case("gemm fp8", of(fp8_product, setting), 1.0),
         Case("import transformer_engine", import_transformer_engine, 5.0),
         Case("activate FlashAttention-3", of(activate_flash_3, setting), 2.0),
+        Case("extension", extension, 10.0, 120.0),
     ]
 
 

@@ -11,6 +11,7 @@ from benchmarks.gpu import checklist, driver, part_g_speed, part_h_peers, part_j
 from benchmarks.gpu.case import Setting
 from benchmarks.gpu.driver import Driver
 from benchmarks.gpu.fp8 import RECIPES, Quantized, dequantized, quantize
+from benchmarks.gpu.pair import Pair
 from benchmarks.gpu.part_b_tests import read_junit
 from benchmarks.gpu.part_i_profile import Span, calls, gaps_of, summary
 from benchmarks.gpu.parts import PARTS, Part, chosen
@@ -28,7 +29,7 @@ from benchmarks.gpu.record import (
     read_records,
 )
 from benchmarks.gpu.report import TABLE_LINES, Report, table
-from benchmarks.gpu.runs import configured, step_flops
+from benchmarks.gpu.runs import DECODER, configured, step_flops
 from megatron.base.errors import ConfigError
 from tests.unit.benchmarks.checklist_cases import CHILD
 
@@ -104,6 +105,11 @@ class TestDriver:
         found = run(tmp_path, [(broken, set()), (PART, {"good"})])
         assert (found[START].status, found["good"].status) == (CRASHED, OK)
         assert "no_such_part" in found[START].text
+
+    def test_a_part_that_hangs_before_its_first_case(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(driver, "LEAST_SECONDS", 0.2)
+        found = run(tmp_path, [(Part("X", "", "tests.unit.benchmarks.checklist_hangs", 1.0), set())], seconds=1.0)
+        assert [(record.case, record.status) for record in found.values()] == [(START, TIMEOUT)]
 
     def test_no_time_left(self, tmp_path):
         found = run(tmp_path, [(PART, {"good"})], seconds=1.0)
@@ -265,6 +271,18 @@ def test_junit(tmp_path):
     counts, failures = read_junit(path)
     assert counts == {"passed": 1, "failed": 2, "skipped": 1}
     assert failures == ["TestB::bad[1] a b", "::import no module"]
+
+
+@pytest.mark.slow
+def test_a_pair_goes_on_after_a_failed_job(tmp_path):
+    pair = Pair(Setting("cpu", True, tmp_path))
+    try:
+        with pytest.raises(RuntimeError, match=r"rank [01]: ConfigError: world size 2 is not divisible by tp 3"):
+            pair.ask({"work": "train", "flags": f"{DECODER} --tensor-model-parallel-size 3", "steps": 1})
+        first, second = pair.ask({"work": "train", "flags": f"{DECODER} --tensor-model-parallel-size 2", "steps": 1})
+        assert first == second and len(first["losses"]) == 1
+    finally:
+        pair.close()
 
 
 FILES = {"results.jsonl", "report.md", "log.txt", "tests_gpu.xml"}
