@@ -14,7 +14,7 @@ from megatron.config.rules.check import check_vocabulary
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
 from megatron.core.datasets.tokenizer import build_tokenizer
-from megatron.core.streams.simulated import H100
+from megatron.core.streams.simulated import H100, AssumedDevice
 from megatron.planner.memory.plan import plan_memory
 from megatron.spec.sizes import Target
 from megatron.training.dry_run.report import GB, MIB, rank_lines, verdict
@@ -31,11 +31,12 @@ def dry_run(run: RunConfig, world_size: int) -> None:
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing may open a context on a GPU of this machine
     assumed = H100
-    run = _settled(run, world_size, f"{assumed.name}, {assumed.memory / GB:.0f} GB")
+    run = _settled(run)
     mesh, short = mesh_of(run.parallel, world_size), shortened(run, world_size)
     settings, short_settings = resolve(run, mesh), resolve(short, mesh)
     whole, planned = plan_memory(run, settings, _TARGET), plan_memory(short, short_settings, _TARGET)
     microbatches = short_settings.batches.final_num_microbatches, settings.batches.final_num_microbatches
+    short = dataclasses.replace(short, notes=(*short.notes, _note(world_size, assumed, microbatches)))
     needed, worst = 0, 0
     for number, rank in enumerate(dict.fromkeys((0, mesh.groups("pp")[0][-1]))):
         with muted(number > 0):  # the start-up table is the same
@@ -57,7 +58,7 @@ def dry_run(run: RunConfig, world_size: int) -> None:
     log.info("%s", verdict(needed, assumed))
 
 
-def _settled(run: RunConfig, world_size: int, device: str) -> RunConfig:
+def _settled(run: RunConfig) -> RunConfig:
     """Returns the run as its files would complete it. Raises ConfigError for a run that cannot be traced."""
     if run.parallel.device == "cpu":
         raise ConfigError("--dry-run traces runs on CUDA devices, not --device cpu; remove one of them")
@@ -65,7 +66,12 @@ def _settled(run: RunConfig, world_size: int, device: str) -> RunConfig:
     positions = run.model.max_position_embeddings or run.data.seq_length
     model = dataclasses.replace(run.model, vocab_size=size, max_position_embeddings=positions)
     check_vocabulary(model, run.parallel.tensor_model_parallel_size, size)
-    traced = Note(
-        "--dry-run", "on", f"{world_size} x {device}, assumed", "no device is used, and no other rank is asked"
-    )
-    return dataclasses.replace(run, model=model, notes=(*run.notes, traced))
+    return dataclasses.replace(run, model=model)
+
+
+def _note(world_size: int, assumed: AssumedDevice, microbatches: tuple[int, int]) -> Note:
+    """The row of the start-up table. microbatches: that are traced, and of a step of the run."""
+    here = f"{world_size} x {assumed.name}, {assumed.memory / GB:.0f} GB, assumed"
+    traced, of_step = microbatches
+    fewer = "" if traced == of_step else f"; {traced} of {of_step} microbatches per step are traced, also in this table"
+    return Note("--dry-run", "on", here, f"no device is used, and no other rank is asked{fewer}")
