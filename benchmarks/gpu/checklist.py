@@ -85,10 +85,10 @@ def _interrupt(*_: Any) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code, see `exit_code`. On SIGTERM the running part is ended, as on Ctrl-C."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """Returns the exit code, see `exit_code`."""
     return exit_code(lambda: run(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)  # the running part is then ended, as on Ctrl-C
     sys.exit(main(sys.argv[1:]))

@@ -173,6 +173,7 @@ CASES = [
     ("overlap_p2p_communication", False, {}, PIPELINE, "--pipeline-model-parallel-size is 1"),
     ("decoder_first_pipeline_num_layers", 3, None, PIPELINE, ""),  # without stages a contradiction
     ("decoder_last_pipeline_num_layers", 3, None, PIPELINE, ""),
+    ("dry_run_world_size", 1, {}, {"dry_run": True}, "the launcher sets the number of processes"),
     ("account_for_embedding_in_pipeline_split", True, {}, {**PIPELINE, "num_layers": 7}, "is 1"),
     (
         "account_for_loss_in_pipeline_split",
@@ -271,6 +272,7 @@ ALWAYS = """
     print_flags strict_flags
     tensorboard_dir wandb_project loss_curve profile_timeline
     save load load_hf load_adapter pretrained_checkpoint
+    dry_run
 """
 
 
