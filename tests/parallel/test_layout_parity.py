@@ -66,7 +66,7 @@ def reference(model):
 def is_covered(model, layout):
     """By the others."""
     if model == "olmo2":
-        return layout not in (LAYOUTS[1], LAYOUTS[2])
+        return layout is not LAYOUTS[1]
     return layout in (LAYOUTS[0], LAYOUTS[2]) or (model == "gpt" and layout == LAYOUTS[1])
 
 

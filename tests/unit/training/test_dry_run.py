@@ -54,13 +54,16 @@ RUNS = {
 }  # fmt: skip
 
 
+SLOW = {"tp", "zero-1", "whole layers again", "documents, one sample", "offloaded states"}  # others do as much
+
+
 def configured(ranks, flags):
     run = parse(f"{SMALL} --world-size {ranks} {flags}".split(), description="")
     check(run, ranks)
     return run
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RUNS])
 def test_a_step_takes_the_planned_memory(name):
     ranks, flags = RUNS[name]
     run = configured(ranks, flags)
