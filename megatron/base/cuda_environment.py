@@ -1,6 +1,6 @@
 """Environment variables that torch, cuBLAS and NCCL read when they start on CUDA: the defaults of a run.
 
-What the user has set stays. This file does not import torch, which reads some of them while it is imported.
+Variables that the user has set stay. This file does not import torch, which reads some of them while it is imported.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class QueuedWork:
     """A collective queued on a device stream. `number` is its sequence number on its group, `since` the time of
     queueing.
 
-    `done` tells whether it is over. What `done` refers to lives until the heartbeat has seen the end, so whoever queued
-    the work replaces it as soon as something smaller can tell the same.
+    `done` tells whether it is over. Objects that `done` refers to live until the heartbeat has seen the end, so whoever
+    queued the work replaces it as soon as something smaller can tell the same.
     """
 
     op: str

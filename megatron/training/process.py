@@ -12,6 +12,7 @@ import torch
 
 from megatron.base.cuda_environment import set_deterministic
 from megatron.base.errors import ConfigError, UserError
+from megatron.base.heartbeat import Heartbeat
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.context_parallel import inner_size
@@ -57,19 +58,24 @@ def start_process(
     check_shared_device(parallel.device, backend, os.environ)
     heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
     heartbeat.start(on_stall=log.error, on_orphaned=_end_orphan, in_thread=lambda: use_device(device))
-    groups = create_groups(
-        mesh_of(parallel, world_size),
-        rank,
-        heartbeat,
-        timeout,
-        optimizer_instances=data_parallel_settings(parallel).optimizer_instances,
-        context_inner=inner_size(parallel),
-    )
+    groups = groups_of(parallel, world_size, rank, heartbeat)
     if backend == "nccl" and world_size > 1:  # gloo connects a group when it is made
         started = time.monotonic()
         number = open_connections(groups, device, ring=passes_around(parallel))
         log.info("opened %d NCCL communicators in %.1f s", number, time.monotonic() - started)
     return groups, device
+
+
+def groups_of(parallel: ParallelConfig, world_size: int, rank: int, heartbeat: Heartbeat) -> Groups:
+    """Returns the process groups that the flags ask for. Collective over the world."""
+    return create_groups(
+        mesh_of(parallel, world_size),
+        rank,
+        heartbeat,
+        parallel.distributed_timeout_minutes * 60,
+        optimizer_instances=data_parallel_settings(parallel).optimizer_instances,
+        context_inner=inner_size(parallel),
+    )
 
 
 def _end_orphan(message: str) -> NoReturn:

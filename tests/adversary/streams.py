@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections.abc import Callable, Sequence
 
@@ -32,8 +33,8 @@ class Marked:
         self._runtime.order_behind(self._known, host=True)
 
 
-class _Submitted(Agent):
-    """What all operations of streams share; a Work."""
+class _Submitted(Agent, abc.ABC):
+    """The common part of all operations of streams; a Work."""
 
     def __init__(
         self,
@@ -72,9 +73,9 @@ class _Submitted(Agent):
         """See Pending."""
         return self.title.text
 
+    @abc.abstractmethod
     def finish(self) -> None:
         """See Pending."""
-        raise NotImplementedError
 
     def _wait(self, *, host: bool) -> None:
         self._runtime.opportunity()

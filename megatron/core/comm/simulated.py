@@ -1,6 +1,6 @@
 """A job of one process that takes itself for a rank of many: collectives return at once, and move nothing.
 
-torch's fake process group is the backend. What ranks gather as objects is assumed to be equal on all of them.
+torch's fake process group is the backend. Objects that ranks gather are assumed to be equal on all of them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ def is_collective(operation: Any) -> bool:
 
 
 def collective_result(operation: Any, arguments: Sequence[Any]) -> Any:
-    """Returns what a collective returns on tensors without memory: its first argument, if it has a result, and a work."""
+    """Returns the result of a collective on tensors without memory: its first argument, if it has a result, and a work."""
     work = FakeWork().boxed()
     return work if len(operation._schema.returns) == 1 else (arguments[0], work)

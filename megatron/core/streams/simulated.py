@@ -94,7 +94,7 @@ class SimulatedEvent:
 class UntracedStream:
     """A stream of the host that does nothing. See Stream.
 
-    What the host computes next to the device takes no memory of the device, and kernels of the CPU need real memory.
+    Computation of the host next to the device takes no memory of the device, and kernels of the CPU need real memory.
     """
 
     def submit(

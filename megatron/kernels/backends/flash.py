@@ -34,7 +34,7 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class Flash(NamedTuple):
-    """What set-up found. `name` is None without FlashAttention; `why` is the reason why not, or why not a newer version."""
+    """The result of `find`. `name` is None without FlashAttention; `why` is the reason, or why it is no newer version."""
 
     name: str | None
     why: str

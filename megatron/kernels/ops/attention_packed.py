@@ -63,7 +63,7 @@ def by_document(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Returns an AttentionKernel that calls `kernel` for each document as if it were alone: the meaning of segments.
 
     `kernel` gets as many heads of keys as of queries, because the memory-efficient kernel in torch's SDPA has no grouped
-    heads, and what is left without it computes all scores of a document at once.
+    heads, and the plain kernel that remains without it computes all scores of a document at once.
     """
 
     def attention(

@@ -26,7 +26,7 @@ class Segments:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is on the device, which all layers share."""
+        """The tensors on the device, which all layers share."""
         return [self.ids] if self.starts is None else [self.ids, self.starts]
 
     def padded(self, ids: Tensor) -> Segments:

@@ -25,7 +25,7 @@ _TARGET = Target(cpu=False)
 
 
 def dry_run(run: RunConfig, world_size: int) -> None:
-    """Traces the first step of the first rank and of the first rank of the last stage, and logs what it takes.
+    """Traces the first step of the first rank and of the first rank of the last stage, and logs their cost.
 
     Raises UserErrors: those of the run, and one if the device's memory would be too small.
     """

@@ -1,4 +1,4 @@
-"""Formats what a dry run has traced, next to what was planned."""
+"""Formats the figures of a dry run, next to the planned ones."""
 
 from __future__ import annotations
 

@@ -21,13 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.base.heartbeat import Call, Heartbeat
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.context_parallel import inner_size
 from megatron.config.mesh import mesh_of
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.core.comm.simulated import simulated_world
 from megatron.core.datasets.sample import Splits
-from megatron.core.groups import Groups, create_groups
+from megatron.core.groups import Groups
 from megatron.core.streams.simulated import AssumedDevice, simulated_cuda
 from megatron.kernels.ops.attention_segments import Segments, with_lengths
 from megatron.schedule.validate import memory_in_flight
@@ -35,6 +34,7 @@ from megatron.training import batch
 from megatron.training.batch import BatchReader
 from megatron.training.dry_run.simulated_torch import SimulatedTorch
 from megatron.training.dry_run.traced_memory import GRADIENTS, OPTIMIZER, PARAMETERS, TracedMemory
+from megatron.training.process import groups_of
 from megatron.training.setup import assemble
 from megatron.training.trainer import Trainer
 
@@ -95,7 +95,7 @@ def trace(run: RunConfig, world_size: int, rank: int, assumed: AssumedDevice) ->
         simulated.enter_context(memory)
         simulated.callback(setattr, batch, "segments_of", batch.segments_of)
         setattr(batch, "segments_of", _one_document_each)  # noqa: B010
-        groups = _groups(run, world_size, heartbeat)
+        groups = groups_of(run.parallel, world_size, rank, heartbeat)
         trainer = assemble(run, None, groups, device, lambda settings, state: _readers(run, settings, groups, device))
         _label(memory, trainer)
         set_up = memory.peak
@@ -116,17 +116,6 @@ def trace(run: RunConfig, world_size: int, rank: int, assumed: AssumedDevice) ->
             moment=memory.moment,
             set_up=set_up,
         )
-
-
-def _groups(run: RunConfig, world_size: int, heartbeat: Heartbeat) -> Groups:
-    return create_groups(
-        mesh_of(run.parallel, world_size),
-        heartbeat.rank,
-        heartbeat,
-        run.parallel.distributed_timeout_minutes * 60,
-        optimizer_instances=run.data_parallel_settings().optimizer_instances,
-        context_inner=inner_size(run.parallel),
-    )
 
 
 def _readers(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Splits[BatchReader | None]:
@@ -150,7 +139,7 @@ def _one_document_each(ids: Tensor, device: torch.device) -> Segments:
 
 
 def _label(memory: TracedMemory, trainer: Trainer) -> None:
-    """Tells the memory which tensors live through the run, and what they are for."""
+    """Tells the memory which tensors live through the run, and their purpose."""
     buckets, optimizer = trainer.data_parallel.buckets, trainer.optimizer
     memory.label(PARAMETERS, trainer.parameters.values())
     memory.label(PARAMETERS, (bucket.param_shard for bucket in buckets))

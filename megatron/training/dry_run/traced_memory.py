@@ -34,11 +34,11 @@ class TracedMemory(TorchDispatchMode):
     """Bytes of tensors on one device, now and at most, by kind. Active as a context manager, around a FakeTensorMode.
 
     operations: so far. host_reads: values of tensors that the host has asked for, where it would wait for the device;
-    they are answered with zero. top: bytes by kind at the peak, and moment what was going on.
+    they are answered with zero. top: bytes by kind at the peak, and moment its name.
     """
 
     def __init__(self, device: torch.device, doing: Callable[[], str]) -> None:
-        """device: a CUDA device. doing: names what is going on."""
+        """device: a CUDA device. doing: names the present moment."""
         super().__init__()
         self._device, self._doing = device, doing
         self._storages: dict[int, _Storage] = {}

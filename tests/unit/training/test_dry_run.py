@@ -93,7 +93,7 @@ def test_collectives_are_counted():
 
 @pytest.fixture
 def printed():
-    """What a run prints."""
+    """The output of a run."""
     logger, text = logging.getLogger(LOGGER_NAME), io.StringIO()
     handlers, level = logger.handlers, logger.level
     logger.handlers = [logging.StreamHandler(text)]
