@@ -19,6 +19,9 @@ class ExitSignals:
     """While open, an exit signal is only remembered; the loop looks at `received` between steps. One rank may get it
     and others not, so the ranks must agree before any of them stops.
 
+    After an error in the body they stay remembered, because the process is about to say what went wrong and to end, and
+    the launcher signals it as soon as another rank has ended.
+
     Opens in the main thread only (Python's rule). With `enabled` false signals keep their old meaning.
     """
 
@@ -35,6 +38,8 @@ class ExitSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            return
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set outside Python
         self._previous = {}

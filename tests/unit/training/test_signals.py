@@ -1,4 +1,4 @@
-"""Exit signals are remembered, an interrupt ends the process even if its exception is lost; old handlers come back."""
+"""Exit signals are remembered, also after an error; an interrupt ends the process even if its exception is lost."""
 
 import os
 import signal
@@ -7,6 +7,15 @@ import threading
 import pytest
 
 from megatron.training.signals import EXIT_SIGNALS, ExitSignals, Interrupt
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """Those of before the test come back."""
+    before = {number: signal.getsignal(number) for number in EXIT_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", EXIT_SIGNALS)
@@ -24,19 +33,22 @@ def test_the_first_signal_is_kept():
     assert signals.received == "SIGUSR1"
 
 
-def test_old_handlers_come_back_even_after_an_error():
+def test_old_handlers_come_back():
     heard = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    try:
-        with pytest.raises(RuntimeError), ExitSignals() as signals:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            raise RuntimeError
-        assert (signals.received, heard) == ("SIGUSR1", [])
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    with ExitSignals() as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert heard == [signal.SIGUSR1]
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    assert (signals.received, heard) == ("SIGUSR1", [])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_after_an_error_does_not_end_the_process_before_it_says_why():
+    with pytest.raises(RuntimeError), ExitSignals():
+        raise RuntimeError
+    for number in EXIT_SIGNALS:
+        os.kill(os.getpid(), number)
 
 
 def test_disabled_leaves_every_handler_alone():
