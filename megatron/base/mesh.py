@@ -6,6 +6,7 @@ Neighbours along tp have neighbouring ranks, so tensor parallelism stays inside 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class Mesh:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along every axis of both views."""
+        return dataclasses.asdict(self)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the position of `rank` on every axis of both views."""

@@ -12,6 +12,7 @@ from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, LAYERS,
 from megatron.config.layer_pattern import every_layer
 from megatron.config.longrope import channel_factors
 from megatron.config.lora import LORA_TARGETS, lora_projections
+from megatron.config.moe import MoEModel
 from megatron.config.window import attention_windows, keys_in_window
 
 # Fields that describe how the model is run or extended, not the model itself: with --use-checkpoint-args these are the
@@ -65,7 +66,7 @@ _ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "there are no adap
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(MoEModel):
     """The model, independent of the machine. `None` in a field means that it is derived: see the properties."""
 
     num_layers: int | None = flag(None, "number of transformer layers", within=LAYERS)
@@ -341,6 +342,17 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return self.hidden_size * 8 // 3 // 64 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def moe_ffn_dim(self) -> int:
+        """Width of an expert's inner activation."""
+        return self.moe_ffn_hidden_size or self.ffn_dim
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has experts. Raises ConfigError."""
+        assert self.num_layers
+        return self.moe_layers_of(self.num_layers)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import COUNT, COUNT_OR_NONE, LAYERS, MINUTES, RANKS
+from megatron.config.moe import EXPERTS
 from megatron.schedule.registry import SCHEDULES
 
 _PIPELINE = Need(
@@ -139,9 +140,11 @@ class ParallelConfig:
             "give --cp-comm-type a2a+p2p",
         ),
     )
-    expert_model_parallel_size: int = flag(1, "processes that share the experts (ep); only 1 so far", within=RANKS)
+    expert_model_parallel_size: int = flag(
+        1, "processes that share the experts (ep), of any that tp, cp and dp count", within=RANKS, needs=EXPERTS
+    )
     expert_tensor_parallel_size: int | None = flag(
-        None, "processes that share each expert (etp); only 1 so far; default tp", within=RANKS
+        None, "processes that share each expert (etp); default tp", within=RANKS, needs=EXPERTS
     )
     use_distributed_optimizer: bool = flag(
         False, "shard the optimizer's state over dp: reduce-scatter gradients, all-gather parameters (ZeRO-1)"

@@ -14,6 +14,7 @@ from megatron.config.data_parallel import DataParallelSettings, data_parallel_se
 from megatron.config.dry_run import DryRunConfig
 from megatron.config.flag import flag_of, spelling
 from megatron.config.model import ModelConfig
+from megatron.config.moe_training import MoEConfig
 from megatron.config.note import Note
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.optimizer_offload import OptimizerOffloadConfig
@@ -28,6 +29,7 @@ class RunConfig:
     """All parts of a run's configuration, and the names of the fields that the user gave explicitly."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     optimizer_offload: OptimizerOffloadConfig = field(default_factory=OptimizerOffloadConfig)
@@ -66,6 +68,7 @@ class RunConfig:
 
 PARTS: dict[str, type[Any]] = {
     "model": ModelConfig,
+    "moe": MoEConfig,
     "parallel": ParallelConfig,
     "optimizer": OptimizerConfig,
     "optimizer_offload": OptimizerOffloadConfig,

@@ -39,6 +39,7 @@ from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops.activation import Activation
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.spec.decoder import DecoderSpec, LayerSpec, decoder_spec
+from megatron.spec.linear import LinearSpec
 from megatron.spec.norm import NormSpec
 
 SITES = (
@@ -284,6 +285,7 @@ def _their_modules(
             if path in _NORM_SITES:
                 yield (_NORM_SITES[path],), [part.size], layer.get_submodule(family.norms[path])
             continue
+        assert isinstance(part, LinearSpec), "models with experts have no sites yet"
         block = layer.get_submodule(BLOCKS[path.split(".")[0]])
         sites, widths = (
             [_LINEAR_SITES[each.name] for each in part.projections],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.groups import Groups
-from megatron.spec.parameter import Init, ParamSpec, Section, shard
+from megatron.spec.parameter import Init, ParamSpec, Section, piece_of
 
 # Elements that are initialised at a time: the work space fits a CPU core's cache, or keeps a GPU busy.
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -119,15 +119,16 @@ class Parameter(nn.Parameter):
 def make_parameter(
     spec: ParamSpec, groups: Groups, *, sequence_parallel: bool = False, dtype: torch.dtype, device: torch.device
 ) -> Parameter:
-    """This rank's piece of a parameter, uninitialised, along the axis that its description names."""
-    ranks = groups.along(spec.axis)
+    """This rank's piece of a parameter, uninitialised, along the axes that its description names."""
     sections: tuple[Section, ...]
-    if spec.axis is None:
-        zeros = (0,) * len(spec.shape)
+    if not spec.shards:
+        ranks, zeros = groups.along(None), (0,) * len(spec.shape)
         partial = ranks.size > 1 and bool(spec.reduce_axes(sequence_parallel=sequence_parallel))
         shape, sections = spec.shape, (Section(0, zeros, spec.shape, ranks.size, partial),)
     else:
-        shape, sections = shard(spec.shape, ranks.size, ranks.rank, spec.dim, spec.own_rows)
+        along = {axis: groups.along(axis) for axis, _ in spec.shards}
+        sizes, places = ({axis: getattr(group, name) for axis, group in along.items()} for name in ("size", "rank"))
+        shape, sections = piece_of(spec, sizes, places)
     parameter = Parameter(torch.empty(shape, dtype=dtype, device=device))
     parameter.info = ParamInfo(spec, shape, sections)
     parameter.slot = None
@@ -147,7 +148,7 @@ def local_parameters(model: nn.Module) -> dict[str, Parameter]:
 def initialize(parameters: dict[str, Parameter], seed: int) -> None:
     """Fill every parameter from (seed, global name, global index) alone: any layout starts from the same model."""
     for name, parameter in parameters.items():
-        shape, init = parameter.info.spec.shape, parameter.info.spec.init.for_shape(parameter.info.spec.shape)
+        shape, init = parameter.info.spec.shape, parameter.info.spec.initial
         if init.kind == "constant":
             parameter.fill_(init.scale)
         else:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.mlp import MLPSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.sizes import FP32, Sizes
 
@@ -80,6 +81,7 @@ def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
     context = context_collectives(spec.attention, sizes)
     q_norm, k_norm = (norm_collectives(norm, sizes) for norm in (spec.attention.q_norm, spec.attention.k_norm))
     projection = linear_collectives(spec.attention.linear_proj, sizes)
+    assert isinstance(spec.mlp, MLPSpec)
     fc1, fc2 = (linear_collectives(linear, sizes) for linear in (spec.mlp.linear_fc1, spec.mlp.linear_fc2))
     early = 1 if sizes.comm_type == "all_gather" else 0
     return Calls(

@@ -27,9 +27,12 @@ from megatron.spec.attention import (
 from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
+from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
 from megatron.spec.norm import NormSpec
-from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec
+from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard
 
+# A module with parameters.
+PartSpec = LinearSpec | NormSpec | RouterSpec | ExpertsSpec | GateSpec
 WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -38,19 +41,20 @@ OUTPUT_LAYER = "output_layer.weight"
 class LayerSpec:
     """Residual layer: x + post_norm(attention(norm(x))), then x + post_norm(mlp(norm(x))).
 
-    A norm that is None is left out. residual_multiplier, dropout: on what is added to x.
+    mlp: one MLP, or a router and experts. A norm that is None is left out. residual_multiplier, dropout: on both terms that
+    are added to x.
     """
 
     input_norm: NormSpec | None
     attention: AttentionSpec
     post_attention_norm: NormSpec | None
     pre_mlp_norm: NormSpec | None
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     post_mlp_norm: NormSpec | None
     dropout: float = field(compare=False)
     residual_multiplier: float = 1.0
 
-    def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
+    def parts(self) -> Iterator[tuple[str, PartSpec]]:
         """(path in the layer, spec) of the modules with parameters, in the order in which they are made."""
         if self.input_norm is not None:
             yield "input_layernorm", self.input_norm
@@ -66,6 +70,12 @@ class LayerSpec:
     def linears(self) -> dict[str, LinearSpec]:
         """Path in the layer -> linear layer."""
         return {path: spec for path, spec in self.parts() if isinstance(spec, LinearSpec)}
+
+    @property
+    def multiply_adds(self) -> int:
+        """Per token, of all products with weights; of a token's own experts only."""
+        chosen = self.mlp.multiply_adds if isinstance(self.mlp, MoESpec) else 0
+        return chosen + sum(linear.multiply_adds for linear in self.linears().values())
 
     def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
         """(name in the layer, parameter), in the order of the module."""
@@ -167,14 +177,16 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
     if model.position_embedding_type == "learned_absolute":
         assert model.max_position_embeddings
         positions = ParamSpec((model.max_position_embeddings, hidden), init, input_sharding=SEQUENCE)
-    words = ParamSpec((model.padded_vocab_size, hidden), init, axis="tp", embedding_or_output=True)
+    words = ParamSpec((model.padded_vocab_size, hidden), init, (Shard("tp", 0),), embedding_or_output=True)
     rows = (model.padded_vocab_size,)
     head = (Projection("lm_head", Box((0,), rows)),)
     return DecoderSpec(
         EmbeddingSpec(words, positions, model.hidden_dropout, model.embedding_multiplier_scale),
         tuple(
-            _layer(model, window, has_rotary)
-            for window, has_rotary in zip(model.windows, model.layers_with_rotary, strict=True)
+            _layer(model, window, has_rotary, has_experts)
+            for window, has_rotary, has_experts in zip(
+                model.windows, model.layers_with_rotary, model.moe_layers, strict=True
+            )
         ),
         _norm(model, hidden, SEQUENCE),
         LinearSpec(hidden, rows, COLUMN, head, init=init, embedding_or_output=True),
@@ -190,7 +202,7 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
 
 
 @functools.lru_cache(maxsize=64)
-def _layer(model: ModelConfig, window: int | None, has_rotary: bool) -> LayerSpec:
+def _layer(model: ModelConfig, window: int | None, has_rotary: bool, has_experts: bool) -> LayerSpec:
     assert model.num_layers and model.hidden_size and model.num_attention_heads
     h, heads, d = model.hidden_size, model.num_attention_heads, model.head_dim
     scale = output_scale(model.num_layers) if model.apply_output_scale_init else 1.0
@@ -217,18 +229,47 @@ def _layer(model: ModelConfig, window: int | None, has_rotary: bool) -> LayerSpe
         rotary_spec(model) if has_rotary else None,
         model.attention_dropout,
     )
-    mlp = mlp_spec(
-        h,
-        model.ffn_dim,
+    mlp = _moe(model, init, output_init) if has_experts else _mlp(model, model.ffn_dim, init, output_init)
+    norm = _norm(model, h, SEQUENCE)
+    before, after = norm if model.pre_norm else None, norm if model.post_norm else None
+    return LayerSpec(before, attention, after, before, mlp, after, model.hidden_dropout, model.residual_multiplier)
+
+
+def _mlp(model: ModelConfig, width: int, init: Init, output_init: Init) -> MLPSpec:
+    assert model.hidden_size
+    return mlp_spec(
+        model.hidden_size,
+        width,
         _activation(model),
         gated=model.gated,
         bias=model.add_bias_linear,
         init=init,
         output_init=output_init,
     )
-    norm = _norm(model, h, SEQUENCE)
-    before, after = norm if model.pre_norm else None, norm if model.post_norm else None
-    return LayerSpec(before, attention, after, before, mlp, after, model.hidden_dropout, model.residual_multiplier)
+
+
+def _moe(model: ModelConfig, init: Init, output_init: Init) -> MoESpec:
+    assert model.hidden_size and model.num_experts
+    router = RouterSpec(
+        model.hidden_size,
+        model.num_experts,
+        model.moe_router_topk,
+        model.moe_router_score_function,
+        model.normalizes_topk,
+        model.moe_router_topk_scaling_factor or 1.0,
+        model.moe_router_num_groups or 1,
+        model.moe_router_group_topk or 1,
+        model.moe_router_group_score,
+        model.moe_router_dtype,
+        model.moe_router_enable_expert_bias,
+        init,
+    )
+    activation, gated = _activation(model), model.gated
+    experts = ExpertsSpec(model.hidden_size, model.num_experts, model.moe_ffn_dim, activation, gated, init, output_init)
+    width = model.moe_shared_expert_intermediate_size
+    shared = None if width is None else _mlp(model, width, init, output_init)
+    gate = GateSpec(model.hidden_size, init) if model.moe_shared_expert_gate else None
+    return MoESpec(router, experts, shared, gate)
 
 
 def output_scale(num_layers: int) -> float:

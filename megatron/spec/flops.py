@@ -11,6 +11,9 @@ f MLP width, V padded vocabulary, s sequence length:
     + h V                     output head
     + r (in + out)            a LoRA adapter of rank r of a projection
 
+A layer with experts has  h E  for the router and  k m h f  for the k experts of a token, each of width f, and the shared
+experts' MLP, instead of the MLP: the parameters that a token uses count, not those that exist.
+
 A multiply-add is 2 FLOPs and the backward pass costs twice the forward pass (one product for the input's gradient,
 one for the weight's), so training costs 3 x 2 times that. V is the padded vocabulary, as in Megatron-LM; here the
 padding does not depend on the layout, so neither do the figures. Frozen weights (LoRA) have no gradient, so they cost
@@ -31,10 +34,9 @@ def train_flops(spec: DecoderSpec, seq_length: int, samples: int) -> float:
     """Model FLOPs of forward and backward over `samples` sequences of `seq_length` tokens, all replicas together."""
     weights, trained = spec.output.multiply_adds, 0.0
     for layer in spec.layers:
-        linears = layer.linears().values()
-        weights += sum(linear.multiply_adds for linear in linears)
+        weights += layer.multiply_adds
         trained += layer.attention.core_multiply_adds(seq_length)
         if spec.lora is not None:
-            trained += spec.lora.multiply_adds(linears)
+            trained += spec.lora.multiply_adds(layer.linears().values())
     per_token = (FROZEN if spec.lora is not None else TRAINED) * weights + TRAINED * trained
     return float(FLOPS_PER_MULTIPLY_ADD * per_token * seq_length * samples)

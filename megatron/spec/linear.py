@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.base.box import Box
-from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, local_shape
+from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard, local_shape
 
 COLUMN, ROW = "column", "row"
 
@@ -49,8 +49,7 @@ class LinearSpec:
         return ParamSpec(
             (*self.out_shape, self.in_features),
             self.init,
-            axis="tp",
-            dim=dim,
+            (Shard("tp", dim),),
             own_rows=self.own_rows,
             embedding_or_output=self.embedding_or_output,
         )
@@ -63,7 +62,7 @@ class LinearSpec:
         zero = Init("constant", 0.0)
         if self.parallel == ROW:
             return ParamSpec(self.out_shape, zero, decay=False, input_sharding=SEQUENCE)
-        return ParamSpec(self.out_shape, zero, axis="tp", dim=self.dim, own_rows=self.own_rows, decay=False)
+        return ParamSpec(self.out_shape, zero, (Shard("tp", self.dim),), own_rows=self.own_rows, decay=False)
 
     def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
         """(name, parameter), in the order of the module."""
@@ -84,5 +83,5 @@ class LinearSpec:
 
     def local_features(self, tp: int) -> tuple[int, int]:
         """(inputs, outputs) of one of `tp` ranks."""
-        *outputs, inputs = local_shape(self.weight, tp)
+        *outputs, inputs = local_shape(self.weight, {"tp": tp})
         return inputs, math.prod(outputs)

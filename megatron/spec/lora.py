@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron.spec.linear import COLUMN, LinearSpec, Projection
-from megatron.spec.parameter import SEQUENCE, Init, ParamSpec
+from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class LoraSpec:
         if linear.parallel == COLUMN:
             return (
                 ParamSpec(a_shape, random, input_sharding=SEQUENCE),
-                ParamSpec(b_shape, zero, axis="tp", dim=linear.dim, own_rows=projection.own_rows),
+                ParamSpec(b_shape, zero, (Shard("tp", linear.dim),), own_rows=projection.own_rows),
             )
-        return ParamSpec(a_shape, random, axis="tp", dim=1), ParamSpec(b_shape, zero, input_sharding=SEQUENCE)
+        return ParamSpec(a_shape, random, (Shard("tp", 1),)), ParamSpec(b_shape, zero, input_sharding=SEQUENCE)
 
     def multiply_adds(self, linears: Iterable[LinearSpec]) -> int:
         """Per token, of the adapters of these layers: as many as their parameters."""

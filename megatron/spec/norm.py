@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.spec.parameter import Init, ParamSpec, local_numel
+from megatron.spec.parameter import Init, ParamSpec, Shard, local_numel
 
 RMS_NORM, LAYER_NORM = "RMSNorm", "LayerNorm"
 
@@ -34,10 +34,10 @@ class NormSpec:
 
     def local_channels(self, tp: int) -> int:
         """Channels of a row that one of `tp` ranks holds."""
-        return local_numel(self._parameter(1.0), tp)
+        return local_numel(self._parameter(1.0), {"tp": tp})
 
     def _parameter(self, value: float) -> ParamSpec:
         init = Init("constant", value)
         if self.heads is None:
             return ParamSpec((self.size,), init, decay=False, input_sharding=self.input_sharding)
-        return ParamSpec((self.heads, self.size), init, axis="tp", own_rows=0, decay=False)
+        return ParamSpec((self.heads, self.size), init, (Shard("tp", 0),), own_rows=0, decay=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")  # a tensor
 
@@ -29,12 +30,20 @@ class Init:
         return Init("uniform", self.scale * math.sqrt(6.0 / (fan_in + fan_out)))
 
 
+class Shard(NamedTuple):
+    """The dim of a parameter that an axis of the mesh shards."""
+
+    axis: str
+    dim: int
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter of the global model.
 
-    axis, dim: the mesh axis that shards it and the dim that is sharded; without an axis every rank holds all of it.
-    own_rows: see `shard`. input_sharding: for a parameter that every rank holds, how the activations it is applied to are
+    shards: the axes of the mesh that shard it, each along a dim of its own; without any, every rank holds all of it.
+    own_rows: see `shard`; only of a parameter with one axis. stacked: dim 0 counts weights that are initialised each as a
+    parameter of its own. input_sharding: for a parameter that every rank holds, how the activations it is applied to are
     sharded over tp: not at all (None), by SEQUENCE (with sequence parallelism only) or by HEADS. Where they are sharded,
     each rank computes a part of the gradient, and the parts are summed after the backward. decay: weight decay applies.
     embedding_or_output: the weight of the word embeddings or of the output layer, which has the learning rate of
@@ -43,9 +52,9 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     init: Init = field(compare=False)
-    axis: str | None = None
-    dim: int = 0
+    shards: tuple[Shard, ...] = ()
     own_rows: int | None = None
+    stacked: bool = field(default=False, compare=False)
     input_sharding: str | None = field(default=None, compare=False)
     decay: bool = field(default=True, compare=False)
     embedding_or_output: bool = field(default=False, compare=False)
@@ -54,6 +63,16 @@ class ParamSpec:
     def numel(self) -> int:
         """Elements of the global tensor."""
         return math.prod(self.shape)
+
+    @property
+    def axis(self) -> str | None:
+        """The first axis that shards it, which decides on the view of the mesh; None if every rank holds all of it."""
+        return self.shards[0].axis if self.shards else None
+
+    @property
+    def initial(self) -> Init:
+        """Initial values without "xavier"."""
+        return self.init.for_shape(self.shape[1:] if self.stacked else self.shape)
 
     def reduce_axes(self, *, sequence_parallel: bool) -> tuple[str, ...]:
         """Axes over whose ranks the partial gradients of a replicated parameter are summed."""
@@ -115,13 +134,25 @@ def shard(
     return (1, own + rows - own_rows, *inner), found
 
 
-def local_shape(parameter: ParamSpec, size: int) -> tuple[int, ...]:
-    """Shape of a rank's piece where `size` ranks share the parameter's axis; the same on all of them."""
-    if parameter.axis is None:
-        return parameter.shape
-    return shard(parameter.shape, size, 0, parameter.dim, parameter.own_rows)[0]
+def piece_of(
+    parameter: ParamSpec, sizes: Mapping[str, int], ranks: Mapping[str, int]
+) -> tuple[tuple[int, ...], tuple[Section, ...]]:
+    """(local shape, sections) of a rank's piece of a sharded parameter, by the size of each axis and the rank along it."""
+    if len(parameter.shards) == 1:
+        ((axis, dim),) = parameter.shards
+        return shard(parameter.shape, sizes[axis], ranks[axis], dim, parameter.own_rows)
+    shape, offset = parameter.shape, (0,) * len(parameter.shape)
+    for axis, dim in parameter.shards:
+        shape, (section,) = shard(shape, sizes[axis], ranks[axis], dim)
+        offset = tuple(a + b for a, b in zip(offset, section.offset, strict=True))
+    return shape, (Section(0, offset, shape, holders=1, partial=False),)
 
 
-def local_numel(parameter: ParamSpec, size: int) -> int:
+def local_shape(parameter: ParamSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of a rank's piece, by the size of each axis that shards the parameter; the same on all ranks."""
+    return piece_of(parameter, sizes, dict.fromkeys(sizes, 0))[0]
+
+
+def local_numel(parameter: ParamSpec, sizes: Mapping[str, int]) -> int:
     """Elements of a rank's piece; see `local_shape`."""
-    return math.prod(local_shape(parameter, size))
+    return math.prod(local_shape(parameter, sizes))

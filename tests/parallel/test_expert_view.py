@@ -13,7 +13,7 @@ from megatron.base.mesh import DENSE, EXPERT
 from megatron.core.comm.regions import sum_partial_to_sequence_shard, to_shards
 from megatron.core.dist_checkpointing.store import load, save
 from megatron.core.parameter import initialize, local_parameters, make_parameter
-from megatron.spec.parameter import SEQUENCE, Init, ParamSpec
+from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
 from megatron.training.checkpoint import model_tensors, optimizer_tensors
 from tests import pool
 from tests.parallel.strategies import STRATEGIES, boxes_of, whole
@@ -51,13 +51,13 @@ class Layer(nn.Module):
         normal, one = Init("normal", 0.3), Init("constant", 1.0)
         self.gain = self.make(groups, (HIDDEN,), one, decay=False, input_sharding=SEQUENCE)
         for name, axis in (("expert", "etp"), ("dense", "tp")):
-            self.register_parameter(f"{name}_up", self.make(groups, (WIDTH, HIDDEN), normal, axis=axis, dim=0))
-            self.register_parameter(f"{name}_down", self.make(groups, (HIDDEN, WIDTH), normal, axis=axis, dim=1))
-        self.idle = self.make(groups, (WIDTH, 3), normal, axis="etp", dim=0)  # gets no gradient
+            self.register_parameter(f"{name}_up", self.make(groups, (WIDTH, HIDDEN), normal, (Shard(axis, 0),)))
+            self.register_parameter(f"{name}_down", self.make(groups, (HIDDEN, WIDTH), normal, (Shard(axis, 1),)))
+        self.idle = self.make(groups, (WIDTH, 3), normal, (Shard("etp", 0),))  # gets no gradient
         self.groups = groups
 
-    def make(self, groups, shape, init, **fields):
-        spec = ParamSpec(shape, init, **fields)
+    def make(self, groups, shape, init, shards=(), **fields):
+        spec = ParamSpec(shape, init, shards, **fields)
         return make_parameter(spec, groups, sequence_parallel=True, dtype=torch.float32, device=CPU)
 
     def forward(self, x):

@@ -17,7 +17,7 @@ from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops import weight_grad
 from megatron.spec.linear import COLUMN, ROW, LinearSpec
 from megatron.spec.norm import NormSpec
-from megatron.spec.parameter import SEQUENCE, Init, ParamSpec
+from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
 from megatron.training.batch import BatchReader
 from tests import pool
 from tests.unit.models.builds import (
@@ -126,7 +126,7 @@ def embedding(rank, size, sequence_parallel, slots):
     groups = pool.groups(tp=size)
     tp = groups.tp
     layer = VocabParallelEmbedding(
-        ParamSpec((VOCAB, IN), Init("normal", 1.0), axis="tp"),
+        ParamSpec((VOCAB, IN), Init("normal", 1.0), (Shard("tp", 0),)),
         groups,
         sequence_parallel=sequence_parallel,
         dtype=torch.float32,

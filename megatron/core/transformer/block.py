@@ -20,6 +20,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recompute, recompute_module
 from megatron.kernels.ops.attention import AttentionKernel
+from megatron.spec.mlp import MLPSpec
 
 
 class TransformerLayer(nn.Module):
@@ -42,6 +43,7 @@ class TransformerLayer(nn.Module):
         )
         self.post_self_attn_layernorm = build.optional_norm(spec.post_attention_norm)
         self.pre_mlp_layernorm = build.optional_norm(spec.pre_mlp_norm)
+        assert isinstance(spec.mlp, MLPSpec)
         self.mlp = MLP(build, spec.mlp, recompute_activation=MLP_ACT in recomputed)
         self.post_mlp_layernorm = build.optional_norm(spec.post_mlp_norm)
         add_adapters(self, build, spec)

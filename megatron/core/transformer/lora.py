@@ -63,7 +63,7 @@ class ColumnAdapters(nn.Module):
             if projection.name in lora.projections:
                 self.add_module(projection.name, LoraMatrices(build, *lora.pair(linear, projection)))
         self._shapes = [
-            (projection.name, local_shape(lora.pair(linear, projection)[1], tp)[:-1])
+            (projection.name, local_shape(lora.pair(linear, projection)[1], {"tp": tp})[:-1])
             for projection in linear.projections
         ]
         self._join, self._build, self._lora = linear.join, build, lora

@@ -155,9 +155,8 @@ def rank_buckets(
     }
     numels, kinds, shards = {}, {}, {}
     for name, placed in reversed(parameters.items()):
-        axis = placed.spec.axis
-        view = mesh.view(axis)
-        numels[name] = local_numel(placed.spec, 1 if axis is None else mesh.size(axis))
+        view = mesh.view(placed.spec.axis)
+        numels[name] = local_numel(placed.spec, mesh.sizes)
         kinds[name] = (view, placed.stage, placed.on_both_ends, name in on_host)
         shards[name] = each[view]
     size = settings.bucket_size or default_bucket_size(sum(numels.values()), max(each.values()))

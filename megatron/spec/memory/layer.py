@@ -43,6 +43,7 @@ from megatron.spec.memory.trace import (
     MemoryTrace,
     profile_of,
 )
+from megatron.spec.mlp import MLPSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.sizes import MASK, Sizes
 
@@ -62,6 +63,7 @@ class LayerMemory:
         )
         self._attention_norm = _behind(spec.post_attention_norm, sizes, POST_ATTN_NORM)
         self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1, deferred=deferred)
+        assert isinstance(spec.mlp, MLPSpec)
         self._mlp = MLPMemory(
             spec.mlp,
             sizes,

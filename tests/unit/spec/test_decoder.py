@@ -41,7 +41,7 @@ def test_names_shapes_and_places_are_those_of_the_modules(fields, stages):
         assert list(made) == list(described)
         for name, parameter in made.items():
             assert parameter.info.spec == described[name].spec
-            assert tuple(parameter.shape) == local_shape(described[name].spec, 1)
+            assert tuple(parameter.shape) == local_shape(described[name].spec, {"tp": 1, "ep": 1, "etp": 1})
             assert parameter.info.on_both_ends == described[name].on_both_ends
             assert model.stage_of(name) == described[name].stage
 

@@ -110,12 +110,13 @@ class _Namer:
     def mapping(self, chunk: int, own: str, theirs: str, parameter: ParamSpec) -> Mapping:
         """Any parameter but the vocabulary's. Theirs has one dim of rows where ours has two."""
         shape = parameter.shape
-        if parameter.axis is None:
+        if not parameter.shards:
             return self._replicated(chunk, own, theirs, shape)
+        ((_, dim),) = parameter.shards
         is_bias = len(shape) == 1 or not own.endswith("weight")
         if len(shape) > (1 if is_bias else 2):
-            return self._flattened(chunk, own, theirs, shape, parameter.dim)
-        return self._sharded(chunk, own, theirs, shape, parameter.dim)
+            return self._flattened(chunk, own, theirs, shape, dim)
+        return self._sharded(chunk, own, theirs, shape, dim)
 
     def _replicated(self, chunk: int, own: str, theirs: str, shape: Shape) -> Mapping:
         whole = Box((0,) * len(shape), shape)
