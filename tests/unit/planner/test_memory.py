@@ -32,7 +32,7 @@ from megatron.spec.memory.trace import (
     PARAMETERS,
     profile_of,
 )
-from megatron.spec.parameter import Init, ParamSpec
+from megatron.spec.parameter import Init, ParamSpec, Shard
 from megatron.spec.sizes import Target
 from megatron.tooling.memory_check import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
 from tests.unit.config.runs import make_run
@@ -71,7 +71,7 @@ def test_buckets_of_experts_are_cut_over_their_own_copies():
     """At tp 2 x dp 2 and etp 1: two copies of a dense parameter, of half its rows, and four of an expert one."""
     init = Init("normal", 1.0)
     parameters = {
-        f"{axis}{number}": Placed(ParamSpec((128, 5), init, axis=axis), stage=0)
+        f"{axis}{number}": Placed(ParamSpec((128, 5), init, (Shard(axis, 0),)), stage=0)
         for axis in ("tp", "etp")
         for number in "ab"
     }
