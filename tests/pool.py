@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
-from megatron.core.groups import Groups, create_groups, with_shared_heads
+from megatron.core.groups import Groups, create_groups, with_experts, with_shared_heads
 
 TIMEOUT_SECONDS = 60.0
 # For every use of multiprocessing's fork server: a process has only one, and the first use starts it.
@@ -117,23 +117,25 @@ def groups(
     instances: int | None = None,
     inner: int = 1,
     holders: int = 1,
+    experts: bool = False,
 ) -> Groups:
     """Returns the process groups of a mesh over this worker's world (cached: created once per mesh and process).
 
     `instances` is the number of instances of the sharded optimizer; None shards nothing. `inner` is the size of
-    cp_inner, `holders` the size of tp_inner.
+    cp_inner, `holders` the size of tp_inner. `experts`: with the groups of a model with experts.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), instances, inner, holders)
+    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), instances, inner, holders, experts)
 
 
 @functools.cache
-def _groups(mesh: Mesh, instances: int | None, inner: int, holders: int) -> Groups:
+def _groups(mesh: Mesh, instances: int | None, inner: int, holders: int, experts: bool) -> Groups:
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups = create_groups(
         mesh, rank, Heartbeat(rank), TIMEOUT_SECONDS, optimizer_instances=instances, context_inner=inner
     )
-    return with_shared_heads(groups, holders, TIMEOUT_SECONDS)
+    groups = with_shared_heads(groups, holders, TIMEOUT_SECONDS)
+    return with_experts(groups, TIMEOUT_SECONDS) if experts else groups
 
 
 def free_port() -> int:

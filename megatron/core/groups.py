@@ -70,6 +70,8 @@ class Groups:
     ends: the first and the last stage, on both of them; alone elsewhere.
     dp_cp: ranks with other parts of the batch. model (tp x pp): ranks that hold different parameters of one replica.
     ep: experts. etp: shards of an expert. edp: ranks with the same experts. expert_model: etp x ep x pp.
+    etp_ep: ranks that send each other tokens for their experts. tp_cp: ranks that hold parts of the same samples. Each is
+    this rank alone if the model has no experts, see `with_experts`.
     views: how parameters are shared, by the names in `Mesh.views`.
     """
 
@@ -93,6 +95,8 @@ class Groups:
     etp: Group
     edp: Group
     expert_model: Group
+    etp_ep: Group
+    tp_cp: Group
     views: dict[str, View]
 
     def along(self, axis: str | None) -> Group:
@@ -125,7 +129,7 @@ _VIEWS = {DENSE: ("model", "dp_cp"), EXPERT: ("expert_model", "edp")}
 # occupies the device. torch takes all streams, NCCL's and those of core/streams, in turn from 32 per device and priority
 # (c10/cuda/CUDAStream.h). Two that get the same one wait for each other, and a receive that is posted early would then hold
 # up the message that it is the answer to. So a rank has far fewer communicators of either priority.
-_OVERLAPPED = {"tp", "cp", "cp_inner", "cp_outer", "shard", "gather", "replicas", "up", "down"}
+_OVERLAPPED = {"tp", "cp", "cp_inner", "cp_outer", "shard", "gather", "replicas", "up", "down", "etp_ep"}
 
 
 def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float) -> Heartbeat:
@@ -184,7 +188,8 @@ def create_groups(
     """Creates every group of the mesh. Collective over the world: all ranks create all groups in the same order.
 
     `optimizer_instances` divides dp x cp, and edp; an instance is a run of neighbouring ranks. None makes every rank an
-    instance, so that nothing is sharded. `context_inner` is the size of cp_inner. For tp_inner see `with_shared_heads`.
+    instance, so that nothing is sharded. `context_inner` is the size of cp_inner. For tp_inner see `with_shared_heads`, for
+    etp_ep and tp_cp `with_experts`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -206,7 +211,8 @@ def create_groups(
         model, copies = _VIEWS[view]
         views[view] = View(view, groups[model], groups[copies], **parts)
     groups |= _with_own_connections(mesh.pipeline_groups(), rank, heartbeat, timeout)
-    groups["tp_inner"] = Group("tp_inner", (rank,), 0, None, heartbeat)
+    for name in ("tp_inner", "etp_ep", "tp_cp"):
+        groups[name] = Group(name, (rank,), 0, None, heartbeat)
     everyone = tuple(range(mesh.world_size))
     world = Group("world", everyone, rank, dist.group.WORLD if mesh.world_size > 1 else None, heartbeat)
     return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, views=views, **groups)
@@ -243,6 +249,24 @@ def with_shared_heads(groups: Groups, holders: int, timeout_seconds: float) -> G
             if groups.rank in ranks:
                 inner = Group("tp_inner", ranks, ranks.index(groups.rank), made, groups.heartbeat)
     return dataclasses.replace(groups, tp_inner=inner)
+
+
+def with_experts(groups: Groups, timeout_seconds: float) -> Groups:
+    """Returns the groups with the etp_ep and tp_cp of a model with experts. Collective over the world.
+
+    etp_ep has connections of its own: no short message waits behind an exchange of tokens.
+    """
+    mesh, timeout = groups.mesh, timedelta(seconds=timeout_seconds)
+    exchange = {"etp_ep": mesh.groups("etp", "ep")}
+    made = _with_own_connections(exchange, groups.rank, groups.heartbeat, timeout)
+    if mesh.cp == 1:
+        made["tp_cp"] = dataclasses.replace(groups.tp, name="tp_cp")
+    elif mesh.tp == 1:
+        made["tp_cp"] = dataclasses.replace(groups.cp, name="tp_cp")
+    else:
+        parts = {"tp_cp": mesh.groups("tp", "cp")}
+        made |= _with_own_connections(parts, groups.rank, groups.heartbeat, timeout)
+    return dataclasses.replace(groups, etp_ep=made["etp_ep"], tp_cp=made["tp_cp"])
 
 
 def _new_group(ranks: tuple[int, ...], name: str, timeout: timedelta, *, overlapped: bool) -> dist.ProcessGroup | None:

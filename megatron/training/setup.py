@@ -21,7 +21,7 @@ from megatron.core.datasets.sample import Splits
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
 from megatron.core.device import synchronize
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.groups import Groups, with_shared_heads
+from megatron.core.groups import Groups, with_experts, with_shared_heads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.families import write_config
 from megatron.core.models.hf.peft import check_peft_holds
@@ -78,8 +78,13 @@ def assemble(
     """
     settings, offload_dir = resolve(run, groups.mesh), run.optimizer_offload.offload_dir
     holders = decoder_spec(run.model).layers[0].attention.group_holders(groups.tp.size)
-    groups = with_shared_heads(groups, holders, run.parallel.distributed_timeout_minutes * 60)
+    timeout_seconds = run.parallel.distributed_timeout_minutes * 60
+    groups = with_shared_heads(groups, holders, timeout_seconds)
     barrier(groups.tp_inner)  # connects it: [Note: when NCCL makes a communicator] in comm/connections.py
+    if run.model.num_experts:
+        groups = with_experts(groups, timeout_seconds)
+        barrier(groups.etp_ep)
+        barrier(groups.tp_cp)
     prepared = prepare(run.model, run.parallel, run.recompute, settings, groups, device, seed=run.train.seed)
     prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
     model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))

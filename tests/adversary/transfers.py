@@ -145,11 +145,20 @@ class Distributed:
         """As torch's."""
         return self._in_place("a broadcast", tensor, lambda copy: dist.broadcast(copy, source, group, async_op=True))
 
-    def all_to_all_single(self, received: Tensor, sent: Tensor, *, group: Any, async_op: bool) -> Transfer:
+    def all_to_all_single(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        receive: list[int] | None = None,
+        send: list[int] | None = None,
+        *,
+        group: Any,
+        async_op: bool,
+    ) -> Transfer:
         """As torch's."""
 
         def launch(out: list[Tensor], into: list[Tensor]) -> Any:
-            return dist.all_to_all_single(into[0], out[0], group=group, async_op=True)
+            return dist.all_to_all_single(into[0], out[0], receive, send, group=group, async_op=True)
 
         return Transfer(self._runtime, "an all-to-all", [sent], [received], launch)
 

@@ -1,6 +1,8 @@
-"""Every rank's piece for every other rank, in one exchange."""
+"""Every rank's piece for every other rank, in one exchange: pieces of one size, or of any number of rows."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,3 +24,38 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Handle]:
     with announced("all_to_all", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes):
         work = dist.all_to_all_single(received, tensor, group=group.process_group, async_op=True)
     return received, in_flight("all_to_all", group, tensor, work, (tensor, received))
+
+
+def all_to_all_v(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """[sum of send, ...] on each rank -> [sum of receive, ...]: the rows that each rank had for this one, in rank order.
+
+    send[r]: rows for rank r of the group, which stand in rank order. receive[r]: rows from rank r, its send[this rank].
+    Any of them may be 0; every rank takes part all the same.
+    """
+    received, handle = all_to_all_v_async(tensor, send, receive, group)
+    handle.wait()
+    return received
+
+
+def all_to_all_v_async(
+    tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+) -> tuple[Tensor, Handle]:
+    """As `all_to_all_v`; the result may be read after the handle's `wait`, and `tensor` must not be written before.
+
+    gloo's own exchange is as fast as messages between every pair of ranks (pairwise.py), and faster if they are short.
+    """
+    assert len(send) == len(receive) == group.size and sum(send) == len(tensor), (
+        send,
+        receive,
+        tensor.shape,
+        group.name,
+    )
+    if group.size == 1:
+        return tensor, Handle("all_to_all_v", group, None, (tensor,))
+    tensor = tensor.contiguous()
+    received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    with announced("all_to_all_v", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes):
+        work = dist.all_to_all_single(
+            received, tensor, list(receive), list(send), group=group.process_group, async_op=True
+        )
+    return received, in_flight("all_to_all_v", group, tensor, work, (tensor, received))

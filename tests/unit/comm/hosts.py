@@ -92,7 +92,7 @@ class FakeNccl:
     def gather(self, full, shard, group, async_op):
         return self._together(group)
 
-    def all_to_all_single(self, received, sent, group, async_op):
+    def all_to_all_single(self, received, sent, receive=None, send=None, *, group, async_op):
         return self._together(group)
 
     def P2POp(self, op, tensor, peer, group, tag):
@@ -100,6 +100,9 @@ class FakeNccl:
 
     def batch_isend_irecv(self, groups):
         return [self._together(groups[0])]
+
+    def all_reduce(self, tensor, op, group, async_op):
+        return self._together(group)
 
     def isend(self, tensor, destination, group):
         self._alone(group, destination)

@@ -12,11 +12,12 @@ from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import passes_around
-from megatron.core.comm.collectives import barrier
+from megatron.core.comm.all_to_all import all_to_all_v
+from megatron.core.comm.collectives import all_reduce, barrier
 from megatron.core.comm.connections import open_connections
 from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.context_parallel.attention import context_parallel_attention
-from megatron.core.groups import create_groups, with_shared_heads
+from megatron.core.groups import create_groups, with_experts, with_shared_heads
 from megatron.kernels.ops import attention, attention_lse
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.schedule.passes import with_transfers
@@ -152,6 +153,7 @@ def worlds(most):
 LARGE = [
     (Mesh.create(64, tp=tp, cp=cp, pp=pp), 2, cp // 2) for tp, cp, pp in ((2, 4, 4), (2, 8, 4), (4, 2, 8), (1, 8, 2))
 ]
+LARGE.append((Mesh.create(64, tp=2, cp=4, pp=4, ep=8, etp=1), 2, 2))
 
 
 def set_up(mesh, rank, instances, inner, *, ring):
@@ -162,6 +164,9 @@ def set_up(mesh, rank, instances, inner, *, ring):
         assert number == len(fake.calls) == len(set(fake.calls)), "each communicator once"
         if mesh.tp > 2:
             barrier(with_shared_heads(groups, 2, 1.0).tp_inner)
+        groups = with_experts(groups, 1.0)
+        barrier(groups.etp_ep)
+        barrier(groups.tp_cp)
     return fake.calls, fake.process_groups
 
 
@@ -204,6 +209,38 @@ def test_attention_makes_no_communicator(kind):
         assert play(attending, play(opening)) == []
         used = {call.communicator.name for calls in attending.values() for call in calls}
         assert used == ({"cp_inner", "cp_outer"} if kind == "a2a+p2p" else {"cp"})
+
+
+EXPERTS = [
+    Mesh.create(8, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+    for tp, cp, pp in itertools.product((1, 2), repeat=3)
+    for ep, etp in ((1, 2), (2, 1), (2, 2), (4, 1))
+]
+
+
+@pytest.mark.parametrize("mesh", EXPERTS, ids=str)
+def test_exchanges_of_experts_make_no_communicator(mesh):
+    opening, stepping, dense = {}, {}, {}
+    for rank in range(mesh.world_size):
+        with nccl(rank, mesh.world_size) as fake:
+            groups = create(mesh, rank)
+            dense[rank] = len(fake.process_groups)
+            assert groups.etp_ep.size == groups.tp_cp.size == 1, "a dense model needs none"
+            groups = with_experts(groups, 1.0)
+            open_connections(groups, CPU, ring=False)
+            barrier(groups.etp_ep)
+            barrier(groups.tp_cp)
+            opening[rank] = fake.calls.copy()
+            rows = [1] * groups.etp_ep.size
+            all_to_all_v(torch.zeros(len(rows)), rows, rows, groups.etp_ep)
+            all_reduce(torch.zeros(1), groups.tp_cp)
+            stepping[rank] = fake.calls[len(opening[rank]) :]
+        added = Counter(made.name for made in fake.process_groups[dense[rank] :])
+        assert added["etp_ep"] == mesh.pp * mesh.edp, "on connections of its own"
+        assert set(added) == ({"etp_ep", "tp_cp"} if mesh.tp > 1 < mesh.cp else {"etp_ep"})
+        assert all(made.high_priority for made in fake.process_groups if made.name == "etp_ep")
+        assert groups.etp_ep.ranks in mesh.groups("etp", "ep") and groups.tp_cp.ranks in mesh.groups("tp", "cp")
+    assert play(stepping, play(opening)) == []
 
 
 def priority_of(communicator):
