@@ -1,0 +1,129 @@
+"""Routing of tokens to experts: scores, the choice of experts, weights, and capacity. No communication.
+
+T tokens, E experts, k experts per token. An index of -1 means that the token does not go to an expert. Rows do not depend
+on each other and ties are broken by the lowest index, so the layout of a run, the device and the number of tokens do not
+decide which experts are chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import torch
+from torch import Tensor
+
+from megatron.spec.moe import RouterSpec
+
+SMALLEST_SUM = 1e-20  # scores can underflow to 0; DeepSeek-V3 adds the same
+
+
+def scores(logits: Tensor, rule: RouterSpec) -> Tensor:
+    """logits [T, E] in fp32 or fp64 -> scores in [0, 1] of the same shape and dtype; differentiable."""
+    return logits.softmax(dim=-1) if rule.score_function == "softmax" else logits.sigmoid()
+
+
+@torch.no_grad()
+def choose(scores: Tensor, bias: Tensor | None, rule: RouterSpec) -> Tensor:
+    """scores [T, E], bias [E] -> indices [T, k] int64 of the highest scores (plus bias) in descending order.
+
+    With groups (DeepSeek-V2, arXiv 2405.04434) only the experts of the `rule.group_topk` best groups can be chosen. No
+    gradient passes. NaN counts as the highest score; checking that scores are finite is left to the caller.
+    """
+    candidates = scores if bias is None else scores + bias
+    if rule.groups > 1:
+        grouped = candidates.unflatten(-1, (rule.groups, -1))
+        kept = highest(_group_scores(grouped, rule), rule.group_topk)
+        excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, kept, False)
+        candidates = grouped.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(-2)
+    return highest(candidates, rule.topk)
+
+
+def highest(values: Tensor, k: int) -> Tensor:
+    """[..., n] in fp32 or fp64 -> int64 indices [..., k] of the k highest values in descending order.
+
+    Equal values (also 0 and -0) are taken in the order of their index: torch.topk leaves the order open, and devices
+    differ. So fp32 values are turned into unique integers, their bits above the index. Those of fp64 leave no bits free
+    and are sorted, which takes longer.
+    """
+    if values.dtype == torch.float64:
+        return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    bits = (values + 0.0).view(torch.int32)  # -0 + 0 is 0
+    ascending = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long()  # integers in the order of the values
+    n = values.shape[-1]
+    keys = ascending.bitwise_left_shift_(32).add_(torch.arange(n - 1, -1, -1, device=values.device))
+    return keys.topk(k, dim=-1).indices
+
+
+def weigh(scores: Tensor, indices: Tensor, rule: RouterSpec) -> Tensor:
+    """scores [T, E] without bias, indices [T, k] -> weights [T, k] of the chosen experts, 0 where the index is -1.
+
+    Differentiable. In the dtype of the scores; divided by their sum over the chosen if `rule.normalized`, and times
+    `rule.scaling`.
+    """
+    chosen = scores.gather(-1, indices.clamp(min=0)).masked_fill(indices < 0, 0.0)
+    if rule.normalized:
+        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+    return chosen if rule.scaling == 1.0 else chosen * rule.scaling
+
+
+def counts_by_sample(indices: Tensor, sample_of_token: Tensor, samples: int, experts: int) -> Tensor:
+    """indices [T, k], sample_of_token [T] -> tokens of each sample at each expert, int64 [samples, experts].
+
+    No synchronization with the host.
+    """
+    places = torch.where(indices >= 0, sample_of_token.unsqueeze(-1) * experts + indices, samples * experts).flatten()
+    counts = torch.zeros(samples * experts + 1, dtype=torch.int64, device=indices.device)
+    return counts.scatter_add_(0, places, torch.ones_like(places))[:-1].view(samples, experts)
+
+
+def balanced_choice(token_numbers: Tensor, rule: RouterSpec) -> Tensor:
+    """Numbers [T] of tokens in the global batch -> indices [T, k] that do not depend on the logits.
+
+    E tokens with consecutive numbers give every expert the same load. The experts of a token are as far apart as its
+    number of groups permits, so it visits as many ranks as it can.
+    """
+    width, per_group = rule.experts // rule.groups, -(-rule.topk // rule.group_topk)
+    slots, tokens = torch.arange(rule.topk, device=token_numbers.device), token_numbers.unsqueeze(-1)
+    group = (tokens + slots % rule.group_topk * (rule.groups // rule.group_topk)) % rule.groups
+    within = (tokens // rule.groups + slots // rule.group_topk * (width // per_group)) % width
+    return group * width + within
+
+
+@torch.no_grad()
+def within_capacity(
+    indices: Tensor,
+    weights: Tensor,
+    sample_of_token: Tensor,
+    position_of_token: Tensor,
+    *,
+    experts: int,
+    capacity: int,
+    policy: str,
+) -> Tensor:
+    """indices and weights [T, k], sample_of_token and position_of_token [T] -> the assignments that are kept, bool [T, k].
+
+    An expert keeps at most `capacity` tokens of each sample: with policy "probs" those of the highest weights and, among
+    equal weights, of the lowest position; with "position" those of the lowest position. All tokens of a sample must be
+    here, in any order. An index of -1 is not kept.
+    """
+    topk = indices.shape[1]
+    by_position = position_of_token.argsort()
+    order = (by_position.unsqueeze(-1) * topk + torch.arange(topk, device=indices.device)).flatten()
+    if policy == "probs":
+        order = order[weights.flatten()[order].argsort(descending=True, stable=True)]
+    wanted = torch.where(indices >= 0, sample_of_token.unsqueeze(-1) * experts + indices, -1).flatten()
+    order = order[wanted[order].argsort(stable=True)]  # by sample and expert, and in the order of preference
+    queues = wanted[order]
+    place = torch.arange(len(queues), device=queues.device) - torch.searchsorted(queues, queues)
+    kept = torch.empty_like(wanted, dtype=torch.bool)
+    kept[order] = (place < capacity) & (queues >= 0)
+    return kept.view_as(indices)
+
+
+def _group_scores(grouped: Tensor, rule: RouterSpec) -> Tensor:
+    """[T, G, E/G] -> [T, G]."""
+    if rule.group_score == "max":
+        return grouped.amax(dim=-1)
+    best = grouped.topk(rule.topk // rule.group_topk, dim=-1).values
+    return functools.reduce(operator.add, best.unbind(-1))  # one by one: torch's sum may depend on the number of tokens
