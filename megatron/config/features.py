@@ -201,6 +201,8 @@ def _recompute(
     if not model.pre_norm and NORM in recompute.modules and not recompute.is_full:
         others = " ".join(part for part in RECOMPUTE_MODULES if part in recompute.modules - {NORM})
         return Feature(name, asked, others or "off", "--no-pre-norm: no norm stands before a linear layer")
+    if NORM in recompute.modules and any(model.moe_layers):
+        return Feature(name, asked, asked, "layers with experts keep the output of the norm before them")
     return Feature(name, asked, facts.recomputed or asked, "layers on this rank" if facts.recomputed else "")
 
 

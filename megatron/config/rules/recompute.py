@@ -5,7 +5,19 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.config.activation_offload import ActivationOffloadConfig
-from megatron.config.recompute import BALANCED, MLP_ACT, WHOLE_MLP, RecomputeConfig
+from megatron.config.model import ModelConfig
+from megatron.config.recompute import (
+    BALANCED,
+    DENSE_MODULES,
+    MLP_ACT,
+    MOE_ACT,
+    MOE_MODULES,
+    SHARED_EXPERTS,
+    WHOLE_MLP,
+    WHOLE_MOE,
+    RecomputeConfig,
+)
+from megatron.config.rules.model import shape_is_pending
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
 
@@ -39,9 +51,28 @@ def full_recompute_is_alone(recompute: RecomputeConfig) -> str | None:
 
 
 def recomputed_parts_are_apart(recompute: RecomputeConfig) -> str | None:
-    """The activation is a part of the MLP, so only one of the two may be recomputed."""
-    if {WHOLE_MLP, MLP_ACT} <= recompute.modules:
-        return "--recompute-modules mlp recomputes the whole MLP, mlp_act a part of it; remove one of them"
+    """A part is recomputed by itself or with the whole that contains it."""
+    for whole, parts in ((WHOLE_MLP, (MLP_ACT,)), (WHOLE_MOE, (SHARED_EXPERTS, MOE_ACT))):
+        if whole in recompute.modules and (found := [part for part in parts if part in recompute.modules]):
+            return f"--recompute-modules {whole} recomputes {' and '.join(found)}, too; remove one of them"
+    return None
+
+
+def recomputed_parts_exist(recompute: RecomputeConfig, model: ModelConfig) -> str | None:
+    """Some layer has each of the recomputed parts."""
+    dense, moe = ([part for part in parts if part in recompute.modules] for parts in (DENSE_MODULES, MOE_MODULES))
+    if moe and not any(model.moe_layers):
+        return (
+            f"--recompute-modules {' '.join(moe)} names parts of layers with experts; remove it, or give --num-experts"
+        )
+    if SHARED_EXPERTS in moe and model.moe_shared_expert_intermediate_size is None:
+        return (
+            f"--recompute-modules {SHARED_EXPERTS} recomputes shared experts, and there are none; remove it, or give "
+            "--moe-shared-expert-intermediate-size"
+        )
+    if dense and all(model.moe_layers):
+        instead = {MLP_ACT: MOE_ACT, WHOLE_MLP: WHOLE_MOE}[dense[0]]
+        return f"--recompute-modules {dense[0]} is for layers without experts, and all have experts; give {instead} instead"
     return None
 
 
@@ -72,11 +103,14 @@ def balanced_recompute_has_a_budget(recompute: RecomputeConfig) -> str | None:
 
 
 def rules(run: RunConfig) -> list[ConfigRule]:
-    """Returns the rules about activation recompute."""
-    return [
+    """Returns the rules about activation recompute: that about parts of layers once the layers are known."""
+    found = [
         partial(balanced_recompute_is_alone, run.recompute, run.activation_offload),
         partial(balanced_recompute_has_a_budget, run.recompute),
         partial(full_recompute_is_complete, run.recompute),
         partial(full_recompute_is_alone, run.recompute),
         partial(recomputed_parts_are_apart, run.recompute),
     ]
+    if shape_is_pending(run.model, run.checkpoint):
+        return found
+    return [*found, partial(recomputed_parts_exist, run.recompute, run.model)]

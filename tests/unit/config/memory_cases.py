@@ -8,6 +8,7 @@ BALANCED = {"recompute_policy": "balanced", "activation_memory_budget": 0.5}
 PARTS_MOVE = {"fine_grained_activation_offloading": True, "num_layers": 4}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OFFLOADED_WEIGHTS = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}
+EXPERTS = {"recompute_activations": True, "num_experts": 4}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 
 # rule, a run that it stops, the same run mended, world size, words of its message
@@ -60,6 +61,34 @@ MEMORY_CASES = [
         {"recompute_activations": True, "recompute_modules": ("mlp", "layernorm"), "kaimm_recompute_norm": True},
         1,
         ["mlp_act", "remove one"],
+    ),
+    (
+        rules_recompute.recomputed_parts_are_apart,
+        {**EXPERTS, "recompute_modules": ("moe", "moe_act")},
+        {**EXPERTS, "recompute_modules": ("moe_act", "norm")},
+        1,
+        ["moe recomputes moe_act", "remove one"],
+    ),
+    (
+        rules_recompute.recomputed_parts_exist,
+        {"recompute_activations": True, "recompute_modules": ("moe_act",)},
+        {**EXPERTS, "recompute_modules": ("moe_act",)},
+        1,
+        ["moe_act", "--num-experts"],
+    ),
+    (
+        rules_recompute.recomputed_parts_exist,
+        {**EXPERTS, "recompute_modules": ("shared_experts",)},
+        {**EXPERTS, "recompute_modules": ("shared_experts",), "moe_shared_expert_intermediate_size": 32},
+        1,
+        ["shared_experts", "--moe-shared-expert-intermediate-size"],
+    ),
+    (
+        rules_recompute.recomputed_parts_exist,
+        {**EXPERTS, "recompute_modules": ("mlp", "norm")},
+        {**EXPERTS, "recompute_modules": ("mlp", "norm"), "moe_layer_freq": "[0,1]"},
+        1,
+        ["mlp is for layers without experts", "moe instead"],
     ),
     (
         rules_optimizer_offload.one_optimizer_offload,

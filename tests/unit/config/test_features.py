@@ -304,6 +304,7 @@ def test_recompute():
     assert row(name, **parts) == ("norm mlp_act", "norm mlp_act", "")
     behind = {"pre_norm": False, "post_norm": True}
     assert row(name, **parts, **behind)[1:] == ("mlp_act", "--no-pre-norm: no norm stands before a linear layer")
+    assert row(name, **parts, num_experts=4, moe_layer_freq="[0,1]")[2].startswith("layers with experts keep")
     assert row(name, **full, recompute_method="uniform")[1] == "layers, in groups of 2"
     assert row(name, **full, recompute_method="block")[1] == "layers, first 2 of a stage"
     assert row(name, **parts, skip_train=True) == ("norm mlp_act", "off", "evaluation only")

@@ -28,10 +28,10 @@ CASES = [
     *MEMORY_CASES,
     (
         values_are_known,
-        {"recompute_granularity": "selective", "recompute_modules": ("mlp", "moe")},
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp", "experts")},
         {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
         1,
-        ["--recompute-modules", "moe"],
+        ["--recompute-modules", "experts"],
     ),
     (
         numbers_are_in_range,
