@@ -13,6 +13,7 @@ from megatron.base.errors import CommError
 from megatron.base.heartbeat import Call
 from megatron.base.mesh import Mesh
 from megatron.core.comm import collectives, regions
+from megatron.core.comm.all_to_all import all_to_all_v
 from megatron.core.groups import connect, create_groups
 from tests import pool
 
@@ -243,7 +244,13 @@ def join(rank, size, port):
     return groups
 
 
-def lose_a_rank(how, rank, size, port, pipe):
+LOSABLE = {
+    "all_reduce": lambda group: collectives.all_reduce(torch.ones(3), group),
+    "all_to_all_v": lambda group: all_to_all_v(torch.ones(3), [1] * 3, [1] * 3, group),
+}
+
+
+def lose_a_rank(how, op, rank, size, port, pipe):
     """Ranks 0 .. size - 2 wait for the last one, which has gone, or does something else."""
     groups = join(rank, size, port)
     group = groups.world
@@ -257,14 +264,14 @@ def lose_a_rank(how, rank, size, port, pipe):
             time.sleep(60)
     started = time.monotonic()
     try:
-        collectives.all_reduce(torch.ones(3), group)
+        LOSABLE[op](group)
         pipe.send(("no error", 0.0))
     except CommError as error:
         pipe.send((str(error), time.monotonic() - started))
     time.sleep(60)  # the store lives with rank 0: it must not end before the others have asked
 
 
-def worlds_words(how, size):
+def worlds_words(how, op, size):
     """What each waiting rank says: [(message, seconds)]."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(pool.PRELOAD)
@@ -272,7 +279,7 @@ def worlds_words(how, size):
     for rank in range(size):
         here, there = context.Pipe()
         pipes.append(here)
-        processes.append(context.Process(target=lose_a_rank, args=(how, rank, size, port, there), daemon=True))
+        processes.append(context.Process(target=lose_a_rank, args=(how, op, rank, size, port, there), daemon=True))
         processes[-1].start()
     try:
         waiting = pipes[:-1]
@@ -292,11 +299,11 @@ WORDS = {
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("how", WORDS)
-def test_a_lost_rank_is_named(how):
+@pytest.mark.parametrize(("how", "op"), [*((how, "all_reduce") for how in WORDS), ("dies", "all_to_all_v")])
+def test_a_lost_rank_is_named(how, op):
     """The message names the collective, its group and ranks, and what became of the missing one."""
-    for message, seconds in worlds_words(how, 3):
+    for message, seconds in worlds_words(how, op, 3):
         head, _, explanation = message.partition(" failed after ")
-        assert head == "all_reduce number 2 on group world (ranks 0, 1, 2)"
+        assert head == f"{op} number 2 on group world (ranks 0, 1, 2)"
         assert WORDS[how] in explanation and not re.search(r"rank [01]\b", explanation), message
         assert seconds < TIMEOUT + 10, "seconds, not minutes"

@@ -54,8 +54,8 @@ def all_to_all_v_async(
         return tensor, Handle("all_to_all_v", group, None, (tensor,))
     tensor = tensor.contiguous()
     received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    with announced("all_to_all_v", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes):
+    with announced("all_to_all_v", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes) as number:
         work = dist.all_to_all_single(
             received, tensor, list(receive), list(send), group=group.process_group, async_op=True
         )
-    return received, in_flight("all_to_all_v", group, tensor, work, (tensor, received))
+    return received, in_flight("all_to_all_v", group, tensor, work, (tensor, received), number)
