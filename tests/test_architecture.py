@@ -29,6 +29,7 @@ ROWS = (
     (
         "megatron.core.tensor_parallel",
         "megatron.core.context_parallel",
+        "megatron.core.expert_parallel",
         "megatron.core.distributed",
         "megatron.core.recompute",
         "megatron.core.pipeline_parallel",

@@ -1,10 +1,11 @@
-"""The collectives of tensor and context parallelism that a layer and the two ends of the model issue, in order.
+"""The collectives of tensor, context and expert parallelism that a layer and the two ends of the model issue, in order.
 
 docs/sharding.md has them as tables, and tests compare both with the calls of real modules.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.spec.attention import AttentionSpec
@@ -12,10 +13,10 @@ from megatron.spec.decoder import LayerSpec
 from megatron.spec.linear import COLUMN, LinearSpec
 from megatron.spec.mlp import MLPSpec
 from megatron.spec.norm import NormSpec
-from megatron.spec.sizes import FP32, Sizes
+from megatron.spec.sizes import FP32, INT32, INT64, Sizes
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
-ALL_TO_ALL, SHIFT = "all_to_all", "shift"
+ALL_TO_ALL, ALL_TO_ALL_V, SHIFT = "all_to_all", "all_to_all_v", "shift"
 
 
 @dataclass(frozen=True)
@@ -118,3 +119,64 @@ def loss_collectives(sizes: Sizes) -> Calls:
     if sizes.tp == 1:
         return Calls()
     return Calls(tuple(Collective(ALL_REDUCE, "tp", numbers * sizes.tokens * FP32) for numbers in (1, 2)))
+
+
+def copies_per_token(experts: int, topk: int, ep: int) -> float:
+    """The ranks of ep that have an expert of a token, on average over all choices of `topk` experts."""
+    return ep * (1.0 - math.comb(experts - experts // ep, topk) / math.comb(experts, topk))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSizes:
+    """What one rank sends and receives in a layer with experts, which depends on the routing.
+
+    tokens, topk: of this rank. sent_rows: its tokens, once for each rank of etp x ep to which they go, itself included.
+    assignments: its pairs of token and expert. received_rows, received_assignments: of all ranks' for this one. row: bytes.
+    """
+
+    experts: int
+    ep: int
+    etp: int
+    tokens: int
+    topk: int
+    sent_rows: int
+    assignments: int
+    received_rows: int
+    received_assignments: int
+    row: int
+
+
+def exchange_collectives(sizes: ExchangeSizes) -> Calls:
+    """The counts; which expert works on which row, and with which weight; rows; results. Backward: their gradients."""
+    if sizes.ep * sizes.etp == 1:
+        return Calls()
+
+    def exchange(nbytes: int) -> Collective:
+        return Collective(ALL_TO_ALL_V, "etp_ep", nbytes)
+
+    counts = sizes.ep * sizes.etp * (sizes.experts // sizes.ep + 1) * INT32
+    sent, received = exchange(sizes.sent_rows * sizes.row), exchange(sizes.received_rows * sizes.row)
+    assigned = exchange(sizes.etp * sizes.assignments * (INT32 + FP32))
+    return Calls(
+        (Collective(ALL_TO_ALL, "etp_ep", counts), assigned, sent, received),
+        (sent, exchange(sizes.received_assignments * FP32), received),
+    )
+
+
+def gathered_exchange_collectives(sizes: ExchangeSizes) -> Calls:
+    """The same with all tokens on all ranks: of indices, tokens and weights; results. Backward: their gradients."""
+    n = sizes.ep * sizes.etp
+    if n == 1:
+        return Calls()
+    chosen, hidden = sizes.tokens * sizes.topk, sizes.tokens * sizes.row
+
+    def gather(nbytes: int) -> Collective:
+        return Collective(ALL_GATHER, "etp_ep", nbytes)
+
+    def scatter(nbytes: int) -> Collective:
+        return Collective(REDUCE_SCATTER, "etp_ep", n * nbytes)
+
+    return Calls(
+        (gather(chosen * INT64), gather(hidden), gather(chosen * FP32), scatter(hidden)),
+        (gather(hidden), scatter(chosen * FP32), scatter(hidden)),
+    )
