@@ -12,7 +12,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.base.heartbeat import Call, Heartbeat
+from megatron.base.mesh import Mesh
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.mesh import mesh_of
+from megatron.config.moe_training import ALL_GATHER
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.core.comm.simulated import simulated_world
 from megatron.core.datasets.sample import Splits
+from megatron.core.expert_parallel.simulated import balanced_routing
 from megatron.core.groups import Groups
 from megatron.core.streams.simulated import AssumedDevice, simulated_cuda
 from megatron.kernels.ops.attention_segments import Segments, with_lengths
@@ -95,6 +98,8 @@ def trace(run: RunConfig, world_size: int, rank: int, assumed: AssumedDevice) ->
         simulated.enter_context(memory)
         simulated.callback(setattr, batch, "segments_of", batch.segments_of)
         setattr(batch, "segments_of", _one_document_each)  # noqa: B010
+        if run.model.num_experts:
+            simulated.enter_context(_balanced(run, mesh_of(run.parallel, world_size), run.model.num_experts))
         groups = groups_of(run.parallel, world_size, rank, heartbeat)
         trainer = assemble(run, None, groups, device, lambda settings, state: _readers(run, settings, groups, device))
         _label(memory, trainer)
@@ -136,6 +141,15 @@ def _one_document_each(ids: Tensor, device: torch.device) -> Segments:
     """Stands for `segments_of`, which reads the ids of samples: here they have a shape only, and are one document each."""
     b, t = ids.shape
     return with_lengths(ids.to(device), [t] * b)
+
+
+def _balanced(run: RunConfig, mesh: Mesh, experts: int) -> AbstractContextManager[None]:
+    """Stands for the routing of tokens, which depends on their values: here each expert gets as many."""
+    assert run.data.seq_length and run.train.micro_batch_size
+    parts = mesh.cp * (mesh.tp if run.parallel.sequence_parallel else 1)
+    tokens = run.train.micro_batch_size * run.data.seq_length // parts
+    gathered = mesh.etp * mesh.ep if run.moe.moe_token_dispatcher_type == ALL_GATHER else 1
+    return balanced_routing(tokens, run.model.moe_router_topk, experts, mesh.ep, gathered)
 
 
 def _label(memory: TracedMemory, trainer: Trainer) -> None:
