@@ -20,8 +20,8 @@ from megatron.command_line.flag_parser import build_parser, plain_type, spelling
 from megatron.config.flag import flag_of
 from megatron.config.flag_table import ALIAS, NOOP, READ, REFUSE, SAME, find_row, flag_table, is_listed
 from megatron.config.note import Note
-from megatron.config.presets import preset
-from megatron.config.run import PARTS, RunConfig, flag_fields
+from megatron.config.presets import PRESETS, preset
+from megatron.config.run import PARTS, RunConfig, flag_fields, flag_name
 
 UNKNOWN = "unknown"
 _NUMBER = re.compile(r"-[.\d]")
@@ -97,7 +97,7 @@ def read(argv: Sequence[str]) -> CommandLine:
         )
     typed, problems = _split(argv)
     typed, notes = _joined(typed)
-    flags = {item.flag: item.words for item in typed}
+    flags = {**_given_elsewhere(typed), **{item.flag: item.words for item in typed}}
     outcomes = tuple(_judge(item, flags) for item in typed)
     problems += [outcome.why for outcome in outcomes if outcome.kind in (REFUSE, UNKNOWN)]
     meant = _Meant()
@@ -141,6 +141,19 @@ def _split(argv: Sequence[str]) -> tuple[list[TypedFlag], list[str]]:
         else:
             problems.append(_stray((word,)))
     return typed, problems
+
+
+def _given_elsewhere(typed: Sequence[TypedFlag]) -> dict[str, tuple[str, ...]]:
+    """Returns flags that count as typed in the table of flags: those of a preset, and --num-experts where the shape comes
+    from a file. A flag about experts, refused in a model without any, can be removed; ignored, it would change results.
+    """
+    flags: dict[str, tuple[str, ...]] = {}
+    for item in typed:
+        if item.flag == PRESET and set(item.words) <= set(PRESETS):
+            flags |= {flag_name(name): (str(value),) for word in item.words for name, value in PRESETS[word].items()}
+        elif item.flag in ("--load-hf", "--use-checkpoint-args"):
+            flags["--num-experts"] = ()
+    return flags
 
 
 def _joined(typed: Iterable[TypedFlag]) -> tuple[list[TypedFlag], list[Note]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron.base.mesh import Mesh
 from megatron.config.parallel import ParallelConfig
 
@@ -19,5 +21,8 @@ def mesh_of(parallel: ParallelConfig, world_size: int) -> Mesh:
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """Returns the fewest processes that the layout allows."""
-    return parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    """Returns the fewest processes that the layout allows: whole replicas of the dense layers and of the experts."""
+    tp = parallel.tensor_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or tp
+    stage = math.lcm(tp * parallel.context_parallel_size, etp * parallel.expert_model_parallel_size)
+    return stage * parallel.pipeline_model_parallel_size

@@ -76,6 +76,11 @@ class ModelConfig(MoEModel):
         None,
         "width of the MLP; default 4 x hidden, or 8/3 x hidden rounded down to a multiple of 64 with a gate",
         within=SIZE,
+        needs=Need(
+            lambda run: run.model.num_layers is None or run.model.uses_ffn_dim,
+            "all layers have experts, of their own width",
+            "remove --moe-ffn-hidden-size",
+        ),
     )
     kv_channels: int | None = flag(None, "size of one attention head; default hidden / heads", within=SIZE)
     group_query_attention: bool = flag(False, "share each key/value head between several query heads (GQA)")
@@ -342,6 +347,11 @@ class ModelConfig(MoEModel):
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return self.hidden_size * 8 // 3 // 64 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def uses_ffn_dim(self) -> bool:
+        """Whether some layer has an MLP of width `ffn_dim`: a dense layer, or experts without a width of their own."""
+        return self.moe_ffn_hidden_size is None or not all(self.moe_layers)
 
     @property
     def moe_ffn_dim(self) -> int:

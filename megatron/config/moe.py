@@ -21,6 +21,11 @@ _SHARED = Need(
     "there is no shared expert",
     "give --moe-shared-expert-intermediate-size",
 )
+_SOFTMAX = Need(
+    lambda run: run.model.moe_router_score_function == SOFTMAX,
+    "--moe-router-score-function is sigmoid",
+    "give --moe-router-score-function softmax",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class MoEModel:
         False,
         "weigh the chosen experts by the softmax over all experts, so that the weights sum to less than 1; without it the "
         "softmax is over the chosen ones",
-        needs=EXPERTS,
+        needs=(EXPERTS, _SOFTMAX),
     )
     moe_router_topk_normalization: str = flag(
         "auto",
@@ -64,7 +69,7 @@ class MoEModel:
         None, "divide the experts into this many equal groups of neighbours", within=SIZE, needs=EXPERTS
     )
     moe_router_group_topk: int | None = flag(
-        None, "groups from which the experts of a token are chosen", within=SIZE, needs=(EXPERTS, _GROUPS)
+        None, "groups from which the experts of a token are chosen", within=SIZE, needs=EXPERTS
     )
     moe_router_group_score: str = flag(
         "sum",

@@ -35,7 +35,14 @@ class MoEConfig:
         "coefficient of each loss of --moe-router-load-balancing-type; each is 1 where all experts have the same load",
         nargs="+",
         within=NOT_NEGATIVE,
-        needs=EXPERTS,
+        needs=(
+            EXPERTS,
+            Need(
+                lambda run: run.moe.moe_router_load_balancing_type != (NONE,),
+                "--moe-router-load-balancing-type is none",
+                "give another type",
+            ),
+        ),
     )
     moe_z_loss_coeff: float | None = flag(
         None,

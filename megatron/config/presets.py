@@ -45,6 +45,30 @@ _LLAMA32: dict[str, Any] = {
     "untie_embeddings_and_output_weights": False,
 }
 
+
+def _moe(experts: int, topk: int, width: int | None = None, **more: Any) -> dict[str, Any]:
+    """The fields of experts; `width` where it is not the MLP's."""
+    own = {} if width is None else {"moe_ffn_hidden_size": width}
+    return {"num_experts": experts, "moe_router_topk": topk, **own, **more}
+
+
+def _mixtral(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    return _llama(layers, hidden, heads, ffn, kv_heads=8, rotary_base=1e6, **_moe(8, 2), **more)
+
+
+def _qwen_moe(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    """`ffn`: width of a dense layer, of which the published models have none."""
+    fields = {"kv_heads": kv_heads, "rotary_base": 1e6, "norm_epsilon": 1e-6, "vocab_size": 151936, **more}
+    return _llama(layers, hidden, heads, ffn, **fields)
+
+
+_QWEN2_MOE: dict[str, Any] = {
+    "add_qkv_bias": True,
+    "moe_router_pre_softmax": True,
+    "moe_shared_expert_gate": True,
+}
+_QWEN3_MOE: dict[str, Any] = {"qk_layernorm": True, "kv_channels": 128, "context": 40960}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-tiny": _llama(6, 320, 8, 896, kv_heads=4, context=2048),
     "llama2-7b": _llama(32, 4096, 32, 11008, context=4096, vocab_size=32000),
@@ -57,6 +81,40 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.1-405b": _llama3(126, 16384, 128, 53248, **_LLAMA31),
     "llama3.2-1b": _llama3(16, 2048, 32, 8192, **_LLAMA32),
     "llama3.2-3b": _llama3(28, 3072, 24, 8192, **_LLAMA32),
+    "moe-tiny": _llama(4, 256, 8, 704, kv_heads=4, context=2048, **_moe(8, 2, 320)),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, context=32768, vocab_size=32000),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, context=65536, vocab_size=32000),
+    "qwen1.5-moe-a2.7b": _qwen_moe(
+        24,
+        2048,
+        16,
+        16,
+        5632,
+        context=8192,
+        **_moe(60, 4, 1408, moe_shared_expert_intermediate_size=5632, **_QWEN2_MOE),
+    ),
+    "qwen2-57b-a14b": _qwen_moe(
+        28,
+        3584,
+        28,
+        4,
+        18944,
+        context=131072,
+        **_moe(64, 8, 2560, moe_shared_expert_intermediate_size=20480, **_QWEN2_MOE),
+    ),
+    "qwen3-30b-a3b": _qwen_moe(48, 2048, 32, 4, 6144, **_moe(128, 8, 768, **_QWEN3_MOE)),
+    "qwen3-235b-a22b": _qwen_moe(94, 4096, 64, 4, 12288, **_moe(128, 8, 1536, **_QWEN3_MOE)),
+    "olmoe-1b-7b": _llama(
+        16,
+        2048,
+        16,
+        1024,
+        context=4096,
+        vocab_size=50304,
+        qk_layernorm=True,
+        qk_layernorm_across_heads=True,
+        **_moe(64, 8, moe_router_pre_softmax=True),
+    ),
 }
 
 

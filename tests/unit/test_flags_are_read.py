@@ -137,10 +137,12 @@ def _names_a_config(annotation: ast.expr) -> bool:
 
 
 def read_by_properties(part: str, reads: frozenset[str]) -> set[str]:
-    """Fields that a property or method of the configuration class reads, where the program reads that one."""
+    """Fields that a property or method of the configuration class, or of one that it inherits, reads, where the program
+    reads that one."""
     found: set[str] = set()
     uses: dict[str, set[str]] = {}
-    for name, member in vars(PARTS[part]).items():
+    members = {name: member for cls in reversed(PARTS[part].__mro__) for name, member in vars(cls).items()}
+    for name, member in members.items():
         body = member.fget if isinstance(member, property) else member
         if inspect.isfunction(body) and not name.startswith("__"):
             tree = ast.parse(textwrap.dedent(inspect.getsource(body)))

@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.rules import activation_offload as rules_activation_offload
 from megatron.config.rules import files as rules_files
 from megatron.config.rules import model as rules_model
+from megatron.config.rules import moe as rules_moe
 from megatron.config.rules import optimizer_offload as rules_optimizer_offload
 from megatron.config.rules import recompute as rules_recompute
 from megatron.config.rules import training as rules_training
@@ -28,6 +29,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(values_are_known, run),
         partial(numbers_are_in_range, run),
         *rules_model.rules(run, world_size),
+        *rules_moe.rules(run, world_size),
         *rules_training.rules(run, world_size),
         *rules_files.rules(run),
         *rules_recompute.rules(run),

@@ -71,21 +71,14 @@ def shape_is_given(model: ModelConfig) -> str | None:
     return f"{', '.join(missing)} must be given, or --preset" if missing else None
 
 
-def only_supported_parallelism(parallel: ParallelConfig) -> str | None:
-    """The mesh has every axis; these are not implemented yet."""
-    sizes = {
-        "--expert-model-parallel-size": parallel.expert_model_parallel_size,
-        "--expert-tensor-parallel-size": parallel.expert_tensor_parallel_size or 1,
-    }
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return f"{', '.join(wrong)} is not available yet; use 1" if wrong else None
-
-
 def world_is_divisible(parallel: ParallelConfig, world_size: int) -> str | None:
-    """The processes fill a whole number of replicas."""
+    """The processes fill a whole number of replicas, of the dense layers and of the experts."""
     try:
         mesh_of(parallel, world_size)
     except ConfigError as error:
+        tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        if parallel.expert_tensor_parallel_size is None and tp > 1 and ep > 1:
+            return f"{error} (etp is tp without --expert-tensor-parallel-size)"
         return str(error)
     return None
 
@@ -155,9 +148,24 @@ def heads_are_normalized_together(model: ModelConfig) -> str | None:
     return None
 
 
+def experts_fit_layers(model: ModelConfig) -> str | None:
+    """A list of layers with experts names each layer, and some of them have experts."""
+    if model.num_experts is None:
+        return None
+    try:
+        if any(model.moe_layers):
+            return None
+    except ConfigError as error:
+        return str(error)
+    return (
+        f"--moe-layer-freq {model.moe_layer_freq} leaves no layer for the {model.num_experts} experts; give another "
+        "pattern, or remove --num-experts"
+    )
+
+
 def mlp_has_a_width(model: ModelConfig) -> str | None:
     """The default width of a gated MLP is rounded down to a multiple of 64, which is 0 for tiny models."""
-    if model.ffn_dim == 0:
+    if model.uses_ffn_dim and model.ffn_dim == 0:
         gate = "--swiglu" if model.swiglu else "--geglu"
         return f"{gate} with --hidden-size {model.hidden_size} leaves the MLP no width; give --ffn-hidden-size"
     return None
@@ -166,7 +174,10 @@ def mlp_has_a_width(model: ModelConfig) -> str | None:
 def tp_divides_layers(model: ModelConfig, tp: int) -> str | None:
     """Each tensor-parallel rank holds whole heads, whole key/value heads and an equal part of the MLP."""
     assert model.num_attention_heads
-    for name, size in {"--num-attention-heads": model.num_attention_heads, "--ffn-hidden-size": model.ffn_dim}.items():
+    sizes = {"--num-attention-heads": model.num_attention_heads}
+    if not all(model.moe_layers):
+        sizes["--ffn-hidden-size"] = model.ffn_dim
+    for name, size in sizes.items():
         if size % tp:
             return f"{name} {size} is not a multiple of --tensor-model-parallel-size {tp}; change one of them"
     if model.num_kv_heads % tp and tp % model.num_kv_heads:
@@ -355,7 +366,6 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(one_source_of_shape, run.checkpoint, run.given),
         partial(one_source_of_adapters, run.checkpoint, run.given),
         partial(batch_shape_is_given, run.data, run.train),
-        partial(only_supported_parallelism, run.parallel),
         partial(world_is_divisible, run.parallel, world_size),
         partial(backend_fits_device, run.parallel),
         partial(one_half_precision, run.model),
@@ -370,6 +380,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(groups_divide_heads, run.model),
         partial(layers_have_norms, run.model),
         partial(heads_are_normalized_together, run.model),
+        partial(experts_fit_layers, run.model),
         partial(mlp_has_a_width, run.model),
         partial(tp_divides_layers, run.model, run.parallel.tensor_model_parallel_size),
         partial(sequence_parallel_divides_sequence, run.data, run.parallel),

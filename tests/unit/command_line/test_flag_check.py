@@ -39,10 +39,10 @@ def test_an_accepted_line():
 
 
 def test_flags_and_rules_are_told_together():
-    verdict = check_command([*GOOD, "--num-experts", "8", "--hidden-size", "63", "--kv-channels", "0"], 3)
+    verdict = check_command([*GOOD, "--multi-latent-attention", "--hidden-size", "63", "--kv-channels", "0"], 3)
     assert not verdict.accepted
     said = {flags: line for line, flags in verdict.problems}
-    assert "mixture of experts" in said["--num-experts",]
+    assert "multi-latent attention" in said["--multi-latent-attention",]
     assert "must be from 1" in said["--kv-channels",]
 
 
@@ -62,9 +62,11 @@ class TestTool:
         assert "--tensorboard-dir 'a b'" in command and "--async-save" not in command
 
     def test_a_refused_command(self, tool, capsys):
-        assert tool["main"](["--", *GOOD, "--num-experts", "8"]) == 1
+        assert tool["main"](["--", *GOOD, "--multi-latent-attention"]) == 1
         out = capsys.readouterr().out
-        assert "refused, 1 problems:\n  --num-experts 8 is not available here" in out and "equivalent" not in out
+        assert (
+            "refused, 1 problems:\n  --multi-latent-attention is not available here" in out and "equivalent" not in out
+        )
 
     def test_a_script(self, tool, tmp_path, capsys):
         script = tmp_path / "run.sh"
@@ -77,14 +79,14 @@ class TestTool:
         lines = tmp_path / "lines.jsonl"
         cases = [
             {"id": "a", "argv": GOOD, "world": 2},
-            {"id": "b", "argv": [*GOOD, "--num-experts", "8"], "world": None},
+            {"id": "b", "argv": [*GOOD, "--multi-latent-attention"], "world": None},
         ]
         lines.write_text("\n".join(map(json.dumps, cases)))
         assert tool["main"](["--lines", str(lines)]) == 1
         captured = capsys.readouterr()
         first, second = map(json.loads, captured.out.splitlines())
         assert first == {"id": "a", "world": 2, "accepted": True, "refused": []}
-        assert second["id"] == "b" and [r["flags"] for r in second["refused"]] == [["--num-experts"]]
+        assert second["id"] == "b" and [r["flags"] for r in second["refused"]] == [["--multi-latent-attention"]]
         assert captured.err == "1 of 2 lines are accepted\n"
 
     @pytest.mark.parametrize(

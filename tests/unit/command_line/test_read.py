@@ -144,7 +144,30 @@ class TestRefusals:
             ("--num-layers 2.5e0", "--num-layers: needs a whole number, got '2.5e0'"),
             ("--train-iters inf", "--train-iters: needs a whole number, got 'inf'"),
             ("--zero-stage 7", "--zero-stage 7 is not known with this value; see --print-flags"),
-            ("--num-experts 8", "--num-experts 8 is not available here (mixture of experts); remove it"),
+            (
+                "--mtp-num-layers 1",
+                "--mtp-num-layers 1 is not available here (multi-token prediction, not available yet); remove it",
+            ),
+            (
+                "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
+                "--moe-router-load-balancing-type sinkhorn is not available here (Sinkhorn's choice of experts depends on "
+                "the layout); give aux_loss, seq_aux_loss, global_aux_loss or none",
+            ),
+            (
+                "--num-experts 8 --seq-aux --moe-router-load-balancing-type none",
+                "--seq-aux is not available here (a loss over each sample); give --moe-router-load-balancing-type "
+                "seq_aux_loss",
+            ),
+            (
+                "--num-experts 8 --n-shared-experts 2 --moe-ffn-hidden-size 64",
+                "--n-shared-experts 2 is not available here (shared experts by their number); give "
+                "--moe-shared-expert-intermediate-size, the width of all shared experts together",
+            ),
+            (
+                "--num-experts 8 --first-k-dense-replace 1",
+                "--first-k-dense-replace 1 is not available here (dense layers before those with experts); give "
+                "--moe-layer-freq with a number per layer, such as ([0]*3+[1]*58) for 3 dense layers of 61",
+            ),
             ("--fp8-format e4m3", "--fp8-format e4m3 is not available here (FP8); train in --bf16"),
         ],
     )
@@ -153,7 +176,7 @@ class TestRefusals:
 
     def test_every_mistake_is_a_line(self):
         assert refusal("--multi-latent-attention --lrr 1 --bf16 --lr fast --num-layers 3").splitlines() == [
-            "--multi-latent-attention is not available here (multi-latent attention); remove it",
+            "--multi-latent-attention is not available here (multi-latent attention, not available yet); remove it",
             "--lrr 1 is not a known flag; did you mean --lr?",
             "--lr: needs a number, got 'fast'",
         ]
@@ -216,6 +239,16 @@ class TestOtherMegatrons:
             ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),
             ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"),
             (
+                "--num-experts 8 --moe-layer-freq -1 --first-k-dense-replace -1 --norm-topk-prob --moe-grouped-gemm "
+                "--moe-token-dispatcher-type alltoall_seq --routed-scaling-factor 2.5 --moe-intermediate-size 64",
+                "--num-experts 8 --moe-layer-freq 1 --moe-router-topk-normalization on --moe-router-topk-scaling-factor 2.5 "
+                "--moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall",
+            ),
+            (
+                "--num-experts 8 --moe-ffn-hidden-size 64 --n-shared-experts 1",
+                "--num-experts 8 --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64",
+            ),
+            (
                 "--use-megatron-fsdp --data-parallel-sharding-strategy optim",
                 "--data-parallel-sharding-strategy optim",
             ),
@@ -243,6 +276,16 @@ class TestOtherMegatrons:
         ]
         assert run.given == frozenset()
 
+    def test_flags_about_experts_that_change_no_result(self):
+        run = parsed("--num-experts 8 --moe-token-dispatcher-type flex --moe-enable-deepep --moe-permute-fusion")
+        assert [(note.flag, note.here) for note in run.notes] == [
+            ("--moe-token-dispatcher-type", "alltoall"),
+            ("--moe-enable-deepep", "alltoall"),
+            ("--moe-permute-fusion", "chosen at start"),
+        ]
+        run = parsed("--num-experts 8 --moe-grouped-gemm --seq-aux --moe-router-load-balancing-type seq_aux_loss")
+        assert run.already == ("--moe-grouped-gemm", "--seq-aux") and run.notes == ()
+
     def test_and_a_refusal_when_flags_are_strict(self):
         lines = refusal("--ckpt-format torch_dist --async-save --use-mcore-models --strict-flags").splitlines()
         assert [line.split()[0] for line in lines] == ["--ckpt-format", "--async-save"]
@@ -252,18 +295,21 @@ class TestOtherMegatrons:
         assert parsed("--async-save false --perform-rl-step false").notes == ()
 
     def test_a_family_depends_on_the_flag_that_turns_it_on(self):
-        assert [note.flag for note in parsed("--moe-router-topk 2 --fp8-margin 1").notes] == [
-            "--moe-router-topk",
+        assert [note.flag for note in parsed("--moe-input-jitter-eps 0.1 --fp8-margin 1").notes] == [
+            "--moe-input-jitter-eps",
             "--fp8-margin",
         ]
-        assert refusal("--num-experts 8 --moe-router-topk 2 --fp8-margin 1").splitlines() == [
-            "--num-experts 8 is not available here (mixture of experts); remove it",
-            "--moe-router-topk 2 is not available here (mixture of experts); remove it",
-        ]
+        refused = (
+            "--moe-input-jitter-eps 0.1 is not available here (random factors on the inputs of routers and experts); "
+            "remove it"
+        )
+        for turned_on in ("--num-experts 8", "--preset mixtral-8x7b", "--load-hf d", "--use-checkpoint-args"):
+            assert refusal(f"{turned_on} --moe-input-jitter-eps 0.1 --fp8-margin 1") == refused
+        assert parsed("--preset llama3-8b --moe-input-jitter-eps 0.1").notes
 
     def test_outcomes_are_in_the_order_of_the_line(self):
         line = read(
-            ["--lr", "1", "--rms-norm", "--use-mcore-models", "--async-save", "--num-experts", "8", "--lrr", "1"]
+            ["--lr", "1", "--rms-norm", "--use-mcore-models", "--async-save", "--fp8-format", "x", "--lrr", "1"]
         )
         assert [outcome.kind for outcome in line.outcomes] == ["read", "alias", "same", "noop", "refuse", "unknown"]
         assert line.run.schedule.lr == 1 and len(line.problems) == 2
@@ -272,13 +318,13 @@ class TestOtherMegatrons:
 @pytest.mark.parametrize("program", ["pretrain_gpt.py", "finetune.py"])
 def test_mistakes_are_told_before_torch_is_imported(program):
     """All of them, those of the flags together too, and by a process that has not paid for torch."""
-    argv = ["--lr", "fast", "--tensor-model-parallel-size", "3", "--num-experts", "8"]
+    argv = ["--lr", "fast", "--tensor-model-parallel-size", "3", "--mtp-num-layers", "1"]
     command = [sys.executable, "-X", "importtime", program, *argv]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     said = [line for line in found.stderr.splitlines() if not line.startswith("import time:")]
     assert found.returncode == 2
     assert said == [
-        "error: --num-experts 8 is not available here (mixture of experts); remove it",
+        "error: --mtp-num-layers 1 is not available here (multi-token prediction, not available yet); remove it",
         "error: --lr: needs a number, got 'fast'",
     ]
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in found.stderr.splitlines() if "|" in line}

@@ -76,7 +76,7 @@ def test_an_alias_is_understood(row):
     beside, _, value = row.beside.partition("=")
     names = set(FLAGS_IN_TEXT.findall(row.here)) - {beside}
     assert names <= OWN
-    needed = [beside, value or "d"] if beside else []
+    needed = [beside, value or "8"] if beside else []
     # One of these is a value of the flag that is meant.
     words = row.values or (
         ("8", "0.5", "uniform", "selective", "rope") if "{" in row.here and row.arity != "0" else ("",)
@@ -90,8 +90,8 @@ def test_an_alias_is_understood(row):
 def test_certain_values_go_before_others_and_then_flags_beside():
     assert find_row("--main-grads-dtype", ("fp32",), {}).outcome == SAME
     assert find_row("--main-grads-dtype", ("bf16",), {}).outcome == REFUSE
-    assert find_row("--moe-router-topk", ("2",), {}).outcome == NOOP
-    assert find_row("--moe-router-topk", ("2",), {"--num-experts": ("8",)}).outcome == REFUSE
+    assert find_row("--moe-input-jitter-eps", ("0.1",), {}).outcome == NOOP
+    assert find_row("--moe-input-jitter-eps", ("0.1",), {"--num-experts": ("8",)}).outcome == REFUSE
     assert find_row("--attention-backend", ("local",), {}).outcome == ALIAS
     assert find_row("--attention-backend", ("flash",), {}).outcome == READ
     assert find_row("--no-such-flag", (), {}) is None

@@ -8,6 +8,7 @@ from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
 from tests.unit.config.memory_cases import MEMORY_CASES
+from tests.unit.config.moe_cases import MOE, MOE_CASES
 from tests.unit.config.runs import make_run
 from tests.unit.config.training_cases import TRAINING_CASES
 
@@ -89,14 +90,6 @@ CASES = [
         {**CP2, "context_parallel_size": 4},
         4,
         ["2 3", "--context-parallel-size 4"],
-    ),
-    (rules_model.only_supported_parallelism, {"expert_model_parallel_size": 2}, {}, 2, ["--expert-model"]),
-    (
-        rules_model.only_supported_parallelism,
-        {"expert_tensor_parallel_size": 2},
-        {"expert_tensor_parallel_size": 1},
-        2,
-        ["--expert-tensor-parallel-size 2"],
     ),
     (rules_model.world_is_divisible, {"tensor_model_parallel_size": 2}, {}, 3, ["3", "tp 2"]),
     (
@@ -307,6 +300,7 @@ CASES = [
         ["--padded-vocab-size 999", "vocabulary of 1000"],
     ),
     *TRAINING_CASES,
+    *MOE_CASES,
     (rules_files.one_data_source, {"data_path": ("a",)}, FILES, 1, ["--mock-data and --data-path"]),
     (rules_files.one_data_source, {"mock_data": None}, FILES, 1, ["--data-path"]),
     (
@@ -470,4 +464,5 @@ def test_every_rule_has_a_row():
         rules_model.one_source_of_shape,
         rules_model.one_source_of_adapters,
     }  # what was typed matters to these
-    assert {rule.func for rule in rules.rules(make_run(), 1)} == {case[0] for case in CASES} | elsewhere
+    runs = make_run(), make_run(**MOE)
+    assert {rule.func for run in runs for rule in rules.rules(run, 1)} == {case[0] for case in CASES} | elsewhere

@@ -6,6 +6,7 @@ from megatron.config.flag_table import read_flags
 from megatron.config.rules import check as rules
 from megatron.config.rules.needs import notes, unneeded
 from megatron.config.run import flag_fields, flag_name
+from tests.unit.config.moe_cases import MOE_NEEDS
 from tests.unit.config.runs import make_run
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -52,6 +53,7 @@ RS_OFF = {"tp_comm_overlap_rs": False}
 
 # field, value that was typed, fields beside which it has no effect, fields beside which it has one, part of the message
 CASES = [
+    *MOE_NEEDS,
     ("optimizer_offload_policy", "auto", STATES, CPU_OFFLOAD, "the device updates"),
     ("optimizer_offload_policy", "static", {}, HYBRID, "the device updates"),
     ("optimizer_offload_fraction", 0.5, {}, CPU_OFFLOAD, "the device updates"),
@@ -244,7 +246,7 @@ ALWAYS = """
     recompute_policy recompute_granularity recompute_activations kaimm_recompute_norm kaimm_recompute_mlp_activation_func
     optimizer_cpu_offload offload_optimizer_states exp_avg_dtype exp_avg_sq_dtype main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
-    num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention lora_rank
+    num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention lora_rank
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
@@ -255,7 +257,7 @@ ALWAYS = """
     fixed_padded_vocab_size mask_padded_vocabulary fp16 bf16
     attention_backend transformer_impl gradient_accumulation_fusion
     tensor_model_parallel_size sequence_parallel tp_comm_bulk_wgrad pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size ddp_bucket_size device distributed_backend
+    ddp_bucket_size device distributed_backend
     use_distributed_optimizer overlap_grad_reduce overlapped_distributed_optimizer data_parallel_sharding_strategy
     grad_reduce_in_bf16
     distributed_timeout_minutes heartbeat_dir

@@ -1,0 +1,260 @@
+"""Rules about mixture of experts: the router's choice, the shards of the experts, and the balance between them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron.config.mesh import mesh_of
+from megatron.config.model import ModelConfig
+from megatron.config.moe import SIGMOID
+from megatron.config.moe_training import NONE, MoEConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.rules.model import shape_is_pending
+from megatron.config.rules.rule import ConfigRule
+from megatron.config.run import RunConfig
+from megatron.config.train import TrainConfig
+
+_MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def experts_exist_to_be_shared(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Only experts are sharded over ep and etp."""
+    sizes = {
+        "--expert-model-parallel-size": parallel.expert_model_parallel_size,
+        "--expert-tensor-parallel-size": parallel.expert_tensor_parallel_size or 1,
+    }
+    asked = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if asked and model.num_experts is None:
+        return f"{' and '.join(asked)} shares experts between ranks, and the model has none; give --num-experts, or 1"
+    return None
+
+
+def ep_divides_experts(model: ModelConfig, ep: int) -> str | None:
+    """Each expert-parallel rank holds equally many experts."""
+    assert model.num_experts
+    if model.num_experts % ep:
+        return f"--num-experts {model.num_experts} is not a multiple of --expert-model-parallel-size {ep}; change one"
+    return None
+
+
+def etp_divides_expert_width(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """The ranks that share an expert hold equal parts of its MLP."""
+    asked, width = parallel.expert_tensor_parallel_size, model.moe_ffn_dim
+    etp = asked or parallel.tensor_model_parallel_size
+    if width % etp == 0:
+        return None
+    name = "--moe-ffn-hidden-size" if model.moe_ffn_hidden_size else "--ffn-hidden-size"
+    if asked:
+        return f"{name} {width} is not a multiple of --expert-tensor-parallel-size {etp}; change one of them"
+    return (
+        f"{name} {width} is not a multiple of --tensor-model-parallel-size {etp}, over which each expert is sharded, too; "
+        "give --expert-tensor-parallel-size 1, or change one of them"
+    )
+
+
+def tp_divides_shared_expert(model: ModelConfig, tp: int) -> str | None:
+    """The shared experts are one MLP, sharded over tp like a dense one."""
+    width = model.moe_shared_expert_intermediate_size
+    if width is not None and width % tp:
+        return (
+            f"--moe-shared-expert-intermediate-size {width} is not a multiple of --tensor-model-parallel-size {tp}; change "
+            "one of them"
+        )
+    return None
+
+
+def experts_are_enough(model: ModelConfig) -> str | None:
+    """The experts of a token are different ones."""
+    assert model.num_experts
+    if model.moe_router_topk > model.num_experts:
+        return f"--moe-router-topk {model.moe_router_topk} is above --num-experts {model.num_experts}; lower it"
+    return None
+
+
+def groups_are_chosen_from(model: ModelConfig) -> str | None:
+    """Groups of experts matter only if a token's experts come from some of them, and both numbers are needed."""
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is not None and chosen is None:
+        return (
+            f"--moe-router-num-groups {groups} needs the number of groups that a token's experts come from; give "
+            "--moe-router-group-topk, or remove it"
+        )
+    if chosen is not None and groups is None:
+        return (
+            f"--moe-router-group-topk {chosen} needs the number of groups; give --moe-router-num-groups, or remove it"
+        )
+    return None
+
+
+def groups_divide_experts(model: ModelConfig) -> str | None:
+    """All groups have equally many experts."""
+    assert model.num_experts
+    groups = model.moe_router_num_groups or 1
+    if model.num_experts % groups:
+        return f"--num-experts {model.num_experts} is not a multiple of --moe-router-num-groups {groups}; change one"
+    return None
+
+
+def groups_are_enough(model: ModelConfig) -> str | None:
+    """The groups of a token are different ones."""
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is not None and chosen is not None and chosen > groups:
+        return f"--moe-router-group-topk {chosen} is above --moe-router-num-groups {groups}; lower it"
+    return None
+
+
+def groups_hold_the_chosen(model: ModelConfig) -> str | None:
+    """The groups of a token have as many experts together as the token needs."""
+    assert model.num_experts
+    topk, groups, chosen = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is None or chosen is None:
+        return None
+    size = model.num_experts // groups
+    if topk > chosen * size:
+        return (
+            f"--moe-router-topk {topk} is above the {chosen * size} experts in --moe-router-group-topk {chosen} groups of "
+            f"{size}; lower it, or raise --moe-router-group-topk"
+        )
+    return None
+
+
+def group_score_has_terms(model: ModelConfig) -> str | None:
+    """The sum that scores a group has at least one term: topk / group_topk, rounded down."""
+    topk, chosen = model.moe_router_topk, model.moe_router_group_topk
+    if chosen is not None and model.moe_router_group_score == "sum" and topk < chosen:
+        return (
+            f"--moe-router-group-score sum adds the best {topk} / {chosen} experts of a group, which is less than one; give "
+            f"--moe-router-group-score max, or lower --moe-router-group-topk {chosen} to {topk}"
+        )
+    return None
+
+
+def biased_scores_are_sigmoids(model: ModelConfig) -> str | None:
+    """A bias is added to scores of one scale; those of a softmax depend on all others, and shrink with more experts."""
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
+        return (
+            "--moe-router-enable-expert-bias is added to scores that do not depend on each other, and --moe-router-score-"
+            f"function is {model.moe_router_score_function}; give {SIGMOID}, or remove one of them"
+        )
+    return None
+
+
+def weights_depend_on_scores(model: ModelConfig) -> str | None:
+    """The weight of a token's only expert, divided by itself, is 1 whatever the router says, which then never learns."""
+    if model.moe_router_topk > 1 or not model.normalizes_topk:
+        return None
+    asked = model.moe_router_topk_normalization == "on"
+    fix = "remove --moe-router-topk-normalization on" if asked else "give --moe-router-pre-softmax"
+    if asked and model.moe_router_score_function != SIGMOID and not model.moe_router_pre_softmax:
+        fix += " and give --moe-router-pre-softmax"
+    return (
+        "with --moe-router-topk 1 and normalized weights the weight of the chosen expert is always 1, so that the router "
+        f"gets no gradient; {fix}"
+    )
+
+
+def softmax_has_one_form(model: ModelConfig) -> str | None:
+    """A softmax over the chosen experts sums to 1; one that is not normalized is the softmax over all of them."""
+    off = model.moe_router_topk_normalization == "off"
+    if off and model.moe_router_score_function != SIGMOID and not model.moe_router_pre_softmax:
+        return (
+            "--moe-router-topk-normalization off contradicts the softmax over the chosen experts, which sums to 1; add "
+            "--moe-router-pre-softmax for the softmax over all experts, or remove it"
+        )
+    return None
+
+
+def experts_have_no_biases(model: ModelConfig) -> str | None:
+    """Experts are two products without biases."""
+    if model.add_bias_linear:
+        return (
+            f"--num-experts {model.num_experts}: experts have no biases; add --disable-bias-linear (and --add-qkv-bias if "
+            "the attention has some)"
+        )
+    return None
+
+
+def ranks_hold_different_tokens(parallel: ParallelConfig, train: TrainConfig) -> str | None:
+    """Without sequence parallelism all ranks of tp hold the same tokens, and would send each of them to its experts."""
+    tp = parallel.tensor_model_parallel_size
+    if tp > 1 and not parallel.sequence_parallel and not train.skip_train:
+        return (
+            f"--num-experts with --tensor-model-parallel-size {tp} needs different tokens on each rank; add "
+            "--sequence-parallel"
+        )
+    return None
+
+
+def balancing_types_are_apart(moe: MoEConfig) -> str | None:
+    """Each loss that balances the experts is named once, and `none` stands alone."""
+    types = moe.moe_router_load_balancing_type
+    if NONE in types and len(types) > 1:
+        return f"--moe-router-load-balancing-type {' '.join(types)}: {NONE} excludes the others; remove it or them"
+    twice = [each for each in dict.fromkeys(types) if types.count(each) > 1]
+    if twice:
+        return f"--moe-router-load-balancing-type {' '.join(types)} has {', '.join(twice)} twice; give each type once"
+    return None
+
+
+def coefficients_fit_types(moe: MoEConfig) -> str | None:
+    """Each loss that balances the experts has its coefficient."""
+    types, coefficients = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
+    if len(types) != len(coefficients):
+        return (
+            f"--moe-aux-loss-coeff has {len(coefficients)} value{'s' * (len(coefficients) != 1)} for {len(types)} "
+            f"--moe-router-load-balancing-type ({' '.join(types)}); give one per type"
+        )
+    return None
+
+
+def instances_divide_expert_copies(parallel: ParallelConfig, world_size: int) -> str | None:
+    """Every instance of the sharded optimizer has equally many ranks with a copy of each expert."""
+    mesh, instances = mesh_of(parallel, world_size), parallel.num_distributed_optimizer_instances
+    if mesh.edp % instances:
+        return (
+            f"--num-distributed-optimizer-instances {instances} does not divide the {mesh.edp} copies of each expert: world "
+            f"size {world_size} / (etp {mesh.etp} x ep {mesh.ep} x pp {mesh.pp}); give a divisor of {mesh.edp}"
+        )
+    return None
+
+
+def adapters_leave_experts(model: ModelConfig) -> str | None:
+    """LoRA adapts attention only in a model with experts."""
+    asked = model.lora_target_modules
+    if model.lora_rank is not None and any(each in model.lora_projections for each in _MLP_PROJECTIONS):
+        return (
+            f"--lora-target-modules {' '.join(asked)} includes projections of the MLP, and experts take no adapters; give "
+            "--lora-target-modules linear_qkv linear_proj"
+        )
+    return None
+
+
+def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
+    """Returns the rules about experts, if the model's shape is known and has any."""
+    if shape_is_pending(run.model, run.checkpoint):
+        return []
+    model, parallel = run.model, run.parallel
+    alone = partial(experts_exist_to_be_shared, model, parallel)
+    if model.num_experts is None:
+        return [alone]
+    return [
+        alone,
+        partial(ep_divides_experts, model, parallel.expert_model_parallel_size),
+        partial(etp_divides_expert_width, model, parallel),
+        partial(tp_divides_shared_expert, model, parallel.tensor_model_parallel_size),
+        partial(experts_are_enough, model),
+        partial(groups_are_chosen_from, model),
+        partial(groups_divide_experts, model),
+        partial(groups_are_enough, model),
+        partial(groups_hold_the_chosen, model),
+        partial(group_score_has_terms, model),
+        partial(biased_scores_are_sigmoids, model),
+        partial(weights_depend_on_scores, model),
+        partial(softmax_has_one_form, model),
+        partial(experts_have_no_biases, model),
+        partial(ranks_hold_different_tokens, parallel, run.train),
+        partial(balancing_types_are_apart, run.moe),
+        partial(coefficients_fit_types, run.moe),
+        partial(instances_divide_expert_copies, parallel, world_size),
+        partial(adapters_leave_experts, model),
+    ]
