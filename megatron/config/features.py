@@ -10,6 +10,8 @@ from megatron.base.cuda_environment import ALLOCATOR
 from megatron.base.mesh import Mesh
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.data_parallel import AUTO, EVERY, DataParallelSettings
+from megatron.config.feature import Feature
+from megatron.config.features_moe import moe_features
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OFF, STATES, updates_on_cpu
@@ -49,16 +51,6 @@ class Facts:
     deterministic: str = ""  # environment variables of --deterministic-mode on CUDA, with their values
 
 
-@dataclass(frozen=True)
-class Feature:
-    """One row of the table. `why` is empty if the run does what was requested."""
-
-    name: str
-    asked: str
-    in_effect: str
-    why: str
-
-
 def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Feature]:
     """Returns all rows in a fixed order. Pure: nothing is looked up or changed."""
     model, parallel, trains = run.model, run.parallel, not run.train.skip_train
@@ -73,6 +65,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         _pipeline(settings),
         _pipeline_overlap(parallel),
         _context(cp, settings.attention_comm_types, facts),
+        *moe_features(model, run.moe, mesh, trains=trains),
         _optimizer_sharding(data_parallel, mesh, facts),
         _recompute(run.recompute, model, settings.pipeline, facts, trains=trains),
         _activation_offload(run.activation_offload, settings),

@@ -24,6 +24,7 @@ RUNTIME_FIELDS = (
     "lora_alpha",
     "lora_dropout",
     "lora_target_modules",
+    "moe_router_dtype",
     "fp16",
     "bf16",
     "fp32_residual_connection",

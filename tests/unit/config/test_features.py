@@ -1,10 +1,12 @@
 import dataclasses
 
-from megatron.config.features import Facts, Feature, features, format_table, worth_a_line
-from megatron.config.mesh import mesh_of
+from megatron.config.feature import Feature
+from megatron.config.features import Facts, features, format_table, worth_a_line
+from megatron.config.mesh import mesh_of, smallest_world
 from megatron.config.note import Note
 from megatron.config.rules.check import check
 from megatron.config.settings import resolve
+from tests.unit.config.moe_cases import BIASED, COEFFICIENTS, MOE, TYPES
 from tests.unit.config.runs import make_run
 
 ALONE = Facts(
@@ -24,9 +26,7 @@ ALONE = Facts(
 
 def rows(run, facts=ALONE, dp=1):
     """The table of a run on `dp` data-parallel replicas."""
-    p = run.parallel
-    replica = p.tensor_model_parallel_size * p.context_parallel_size * p.pipeline_model_parallel_size
-    return features(run, resolve(run, mesh_of(p, dp * replica)), facts)
+    return features(run, resolve(run, mesh_of(run.parallel, dp * smallest_world(run.parallel))), facts)
 
 
 def row(name, facts=ALONE, dp=1, **fields):
@@ -383,3 +383,59 @@ def test_flags_without_an_effect_have_a_row():
 def test_layers():
     assert row("layers") == ("local", "local", "")
     assert row("layers", transformer_impl="transformer_engine")[:2] == ("transformer_engine", "local")
+
+
+class TestExperts:
+    def test_a_dense_model_has_no_rows(self):
+        assert not {"experts", "router", "expert balance"} & {r.name for r in rows(make_run())}
+
+    def test_where_they_are(self):
+        asked = "2 of 8, ep 1, etp 1"
+        assert row("experts", **MOE)[:2] == (asked, f"{asked}: 2 of 2 layers, 8 experts per rank, edp 1")
+        folded = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+        some = {"moe_layer_freq": "[0,1]", "moe_shared_expert_intermediate_size": 32, "expert_model_parallel_size": 8}
+        asked = "2 of 8, ep 8, etp 1, and shared ones of width 32"
+        where = "1 of 2 layers, 1 expert per rank, edp 2"
+        assert row("experts", dp=2, **MOE, **folded, **some)[:2] == (asked, f"{asked}: {where}")
+
+    def test_the_routers_rule(self):
+        def rule(**fields):
+            return row("router", **fields)[1]
+
+        assert rule(**MOE) == "softmax over the chosen, fp32"
+        assert rule(**MOE, moe_router_pre_softmax=True) == "softmax over all, fp32"
+        groups = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_dtype": "fp64"}
+        assert rule(**BIASED, **groups) == "sigmoid, normalized, best 2 of 4 groups by sum, fp64"
+        assert rule(**BIASED, moe_router_topk=1) == "sigmoid, fp32"
+        forced = row("router", **MOE, moe_router_force_load_balancing=True)
+        assert forced[1:] == ("experts in turn", "--moe-router-force-load-balancing")
+
+    def test_what_balances_them(self):
+        def balance(**fields):
+            return row("expert balance", **fields)
+
+        assert balance(**MOE) == ("aux_loss 0", "off", "--moe-aux-loss-coeff is 0")
+        assert balance(**MOE, **{TYPES: ("none",)}) == ("off", "off", "")
+        several = {TYPES: ("seq_aux_loss", "global_aux_loss"), COEFFICIENTS: (1e-4, 1e-2)}
+        shown = "seq_aux_loss 0.0001, global_aux_loss 0.01"
+        why = "loads of seq_aux_loss: each sample; loads of global_aux_loss: the global batch before"
+        assert balance(**MOE, **several) == (shown, shown, why)
+        asked = "aux_loss 0.01, z-loss 0.001, bias 0.001 per step"
+        more = {COEFFICIENTS: (0.01,), "moe_z_loss_coeff": 1e-3}
+        assert balance(**BIASED, **more) == (asked, asked, "loads of aux_loss: a microbatch")
+        assert balance(**BIASED, **more, skip_train=True) == (asked, "off", "evaluation only")
+
+    def test_capacity(self):
+        assert row("expert capacity", **MOE) == ("off", "off", "")
+        limited = {**MOE, "moe_expert_capacity_factor": 1.25}
+        asked = "1.25 x the mean load of a sample"
+        why = "an expert keeps the {}; the others skip it"
+        assert row("expert capacity", **limited) == (asked, asked, why.format("tokens with the highest weights"))
+        first = row("expert capacity", **limited, moe_token_drop_policy="position")
+        assert first[2] == why.format("first tokens")
+
+    def test_the_exchange_of_tokens(self):
+        assert row("token dispatcher", **MOE)[:2] == ("alltoall", "off")
+        four = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+        found = row("token dispatcher", **MOE, **four, moe_token_dispatcher_type="allgather")
+        assert found == ("allgather", "allgather over 4 ranks", "")

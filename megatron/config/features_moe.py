@@ -1,0 +1,90 @@
+"""The rows of the start-up table about mixture of experts."""
+
+from __future__ import annotations
+
+from megatron.base.mesh import Mesh
+from megatron.config.feature import Feature
+from megatron.config.model import ModelConfig
+from megatron.config.moe import SIGMOID
+from megatron.config.moe_training import AUX, GLOBAL_AUX, NONE, SEQ_AUX, MoEConfig
+
+# The tokens whose choices make the loads of each loss.
+_LOADS = {AUX: "a microbatch", SEQ_AUX: "each sample", GLOBAL_AUX: "the global batch before"}
+
+
+def moe_features(model: ModelConfig, moe: MoEConfig, mesh: Mesh, *, trains: bool) -> list[Feature]:
+    """Returns the rows of a model with experts; of a dense one none."""
+    if model.num_experts is None:
+        return []
+    return [
+        _experts(model, mesh),
+        _router(model, forced=moe.moe_router_force_load_balancing),
+        _balance(model, moe, trains=trains),
+        _capacity(moe),
+        _dispatcher(moe.moe_token_dispatcher_type, mesh),
+    ]
+
+
+def _experts(model: ModelConfig, mesh: Mesh) -> Feature:
+    assert model.num_experts
+    asked = f"{model.moe_router_topk} of {model.num_experts}, ep {mesh.ep}, etp {mesh.etp}"
+    if model.moe_shared_expert_intermediate_size is not None:
+        asked += f", and shared ones of width {model.moe_shared_expert_intermediate_size}"
+    layers = model.moe_layers
+    here = model.num_experts // mesh.ep
+    where = f"{sum(layers)} of {len(layers)} layers, {here} expert{'s' * (here > 1)} per rank, edp {mesh.edp}"
+    return Feature("experts", asked, f"{asked}: {where}", "")
+
+
+def _router(model: ModelConfig, *, forced: bool) -> Feature:
+    if model.moe_router_score_function == SIGMOID:
+        rule = "sigmoid" + (", normalized" if model.normalizes_topk else "")
+    else:
+        rule = f"softmax over {'the chosen' if model.normalizes_topk else 'all'}"
+    if model.moe_router_group_topk is not None:
+        score = model.moe_router_group_score
+        rule += f", best {model.moe_router_group_topk} of {model.moe_router_num_groups} groups by {score}"
+    asked = f"{rule}, {model.moe_router_dtype}"
+    if forced:
+        return Feature("router", asked, "experts in turn", "--moe-router-force-load-balancing")
+    return Feature("router", asked, asked, "")
+
+
+def _balance(model: ModelConfig, moe: MoEConfig, *, trains: bool) -> Feature:
+    """What changes the balance between experts, and the tokens whose choices count."""
+    name = "expert balance"
+    losses = dict(zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff)) if _has_losses(moe) else {}
+    asked = [f"{kind} {coefficient:g}" for kind, coefficient in losses.items()]
+    in_effect = [f"{kind} {coefficient:g}" for kind, coefficient in losses.items() if coefficient > 0]
+    others = []
+    if moe.moe_z_loss_coeff:
+        others.append(f"z-loss {moe.moe_z_loss_coeff:g}")
+    if model.moe_router_enable_expert_bias:
+        others.append(f"bias {moe.moe_router_bias_update_rate:g} per step")
+    shown = ", ".join([*asked, *others]) or "off"
+    if not trains:
+        return Feature(name, shown, "off", "evaluation only" if shown != "off" else "")
+    why = [f"loads of {kind}: {_LOADS[kind]}" for kind, coefficient in losses.items() if coefficient > 0]
+    if len(in_effect) < len(asked):
+        why.append("--moe-aux-loss-coeff is 0")
+    return Feature(name, shown, ", ".join([*in_effect, *others]) or "off", "; ".join(why))
+
+
+def _has_losses(moe: MoEConfig) -> bool:
+    return moe.moe_router_load_balancing_type != (NONE,)
+
+
+def _capacity(moe: MoEConfig) -> Feature:
+    name, factor = "expert capacity", moe.moe_expert_capacity_factor
+    if factor is None:
+        return Feature(name, "off", "off", "")
+    first = {"probs": "the tokens with the highest weights", "position": "the first tokens"}[moe.moe_token_drop_policy]
+    asked = f"{factor:g} x the mean load of a sample"
+    return Feature(name, asked, asked, f"an expert keeps {first}; the others skip it")
+
+
+def _dispatcher(kind: str, mesh: Mesh) -> Feature:
+    name, ranks = "token dispatcher", mesh.ep * mesh.etp
+    if ranks == 1:
+        return Feature(name, kind, "off", "ep x etp = 1: tokens stay where they are")
+    return Feature(name, kind, f"{kind} over {ranks} ranks", "")
