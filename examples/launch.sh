@@ -1,5 +1,5 @@
 # What the scripts of all families share: options -> flags -> torchrun. A script sets its `program` and its family's
-# defaults (`lr`, `lora_lr`, `global_batch_size`) and sources this file. Needs bash 4.4.
+# defaults (`lr`, `lora_lr`, `global_batch_size`, perhaps `family_flags`) and sources this file. Needs bash 4.4.
 
 usage() {
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
@@ -24,6 +24,8 @@ Options
   --lora-alpha X           their outputs are multiplied by this / rank
   --precision P            bf16, fp16 or fp32 [bf16]
   --tp N                   tensor parallelism, with sequence parallelism [1]
+  --ep N                   expert parallelism, of a model with experts [1]
+  --etp N                  tensor parallelism of its experts [that of --tp]
   --gpus N                 processes on this node [8]
   --nodes N                of which each runs this command
   --master HOST:PORT       one of the nodes and a free port there, the same in all commands
@@ -36,7 +38,7 @@ END
 
 die() { echo "$(basename "$0"): $1" >&2; exit 2; }
 
-own="model checkpoint preset data tokenizer save precision tp gpus nodes master max-restarts"
+own="model checkpoint preset data tokenizer save precision tp ep etp gpus nodes master max-restarts"
 # By the program's own names.
 same="train-iters seq-length micro-batch-size global-batch-size lr lora-rank lora-alpha save-interval save-hf"
 same+=" exit-duration-in-mins"
@@ -57,7 +59,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
 done
 [ $# = 0 ] || shift
 
-for name in tp gpus nodes train-iters seq-length micro-batch-size global-batch-size lora-rank save-interval; do
+for name in tp ep etp gpus nodes train-iters seq-length micro-batch-size global-batch-size lora-rank save-interval; do
     [[ ${option[$name]-1} =~ ^[1-9][0-9]*$ ]] || die "--$name must be a whole number above 0, not '${option[$name]}'"
 done
 # A run without checkpoints would begin anew each time.
@@ -102,6 +104,9 @@ flags+=(--log-interval 10 --overlapped-distributed-optimizer)
 [ $precision = fp32 ] || flags+=("--$precision")
 flags+=(--tensor-model-parallel-size "${option[tp]}")
 [ "${option[tp]}" = 1 ] || flags+=(--sequence-parallel)
+[ -z "${option[ep]-}" ] || flags+=(--expert-model-parallel-size "${option[ep]}")
+[ -z "${option[etp]-}" ] || flags+=(--expert-tensor-parallel-size "${option[etp]}")
+[ -z "${family_flags-}" ] || flags+=("${family_flags[@]}")
 
 launcher=(--nproc-per-node "${option[gpus]}" --max-restarts "$restarts")
 if [ "${option[nodes]}" = 1 ]; then

@@ -1,19 +1,23 @@
 #!/usr/bin/env bash
-# The 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh: prints what each means here, and runs that.
+# The 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh, or the 27 of its run_mcore_qwen3.sh: prints
+# what each means here, and runs that.
 #
 #   examples/pai_compat.sh [--dry-run] [--gpus N] dsw 8B 1 8 1e-5 1e-6 128 128 bf16 4 1 1 true true true false none \
 #       false 100 DATASET VALID CHECKPOINT 100000000 10000 OUTPUT [-- flags of the program, which win]
+#   examples/pai_compat.sh [--dry-run] [--gpus N] dsw A3B 1 8 1e-5 1e-6 128 128 bf16 4 1 1 1 8 true true true false \
+#       none false 100 DATASET VALID CHECKPOINT 100000000 10000 OUTPUT [-- flags of the program, which win]
 #
+# The two more are ETP and EP, behind CP; a MODEL_SIZE such as 8B has no experts, and leaves them out.
 # --dry-run prints only. --gpus N: processes on this node under dsw, instead of one a GPU. MP_AC_LAYERS, MP_SFT_PACKING,
 # MP_VP and MP_PP0_LAYERS mean what they mean there. Two things differ: shape and tokenizer are those of CHECKPOINT, unless
 # that is none; and the same command goes on from its own newest checkpoint, with the optimizer's state.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-names=(ENV MODEL_SIZE BATCH_SIZE GLOBAL_BATCH_SIZE LR MIN_LR SEQ_LEN PAD_LEN PR TP PP CP SP DO FL SFT AC
-    OPTIMIZER_OFFLOAD SAVE_INTERVAL DATASET_PATH VALID_DATASET_PATH PRETRAIN_CHECKPOINT_PATH TRAIN WARMUP
-    OUTPUT_BASEPATH)
+first=(ENV MODEL_SIZE BATCH_SIZE GLOBAL_BATCH_SIZE LR MIN_LR SEQ_LEN PAD_LEN PR TP PP CP)
+last=(SP DO FL SFT AC OPTIMIZER_OFFLOAD SAVE_INTERVAL DATASET_PATH VALID_DATASET_PATH PRETRAIN_CHECKPOINT_PATH TRAIN
+    WARMUP OUTPUT_BASEPATH)
 declare -A place
-flags=()
+flags=() balance=()
 
 die() { echo "pai_compat.sh: $*" >&2; exit 2; }
 one_of() { # NAME VALUE ...
@@ -44,7 +48,11 @@ done
 arguments=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do arguments+=("$1") && shift; done
 [ $# = 0 ] || shift
-[ ${#arguments[@]} = 25 ] || die "takes 25 arguments, not ${#arguments[@]}: ${names[*]}"
+case ${#arguments[@]} in
+    25) names=("${first[@]}" "${last[@]}") sizes=(8B 70B 405B) weight_decay=0.1 ;;
+    27) names=("${first[@]}" ETP EP "${last[@]}") sizes=(A3B A22B) weight_decay=0.01 ;;
+    *) die "takes 25 or 27 arguments, not ${#arguments[@]}: ${first[*]} [ETP EP] ${last[*]}" ;;
+esac
 for i in "${!names[@]}"; do
     declare "${names[i]}=${arguments[i]}"
     place[${names[i]}]=$((i + 1))
@@ -54,7 +62,8 @@ one_of ENV dsw dlc
 one_of PR bf16 fp16 fp8
 for name in SP DO FL SFT; do one_of $name true false; done
 one_of AC none false sel full offload
-one_of OPTIMIZER_OFFLOAD none false static auto
+[[ ${#names[@]} = 27 && $OPTIMIZER_OFFLOAD =~ ^(0?\.[0-9]+|[01](\.0*)?)$ ]] || # a fraction
+    one_of OPTIMIZER_OFFLOAD none false static auto
 for name in GLOBAL_BATCH_SIZE SEQ_LEN TP TRAIN WARMUP; do # the others are checked by the program
     [[ ${!name} =~ ^(0|[1-9][0-9]*)$ ]] || die "$name must be a whole number, not '${!name}'"
 done
@@ -73,7 +82,7 @@ fi
 checkpoint=$PRETRAIN_CHECKPOINT_PATH
 tracker=$checkpoint/latest_checkpointed_iteration.txt
 if [ "$checkpoint" = none ]; then
-    one_of MODEL_SIZE 8B 70B 405B
+    one_of MODEL_SIZE "${sizes[@]}"
     [[ " $*" == *" --tokenizer-type "* ]] ||
         die "PRETRAIN_CHECKPOINT_PATH none brings no tokenizer; add -- --tokenizer-type ..."
     start=(--init-method-std 0.008)
@@ -99,7 +108,12 @@ fi
 
 launcher+=(--max-restarts 3)
 say ENV "torchrun ${launcher[*]}"
-if [ "$checkpoint" = none ]; then means MODEL_SIZE --preset "llama3.1-${MODEL_SIZE,,}"
+case $checkpoint-$MODEL_SIZE in
+    none-A3B) preset=qwen3-30b-a3b ;;
+    none-A22B) preset=qwen3-235b-a22b ;;
+    *) preset=llama3.1-${MODEL_SIZE,,} ;;
+esac
+if [ "$checkpoint" = none ]; then means MODEL_SIZE --preset $preset
 else say MODEL_SIZE "no flag: the shape is that of PRETRAIN_CHECKPOINT_PATH"; fi
 means BATCH_SIZE --micro-batch-size "$BATCH_SIZE"
 means GLOBAL_BATCH_SIZE --global-batch-size "$GLOBAL_BATCH_SIZE"
@@ -114,6 +128,15 @@ means PP --pipeline-model-parallel-size "$PP"
 [ -z "${MP_VP-}" ] || soon MP_VP --num-layers-per-virtual-pipeline-stage "$MP_VP"
 [ -z "${MP_PP0_LAYERS-}" ] || soon MP_PP0_LAYERS --decoder-first-pipeline-num-layers "$MP_PP0_LAYERS"
 means CP --context-parallel-size "$CP"
+if [ ${#names[@]} = 25 ]; then :
+elif [[ $MODEL_SIZE =~ ^[0-9.]+B$ ]]; then
+    say ETP "no flag: a $MODEL_SIZE has no experts"
+    say EP "no flag: a $MODEL_SIZE has no experts"
+else
+    means ETP --expert-tensor-parallel-size "$ETP"
+    means EP --expert-model-parallel-size "$EP"
+    balance=(--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001)
+fi
 if [ $SP = true ] && [ "$TP" -gt 1 ]; then means SP --sequence-parallel; else say SP "no flag: off"; fi
 if [ $DO = true ]; then means DO --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 else means DO --overlap-grad-reduce; fi
@@ -129,6 +152,7 @@ case $OPTIMIZER_OFFLOAD in
     none | false) say OPTIMIZER_OFFLOAD "no flag: off" ;;
     static) soon OPTIMIZER_OFFLOAD --optimizer-cpu-offload --optimizer-offload-policy static --optimizer-offload-fraction 1.0 ;;
     auto) soon OPTIMIZER_OFFLOAD --optimizer-cpu-offload --optimizer-offload-policy auto ;;
+    *) means OPTIMIZER_OFFLOAD --optimizer-cpu-offload --optimizer-offload-fraction "$OPTIMIZER_OFFLOAD" ;;
 esac
 means SAVE_INTERVAL --save-interval "$SAVE_INTERVAL"
 means DATASET_PATH --data-path "$DATASET_PATH" --split 99,1,0
@@ -142,8 +166,8 @@ run+=-seqlen-$SEQ_LEN-pr-$PR-ti-$steps-wi-$warmup
 save=$OUTPUT_BASEPATH/checkpoint/$run
 means OUTPUT_BASEPATH --save "$save" --load "$save" --tensorboard-dir "$OUTPUT_BASEPATH/tensorboard/$run"
 # What that script has fixed.
-fixed=(--lr-decay-style cosine --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --log-interval 1)
-fixed+=(--log-throughput --eval-interval 10000 --eval-iters 10 --num-workers 8)
+fixed=(--lr-decay-style cosine --weight-decay $weight_decay --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0)
+fixed+=(--log-interval 1 --log-throughput --eval-interval 10000 --eval-iters 10 --num-workers 8 "${balance[@]}")
 echo "   always                              ${fixed[*]}"
 
 command=(torchrun "${launcher[@]}" "$root/$program" "${flags[@]}" "${fixed[@]}" "$@")

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron.command_line.read import parse
+from megatron.config.rules.check import check
 from tests.e2e.helpers.examples import MODELS, ROOT, command_of, flag, make_models_and_data, script, start, steps
 from tests.e2e.helpers.launch import run
 from tests.pool import free_port
 
-SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/*_*.sh"))
+EXPERTS = "examples/moe/pretrain_moe.sh"
+SCRIPTS = sorted({str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/*_*.sh")} - {EXPERTS})
 PRETRAIN, FINETUNE = "examples/llama/pretrain_llama.sh", "examples/llama/finetune_llama.sh"
 SFT = "tests.e2e.helpers.drivers:finetune"
 TOY = ["--seq-length", 64, "--global-batch-size", 4, "--precision", "fp32", "--gpus", 2]
@@ -143,7 +146,21 @@ def test_other_starts(tmp_path):
     )
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS, "examples/pai_compat.sh"])
+def test_experts(tmp_path):
+    """The flags that the script of a model with experts adds; the program accepts all of them."""
+    words = ["--preset", "qwen3-30b-a3b", "--lr", "3e-4", "--data", "mock", "--train-iters", 9, "--tp", 2, "--ep", 8]
+    launcher, _, flags = command_of(script(EXPERTS, tmp_path, *words, "--etp", 1, "--dry-run"))
+    assert " ".join(flags).endswith(
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3"
+    )
+    assert launcher[:2] == ["--nproc-per-node", "8"]
+    check(parse(flags, description=""), 8)
+    _, _, plain = command_of(script(EXPERTS, tmp_path, *words[:8], "--dry-run", "--", "--moe-aux-loss-coeff", "0.01"))
+    assert "--expert-model-parallel-size" not in plain and flag(plain, "--moe-aux-loss-coeff") == "0.01"
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, EXPERTS, "examples/pai_compat.sh"])
 def test_help(path, tmp_path):
     output = script(path, tmp_path, "--help")
     assert f"  {path} " in output and "--dry-run" in output and "set -e" not in output

@@ -1,4 +1,5 @@
-"""examples/pai_compat.sh: the 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh in our flags."""
+"""examples/pai_compat.sh: the 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh in our flags, and the
+27 of its run_mcore_qwen3.sh."""
 
 import pytest
 
@@ -75,6 +76,49 @@ def test_pai_values(changes, expected, missing, made):
     assert not set(missing.split()) & set(flags)
 
 
+def with_experts(**changes):
+    """The 27 arguments of run_mcore_qwen3.sh: ETP and EP stand behind CP."""
+    both = {}
+    for name, value in PAI.items():
+        both[name] = value
+        if name == "CP":
+            both |= {"ETP": "1", "EP": "8"}
+    return {**both, "MODEL_SIZE": "A3B", **changes}
+
+
+def test_pai_experts(made):
+    options = ("--dry-run", *with_experts().values())
+    done = start("examples/pai_compat.sh", made, *options)
+    assert done.returncode == 0, done.stderr
+    _, _, flags = command_of(done.stdout)
+    assert (
+        "--context-parallel-size 1 --expert-tensor-parallel-size 1 --expert-model-parallel-size 8 --sequence-parallel"
+        in " ".join(flags)
+    )
+    assert " ".join(flags).endswith(
+        f"{FIXED.replace('0.1 ', '0.01 ')} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001"
+    )
+    rows = [line.split()[:3] for line in done.stdout.splitlines()[:27]]
+    assert rows == [[str(number), *pair] for number, pair in enumerate(with_experts().items(), start=1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "missing"),
+    [
+        ({"MODEL_SIZE": "8B"}, "--load-hf llama", "--expert-model-parallel-size --moe-aux-loss-coeff"),
+        ({"OPTIMIZER_OFFLOAD": "0.5"}, "--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "static"),
+        ({"MODEL_SIZE": "A22B", "PRETRAIN_CHECKPOINT_PATH": "none"}, "--preset qwen3-235b-a22b", "--load-hf"),
+    ],
+    ids=["dense", "offload", "preset"],
+)
+def test_pai_values_of_27(changes, expected, missing, made):
+    words = [*with_experts(**changes).values(), "--", "--tokenizer-type", "NullTokenizer"]
+    done = start("examples/pai_compat.sh", made, "--dry-run", *words)
+    assert done.returncode == 0, done.stderr
+    _, _, flags = command_of(done.stdout)
+    assert expected in " ".join(flags) and not set(missing.split()) & set(flags)
+
+
 def test_pai_starts(made, tmp_path):
     tokenizer = ["--", "--tokenizer-type", "NullTokenizer"]
     preset = pai(made, {"PRETRAIN_CHECKPOINT_PATH": "none", "MODEL_SIZE": "70B"}, further=tokenizer)
@@ -138,7 +182,7 @@ def test_pai_stops_at_what_is_not_there_yet(changes, environment, flags, made):
         ({"PRETRAIN_CHECKPOINT_PATH": "none", "MODEL_SIZE": "7B"}, "MODEL_SIZE is '7B' and must be one of: 8B 70B 405B"),
         ({"PRETRAIN_CHECKPOINT_PATH": "none"}, "PRETRAIN_CHECKPOINT_PATH none brings no tokenizer"),
         ({"PRETRAIN_CHECKPOINT_PATH": "mcore"}, "mcore is in Megatron-LM's format; first run: python tools/checkpoint/"),
-        ({"27": "27"}, "takes 25 arguments, not 26: ENV MODEL_SIZE"),
+        ({"26": "26"}, "takes 25 or 27 arguments, not 26: ENV MODEL_SIZE"),
     ],
 )  # fmt: skip
 def test_pai_mistakes(changes, says, made):
