@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("quickstart")
 CORPUS, TOKENIZER, DATASET = OUT / "corpus.jsonl", OUT / "tokenizer", OUT / "data" / "stdlib"
 CHECKPOINTS, LOGS, CURVE = OUT / "checkpoints", OUT / "logs", OUT / "loss.png"
+EXPERT_CHECKPOINTS = OUT / "checkpoints_moe"
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 4096
@@ -44,12 +45,13 @@ PROMPT = "def read_file(path):"
 
 TOKENIZER_FLAGS = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {TOKENIZER}"
 TRAIN_FLAGS = f"""
-    --preset llama-tiny --device cpu
-    --data-path {DATASET}_text_document --split 95,5,0 --num-workers 0 {TOKENIZER_FLAGS}
+    --device cpu --data-path {DATASET}_text_document --split 95,5,0 --num-workers 0 {TOKENIZER_FLAGS}
     --seq-length 128 --global-batch-size 4
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --adam-beta2 0.98 --weight-decay 0.1
-    --eval-interval 100 --eval-iters 16 --log-interval 10 --save {CHECKPOINTS} --save-interval 100
+    --eval-interval 100 --eval-iters 16 --log-interval 10 --save-interval 100
 """
+DENSE = f"--preset llama-tiny --save {CHECKPOINTS}"
+EXPERTS = f"--preset moe-tiny --save {EXPERT_CHECKPOINTS} --moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2"
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4"
 DATA_PARALLEL = "--tensor-model-parallel-size 1 --micro-batch-size 2"
 
@@ -153,16 +155,16 @@ def preprocess() -> None:
 def pretrain() -> None:
     """Runs the first part: one replica, its layers sharded over two ranks. --exit-interval ends it early."""
     flags = f"{TENSOR_PARALLEL} --exit-interval {FIRST_LEG}"
-    run_command("pretrain_tp2", training(flags, ITERATIONS))
+    run_command("pretrain_tp2", training(f"{DENSE} {flags}", ITERATIONS))
 
 
 def resume() -> None:
     """Runs the second part: the same run from its checkpoint, now with two replicas."""
-    run_command("resume_dp2", training(f"{DATA_PARALLEL} --load {CHECKPOINTS}", ITERATIONS))
+    run_command("resume_dp2", training(f"{DENSE} {DATA_PARALLEL} --load {CHECKPOINTS}", ITERATIONS))
 
 
 def training(flags: str, iterations: int) -> list[str]:
-    """Returns the command that trains on two processes to `iterations`, under the layout of `flags`."""
+    """Returns the command that trains on two processes to `iterations`, with the model and the layout of `flags`."""
     return [*torchrun(), "pretrain_gpt.py", *TRAIN_FLAGS.split(), "--train-iters", str(iterations), *flags.split()]
 
 
@@ -239,10 +241,11 @@ def summary(seconds: Mapping[str, float]) -> str:
 
 def try_next() -> list[str]:
     """Returns commands to try with the results, each below a line that explains it."""
-    longer = training(f"{DATA_PARALLEL} --load {CHECKPOINTS} --override-opt-param-scheduler", 2 * ITERATIONS)
+    longer = training(f"{DENSE} {DATA_PARALLEL} --load {CHECKPOINTS} --override-opt-param-scheduler", 2 * ITERATIONS)
     commands = {
         "Another prompt": generation("class Queue:"),
         f"Train on to iteration {2 * ITERATIONS}, with the learning-rate schedule of a run of that length": longer,
+        "A model with 8 experts, 4 on each process": training(f"{EXPERTS} {DATA_PARALLEL}", ITERATIONS),
         "All tests": ["make", "test"],
     }
     return [f"# {what}\n{format_command(command)}\n" for what, command in commands.items()]

@@ -105,7 +105,9 @@ class TestCommands:
             quickstart.run_command("part", [sys.executable, "-c", "raise SystemExit(3)"])
 
     def test_every_training_command_is_accepted_by_the_parser(self):
-        for flags in (quickstart.TENSOR_PARALLEL, f"{quickstart.DATA_PARALLEL} --load x"):
+        dense = f"{quickstart.DENSE} {quickstart.DATA_PARALLEL} --load x"
+        experts = f"{quickstart.EXPERTS} {quickstart.DATA_PARALLEL}"
+        for flags in (f"{quickstart.DENSE} {quickstart.TENSOR_PARALLEL}", dense, experts):
             words = quickstart.training(flags, quickstart.ITERATIONS)
             run = parse(words[words.index("pretrain_gpt.py") + 1 :], description="")
             check(run, 2)
