@@ -37,6 +37,7 @@ class Facts:
     attention_choice: str  # "kernel (why this one)", as kernels.choose words it
     block_choice: str  # the same of blocks, under context parallelism
     fusion_missing: str | None  # why weight gradients are not accumulated inside the GEMM; None when they are
+    grouped_missing: str | None  # why the experts' products are not one grouped product; None when they are
     upcast_products: bool  # the device is slow at products of the parameters' dtype, so they are taken in fp32
     separate_main_grads: bool  # the fp32 gradient buffer has another dtype than the parameters
     buckets: int  # gradient buckets of this rank
@@ -80,6 +81,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         _attention_window(model, run.data.seq_length),
         _longrope(model, run.data.seq_length),
         _products(model, facts),
+        _expert_products(model, facts),
         _gradient_fusion(model, facts),
         _main_gradients(model, facts),
         _dropout(model, trains=trains),
@@ -357,6 +359,13 @@ def _products(model: ModelConfig, facts: Facts) -> Feature:
     if facts.upcast_products:
         return Feature("matrix products", dtype, "float32", f"this {facts.device.upper()} has no fast {dtype} products")
     return Feature("matrix products", dtype, dtype, "")
+
+
+def _expert_products(model: ModelConfig, facts: Facts) -> Feature:
+    name, missing = "products of experts", facts.grouped_missing
+    if model.num_experts is None:
+        return Feature(name, "off", "off", "")
+    return Feature(name, "grouped", "grouped" if missing is None else "one per expert", missing or "")
 
 
 def _gradient_fusion(model: ModelConfig, facts: Facts) -> Feature:

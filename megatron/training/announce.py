@@ -35,6 +35,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         attention_choice=kernels.attention_choice,
         block_choice=kernels.block_choice,
         fusion_missing=kernels.fusion_missing,
+        grouped_missing=kernels.grouped_missing,
         upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
         separate_main_grads=dtypes != {torch.float32},
         buckets=len(buckets),

@@ -60,7 +60,7 @@ def prepare(
         model,
         groups,
         settings.sequence_parallel,
-        choose_kernels(model, device, blocks=groups.cp.size > 1),
+        choose_kernels(model, device, blocks=groups.cp.size > 1, etp=groups.etp.size),
         RngTracker(seed, groups, device),
         device,
         overlap,

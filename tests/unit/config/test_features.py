@@ -15,6 +15,7 @@ ALONE = Facts(
     attention_choice="fused (torch SDPA; no flash: no CUDA device)",
     block_choice="fused blocks (torch's flash for CPUs)",
     fusion_missing=None,
+    grouped_missing="torch's grouped product is not faster on cpu",
     upcast_products=False,
     separate_main_grads=False,
     buckets=3,
@@ -439,3 +440,10 @@ class TestExperts:
         four = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
         found = row("token dispatcher", **MOE, **four, moe_token_dispatcher_type="allgather")
         assert found == ("allgather", "allgather over 4 ranks", "")
+def test_products_of_experts():
+    """Off in a dense model; else grouped, or the reason why not."""
+    name, experts = "products of experts", {"num_experts": 4}
+    assert row(name) == ("off", "off", "")
+    assert row(name, **experts) == ("grouped", "one per expert", ALONE.grouped_missing)
+    grouped = dataclasses.replace(ALONE, grouped_missing=None)
+    assert row(name, grouped, **experts) == ("grouped", "grouped", "")
