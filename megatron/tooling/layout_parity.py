@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,10 +34,11 @@ from megatron.config.run import RunConfig
 from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
 from megatron.core.groups import Groups
 from megatron.training.process import start_process
+from megatron.training.routing_trace import ExpertChoices, RoutingTrace
 from megatron.training.setup import build
 from megatron.training.trainer import Trainer
 
-SEQ_LENGTH, VOCAB_SIZE, HEAD_DIM, LARGEST_TP = 64, 509, 16, 4
+SEQ_LENGTH, VOCAB_SIZE, HEAD_DIM, LARGEST_TP, LARGEST_EP = 64, 509, 16, 4, 8
 START_TIMEOUT_SECONDS = 600
 
 
@@ -53,6 +54,8 @@ class Layout:
     chunks: int | None = None  # virtual stages per pipeline rank
     cp: int = 1
     comm_type: str = "p2p"
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -63,7 +66,9 @@ class Layout:
         schedule = f" {self.schedule}" if self.schedule else ""
         pipeline = f" x PP {self.pp}{schedule}" if self.pp > 1 else ""
         context = f" x CP {self.cp} {self.comm_type}" if self.cp > 1 else ""
-        return f"TP {self.tp} x DP {self.dp}{pipeline}{context}" + (" + SP" if self.sequence_parallel else "")
+        experts = f" x EP {self.ep}" if self.ep > 1 else ""
+        experts += "" if self.etp is None else f" x ETP {self.etp}"
+        return f"TP {self.tp} x DP {self.dp}{pipeline}{context}{experts}" + (" + SP" if self.sequence_parallel else "")
 
 
 # The first one is the reference for all others.
@@ -83,12 +88,40 @@ GRID = (
 )
 
 
+# Of a model with experts, after the reference: ep over dp, over tp and over cp; experts shared by etp ranks; expert copies.
+EXPERT_GRID = (
+    Layout(1, 1),
+    Layout(1, 2),
+    Layout(1, 2, ep=2),
+    Layout(2, 1, True),
+    Layout(2, 1, True, ep=2, etp=1),
+    Layout(1, 2, etp=2),
+    Layout(1, 1, cp=2, ep=2),
+    Layout(1, 4, ep=4),
+    Layout(1, 4, ep=2),
+    Layout(1, 4, ep=2, etp=2),
+    Layout(2, 2, True, ep=4, etp=1),
+    Layout(2, 1, True, cp=2, ep=4, etp=1),
+    Layout(1, 2, pp=2, ep=2),
+    Layout(2, 2, True, pp=2, ep=4, etp=1),
+    Layout(1, 8, ep=8),
+    Layout(1, 8, ep=4, etp=2),
+)
+
+
 @dataclass(frozen=True)
 class Measurement:
-    """One run: the loss of every step, and the global gradient of every parameter at the first step."""
+    """One run: the loss and the gradient norm of every step, and the global gradient of every parameter at the first step.
+
+    Of a model with experts also the balance losses of every step, the biases after it by (step, name), and the choices.
+    """
 
     losses: list[float]
     gradients: dict[str, Tensor]
+    norms: list[float] = field(default_factory=list)
+    balance: list[dict[str, float]] = field(default_factory=list)
+    biases: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    choices: ExpertChoices = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,6 +131,10 @@ class Difference:
     loss: float  # largest |a - b| / |b| over the steps
     gradient: float  # largest over parameters of max |a - b| / max |b|, see `compare`
     parameter: str  # the parameter with that difference
+    norm: float  # as `loss`, of gradient norms
+    balance: float  # as `loss`, of balance losses
+    choice: tuple[int, int, int] | None  # step, layer and place in its sample of a token with other experts
+    same_biases: bool  # bit for bit
 
 
 def reduced(run: RunConfig, steps: int) -> RunConfig:
@@ -138,6 +175,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         **(_small_longrope(model, run.data.seq_length) if model.position_embedding_type == "longrope" else {}),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        **_small_experts(model, max(1, round(hidden * ratio / 8)) * 8),
         "bf16": False,
         "fp16": False,
         "attention_backend": "unfused" if model.attention_backend == "unfused" else "auto",  # flash needs a GPU
@@ -147,6 +185,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         parallel=dataclasses.replace(
             run.parallel, device="cpu", distributed_backend=None, ddp_bucket_size=20_000, distributed_timeout_minutes=5
         ),
+        moe=run.moe,
         optimizer=dataclasses.replace(run.optimizer, loss_scale=None),
         schedule=dataclasses.replace(
             run.schedule, lr=run.schedule.lr or 3e-4, lr_decay_iters=None, lr_decay_samples=None, lr_warmup_iters=0,
@@ -165,6 +204,26 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         logging=LoggingConfig(log_interval=1_000_000),
         checkpoint=CheckpointConfig(),
     )  # fmt: skip
+
+
+def _small_experts(model: ModelConfig, dense_width: int) -> dict[str, Any]:
+    """8 experts in as many groups as fit, of which a token has as many as before and at most 4."""
+    if model.num_experts is None:
+        return {}
+    groups = None if model.moe_router_num_groups is None else math.gcd(model.moe_router_num_groups, LARGEST_EP // 2)
+    taken = None if groups is None else max(1, min(model.moe_router_group_topk or 1, groups // 2))
+    most = 4 if taken is None or groups is None else taken * LARGEST_EP // groups
+    mixed = any(model.moe_layers) and not all(model.moe_layers)
+    shared = model.moe_shared_expert_intermediate_size
+    return {
+        "num_experts": LARGEST_EP,
+        "moe_router_topk": min(model.moe_router_topk, most),
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": taken,
+        "moe_ffn_hidden_size": max(8, dense_width // 8 // LARGEST_TP * LARGEST_TP),
+        "moe_layer_freq": "[0,1]" if mixed else None,
+        "moe_shared_expert_intermediate_size": None if shared is None else 24,
+    }
 
 
 def _small_longrope(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
@@ -192,19 +251,57 @@ def under(run: RunConfig, layout: Layout) -> RunConfig:
         context_parallel_size=layout.cp,
         cp_comm_type=tuple(layout.comm_type.split()),
         hierarchical_context_parallel_sizes=(2, layout.cp // 2) if "a2a+p2p" in layout.comm_type else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
     )
     return dataclasses.replace(run, parallel=parallel)
 
 
-def measure(run: RunConfig, groups: Groups, device: torch.device) -> tuple[list[float], list[tuple[str, Any, Tensor]]]:
-    """Returns (losses, this rank's gradient pieces as (name, (offset, global shape), piece)). Collective over the
-    world.
-    """
+@dataclass(frozen=True)
+class RankMeasurement:
+    """A rank's part of a Measurement. pieces: (name, (offset, global shape), piece) of its gradients."""
+
+    losses: list[float]
+    pieces: list[tuple[str, Any, Any]]
+    norms: list[float] = field(default_factory=list)
+    balance: list[dict[str, float]] = field(default_factory=list)
+    biases: dict[tuple[int, str], Any] = field(default_factory=dict)
+    choices: dict[tuple[int, str, int], Any] = field(default_factory=dict)
+
+    def as_arrays(self) -> RankMeasurement:
+        """To send between processes: a tensor would need shared memory."""
+        return dataclasses.replace(
+            self,
+            pieces=[(name, place, piece.numpy()) for name, place, piece in self.pieces],
+            biases={place: bias.numpy() for place, bias in self.biases.items()},
+            choices={place: chosen.numpy() for place, chosen in self.choices.items()},
+        )
+
+
+def measure(
+    run: RunConfig, groups: Groups, device: torch.device, forced: ExpertChoices | None = None
+) -> RankMeasurement:
+    """Returns the measurements of this rank. forced: choices of experts to follow. Collective over the world."""
     probe = build(run, groups, device)
+    if probe.step.experts is not None:
+        probe.step.experts.trace = RoutingTrace(forced)
     pieces = first_gradients(probe)
-    trainer = build(run, groups, device)
-    losses = [trainer.train_step().loss for _ in range(trainer.batches.total_iterations)]
-    return losses, pieces
+    trainer, trace = build(run, groups, device), RoutingTrace(forced)
+    if trainer.step.experts is not None:
+        trainer.step.experts.trace = trace
+    reports, biases = [], {}
+    for number in range(trainer.batches.total_iterations):
+        reports.append(trainer.train_step())
+        for name, buffer in trainer.model.named_buffers():
+            biases[number, name] = buffer.clone()
+    return RankMeasurement(
+        [report.loss for report in reports],
+        pieces,
+        [report.grad_norm for report in reports],
+        [{} if report.experts is None else report.experts.means for report in reports],
+        biases,
+        trace.choices,
+    )
 
 
 def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
@@ -218,23 +315,29 @@ def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
     ]
 
 
-def assemble(ranks: Sequence[tuple[list[float], list[tuple[str, Any, Tensor]]]]) -> Measurement:
-    """Returns global gradients from every rank's pieces. Raises AssertionError if two ranks disagree on shared
-    elements.
-    """
-    gradients: dict[str, Tensor] = {}
-    for losses, pieces in ranks:
-        assert losses == ranks[0][0], "ranks report different losses"
-        for name, (offset, shape), piece in pieces:
+def assemble(ranks: Sequence[RankMeasurement]) -> Measurement:
+    """Returns one measurement from those of all ranks. Raises AssertionError if two ranks disagree on shared elements."""
+    first, gradients = ranks[0], dict[str, Tensor]()
+    biases, choices = dict[tuple[int, str], Tensor](), ExpertChoices()
+    for rank in ranks:
+        assert rank.losses == first.losses, "ranks report different losses"
+        assert (rank.norms, rank.balance) == (first.norms, first.balance), (
+            "ranks report different norms or balance losses"
+        )
+        for name, (offset, shape), piece in rank.pieces:
             whole = gradients.setdefault(name, torch.full(shape, float("nan")))
-            # sent between processes as an array, because a tensor would need shared memory
             piece = torch.as_tensor(piece)
             here = tuple(slice(start, start + n) for start, n in zip(offset, piece.shape, strict=True))
             known = whole[here]
             if not known.isnan().all():
                 torch.testing.assert_close(known, piece, rtol=1e-5, atol=1e-7, msg=f"replicas disagree on {name}")
             whole[here] = piece
-    return Measurement(ranks[0][0], gradients)
+        for place, bias in rank.biases.items():
+            assert torch.equal(biases.setdefault(place, torch.as_tensor(bias)), torch.as_tensor(bias)), place
+        for key, found in rank.choices.items():
+            chosen = choices.setdefault(key, torch.as_tensor(found).clone())
+            torch.maximum(chosen, torch.as_tensor(found), out=chosen)
+    return Measurement(first.losses, gradients, first.norms, first.balance, biases, choices)
 
 
 def compare(reference: Measurement, other: Measurement) -> Difference:
@@ -243,7 +346,6 @@ def compare(reference: Measurement, other: Measurement) -> Difference:
     Some true gradients are zero and hold only rounding: softmax is invariant to a bias of all keys, so without rotary
     embedding its gradient is zero. So max |b| counts as at least a hundredth of the largest gradient of the model.
     """
-    a, b = (torch.tensor(m.losses, dtype=torch.float64) for m in (other, reference))
     largest = {name: gradient.abs().max() for name, gradient in reference.gradients.items()}
     floor = torch.stack(list(largest.values())).max() / 100
     worst = torch.stack(
@@ -252,8 +354,33 @@ def compare(reference: Measurement, other: Measurement) -> Difference:
             for name, gradient in reference.gradients.items()
         ]
     )
+    balance = [[value for step in each.balance for value in step.values()] for each in (reference, other)]
     # torch's max and argmax treat a NaN as the largest; Python's max may skip it.
-    return Difference(float(((a - b) / b).abs().max()), float(worst.max()), list(largest)[int(worst.argmax())])
+    return Difference(
+        _largest(reference.losses, other.losses),
+        float(worst.max()),
+        list(largest)[int(worst.argmax())],
+        _largest(reference.norms, other.norms),
+        _largest(*balance),
+        _first_other_choice(reference.choices, other.choices),
+        reference.biases.keys() == other.biases.keys()
+        and all(torch.equal(bias, other.biases[place]) for place, bias in reference.biases.items()),
+    )
+
+
+def _largest(reference: Sequence[float], other: Sequence[float]) -> float:
+    a, b = (torch.tensor(values, dtype=torch.float64) for values in (other, reference))
+    return float(((a - b) / b).abs().max()) if len(b) else 0.0
+
+
+def _first_other_choice(reference: ExpertChoices, other: ExpertChoices) -> tuple[int, int, int] | None:
+    """Step, layer and place of the first token whose experts differ. Their order counts."""
+    assert reference.keys() == other.keys(), "the runs routed other samples or layers"
+    for step, sample, layer in sorted(reference):
+        differs = (reference[step, sample, layer] != other[step, sample, layer]).any(1)
+        if differs.any():
+            return step, layer, int(differs.nonzero()[0])
+    return None
 
 
 def run_layout(run: RunConfig, layout: Layout) -> Measurement:
@@ -292,5 +419,4 @@ def _worker(run: RunConfig, rank: int, world_size: int, port: int, pipe: Connect
     setup_logging(rank, level=logging.WARNING)
     torch.set_num_threads(1)
     groups, device = start_process(run.parallel, rank, world_size, rank, world_size)
-    losses, pieces = measure(run, groups, device)
-    pipe.send((losses, [(name, place, piece.numpy()) for name, place, piece in pieces]))
+    pipe.send(measure(run, groups, device).as_arrays())

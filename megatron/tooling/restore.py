@@ -21,7 +21,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.store import load, read_state
-from megatron.core.groups import Groups
+from megatron.core.groups import Groups, with_experts
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.adapter import AdapterSource
 from megatron.core.models.hf.families import CONFIG_FILE
@@ -34,7 +34,7 @@ from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.schedule.partition import partition
 from megatron.spec.lora import is_adapter
-from megatron.training.checkpoint import model_tensors
+from megatron.training.checkpoint import bias_tensors, model_tensors
 from megatron.training.export import saved_parts
 from megatron.training.together import together
 
@@ -177,7 +177,9 @@ def stop_ids(tokenizer: TokenizerConfig) -> list[int]:
         raise DataError(f"{path} cannot be read: {error}; its eos_token_id is a number or a list of them") from error
 
 
-def restore_model(saved: Saved, groups: Groups, device: torch.device) -> tuple[GPTModel, Build]:
+def restore_model(
+    saved: Saved, groups: Groups, device: torch.device, timeout_seconds: float = 1800.0
+) -> tuple[GPTModel, Build]:
     """Returns the saved weights under the layout of `groups`, for evaluation: no dropout, gradients or sequence
     parallelism.
 
@@ -187,6 +189,8 @@ def restore_model(saved: Saved, groups: Groups, device: torch.device) -> tuple[G
     """
     model_config = _in_dtype(saved.model, saved.dtype or saved.stored)
     config = dataclasses.replace(model_config, attention_backend="auto", gradient_accumulation_fusion=False)
+    if config.num_experts:
+        groups = with_experts(groups, timeout_seconds)
     kernels, rng = choose_kernels(config, device), RngTracker(0, groups, device)
     build = Build(config, groups, False, kernels, rng, device)
     assert config.num_layers
@@ -198,6 +202,8 @@ def restore_model(saved: Saved, groups: Groups, device: torch.device) -> tuple[G
     with groups.heartbeat.phase("load-checkpoint"):
         if source is None:
             _read_checkpoint(saved.path, parameters, groups, saved.stored)
+            if config.moe_router_enable_expert_bias:
+                load(saved.path, bias_tensors(dict(model.named_buffers()), groups), group=groups.world)
         else:
             together(groups.world, lambda: fill(parameters, source))
         if adapter is not None:

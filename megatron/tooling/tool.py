@@ -138,7 +138,7 @@ def open_model(saved: Saved, args: argparse.Namespace, timeout_minutes: float) -
     )
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     groups, chosen = start_process(parallel, rank, world_size, local_rank, local_world_size)
-    return restore_model(saved, groups, chosen)
+    return restore_model(saved, groups, chosen, timeout_minutes * 60)
 
 
 def check_text(flag: str, text: str | None) -> None:

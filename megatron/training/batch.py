@@ -13,6 +13,7 @@ from megatron.base.errors import MegatronError, UserError
 from megatron.config.data import DataConfig
 from megatron.core.comm.collectives import broadcast
 from megatron.core.context_parallel.layout import pad, take
+from megatron.core.datasets.sft import PADDING, TRAINED
 from megatron.core.groups import Group, Groups
 from megatron.kernels.ops.attention_segments import Segments, segments_of
 
@@ -28,6 +29,7 @@ class Batch:
     segments: Segments | None  # documents inside the samples, or None when attention crosses them
     length: int  # s of the whole sequences, where this is a context-parallel rank's part
     by_segment: bool = False  # whether segments have equal weight in the loss, instead of samples
+    routed: Tensor | None = None  # bool, False in the padding of samples, which no expert gets; None without padding
 
 
 def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
@@ -43,6 +45,7 @@ def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
         segments=None if segments is None else segments.padded(pad(segments.ids, 1, cp.size * multiple, -1)),
         length=batch.length,
         by_segment=batch.by_segment,
+        routed=None if batch.routed is None else part_of(batch.routed, cp, multiple),
     )
 
 
@@ -81,14 +84,16 @@ def make_sft_batch(rows: Tensor, on_host: Tensor | None = None) -> Batch:
 
     on_host: see `make_batch`.
     """
-    tokens, trained, numbers = (row.contiguous() for row in rows.unbind(dim=1))
+    tokens, marks, numbers = (row.contiguous() for row in rows.unbind(dim=1))
+    trained = marks == TRAINED
     segments = segments_of((rows if on_host is None else on_host).cpu()[:, 2].contiguous(), rows.device)
     # roll() wraps the first token into the last label; the loss mask drops it, like the first token of any conversation.
-    labels, loss_mask = tokens.roll(-1, dims=1), trained.roll(-1, dims=1).bool()
+    labels, loss_mask = tokens.roll(-1, dims=1), trained.roll(-1, dims=1)
     index = torch.arange(tokens.shape[1], device=rows.device)
     starts_here = numbers != numbers.roll(1, dims=1)
     positions = index - torch.where(starts_here, index, 0).cummax(dim=1).values
-    return Batch(tokens, labels, loss_mask, positions, segments, tokens.shape[1], by_segment=True)
+    routed = marks != PADDING
+    return Batch(tokens, labels, loss_mask, positions, segments, tokens.shape[1], by_segment=True, routed=routed)
 
 
 def stacked_for(samples: Sequence[Tensor], device: torch.device) -> Tensor:

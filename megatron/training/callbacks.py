@@ -16,7 +16,7 @@ from megatron.spec.flops import train_flops
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.export import complete_exports, save_hf
 from megatron.training.logging.footprint import memory_line
-from megatron.training.logging.line import LogLine, LogWindow, format_evaluation, format_line
+from megatron.training.logging.line import LogLine, LogWindow, format_evaluation, format_experts, format_line
 from megatron.training.logging.loss_curve import draw_loss_curve
 from megatron.training.logging.progress import ProgressLine
 from megatron.training.logging.progress_log import ProgressLog
@@ -106,6 +106,8 @@ class Log:
             peak_memory=memory_report(trainer.device).peak_allocated,
         )
         log.info(format_line(line, datetime.now(), trainer.run.logging.log_throughput))
+        if trainer.run.moe.moe_per_layer_logging and line.experts is not None:
+            log.info(format_experts(line.experts))
         ranks: list[dict[str, float]] = []
         if trainer.run.logging.timing_log_level > 0:
             taken, self._timers = self._timers, {}

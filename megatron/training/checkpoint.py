@@ -1,13 +1,14 @@
 """The content of a checkpoint, and how a run continues from one, under any layout.
 
-Tensors: "model/NAME" (weights), "optimizer/NAME/exp_avg" ... (fp32, in the weight's global shape), "rng/STREAM/RANK".
+Tensors: "model/NAME" (weights, and the bias of experts), "optimizer/NAME/exp_avg" ... (fp32, in the weight's global shape),
+"load/NAME" (of experts in the batch before), "rng/STREAM/RANK".
 State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter, ParamInfo
 from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.moe.router import PREVIOUS_LOAD
 from megatron.spec.buckets import Piece
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.lora import is_adapter
+from megatron.spec.moe import EXPERT_BIAS
 from megatron.training.data_order import warn_of_another_order
 from megatron.training.logging.line import format_loaded, format_loading, format_saved, format_saving
-from megatron.training.saved_run import MODEL_PREFIX, OPTIMIZER_PREFIX, open_saved_run, read_run_state
+from megatron.training.saved_run import LOAD_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX, open_saved_run, read_run_state
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
@@ -52,7 +55,9 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
     root, iteration = Path(run.checkpoint.save), trainer.state.iteration
     log.info(format_saving(iteration, root, datetime.now()))
     trainer.data_parallel.synchronize()
+    buffers = dict(trainer.model.named_buffers())
     tensors = _weights(trainer.parameters, trainer.data_parallel, groups)
+    tensors += bias_tensors(buffers, groups) + _load_tensors(buffers, groups)
     if run.checkpoint.save_optim:
         tensors += optimizer_tensors(trainer.optimizer.pieces(), trainer.parameters, groups)
     if run.checkpoint.save_rng:
@@ -69,6 +74,7 @@ def load_checkpoint(
     groups: Groups,
     device: torch.device,
     parameters: dict[str, Parameter],
+    buffers: Mapping[str, Tensor],
     data_parallel: DataParallel,
     optimizer: Optimizer,
     *,
@@ -107,9 +113,11 @@ def load_checkpoint(
         )
     if not (finetune or run.train.skip_train):
         schedule.resolve(state["schedule"])
-    tensors = _weights(parameters, data_parallel, groups)
+    tensors = _weights(parameters, data_parallel, groups) + bias_tensors(buffers, groups)
     if begins_lora:
         tensors = [tensor for tensor in tensors if not is_adapter(tensor.name)]
+    if not (finetune or run_there.is_foreign):
+        tensors += _load_tensors(buffers, groups)
     pieces = list(optimizer.pieces()) if with_optimizer else []
     tensors += optimizer_tensors(pieces, parameters, groups)
     random = rng.state()
@@ -228,6 +236,25 @@ def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[Shar
         sharded
         for number, (name, parameter) in enumerate(parameters.items())
         for sharded in _sharded(MODEL_PREFIX + name, parameter, groups, number)
+    ]
+
+
+def bias_tensors(buffers: Mapping[str, Tensor], groups: Groups) -> list[ShardedTensor]:
+    """Returns the biases of the experts. buffers: of the model, by name."""
+    return _replicated(MODEL_PREFIX, EXPERT_BIAS, buffers, groups)
+
+
+def _load_tensors(buffers: Mapping[str, Tensor], groups: Groups) -> list[ShardedTensor]:
+    return _replicated(LOAD_PREFIX, PREVIOUS_LOAD, buffers, groups)
+
+
+def _replicated(prefix: str, kind: str, buffers: Mapping[str, Tensor], groups: Groups) -> list[ShardedTensor]:
+    """The buffers of a kind, which all ranks of a stage hold."""
+    writer = groups.tp.rank == 0 and groups.dp_cp.rank == 0
+    return [
+        ShardedTensor(prefix + name, buffer, tuple(buffer.shape), (0,), writer)
+        for name, buffer in buffers.items()
+        if name.endswith(f".{kind}")
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
+from megatron.config.moe_training import MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.config.settings import RunSettings
@@ -44,6 +45,7 @@ class Prepared:
 
 def prepare(
     model: ModelConfig,
+    moe: MoEConfig,
     parallel: ParallelConfig,
     recompute: RecomputeConfig,
     settings: RunSettings,
@@ -67,6 +69,7 @@ def prepare(
         settings.attention_comm_types,
         Trace(streams),
         recompute,
+        moe,
     )
     return Prepared(shared, streams, backend, overlap_why)
 

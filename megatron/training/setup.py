@@ -36,6 +36,7 @@ from megatron.training.announce import announce
 from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
 from megatron.training.data_order import dataset_sizes
+from megatron.training.expert_load import ExpertLoad
 from megatron.training.initial_weights import initial_weights
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.logging.timers import Timers
@@ -85,7 +86,7 @@ def assemble(
         groups = with_experts(groups, timeout_seconds)
         barrier(groups.etp_ep)
         barrier(groups.tp_cp)
-    prepared = prepare(run.model, run.parallel, run.recompute, settings, groups, device, seed=run.train.seed)
+    prepared = prepare(run.model, run.moe, run.parallel, run.recompute, settings, groups, device, seed=run.train.seed)
     prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
     model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))
     parameters, rng = local_parameters(model), prepared.shared.rng
@@ -110,12 +111,22 @@ def assemble(
         count_zeros=run.logging.log_num_zeros_in_grad,
         pipeline=settings.pipeline,
         offload=build_offload(run.activation_offload, offload_dir, groups, model, data_parallel, prepared),
+        experts=ExpertLoad(model, groups, run.moe, device) if run.model.num_experts else None,
     )
     state = TrainState()
     if checkpoint is not None:
         with timed_phase("load-checkpoint", groups):
             state = load_checkpoint(
-                checkpoint, run, groups, device, parameters, data_parallel, optimizer, rng=rng, schedule=schedule
+                checkpoint,
+                run,
+                groups,
+                device,
+                parameters,
+                dict(model.named_buffers()),
+                data_parallel,
+                optimizer,
+                rng=rng,
+                schedule=schedule,
             )
     settings.batches.check_from(state.consumed_samples)
     check_schedules(settings, state.consumed_samples, evaluates=run.eval.eval_iters > 0)

@@ -19,6 +19,29 @@ class TrainState:
 
 
 @dataclass(frozen=True)
+class ExpertReport:
+    """Balance and load of the experts in one step, the same on every rank.
+
+    layers: numbers of those with experts. losses: name -> value of each of them, without its coefficient. imbalance: the
+    largest load of an expert in each of them, divided by the mean.
+    """
+
+    layers: tuple[int, ...]
+    losses: dict[str, tuple[float, ...]]
+    imbalance: tuple[float, ...]
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Each loss, averaged over the layers."""
+        return {name: sum(values) / len(values) for name, values in self.losses.items()}
+
+    @property
+    def worst(self) -> tuple[float, int]:
+        """(the largest imbalance, the number of its layer)"""
+        return max(zip(self.imbalance, self.layers, strict=True))
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One optimizer step, the same on every rank."""
 
@@ -34,4 +57,5 @@ class StepReport:
     nan: bool = False
     num_zeros: int | None = None
     params_norm: float | None = None
+    experts: ExpertReport | None = None  # balance losses and load, of a model with experts
     timers: dict[str, float] = field(default_factory=dict)  # part of the step -> seconds on this rank

@@ -20,10 +20,13 @@ from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
+from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.schedule.schedule import Action, Kind
 from megatron.training.batch import Batch, part_of, part_of_batch
+from megatron.training.expert_load import ExpertLoad, routing_of
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import StepOffload
+from megatron.training.state import ExpertReport
 
 # [Note: gradient scale]
 # The objective of a step is  L = sum over all tokens t of the global batch of  w_t * loss_t,  with
@@ -51,12 +54,13 @@ class TrainStep:
         count_zeros: bool = False,
         pipeline: PipelineSettings = ONE_STAGE,
         offload: StepOffload | None = None,
+        experts: ExpertLoad | None = None,
     ) -> None:
-        """`offload`: of activations, or None where they stay."""
+        """`offload`: of activations, or None where they stay. `experts`: their load, or None for a dense model."""
         self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
         self.offload = offload
         self._groups, self._timers, self._pipeline = groups, timers, pipeline
-        self._per_token, self._count_zeros = per_token, count_zeros
+        self._per_token, self._count_zeros, self.experts = per_token, count_zeros, experts
         self._mailbox = Mailbox(groups, data_parallel.streams)
 
     def forward_backward(self, batches: Sequence[Batch]) -> float:
@@ -69,7 +73,8 @@ class TrainStep:
         schedule = self._pipeline.schedule_of(len(batches), offload=offload is not None and offload.in_schedule)
         if offload is not None:
             offload.begin_step(schedule, tensors_of(*parts))
-        program = TrainProgram(self._model, self._data_parallel, timers, *parts, offload)
+        routings = None if self.experts is None else self.experts.begin_step(batches, scale)
+        program = TrainProgram(self._model, self._data_parallel, timers, *parts, offload, self.experts, routings)
         actions = None if offload is None else offload.actions
         engine = PipelineEngine(schedule, rank, program, self._mailbox, self._model.hidden_dtype, program, actions)
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
@@ -85,6 +90,13 @@ class TrainStep:
         """Update the parameters by the gradient in the buckets. Synchronizes host and device."""
         with self._timers("optimizer", level=1):
             return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
+
+    def end_step(self, *, applied: bool) -> ExpertReport | None:
+        """Update the biases of the experts after a step that was `applied`; None for a dense model.
+
+        Communication: see ExpertLoad.
+        """
+        return None if self.experts is None else self.experts.end_step(applied=applied)
 
     def _over_replicas(self, objective: Tensor) -> float:
         """Sum over dp x cp, on all stages. Raises UserError when the replicas do not agree on which parameters are used.
@@ -104,8 +116,15 @@ class TrainStep:
 class ForwardProgram:
     """The stages of a model on some microbatches, whose tokens count in the loss by `weights`: a Program of the engine."""
 
-    def __init__(self, model: GPTModel, batches: Sequence[Batch], weights: Sequence[Tensor]) -> None:
-        self._model, self._batches, self._weights = model, batches, weights
+    def __init__(
+        self,
+        model: GPTModel,
+        batches: Sequence[Batch],
+        weights: Sequence[Tensor],
+        routings: Sequence[MicrobatchRouting] | None = None,
+    ) -> None:
+        """routings: of the microbatches, for a model with experts."""
+        self._model, self._batches, self._weights, self._routings = model, batches, weights, routings
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """Sum over the microbatch of weights [b, s] x loss per token; hidden states from a stage before the last one."""
@@ -117,6 +136,7 @@ class ForwardProgram:
                 labels=batch.labels,
                 segments=batch.segments,
                 lengths=batch.length,
+                routing=None if self._routings is None else self._routings[microbatch],
                 stage=stage,
                 received=hidden,
             )
@@ -144,9 +164,11 @@ class TrainProgram(ForwardProgram):
         batches: Sequence[Batch],
         weights: Sequence[Tensor],
         offload: StepOffload | None = None,
+        experts: ExpertLoad | None = None,
+        routings: Sequence[MicrobatchRouting] | None = None,
     ) -> None:
-        super().__init__(model, batches, weights)
-        self._data_parallel, self._timers, self._offload = data_parallel, timers, offload
+        super().__init__(model, batches, weights, routings)
+        self._data_parallel, self._timers, self._offload, self._experts = data_parallel, timers, offload, experts
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
@@ -156,6 +178,7 @@ class TrainProgram(ForwardProgram):
             self._data_parallel.begin_backward(stage, last=last)
             run()
             self._data_parallel.end_backward(last=last)
+        self._free_routing(stage, microbatch)
 
     def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
         """See Gradients."""
@@ -168,6 +191,7 @@ class TrainProgram(ForwardProgram):
         ):
             run()
         self._deferred[stage, microbatch] = jobs
+        self._free_routing(stage, microbatch)
 
     def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
         """See Gradients."""
@@ -188,6 +212,11 @@ class TrainProgram(ForwardProgram):
                 with self._offload.forward(stage, microbatch, received) as hidden:
                     yield hidden
 
+    def _free_routing(self, stage: int, microbatch: int) -> None:
+        """The gradients of the logits are there, which are the last to read the choices."""
+        if self._experts is not None and self._routings is not None:
+            self._experts.take(self._routings[microbatch], self._model.stages[stage].layers)
+
     def _reading(self, kind: Kind, stage: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._offload is None else self._offload.backward(kind, stage)
 
@@ -204,7 +233,7 @@ def evaluate(
     pipeline: PipelineSettings = ONE_STAGE,
 ) -> float:
     """Returns the mean loss per token over `iterations` global batches; the model's mode is restored."""
-    was_training = model.training
+    was_training, has_experts = model.training, any(model.layers_with_experts)
     model.eval()
     device = next(model.parameters()).device
     mailbox = Mailbox(groups, Streams(device, Timeline(device)))
@@ -213,7 +242,8 @@ def evaluate(
         for _ in range(iterations):
             batches = read()
             parts = parts_here(batches, [batch.loss_mask.float() for batch in batches], model, groups)
-            program = ForwardProgram(model, *parts)
+            routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
+            program = ForwardProgram(model, *parts, routings)
             schedule = pipeline.evaluation_of(len(batches))
             losses = PipelineEngine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
             if losses:  # here is the last stage

@@ -82,7 +82,7 @@ class Trainer:
             with self.timers("batch-generator", level=2), self.groups.heartbeat.phase("batch-generator"):
                 microbatches = self.readers.train.read(self.batches.num_microbatches(state.consumed_samples))
             if state.iteration + 1 in (run.train.iterations_to_skip or ()):
-                loss, norm, num_zeros, skipped, nan = math.nan, 0.0, None, True, False
+                loss, norm, num_zeros, experts, skipped, nan = math.nan, 0.0, None, None, True, False
             else:
                 position, scale = state.schedule_position, self.optimizer.loss_scale.value
                 loss = self.step.forward_backward(microbatches)
@@ -92,6 +92,7 @@ class Trainer:
                     self.schedule.decoupled_learning_rate(position),
                 )
                 norm, num_zeros = update.grad_norm, update.num_zeros
+                experts = self.step.end_step(applied=update.applied)
                 skipped, nan = self._why_not_applied(update, scale)
             state.iteration += 1
             state.consumed_samples += samples
@@ -111,6 +112,7 @@ class Trainer:
                 skipped=skipped,
                 nan=nan,
                 num_zeros=num_zeros,
+                experts=experts,
                 params_norm=self.optimizer.params_norm() if run.logging.log_params_norm else None,
                 timers=self.timers.take(),
             )

@@ -63,8 +63,8 @@ def trained(rank, size, layout, dropout, recompute):
     model = dataclasses.replace(run.model, hidden_size=32, kv_channels=2, ffn_hidden_size=32, attention_dropout=dropout)
     run = under(dataclasses.replace(run, model=model), layout)
     check(run, size)
-    losses, pieces = measure(run, pool.groups(cp=size, inner=inner_size(run.parallel)), CPU)
-    return losses, [(name, where, piece.numpy()) for name, where, piece in pieces]
+    found = measure(run, pool.groups(cp=size, inner=inner_size(run.parallel)), CPU).as_arrays()
+    return found.losses, found.pieces
 
 
 @pytest.mark.parametrize("kind", ["p2p", pytest.param("all_gather", marks=pytest.mark.slow)])

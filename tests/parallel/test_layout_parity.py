@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from megatron.config.rules.check import check
-from megatron.tooling.layout_parity import GRID, Layout, Measurement, assemble, compare, measure, reduced, under
+from megatron.tooling.layout_parity import (
+    GRID,
+    Layout,
+    Measurement,
+    RankMeasurement,
+    assemble,
+    compare,
+    measure,
+    reduced,
+    under,
+)
 from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import LONGROPE
@@ -52,8 +62,7 @@ LAYOUTS = [Layout(2, 1), Layout(2, 1, True), Layout(4, 1, True), Layout(2, 2, Tr
 
 
 def measured(rank, size, run, layout):
-    losses, found = measure(under(run, layout), pool.groups(tp=layout.tp), torch.device("cpu"))
-    return losses, [(name, where, piece.numpy()) for name, where, piece in found]
+    return measure(under(run, layout), pool.groups(tp=layout.tp), torch.device("cpu")).as_arrays()
 
 
 @functools.cache
@@ -123,8 +132,8 @@ def test_any_run_can_be_reduced(asked, expected):
         check(under(small, layout), layout.world_size)
     for name, value in expected.items():
         assert small.value(name) == value
-    losses, pieces = pool.run(1, measured, small, Layout(1, 1))[0]
-    assert len(losses) == 3 and pieces
+    found = pool.run(1, measured, small, Layout(1, 1))[0]
+    assert len(found.losses) == 3 and found.pieces
 
 
 class TestCompare:
@@ -156,8 +165,8 @@ class TestCompare:
 
 def test_replicas_that_disagree_are_found():
     whole = ((0,), (2,))
-    ranks = [([1.0], [("a", whole, torch.tensor([1.0, value]))]) for value in (2.0, 2.1)]
+    ranks = [RankMeasurement([1.0], [("a", whole, torch.tensor([1.0, value]))]) for value in (2.0, 2.1)]
     with pytest.raises(AssertionError, match="replicas disagree on a"):
         assemble(ranks)
     with pytest.raises(AssertionError, match="ranks report different losses"):
-        assemble([([1.0], []), ([1.1], [])])
+        assemble([RankMeasurement([1.0], []), RankMeasurement([1.1], [])])

@@ -48,8 +48,7 @@ def measured(rank, size, run, layout):
     instances = data_parallel_settings(run.parallel).optimizer_instances
     inner = inner_size(under(run, layout).parallel)
     groups = pool.groups(tp=layout.tp, cp=layout.cp, pp=layout.pp, instances=instances, inner=inner)
-    losses, found = measure(under(run, layout), groups, torch.device("cpu"))
-    return losses, [(name, where, piece.numpy()) for name, where, piece in found]
+    return measure(under(run, layout), groups, torch.device("cpu")).as_arrays()
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from megatron.core.datasets.packing import best_fit_decreasing
 from megatron.core.datasets.sample import Tokens, check_ids, check_number
 
 LOGGER = get_logger(__name__)
+TRAINED, PADDING = 1, 2  # marks of a sample's tokens
 TOKEN_DTYPE, MASK_DTYPE = np.dtype("<i4"), np.dtype("u1")
 # This version is part of every cache entry's name: raise it when the meaning of the arrays changes.
 INDEX_VERSION = 1
@@ -102,8 +103,9 @@ class Conversations:
 class SFTDataset:
     """Maps a sample number to int64 [3, seq_length], from the conversations [first, last) of a dataset.
 
-    Row 0 holds token ids, 0 in the padding. Row 1 is 1 where a token is to be predicted from those before it. Row 2
-    holds the number of the conversation in the sample; the padding has a number of its own.
+    Row 0 holds token ids, 0 in the padding. Row 1 is TRAINED where a token is to be predicted from those before it, PADDING
+    in the padding, and 0 elsewhere. Row 2 holds the number of the conversation in the sample; the padding has a number of
+    its own.
 
     An epoch reads every conversation once. With `packing` a sample holds as many conversations as best-fit-decreasing
     places there, otherwise one. Conversations longer than `seq_length` are skipped, which is logged. `order`,
@@ -180,7 +182,7 @@ class SFTDataset:
             rows[1, at + 1 : end] = self.conversations.marks(conversation)[1:]
             rows[2, at:end] = count
             at = end
-        rows[2, at:] = len(found)
+        rows[1, at:], rows[2, at:] = PADDING, len(found)
         check_ids(rows[0], self.vocab_size, self.conversations.prefix)
         return rows
 

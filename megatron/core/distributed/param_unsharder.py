@@ -5,7 +5,7 @@ Ranks gather each other's shards (ZeRO-3: Rajbhandari et al., arXiv 1910.02054; 
 
 [Note: when buckets are unsharded]
 Forward. A bucket is unsharded when one of its parameters is first read, and held until the innermost module that read it
-ends. (Only modules that own parameters count, and the model itself.) Meanwhile the bucket that forward reads next is
+ends. Meanwhile the bucket that forward reads next is
 prefetched, if it belongs to the same pipeline stage. The bucket that was released last stays until another one is read,
 because the next module may lie in the same bucket.
 Backward. Before a module's backward the buckets that it read are unsharded again, and the next one in backward order is
@@ -64,9 +64,8 @@ class ParamUnsharder:
         self._deferred: dict[int, Callable[[], None]] = {}  # waits for updates, by index of the bucket
         register_read_hook(model, self._before_read)
         for module in model.modules():
-            if module is model or module._parameters:
-                module.register_forward_pre_hook(self._enter)
-                module.register_forward_hook(self._leave, always_call=True)
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave, always_call=True)
 
     def parameter_of(self, tensor: Tensor) -> Parameter | None:
         """Returns the parameter of which a tensor is a view, if it is in one of these buckets and unsharded now."""

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
+from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.kernels.ops.softcap import softcap
@@ -58,6 +59,7 @@ class GPTModel(nn.Module):
         caches: Sequence[KeyValueCache] | None = None,
         *,
         lengths: int | Tensor | None = None,
+        routing: MicrobatchRouting | None = None,
         stage: int = 0,
         received: Tensor | None = None,
     ) -> Tensor:
@@ -66,10 +68,14 @@ class GPTModel(nn.Module):
         `lengths`: the tokens of all sequences, or of each one [b, 1], including those that are not in `tokens`; default
         the columns of `tokens`. Only LongRoPE depends on them.
 
+        `routing`: the choices of experts for these tokens, which layers with experts fill in; None in generation.
+
         `received`: the hidden states [s or s/tp, b, h] of the stage before, where there is one; a stage that is not the
         last one returns them.
         """
-        hidden = self.hidden(tokens, positions, segments, caches, lengths=lengths, stage=stage, received=received)
+        hidden = self.hidden(
+            tokens, positions, segments, caches, lengths=lengths, routing=routing, stage=stage, received=received
+        )
         if not self.stages[stage].head:
             return hidden
         if caches is not None:
@@ -92,6 +98,7 @@ class GPTModel(nn.Module):
         caches: Sequence[KeyValueCache] | None = None,
         *,
         lengths: int | Tensor | None = None,
+        routing: MicrobatchRouting | None = None,
         stage: int = 0,
         received: Tensor | None = None,
     ) -> Tensor:
@@ -106,7 +113,7 @@ class GPTModel(nn.Module):
         assert received is not None
         tables = self._tables(positions, tokens.shape[1] if lengths is None else lengths)
         hidden: Tensor = self.decoder(
-            received, Positions(tables, segments), caches, layers=here.layers, final_norm=here.head
+            received, Positions(tables, segments), caches, routing, layers=here.layers, final_norm=here.head
         )
         return hidden
 
@@ -122,6 +129,11 @@ class GPTModel(nn.Module):
     def is_whole(self) -> bool:
         """Whether this rank holds all of the model in one stage."""
         return len(self.stages) == 1 and all(stage.embedding and stage.head for stage in self.stages.values())
+
+    @property
+    def layers_with_experts(self) -> tuple[bool, ...]:
+        """Whether each layer of the whole model has experts."""
+        return self._build.config.moe_layers
 
     @property
     def hidden_dtype(self) -> torch.dtype:

@@ -8,19 +8,20 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
+from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP, WHOLE_MOE
 from megatron.core.context_parallel.all_gather import AllGatherAttention
 from megatron.core.context_parallel.attention import context_parallel_attention
-from megatron.core.tensor_parallel.linear import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.core_attention import RecomputedAttention
 from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.layer import MoELayer
+from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.recompute import recompute, recompute_module
+from megatron.core.transformer.recompute import SkipsLast, recompute, recompute_module
 from megatron.kernels.ops.attention import AttentionKernel
-from megatron.spec.mlp import MLPSpec
+from megatron.spec.moe import MoESpec
 
 
 class TransformerLayer(nn.Module):
@@ -43,8 +44,11 @@ class TransformerLayer(nn.Module):
         )
         self.post_self_attn_layernorm = build.optional_norm(spec.post_attention_norm)
         self.pre_mlp_layernorm = build.optional_norm(spec.pre_mlp_norm)
-        assert isinstance(spec.mlp, MLPSpec)
-        self.mlp = MLP(build, spec.mlp, recompute_activation=MLP_ACT in recomputed)
+        self.mlp: MLP | MoELayer = (
+            MoELayer(build, spec.mlp, number, recomputed)
+            if isinstance(spec.mlp, MoESpec)
+            else MLP(build, spec.mlp, recompute_activation=MLP_ACT in recomputed)
+        )
         self.post_mlp_layernorm = build.optional_norm(spec.post_mlp_norm)
         add_adapters(self, build, spec)
         self._rng, self._dropout, self._multiplier = build.rng, spec.dropout, spec.residual_multiplier
@@ -52,20 +56,32 @@ class TransformerLayer(nn.Module):
         self._stream = "sharded" if build.sequence_parallel else "replicated"
         if NORM in recomputed and self.input_layernorm is not None:
             self.input_layernorm.defer_to(self.self_attention.linear_qkv)
-        if NORM in recomputed and self.pre_mlp_layernorm is not None:
-            self.pre_mlp_layernorm.defer_to(self.mlp.linear_fc1)
-        if WHOLE_MLP in recomputed:
-            recompute_module(self.mlp, build.rng, last=self.mlp.linear_fc2)
+        if isinstance(self.mlp, MoELayer):
+            if WHOLE_MOE in recomputed:
+                recompute_module(self.mlp, build.rng, last=self.mlp)
+        else:
+            if NORM in recomputed and self.pre_mlp_layernorm is not None:
+                self.pre_mlp_layernorm.defer_to(self.mlp.linear_fc1)
+            if WHOLE_MLP in recomputed:
+                recompute_module(self.mlp, build.rng, last=self.mlp.linear_fc2)
         if early is not None:
             # The backward of a layer begins at its output: the gather is overlapped with the backward of the MLP.
             self.register_forward_hook(lambda layer, inputs, output: early.gather_early(output))
 
-    def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
-        """See the class."""
+    def forward(
+        self,
+        x: Tensor,
+        positions: Positions,
+        cache: KeyValueCache | None = None,
+        routing: MicrobatchRouting | None = None,
+    ) -> Tensor:
+        """See the class. routing: of the microbatch, for a layer with experts."""
         x = x + self._branch(
             self.self_attention(self._read(x, self.input_layernorm), positions, cache), self.post_self_attn_layernorm
         )
-        return x + self._branch(self.mlp(self._read(x, self.pre_mlp_layernorm)), self.post_mlp_layernorm)
+        read = self._read(x, self.pre_mlp_layernorm)
+        out = self.mlp(read, routing) if isinstance(self.mlp, MoELayer) else self.mlp(read)
+        return x + self._branch(out, self.post_mlp_layernorm)
 
     def _read(self, x: Tensor, norm: Norm | None) -> Tensor:
         """The residual stream as attention or the MLP reads it."""
@@ -99,17 +115,19 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         positions: Positions,
         caches: Sequence[KeyValueCache] | None = None,
+        routing: MicrobatchRouting | None = None,
         *,
         layers: range,
         final_norm: bool,
     ) -> Tensor:
-        """[s or s/tp, b, h] -> the same, through `layers`; one cache for each of them in generation."""
+        """[s or s/tp, b, h] -> the same, through `layers`; one cache for each of them in generation, and without it the
+        routing of the microbatch, where there are experts."""
         if caches is not None:
             for number, cache in zip(layers, caches, strict=True):
                 x = self.layers[str(number)](x, positions, cache)
         else:
             for group, again in self._recompute.groups(layers):
-                run = functools.partial(self._through, positions=positions, layers=group)
+                run = functools.partial(self._through, positions=positions, routing=routing, layers=group)
                 x = recompute(run, x, self._rng, last=self._last_gemm(group)) if again else run(x)
         if not final_norm:
             return x
@@ -117,16 +135,20 @@ class TransformerBlock(nn.Module):
         normed: Tensor = self.final_layernorm(x)
         return normed
 
-    def _through(self, x: Tensor, positions: Positions, layers: Sequence[int]) -> Tensor:
+    def _through(
+        self, x: Tensor, positions: Positions, routing: MicrobatchRouting | None, layers: Sequence[int]
+    ) -> Tensor:
         for number in layers:
-            x = self.layers[str(number)](x, positions)
+            x = self.layers[str(number)](x, positions, routing=routing)
         return x
 
-    def _last_gemm(self, layers: Sequence[int]) -> RowParallelLinear | None:
+    def _last_gemm(self, layers: Sequence[int]) -> SkipsLast | None:
         """The layer that the last of `layers` ends with; None if that is a norm, which keeps its input for backward."""
         layer = self.layers[str(layers[-1])]
         assert isinstance(layer, TransformerLayer)
-        return layer.mlp.linear_fc2 if layer.post_mlp_layernorm is None else None
+        if layer.post_mlp_layernorm is not None:
+            return None
+        return layer.mlp if isinstance(layer.mlp, MoELayer) else layer.mlp.linear_fc2
 
 
 def _core_attention(build: Build, number: int) -> AttentionKernel:

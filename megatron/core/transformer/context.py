@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe_training import MoEConfig
 from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Groups
@@ -24,6 +25,8 @@ from megatron.spec.decoder import DecoderSpec, decoder_spec
 from megatron.spec.linear import LinearSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import ParamSpec
+
+DEFAULT_MOE = MoEConfig()
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Build:
     cp_comm_types: tuple[str, ...] = ()  # of each layer; read where the sequence is cut
     cp_trace: Trace = UNTRACED
     recompute: RecomputeConfig | LayerChoices = KEEP_ALL
+    moe: MoEConfig = DEFAULT_MOE
 
     @functools.cached_property
     def spec(self) -> DecoderSpec:

@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from megatron.training.state import StepReport
+from megatron.training.state import ExpertReport, StepReport
 
 GIB = 1024**3
+# Megatron-LM's names of the balance losses, with spaces.
+LOSS_NAMES = {
+    "aux_loss": "load balancing loss",
+    "seq_aux_loss": "seq load balancing loss",
+    "global_aux_loss": "global load balancing loss",
+    "z_loss": "z loss",
+}
 _TIME = "%Y-%m-%d %H:%M:%S.%f"
 # the limit of the exponent is e^20, as in Megatron-LM, so that perplexity can be printed at the start of a run
 MAX_EXPONENT = 20.0
@@ -41,6 +48,7 @@ class LogLine:
     mfu: float | None  # fraction of the device's peak; None if the peak is unknown
     peak_memory: int  # bytes
     eta_seconds: float
+    experts: ExpertReport | None = None  # of the last step, in a model with experts
 
 
 class LogWindow:
@@ -90,6 +98,7 @@ class LogWindow:
             grad_norm=last.grad_norm,
             num_zeros=last.num_zeros,
             params_norm=last.params_norm,
+            experts=last.experts,
             skipped_iterations=sum(r.skipped for r in reports),
             nan_iterations=sum(r.nan for r in reports),
             tokens_per_second_per_gpu=sum(r.tokens for r in reports) / gpu_seconds,
@@ -117,6 +126,10 @@ def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> s
         fields.append(f"num zeros: {line.num_zeros:.1f}")  # with a decimal, as Megatron-LM prints it
     if line.params_norm is not None:
         fields.append(f"params norm: {line.params_norm:.3f}")
+    if line.experts is not None:
+        fields += [f"{LOSS_NAMES[kind]}: {value:.4E}" for kind, value in line.experts.means.items()]
+        imbalance, layer = line.experts.worst
+        fields.append(f"expert load max/mean: {imbalance:.2f} (layer {layer})")
     fields += [
         f"number of skipped iterations: {line.skipped_iterations:3d}",
         f"number of nan iterations: {line.nan_iterations:3d}",
@@ -127,6 +140,15 @@ def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> s
         fields.append(f"MFU: {100 * line.mfu:.1f}%")
     fields += [f"peak memory (GB): {line.peak_memory / GIB:.2f}", f"ETA: {format_duration(line.eta_seconds)}"]
     return " | ".join(fields) + " |"
+
+
+def format_experts(report: ExpertReport) -> str:
+    """Formats one line per layer with experts: its balance losses, and its largest load divided by the mean."""
+    lines = []
+    for place, (layer, imbalance) in enumerate(zip(report.layers, report.imbalance, strict=True)):
+        losses = [f" | {LOSS_NAMES[kind]}: {values[place]:.4E}" for kind, values in report.losses.items()]
+        lines.append(f" layer {layer}{''.join(losses)} | expert load max/mean: {imbalance:.2f} |")
+    return "\n".join(lines)
 
 
 def format_duration(seconds: float) -> str:

@@ -17,7 +17,7 @@ from megatron.command_line.exits import check_output
 from megatron.config.train import LoggingConfig
 from megatron.core.device import memory_report
 from megatron.training.logging.footprint import reserved_bytes
-from megatron.training.logging.line import LogLine, perplexity
+from megatron.training.logging.line import LOSS_NAMES, LogLine, perplexity
 from megatron.training.state import StepReport
 
 # TensorBoard also has these under "<tag> vs samples", with the samples read so far as the x axis.
@@ -158,6 +158,9 @@ def step_scalars(report: StepReport) -> dict[str, float]:
         scalars["num-zeros"] = report.num_zeros
     if report.params_norm is not None:
         scalars["params-norm"] = report.params_norm
+    if report.experts is not None:
+        scalars |= {LOSS_NAMES[kind]: value for kind, value in report.experts.means.items()}
+        scalars["expert load max/mean"] = report.experts.worst[0]
     return scalars
 
 

@@ -440,6 +440,8 @@ class TestExperts:
         four = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
         found = row("token dispatcher", **MOE, **four, moe_token_dispatcher_type="allgather")
         assert found == ("allgather", "allgather over 4 ranks", "")
+
+
 def test_products_of_experts():
     """Off in a dense model; else grouped, or the reason why not."""
     name, experts = "products of experts", {"num_experts": 4}

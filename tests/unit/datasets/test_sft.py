@@ -11,7 +11,7 @@ from megatron.config.data import DataConfig
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed import IndexedDatasetWriter
 from megatron.core.datasets.sample import Splits
-from megatron.core.datasets.sft import Conversations, SFTDataset, mask_prefix
+from megatron.core.datasets.sft import PADDING, Conversations, SFTDataset, mask_prefix
 from tests.unit.datasets.helpers import write_documents
 
 SEQ = 16
@@ -51,7 +51,9 @@ def conversations_of(rows):
         places = np.flatnonzero(here)
         assert (np.diff(places) == 1).all(), "a conversation lies in one piece"
         tokens, mask = rows[0][here], rows[1][here]
-        if not tokens.any() and not mask.any() and segment == rows[2].max() and places[-1] == len(here) - 1:
+        if (mask == PADDING).any():
+            assert (mask == PADDING).all() and not tokens.any()
+            assert segment == rows[2].max() and places[-1] == len(here) - 1
             filling = len(tokens)
         else:
             found[int(tokens[0]) // 100] = (tokens.tolist(), mask.tolist())

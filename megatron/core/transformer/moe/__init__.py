@@ -1,1 +1,1 @@
-"""Layers with a mixture of experts."""
+"""The mixture-of-experts layer: router, experts, shared experts, and the balance between experts."""

@@ -1,0 +1,20 @@
+"""The dispatcher of a layout."""
+
+from __future__ import annotations
+
+from megatron.config.moe_training import ALL_GATHER
+from megatron.core.expert_parallel.dispatch import AllGather, AllToAll, Dispatcher, Local, Scattered
+from megatron.core.groups import Groups
+
+
+def choose_dispatcher(kind: str, groups: Groups, experts: int, *, sequence_parallel: bool) -> Dispatcher:
+    """Returns the dispatcher of --moe-token-dispatcher-type `kind` for `experts` on all ranks together.
+
+    Without sequence parallelism all ranks of tp hold the same tokens, as in generation, and each dispatches a part of them.
+    """
+    group, etp = groups.etp_ep, groups.etp.size
+    if group.size == 1:
+        return Local(experts)
+    if groups.tp.size > 1 and not sequence_parallel:
+        return Scattered(AllToAll(group, experts, etp), groups.tp)
+    return AllGather(group, experts, etp) if kind == ALL_GATHER else AllToAll(group, experts, etp)

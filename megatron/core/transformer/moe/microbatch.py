@@ -1,0 +1,100 @@
+"""The routing of a microbatch: made once, in the first forward, and data from then on.
+
+Backward, the second run of recompute, the balance losses and the log read it. So recompute can neither choose other experts
+nor count a token twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import Handle, all_reduce_async
+from megatron.core.groups import Group
+from megatron.core.transformer.moe.balance import BalanceLosses, TokenCounts, prices, values
+
+
+@dataclass
+class LayerRouting:
+    """The choice of one layer.
+
+    chosen [T, k]: experts of each of this rank's tokens. kept [T, k], bool: those whose expert takes the token; None where
+    all do. plan: of the exchange of tokens. counts [b, E], int64: assignments of this rank's tokens of each sample, and
+    after `load` is waited for, of whole samples. probabilities [b, E], squares [b]: for the values of the balance losses.
+    """
+
+    chosen: Tensor
+    kept: Tensor | None
+    own_counts: Tensor
+    counts: Tensor
+    load: Handle | None
+    probabilities: Tensor | None
+    squares: Tensor | None
+    plan: Any = None
+
+    def whole_counts(self) -> Tensor:
+        """`counts` of whole samples. Waits for their all-reduce."""
+        if self.load is not None:
+            self.load.wait()
+            self.load = None
+        return self.counts
+
+
+@dataclass
+class MicrobatchRouting:
+    """The tokens of a microbatch on this rank, and the choices of each layer for them.
+
+    places [s]: the place in its sample of each of this rank's tokens; rows of all [s, b, ...] tensors are in this order.
+    length: tokens of a whole sample.
+    routed [s, b], bool: False for padding, which no expert gets; None: there is none. tokens, losses, scale: of the balance
+    losses, and the loss scale; losses is None in evaluation, which counts nothing. forced: number of a layer -> experts
+    [T, k] to take instead of the router's choice.
+    """
+
+    places: Tensor
+    length: int
+    routed: Tensor | None
+    tokens: TokenCounts | None = None
+    losses: BalanceLosses | None = None
+    scale: float = 1.0
+    forced: dict[int, Tensor] = field(default_factory=dict)
+    layers: dict[int, LayerRouting] = field(default_factory=dict)
+
+    def record(
+        self,
+        number: int,
+        chosen: Tensor,
+        kept: Tensor | None,
+        counts: Tensor,
+        sums: tuple[Tensor, Tensor] | None,
+        group: Group,
+    ) -> LayerRouting:
+        """Keeps the choice of layer `number`. sums: probabilities and squares of LayerRouting.
+
+        Communication: with losses of whole samples an all-reduce of counts [b, E] over `group`, tp x cp, not waited for.
+        """
+        whole, load = counts, None
+        if self.losses is not None and self.losses.counts_samples and group.size > 1:
+            whole = counts.clone()
+            load = all_reduce_async(whole, group)
+        probabilities, squares = sums or (None, None)
+        self.layers[number] = LayerRouting(chosen, kept, counts, whole, load, probabilities, squares)
+        return self.layers[number]
+
+    def prices(self, number: int, previous: Tensor) -> Tensor:
+        """Gradient of the balance losses, times the loss scale, with respect to the probabilities of a token: [b, E]."""
+        assert self.losses is not None and self.tokens is not None
+        found = prices(self.losses, self.layers[number].whole_counts(), previous, self.tokens)
+        return found * self.scale
+
+    def values(self, number: int, previous: Tensor) -> Tensor:
+        """This rank's part of the losses of a layer; see `balance.values`."""
+        layer = self.layers[number]
+        assert self.losses is not None and self.tokens is not None
+        counts = layer.whole_counts()
+        if layer.probabilities is None or layer.squares is None:
+            return torch.zeros(0, dtype=torch.float64, device=counts.device)
+        return values(self.losses, counts, previous, self.tokens, layer.probabilities, layer.squares)

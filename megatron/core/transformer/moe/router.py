@@ -1,0 +1,223 @@
+"""The router: scores the experts for each token, and chooses some of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.moe import SOFTMAX
+from megatron.config.moe_training import GLOBAL_AUX, MoEConfig
+from megatron.core.comm.collectives import all_gather
+from megatron.core.groups import Groups
+from megatron.core.parameter import Parameter
+from megatron.core.transformer.context import Build
+from megatron.core.transformer.moe.balance import weights
+from megatron.core.transformer.moe.microbatch import LayerRouting, MicrobatchRouting
+from megatron.kernels.ops import routing as kernels
+from megatron.kernels.ops.weight_grad import fused
+from megatron.spec.moe import EXPERT_BIAS, RouterSpec
+
+PREVIOUS_LOAD = "previous_load"  # name of the buffer
+
+
+class Router(nn.Module):
+    """[T, h] -> (experts [T, k] int64, with -1 where an assignment is dropped; their weights [T, k], fp32).
+
+    T = s x b tokens of this rank, the samples varying fastest. Logits, scores and weights are at least fp32 whatever the
+    dtype of the model. Buffers, never converted: expert_bias [E] fp32, where the choice has one, and previous_load [E]
+    int64, assignments in the global batch before.
+    """
+
+    def __init__(self, build: Build, spec: RouterSpec, number: int) -> None:
+        """number: of the layer in the whole model, from 0."""
+        super().__init__()
+        self.weight = build.parameter(spec.weight)
+        self.spec, self.number, self.groups, self._moe = spec, number, build.groups, build.moe
+        bias = torch.zeros(spec.experts, device=build.device) if spec.has_bias else None
+        self.register_buffer(EXPERT_BIAS, bias)
+        load = torch.zeros(spec.experts, dtype=torch.int64, device=build.device)
+        self.register_buffer(PREVIOUS_LOAD, load)
+        self.expert_bias: Tensor | None
+        self.previous_load: Tensor
+
+    def forward(self, x: Tensor, samples: int, routing: MicrobatchRouting | None) -> tuple[Tensor, Tensor]:
+        """samples: b. routing: of this microbatch, made here in the first run; None in generation, which keeps nothing.
+
+        Communication: that of `MicrobatchRouting.record`; with --moe-expert-capacity-factor, where a sample is sharded, an
+        all-gather of experts and weights over tp x cp.
+        """
+        indices, found = _Route.apply(x, self.weight, _Call(self, samples, routing))
+        return indices, found
+
+    def choose(
+        self, logits: Tensor, scores: Tensor, samples: int, routing: MicrobatchRouting | None
+    ) -> LayerRouting | _Choice:
+        """The choice for this microbatch: that of the first run, if there was one."""
+        if routing is not None and self.number in routing.layers:
+            return routing.layers[self.number]
+        chosen = self._chosen(scores, samples, routing)
+        kept = self._kept(scores, chosen, samples, routing)
+        if routing is None:
+            return _Choice(chosen, kept)
+        of_sample = torch.arange(len(chosen), device=chosen.device) % samples
+        counted = chosen if routing.routed is None else chosen.masked_fill(~routing.routed.reshape(-1, 1), -1)
+        counts = kernels.counts_by_sample(counted, of_sample, samples, self.spec.experts)
+        return routing.record(
+            self.number, chosen, kept, counts, self._sums(logits, scores, samples, routing), self.groups.tp_cp
+        )
+
+    def _chosen(self, scores: Tensor, samples: int, routing: MicrobatchRouting | None) -> Tensor:
+        if routing is not None and self.number in routing.forced:
+            return routing.forced[self.number]
+        if self._moe.moe_router_force_load_balancing:
+            places = torch.arange(len(scores), device=scores.device)
+            if routing is not None:
+                places = routing.places.repeat_interleave(samples)
+            return kernels.balanced_choice(places, self.spec)
+        return kernels.choose(scores, self.expert_bias, self.spec)
+
+    def _kept(self, scores: Tensor, chosen: Tensor, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
+        """Assignments of tokens that are routed, to experts that have room for them; None if all are."""
+        if routing is None:
+            return None
+        kept = None if routing.routed is None else routing.routed.reshape(-1, 1).expand_as(chosen)
+        if self._moe.moe_expert_capacity_factor is None:
+            return kept
+        return _within_capacity(
+            kernels.weigh(scores, chosen, self.spec), chosen, kept, samples, routing, self.spec, self._moe, self.groups
+        )
+
+    def _sums(
+        self, logits: Tensor, scores: Tensor, samples: int, routing: MicrobatchRouting
+    ) -> tuple[Tensor, Tensor] | None:
+        """Probabilities and squared log-sum-exps of this rank's tokens of each sample; None if no loss needs them."""
+        if routing.losses is None or not routing.losses.names:
+            return None
+        probabilities, squares = probabilities_of(scores, self.spec), logits.logsumexp(1).square()
+        if routing.routed is not None:
+            routed = routing.routed.reshape(-1)
+            probabilities, squares = probabilities * routed.unsqueeze(1), squares * routed
+        return probabilities.view(-1, samples, self.spec.experts).sum(0), squares.view(-1, samples).sum(0)
+
+
+def probabilities_of(scores: Tensor, spec: RouterSpec) -> Tensor:
+    """p of [Note: balance losses], from the scores of all experts."""
+    return scores if spec.score_function == SOFTMAX else scores / (scores.sum(1, keepdim=True) + kernels.SMALLEST_SUM)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """As LayerRouting, of a forward that keeps nothing."""
+
+    chosen: Tensor
+    kept: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one call that are no tensors."""
+
+    router: Router
+    samples: int
+    routing: MicrobatchRouting | None
+
+
+class _Route(torch.autograd.Function):
+    """(x, weight, call) -> (experts, weights). Keeps x, the logits and the choice; backward computes the scores again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Parameter, call: _Call) -> tuple[Tensor, Tensor]:
+        spec, dtype = call.router.spec, _dtype(call.router.spec)
+        logits = F.linear(x.to(dtype), weight.to(dtype))
+        scores = kernels.scores(logits, spec)
+        choice = call.router.choose(logits, scores, call.samples, call.routing)
+        chosen, kept = choice.chosen, choice.kept
+        ctx.save_for_backward(x, logits, chosen, kept)
+        ctx.weight, ctx.call = weight, call
+        found = kernels.weigh(scores, chosen, spec).float()
+        indices = chosen
+        if kept is not None:
+            indices, found = chosen.masked_fill(~kept, -1), found * kept
+        ctx.mark_non_differentiable(indices)
+        return indices, found
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, logits, chosen, kept = ctx.saved_tensors
+        call: _Call = ctx.call
+        gradient = _gradient_of_logits(logits, chosen, kept, grad, call)
+        weight: Parameter = ctx.weight
+        grad_x = (gradient @ weight.to(gradient.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = _deliver(weight, gradient.float(), x) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
+
+
+def _gradient_of_logits(logits: Tensor, chosen: Tensor, kept: Tensor | None, grad: Tensor, call: _Call) -> Tensor:
+    spec, routing, number = call.router.spec, call.routing, call.router.number
+    losses = None if routing is None else routing.losses
+    with torch.enable_grad():
+        z = logits.detach().requires_grad_()
+        scores = kernels.scores(z, spec)
+        found = kernels.weigh(scores, chosen, spec)
+        outputs, gradients = [found], [(grad if kept is None else grad * kept).to(found.dtype)]
+        if routing is not None and losses is not None and losses.names:
+            routed = 1.0 if routing.routed is None else routing.routed.reshape(-1, 1).to(z.dtype)
+            if losses.kinds:
+                prices = routing.prices(number, call.router.previous_load).to(z.dtype)
+                outputs.append(probabilities_of(scores, spec))
+                gradients.append(prices.repeat(len(z) // call.samples, 1) * routed)
+            if losses.z:
+                assert routing.tokens is not None
+                outputs.append(z.logsumexp(1, keepdim=True).square())
+                weight = weights(GLOBAL_AUX, routing.tokens)[0] * losses.z * routing.scale
+                gradients.append(torch.ones_like(outputs[-1]) * weight * routed)
+        (gradient,) = torch.autograd.grad(outputs, z, gradients)
+    return gradient
+
+
+def _deliver(weight: Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Accumulates the weight's gradient into its slot, or returns it where no bucket owns it. fp32 in any case."""
+    slot = weight.slot
+    if slot is None:
+        return (grad.t() @ x.float()).to(weight.dtype)
+    slot.write(lambda main_grad, overwrite: fused(main_grad, grad, x.float(), overwrite))
+    return None
+
+
+def _dtype(spec: RouterSpec) -> torch.dtype:
+    return torch.float64 if spec.dtype == "fp64" else torch.float32
+
+
+def _within_capacity(
+    found: Tensor,
+    chosen: Tensor,
+    routed: Tensor | None,
+    samples: int,
+    routing: MicrobatchRouting,
+    spec: RouterSpec,
+    moe: MoEConfig,
+    groups: Groups,
+) -> Tensor:
+    """Whether each assignment [T, k] is within its expert's capacity, decided over whole samples, alike on all ranks."""
+    assert moe.moe_expert_capacity_factor is not None
+    group, rows = groups.tp_cp, len(chosen)
+    capacity = math.ceil(moe.moe_expert_capacity_factor * routing.length * spec.topk / spec.experts)
+    asked = chosen if routed is None else chosen.masked_fill(~routed, -1)
+    experts, all_weights = all_gather(asked, group), all_gather(found.float().contiguous(), group)
+    places = all_gather(routing.places, group).repeat_interleave(samples)
+    of_sample = torch.arange(len(experts), device=chosen.device) % samples
+    kept = kernels.within_capacity(
+        experts,
+        all_weights,
+        of_sample,
+        places,
+        experts=spec.experts,
+        capacity=capacity,
+        policy=moe.moe_token_drop_policy,
+    )
+    return kept[group.rank * rows : (group.rank + 1) * rows]

@@ -1,0 +1,132 @@
+"""The load of the experts: routing of each microbatch, sums over a step, the bias that follows them, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.config.moe_training import MoEConfig
+from megatron.core.comm.collectives import all_reduce
+from megatron.core.groups import Groups
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.balance import BalanceLosses, TokenCounts
+from megatron.core.transformer.moe.microbatch import MicrobatchRouting
+from megatron.core.transformer.moe.router import Router
+from megatron.training.batch import Batch, part_of
+from megatron.training.routing_trace import RoutingTrace
+from megatron.training.state import ExpertReport
+
+
+class ExpertLoad:
+    """Follows the load of the experts of a model over its steps.
+
+    [Note: bias of experts]
+    After every step that was applied, the bias of each expert goes up by --moe-router-bias-update-rate if its load in the
+    global batch was below the mean, and down if it was above (Wang et al., arXiv 2408.15664). Loads are integers, so every
+    layout takes the same decisions. A bias of a frozen router stays.
+    """
+
+    def __init__(self, model: GPTModel, groups: Groups, moe: MoEConfig, device: torch.device) -> None:
+        self._routers = {module.number: module for module in model.modules() if isinstance(module, Router)}
+        self._groups, self._rate, self._device = groups, moe.moe_router_bias_update_rate, device
+        self._losses, self._multiple = BalanceLosses.of(moe), model.sequence_shards
+        self._layers = tuple(number for number, has in enumerate(model.layers_with_experts) if has)
+        self.trace: RoutingTrace | None = None  # records or forces the choices
+        self._counts: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    def begin_step(self, batches: Sequence[Batch], scale: float) -> list[MicrobatchRouting]:
+        """Returns the routing of each microbatch, still without choices. scale: the loss scale.
+
+        batches: this replica's, whole sequences. Communication: with padding in the batches one sum all-reduce over dp.
+        """
+        self._counts.clear()
+        self._values.clear()
+        by_sample = [routed_tokens(batch) for batch in batches]
+        total = torch.stack([each.sum() for each in by_sample]).sum()
+        if any(batch.routed is not None for batch in batches):
+            all_reduce(total, self._groups.dp)
+        else:
+            total = total * self._groups.dp.size
+        samples = sum(len(batch.tokens) for batch in batches) * self._groups.dp.size
+        found = []
+        for batch, tokens in zip(batches, by_sample, strict=True):
+            routing = routing_of(batch, self._groups, self._multiple)
+            routing.tokens, routing.losses, routing.scale = TokenCounts(tokens, total, samples), self._losses, scale
+            found.append(routing)
+        if self.trace is not None:
+            self.trace.begin_step(batches, found)
+        return found
+
+    def take(self, routing: MicrobatchRouting, layers: Iterable[int]) -> None:
+        """Adds the load of a microbatch and frees its choices. Call when these layers need them no more."""
+        for number in layers:
+            if number not in routing.layers:
+                continue
+            if self.trace is not None:
+                self.trace.record(routing, number)
+            previous = self._routers[number].previous_load
+            values = routing.values(number, previous)
+            counts = routing.layers.pop(number).own_counts.sum(0)
+            self._counts[number] = self._counts[number] + counts if number in self._counts else counts
+            self._values[number] = self._values[number] + values if number in self._values else values
+
+    def end_step(self, *, applied: bool) -> ExpertReport:
+        """Updates the biases, unless the step was not `applied`, and returns the report.
+
+        Communication: one all-reduce over tp x cp and one over dp of the loads and values of this stage, and one over pp of
+        the report. Counts are added as fp64, which is exact.
+        """
+        numbers, size = sorted(self._routers), len(self._losses.names)
+        rows = []
+        for number in numbers:
+            rows.append(torch.cat([self._counts[number].double(), self._values[number]]))
+        report = torch.zeros(len(self._layers), 1 + size, dtype=torch.float64, device=self._device)
+        if rows:
+            table = torch.stack(rows)
+            all_reduce(table, self._groups.tp_cp)
+            all_reduce(table, self._groups.dp)
+            counts = table[:, : table.shape[1] - size].long()
+            if applied:
+                for number, row in zip(numbers, counts, strict=True):
+                    self._follow(self._routers[number], row)
+            places = torch.tensor([self._layers.index(number) for number in numbers], device=self._device)
+            mean = counts.sum(1).clamp(min=1).double() / counts.shape[1]
+            report[places] = torch.cat([(counts.amax(1) / mean).unsqueeze(1), table[:, table.shape[1] - size :]], dim=1)
+        imbalance, *losses = all_reduce(report, self._groups.pp).t().tolist()
+        named = dict(zip(self._losses.names, map(tuple, losses), strict=True))
+        return ExpertReport(self._layers, named, tuple(imbalance))
+
+    def _follow(self, router: Router, counts: Tensor) -> None:
+        router.previous_load.copy_(counts)
+        if router.expert_bias is not None and router.weight.requires_grad:
+            router.expert_bias += self._rate * (counts.sum() - counts * len(counts)).sign()
+
+
+def routing_of(batch: Batch, groups: Groups, multiple: int) -> MicrobatchRouting:
+    """Returns the routing, without choices and losses, of a whole microbatch's tokens on this rank.
+
+    multiple: parts into which sequence parallelism divides a sequence.
+    """
+    s = batch.tokens.shape[1]
+    places = _part(torch.arange(s, device=batch.tokens.device).unsqueeze(0), groups, multiple).reshape(-1)
+    padded = -s % (2 * groups.cp.size * multiple) > 0 and groups.cp.size > 1
+    routed = batch.routed
+    if routed is None and padded:
+        routed = torch.ones_like(batch.tokens, dtype=torch.bool)
+    return MicrobatchRouting(places, s, None if routed is None else _part(routed, groups, multiple))
+
+
+def routed_tokens(batch: Batch) -> Tensor:
+    """Returns the tokens of each sample that are no padding, int64 [b]."""
+    if batch.routed is not None:
+        return batch.routed.sum(1)
+    return torch.full((len(batch.tokens),), batch.tokens.shape[1], device=batch.tokens.device)
+
+
+def _part(x: Tensor, groups: Groups, multiple: int) -> Tensor:
+    """[b, s] of whole sequences -> [s / cp / multiple, b] of this rank."""
+    part = part_of(x, groups.cp, multiple).t()
+    return (part if multiple == 1 else part.chunk(multiple)[groups.tp.rank]).contiguous()

@@ -1,0 +1,60 @@
+"""Records which experts the tokens of a run go to, and forces the choices of another run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.microbatch import MicrobatchRouting
+from megatron.training.batch import Batch
+
+# (step, digest of the sample's tokens, layer) -> experts of its tokens [s, k], int64; -1 for tokens of other ranks.
+ExpertChoices = dict[tuple[int, str, int], Tensor]
+
+
+class RoutingTrace:
+    """The choices of the tokens that this rank holds, by step, sample and layer, whatever the layout.
+
+    Replaying the choices of a sampler in training, and comparing layouts, need both halves: `choices` of one run are the
+    `forced` of another.
+    """
+
+    def __init__(self, forced: Mapping[tuple[int, str, int], Tensor] | None = None) -> None:
+        self.choices: ExpertChoices = {}
+        self._forced, self._step = forced, -1
+        self._samples: dict[int, list[str]] = {}  # of each microbatch, by the identity of its routing
+
+    def begin_step(self, batches: Sequence[Batch], routings: Sequence[MicrobatchRouting]) -> None:
+        """Call with the microbatches of a step, whose routings have no choices yet."""
+        self._step += 1
+        self._samples.clear()
+        for batch, routing in zip(batches, routings, strict=True):
+            self._samples[id(routing)] = [
+                hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in batch.tokens.cpu()
+            ]
+            if self._forced is not None:
+                self._force(routing)
+
+    def record(self, routing: MicrobatchRouting, layer: int) -> None:
+        """Call when a layer has chosen, and before the choice is freed."""
+        samples = self._samples[id(routing)]
+        chosen = routing.layers[layer].chosen.view(len(routing.places), len(samples), -1).cpu()
+        places, routed = routing.places.cpu(), None if routing.routed is None else routing.routed.cpu()
+        for number, sample in enumerate(samples):
+            whole = self.choices.setdefault(
+                (self._step, sample, layer), torch.full((routing.length, chosen.shape[-1]), -1, dtype=torch.int64)
+            )
+            held = slice(None) if routed is None else routed[:, number]
+            whole[places[held]] = chosen[held, number]
+
+    def _force(self, routing: MicrobatchRouting) -> None:
+        assert self._forced is not None
+        samples, places = self._samples[id(routing)], routing.places.cpu()
+        for step, sample, layer in self._forced:
+            if step == self._step and sample == samples[0]:
+                each = [self._forced[step, other, layer][places] for other in samples]
+                device = routing.places.device
+                routing.forced[layer] = torch.stack(each, dim=1).flatten(0, 1).clamp(min=0).to(device)
