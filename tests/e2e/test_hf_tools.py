@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from megatron.tooling.restore import read_hf, restore_tokenizer
-from tests.e2e.helpers.launch import run, start
+from tests.e2e.helpers.launch import HF_TOKENIZER, run, start, warm
 from tests.unit.inference.hf_folder import TEXTS, greedy, write_folder
 
 DRIVER = "tests.e2e.helpers.tools:run"
@@ -24,6 +24,8 @@ LAYOUTS = {"tp 2, pp 1": (), "tp 1, pp 2": ("--pipeline-model-parallel-size", 2)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    for module in (HF_TOKENIZER, *(f"tools.{tool.removesuffix('.py')}" for tool in TOOLS)):
+        warm(module)
     return tmp_path_factory.mktemp("models") / "tiny"
 
 

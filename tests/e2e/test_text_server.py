@@ -19,7 +19,7 @@ import torch
 from megatron.core.inference.text import complete
 from megatron.tooling.restore import read_saved, restore_model, restore_tokenizer
 from tests import pool
-from tests.e2e.helpers.launch import start
+from tests.e2e.helpers.launch import HF_TOKENIZER, start, warm
 from tests.unit.inference.serving import write_tokenizer
 from tests.unit.inference.small import GREEDY, save_small
 
@@ -33,6 +33,8 @@ LAYOUTS = {"tp 2": (), "pp 2": ("--pipeline-model-parallel-size", "2")}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint whose tokenizer has a chat template."""
+    for module in (HF_TOKENIZER, "tools.run_text_generation_server"):
+        warm(module)
     tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     fields = {"vocab_size": 260, "max_position_embeddings": 128, "tokenizer_type": "HuggingFaceTokenizer"}
     return save_small(pool.groups(), tmp_path_factory.mktemp("run") / "tiny", tokenizer_model=tokenizer, **fields)

@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.datasets.sft_preprocess import SFTOptions, preprocess_sft
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
+from tests.e2e.helpers import launch
 from tests.unit.datasets.chat import CORPUS, PLAIN, messages, tokenizer_folder
 from tests.unit.datasets.helpers import write_documents
 from tests.unit.models.hf_models import save_published
@@ -56,6 +57,8 @@ def steps(output, total):
 
 def make_models_and_data(folder):
     """In `folder` a model of each family, its tokenizer beside it; `text` and `chat`: datasets for all of them."""
+    for module in (launch.HF_TOKENIZER, "transformers.modeling_utils"):
+        launch.warm(module)
     tokenizer_folder(folder / "tokenizer", PLAIN, metaspace=True, vocabulary=90)
     tokenizer = HuggingFaceTokenizer(str(folder / "tokenizer"))
     for family, name in MODELS.items():

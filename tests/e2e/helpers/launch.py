@@ -124,9 +124,12 @@ def run(argv, folder, world_size=1, driver=None, env=None, timeout=60.0):
     return start(argv, folder, world_size, driver, env).wait(timeout)
 
 
+HF_TOKENIZER = "transformers.models.auto.tokenization_auto"  # what a run with a tokenizer of Hugging Face imports
+
+
 @functools.cache
 def warm(module):
-    """Import a module into the process that ranks are forked from, once."""
+    """Import a module into the process that ranks are forked from, once: importing it in every rank takes longer."""
     _ask({"import": module})
 
 
