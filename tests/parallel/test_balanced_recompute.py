@@ -11,7 +11,7 @@ from megatron.config.rules.check import check
 from megatron.spec.sizes import Target
 from megatron.training import balanced_recompute
 from tests import pool
-from tests.parallel.test_recompute import STEPS, make, trained
+from tests.parallel.test_recompute import FEW_STEPS, make, trained
 from tests.unit.spec import planned
 
 
@@ -50,7 +50,8 @@ def differs(rank, size, case, budget, steps):
 
 # The second layout's budget is one that only whole layers meet.
 @pytest.mark.parametrize(
-    ("case", "budget", "steps"), [("split backward, sequence parallel", 0.5, 4), ("overlapped optimizer", 0.16, STEPS)]
+    ("case", "budget", "steps"),
+    [("split backward, sequence parallel", 0.5, 4), ("overlapped optimizer", 0.16, FEW_STEPS)],
 )
 def test_within_the_budget_alike_and_the_same_bits(case, budget, steps):
     layout = make(case)[1]
@@ -66,7 +67,7 @@ def test_within_the_budget_alike_and_the_same_bits(case, budget, steps):
 
 def moved(rank, size, directory):
     """(losses, whether a run whose layers may move is the same as without, and which do)"""
-    run, layout = make("gathered keys", layers=4)
+    run, layout = make("gathered keys", FEW_STEPS, layers=4)
     losses, same, trainer = compared(
         run,
         layout,
@@ -80,7 +81,7 @@ def moved(rank, size, directory):
 def test_layers_move_where_there_is_other_memory(tmp_path):
     ranks = pool.run(2, with_free_copies, tmp_path)
     for losses, same, places in ranks:
-        assert same and len(set(losses)) == STEPS
+        assert same and len(set(losses)) == FEW_STEPS
         assert places and max(places) < 2  # a stage's last two layers stay
         assert places == ranks[0][2]
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")

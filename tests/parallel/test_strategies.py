@@ -1,4 +1,4 @@
-"""Twenty steps under every way of sharing and overlapping: the same losses and the same parameters in the end."""
+"""Eight steps under every way of sharing and overlapping: the same losses and the same parameters in the end."""
 
 import functools
 
@@ -11,8 +11,8 @@ from tests import pool
 from tests.parallel.strategies import FEW, STRATEGIES, make_run, whole
 from tests.unit.models.builds import GPT, LLAMA
 
-STEPS = 20
-# Of the same numbers added in another order, after 20 steps; and of other layouts, where products have other shapes, too.
+STEPS = 8
+# Of the same numbers added in another order, after a few steps; and of other layouts, where products have other shapes, too.
 REORDERED, OTHER_LAYOUT = 1e-6, 1e-5
 TIED = {**GPT, "num_layers": 1}
 SMALL = {**LLAMA, "num_layers": 1}
