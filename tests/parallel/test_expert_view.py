@@ -16,7 +16,7 @@ from megatron.core.parameter import initialize, local_parameters, make_parameter
 from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
 from megatron.training.checkpoint import model_tensors, optimizer_tensors
 from tests import pool
-from tests.parallel.strategies import STRATEGIES, boxes_of, whole
+from tests.parallel.strategies import FEW, STRATEGIES, boxes_of, whole
 from tests.unit.models.builds import (
     CPU,
     assemble,
@@ -103,7 +103,7 @@ def train(rank, size, sizes, strategy):
 
 
 @each_layout
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [pytest.param(s, marks=[] if s in FEW else pytest.mark.slow) for s in STRATEGIES])
 def test_one_process_against_many(size, sizes, strategy):
     (alone,) = pool.run(1, train, {}, "plain")
     ranks = pool.run(size, train, sizes, strategy)
