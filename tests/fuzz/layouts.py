@@ -94,7 +94,7 @@ def draw_model(rng: random.Random) -> Flags:
         ("--ffn-hidden-size", rng.choice([32, 48, 64])),
         ("--seq-length", rng.choice([16, 24, 32])),
         ("--micro-batch-size", rng.choice([1, 1, 2])),
-        ("--global-batch-size", rng.choice([8, 8, 16])),
+        ("--global-batch-size", rng.choice([4, 8, 8])),
         ("--position-embedding-type", rng.choice(["rope", "rope", "learned_absolute", "none", "yarn", "longrope"])),
         ("--normalization", rng.choice(["RMSNorm", "LayerNorm"])),
     ]

@@ -1,6 +1,7 @@
 """A Hugging Face model loaded, saved and written back by 1, 2 and 4 ranks: the same bytes."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -43,8 +44,19 @@ def assert_same(found, expected):
         assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", NAMES)
+# What a model has and the type of its elements do not depend on each other, so each comes with one of the other.
+QUICK = ("Yi 6B", torch.bfloat16), ("Qwen2 0.5B", torch.float32), ("Qwen1.5 0.5B", torch.bfloat16)
+QUICK += (("Qwen3 32B", torch.float32),)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(NAMES, (torch.float32, torch.bfloat16))
+    ],
+    ids=str,
+)
 def test_through_any_number_of_ranks(tmp_path, name, dtype, caplog):
     """From a converted checkpoint and with --load-hf; each number of ranks also reads what the one before it saved."""
     model, tensors = save_published(name, tmp_path / "hf", dtype)
