@@ -9,7 +9,6 @@ import pytest
 from tests.e2e.helpers.launch import start
 from tests.e2e.helpers.runs import MOCK, flags
 
-pytestmark = pytest.mark.alone
 STOPS = "tests.e2e.helpers.drivers:stops_in_an_action"
 # Four microbatches. Rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3, rank 1 F0 B0 F1 B1 F2 B2 F3 B3.
 PIPELINE = {"--pipeline-model-parallel-size": 2, "--micro-batch-size": 2, "--train-iters": 10}
@@ -59,7 +58,7 @@ def test_killed_in_mid_schedule(tmp_path, capfd, rank, action, waits):
     seconds = until(lambda: ended(job, 1 - rank), 30, job)
     with capfd.disabled():
         print(f"\n  job ended {seconds:.1f} s after rank {rank} was killed in {action}")
-    lost = job.wait(timeout=10)
+    lost = job.wait()
     text = lost.stderr[1 - rank]
     assert lost.codes[rank] == -signal.SIGKILL and lost.codes[1 - rank] == 1
     gone = rf"rank {rank} is gone or frozen \(no heartbeat any more, last in phase 'forward-backward, {action}' "
@@ -74,13 +73,14 @@ def test_the_rank_with_the_store_is_killed(tmp_path):
     job = begin(tmp_path, 0, "SIGKILL", "F2@0")
     until(lambda: stopped(job.pids[0]), 60, job)
     until(lambda: ended(job, 1), 30, job)
-    lost = job.wait(timeout=10)
+    lost = job.wait()
     last = lost.stderr[1].splitlines()[-1]
     assert lost.codes == [-signal.SIGKILL, 1]
     assert re.match(r"error on rank 1: receive RF2@1 number 11 on group pp 0>1 \(ranks 0, 1\) failed after", last), last
     assert "rank 0" in last and "Traceback" not in lost.stderr[1]
 
 
+@pytest.mark.alone
 def test_frozen_in_mid_schedule(tmp_path, capfd):
     timeout = 5
     job = begin(tmp_path, 1, "SIGSTOP", "B1@1", {"--distributed-timeout-minutes": timeout / 60})
