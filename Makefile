@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# pip compiles one file at a time; compileall, below, uses every core. A file that cannot be compiled is no error to either.
+# pip compiles one file at a time; compileall, below, uses every core, and torch is compiled while pip installs the rest. A
+# file that cannot be compiled is no error to either. What hardly any process imports is compiled when one does.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+COMPILE := $(BIN)/python -m compileall -q -x '/tests/|/transformers/models/|/site-packages/(networkx|pip|setuptools)/'
 
 .PHONY: quickstart test test-all check bench bench-dp bench-tp bench-cp bench-pp bench-adam bench-recompute \
 	bench-offload bench-memory format
@@ -13,8 +15,9 @@ $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 	@echo "Installing into $(VENV). This happens once; torch is large."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); exit 1)
 	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
-	$(PIP) --quiet -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
+	$(COMPILE) $(VENV)/lib/python*/site-packages/torch > /dev/null & \
+	$(PIP) --quiet -c constraints.txt -e '.[dev]'; installed=$$?; wait; exit $$installed
+	$(COMPILE) -j 0 $(VENV)/lib > /dev/null || true
 	touch $@
 
 quickstart: $(STAMP)
