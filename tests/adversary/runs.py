@@ -21,16 +21,17 @@ from tests.parallel.strategies import boxes_of
 from tests.same_numbers import CASES
 
 STEPS = 3
-_SHORTER = f"--train-iters {STEPS} --global-batch-size 4"
+_SHORTER = f"--train-iters {STEPS} --global-batch-size"
 _SHALLOWER = "--num-layers 2"
-_DEEP = ("pipeline", "offloading")  # flags that need more layers
+_DEEP = ("pipeline", "offloading")  # flags that need more layers, and more microbatches than a first and a last
 
 
 def configured(name: str) -> tuple[int, RunConfig]:
     """(processes, run) of one of the command lines."""
     world, line = CASES[name]
-    depth = "" if any(word in line for word in _DEEP) else _SHALLOWER
-    run = parse(f"{line} {_SHORTER} {depth}".split(), description="")
+    deep = any(word in line for word in _DEEP)
+    samples = 4 if deep or name.startswith("dp") else 2
+    run = parse(f"{line} {_SHORTER} {samples} {'' if deep else _SHALLOWER}".split(), description="")
     check(run, world)
     return world, run
 

@@ -41,7 +41,7 @@ def test_killed_under_torchrun(tmp_path, capfd):
     seconds = time.monotonic() - started
     with capfd.disabled():
         print(f"\n  job ended {seconds:.1f} s after one of its ranks was killed")
-    assert seconds < 30 and lost.codes == [1]
+    assert seconds < 30 and lost.codes == [1]  # 6 s on two cores that ten processes share
     ours = [line for line in lost.stderr[0].splitlines() if line.startswith("error on rank 0: ")]
     assert len(ours) == 1, lost.stderr[0]
     named = (

@@ -5,5 +5,6 @@ from tests.fuzz.layouts import CAMPAIGN
 
 
 def test_sample():
-    counts = expect_none_fails(CAMPAIGN, seed=7, cases=5)
+    # Small cases with every axis, offload of activations and of the optimizer, and checkpoints that continue elsewhere.
+    counts = expect_none_fails(CAMPAIGN, seed=26, cases=5)
     assert counts["refused"] < counts.total() / 2  # else the sample tests the rules alone

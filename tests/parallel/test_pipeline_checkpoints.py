@@ -119,7 +119,11 @@ def test_goes_on_under_another_layout(saved, source, target):
         assert (found, after[0]) == (evaluation, losses[0]), "the same sums in the same order"
 
 
-@pytest.mark.parametrize("layout", ["pp 4, interleaved", "pp 2, zb-v", "tp 2 x pp 2, zb-h1", "dp 4, overlapped"])
+# The slow ones save as a layout of SAVED does.
+ALSO = [pytest.param(layout, marks=pytest.mark.slow) for layout in ("pp 2, zb-v", "dp 4, overlapped")]
+
+
+@pytest.mark.parametrize("layout", ["pp 4, interleaved", "tp 2 x pp 2, zb-h1", *ALSO])
 def test_and_back(saved, tmp_path, layout):
     """Loaded under another layout and saved there at once: the same elements, each in the file once."""
     folder, expected = saved("pp 2, 1f1b")
