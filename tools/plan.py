@@ -162,7 +162,10 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
 def add_memory_command(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `memory` other than the run's own."""
     parser.add_argument(
-        "--world-size", type=within(int, RANKS), metavar="N", help="processes of the run; default tp x cp x pp"
+        "--world-size",
+        type=within(int, RANKS),
+        metavar="N",
+        help="processes of the run; default the fewest of this layout",
     )
     parser.add_argument(
         "--cpu-multiplies-halves",

@@ -41,6 +41,8 @@ SIZES = """
     microbatch_group_size_per_virtual_pipeline_stage window_size window_attn_skip_freq
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
     hierarchical_context_parallel_sizes num_distributed_optimizer_instances ddp_bucket_size
+    num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_num_groups moe_router_group_topk
+    moe_shared_expert_intermediate_size expert_model_parallel_size expert_tensor_parallel_size
 """
 
 
@@ -93,7 +95,28 @@ def _sizes(run: RunConfig) -> tuple[dict[str, object], int]:
     sizes |= {"--initial-loss-scale": 1024} if m.fp16 and run.optimizer.loss_scale is None else {}
     if run.schedule.lr_decay_style == "WSD":
         sizes |= {"--lr-wsd-decay-samples": 8} if run.train.train_samples else {"--lr-wsd-decay-iters": 2}
-    return sizes, tp * pp * cp * (2 if tp * pp * cp <= 2 else 1)
+    world = tp * pp * cp * (2 if tp * pp * cp <= 2 else 1)
+    if m.num_experts is not None:
+        sizes |= _expert_sizes(run, layers, world // (tp * pp))
+    return sizes, world
+
+
+def _expert_sizes(run: RunConfig, layers: int, most: int) -> dict[str, object]:
+    """Of at most `most` ranks of ep, where a layer without experts is first if the line has any."""
+    p, m = run.parallel, run.model
+    some = m.moe_layer_freq is not None and not all(m.moe_layers)
+    sizes: dict[str, object] = {
+        "--num-experts": 8,
+        "--moe-router-topk": min(2, m.moe_router_topk),
+        "--moe-layer-freq": f"[0]+[1]*{layers - 1}" if some else 1,
+        "--expert-model-parallel-size": min(2, most, p.expert_model_parallel_size),
+    }
+    sizes |= {"--expert-tensor-parallel-size": 1} if p.expert_tensor_parallel_size else {}
+    sizes |= {"--moe-ffn-hidden-size": 32} if m.moe_ffn_hidden_size else {}
+    sizes |= {"--moe-shared-expert-intermediate-size": 48} if m.moe_shared_expert_intermediate_size else {}
+    if m.moe_router_group_topk is not None:
+        sizes |= {"--moe-router-num-groups": 2, "--moe-router-group-topk": 1}
+    return sizes
 
 
 def _is_interleaved(run: RunConfig) -> bool:

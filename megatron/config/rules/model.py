@@ -77,7 +77,8 @@ def world_is_divisible(parallel: ParallelConfig, world_size: int) -> str | None:
         mesh_of(parallel, world_size)
     except ConfigError as error:
         tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-        if parallel.expert_tensor_parallel_size is None and tp > 1 and ep > 1:
+        dense = tp * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+        if world_size % dense == 0 and parallel.expert_tensor_parallel_size is None and tp > 1 and ep > 1:
             return f"{error} (etp is tp without --expert-tensor-parallel-size)"
         return str(error)
     return None

@@ -72,9 +72,9 @@ def experts_are_enough(model: ModelConfig) -> str | None:
 
 
 def groups_are_chosen_from(model: ModelConfig) -> str | None:
-    """Groups of experts matter only if a token's experts come from some of them, and both numbers are needed."""
+    """Groups of experts matter only if a token's experts come from some of them; a single group needs no number."""
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
-    if groups is not None and chosen is None:
+    if groups is not None and groups > 1 and chosen is None:
         return (
             f"--moe-router-num-groups {groups} needs the number of groups that a token's experts come from; give "
             "--moe-router-group-topk, or remove it"

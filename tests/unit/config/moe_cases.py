@@ -85,7 +85,7 @@ MOE_CASES = [
     (
         rules_moe.groups_are_chosen_from,
         {**MOE, "moe_router_num_groups": 4},
-        GROUPS,
+        {**MOE, "moe_router_num_groups": 1},
         1,
         ["--moe-router-num-groups 4", "give --moe-router-group-topk"],
     ),
