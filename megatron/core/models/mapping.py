@@ -2,9 +2,9 @@
 
 [Note: parts]
 Both sides are cut into rectangles that hold the same elements in the same row-major order. A rectangle of ours may have
-more dimensions, of size 1, in front: our fused weights have a dim for the key/value group, for gate and up, for the
-expert. So any rectangle of one side (a rank's shard, a block of rows) is found in the other by moving its offset, and
-reading it is slicing.
+more dimensions, of size 1: our fused weights have a dim for the key/value group, for gate and up, for the expert. So any
+rectangle of one side (a rank's shard, a block of rows) is found in the other by moving its offset, and reading it is
+slicing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import add, sub
 
 import torch
 from torch import Tensor
@@ -24,25 +25,33 @@ Read = Callable[[str, Box], Tensor]  # elements of the tensor of that name
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `their_box` of their tensor, which are elements `own_box` of ours."""
+    """Elements `their_box` of their tensor, which are elements `own_box` of ours.
+
+    extra: the first dim of ours that theirs lacks; as many as it has fewer lie there.
+    """
 
     own: str
     own_box: Box
     theirs: str
     their_box: Box
+    extra: int = 0
 
     def to_theirs(self, box: Box) -> Box:
         """Where elements of `own_box` are in their tensor."""
-        front = len(box.shape) - len(self.their_box.shape)
-        moved = zip(box.offset[front:], self.own_box.offset[front:], self.their_box.offset, strict=True)
-        return Box(tuple(at - ours + theirs for at, ours, theirs in moved), box.shape[front:])
+        offset = tuple(map(sub, box.offset, self.own_box.offset))
+        return Box(tuple(map(add, self._without(offset), self.their_box.offset)), self._without(box.shape))
 
     def to_own(self, box: Box) -> Box:
         """Where elements of `their_box` are in our tensor."""
-        front = len(self.own_box.shape) - len(box.shape)
-        moved = zip(box.offset, self.their_box.offset, self.own_box.offset[front:], strict=True)
-        offset = tuple(at - theirs + ours for at, theirs, ours in moved)
-        return Box((*self.own_box.offset[:front], *offset), (*(1 for _ in range(front)), *box.shape))
+        count = len(self.own_box.shape) - len(box.shape)
+        offset, shape = list(map(sub, box.offset, self.their_box.offset)), list(box.shape)
+        offset[self.extra : self.extra] = [0] * count
+        shape[self.extra : self.extra] = [1] * count
+        return Box(tuple(map(add, offset, self.own_box.offset)), tuple(shape))
+
+    def _without(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        count = len(sizes) - len(self.their_box.shape)
+        return sizes[: self.extra] + sizes[self.extra + count :]
 
 
 @dataclass(frozen=True)

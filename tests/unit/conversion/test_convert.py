@@ -25,7 +25,7 @@ from megatron.core.models.hf.families import read_config, write_config
 from megatron.core.models.hf.source import HFSource
 from megatron.training.export import CheckpointSource
 from tests.unit.models.builds import GPT, LLAMA
-from tests.unit.models.hf_models import MODELS, edit_json, make_hf_model, save_hf_model
+from tests.unit.models.hf_models import EXPERTS, MODELS, edit_json, make_hf_model, save_hf_model
 from tools.checkpoint import convert
 
 NO_TOKENIZER = TokenizerConfig()
@@ -51,7 +51,7 @@ def there_and_back(source, root):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"phi3"}))
+@pytest.mark.parametrize("name", sorted((MODELS | EXPERTS).keys() - {"phi3"}))
 def test_there_and_back_is_byte_identical(tmp_path, name, dtype):
     model = save_hf_model(name, tmp_path / "hf", dtype, max_shard_size="40KB")
     back = there_and_back(tmp_path / "hf", tmp_path)

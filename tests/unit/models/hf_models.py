@@ -14,10 +14,14 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
@@ -25,10 +29,14 @@ from transformers.models.glm.modeling_glm import GlmForCausalLM
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
+from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 from transformers.utils import logging as hf_logging
 
@@ -81,6 +89,10 @@ CLASSES = {
     "olmo2": (Olmo2ForCausalLM, Olmo2Config),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config),
     "phi3": (Phi3ForCausalLM, Phi3Config),
+    "mixtral": (MixtralForCausalLM, MixtralConfig),
+    "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig),
 }
 # As in Granite 3; Granite's mixtures of experts divide their logits by 6.
 GRANITE = {
@@ -147,10 +159,72 @@ MODELS = {
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 
+SLIDES = {"use_sliding_window": True, "sliding_window": 5}
+QWEN2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 4,
+    "intermediate_size": 52,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+# The same with experts, whose widths are no multiples of 8.
+EXPERTS = {
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 44}),
+    "mixtral with window": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 7, "tie_word_embeddings": True},
+    ),
+    "qwen2 moe": ("qwen2_moe", {**QWEN2_MOE, "decoder_sparse_step": 2}),
+    "qwen2 moe with windows": (
+        "qwen2_moe",
+        {
+            **QWEN2_MOE,
+            **SLIDES,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3 moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 20,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3 moe with windows": (
+        "qwen3_moe",
+        {
+            **SLIDES,
+            "head_dim": 24,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 18,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 20, "pad_token_id": 0}),
+    "olmoe with one expert per token": (
+        "olmoe",
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 14,
+            "num_key_value_heads": 8,
+            "pad_token_id": 0,
+        },
+    ),
+}
+
 
 def make_hf_model(name, dtype=torch.float32, **changes):
     """A model with weights that give it away when they are mixed up: norms and biases are no constants."""
-    family, own = MODELS[name]
+    family, own = (MODELS | EXPERTS)[name]
     cls, config = CLASSES[family]
     return random_model(cls, config(**{**SHAPE, **own, **changes})).to(dtype)
 

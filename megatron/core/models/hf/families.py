@@ -1,5 +1,5 @@
 """Reads and writes the config.json of the supported families (family/), which are Llama-shaped decoders: RMSNorm, rotary
-positions, a gated MLP."""
+positions, a gated MLP or gated experts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from megatron.core.models.hf.family.gemma2 import GEMMA2
 from megatron.core.models.hf.family.glm import GLM
 from megatron.core.models.hf.family.granite import GRANITE
 from megatron.core.models.hf.family.llama import BAICHUAN, LLAMA, MISTRAL
+from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.olmo2 import OLMO2
+from megatron.core.models.hf.family.olmoe import OLMOE
 from megatron.core.models.hf.family.phi3 import PHI3
 from megatron.core.models.hf.family.qwen import QWEN2, QWEN3
+from megatron.core.models.hf.family.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from megatron.core.models.hf.family.refused import REFUSED
 from megatron.core.models.hf.family.smollm3 import SMOLLM3
 from megatron.core.models.hf.rotary import attention_factor, read_rotary, write_rotary
 
@@ -47,7 +51,8 @@ def read_config(folder: Path) -> tuple[Family, ModelConfig]:
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise CheckpointError(f"{path}: model_type {kind!r} is not supported; {', '.join(FAMILIES)} are")
+        reason = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+        raise CheckpointError(f"{path}: model_type {kind!r} is not supported{reason}; {', '.join(FAMILIES)} are")
     return family, parse_config(family, values, str(path))
 
 
@@ -168,11 +173,16 @@ def _write_common(model: ModelConfig) -> dict[str, Any]:
 
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, PHI3, BAICHUAN)
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, PHI3, BAICHUAN),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
+    )
 }
 
 
 def _family_of(model: ModelConfig) -> Family:
+    if model.num_experts is not None:
+        return _family_with_experts(model)
     if model.geglu:
         return GEMMA2
     if model.position_embedding_type == "longrope":
@@ -195,6 +205,12 @@ def _family_of(model: ModelConfig) -> Family:
     return LLAMA if model.window is None else MISTRAL
 
 
+def _family_with_experts(model: ModelConfig) -> Family:
+    if model.qk_layernorm:
+        return OLMOE if model.qk_layernorm_across_heads else QWEN3_MOE
+    return MIXTRAL if model.moe_shared_expert_intermediate_size is None else QWEN2_MOE
+
+
 def _maths(model: ModelConfig) -> dict[str, Any]:
     """Returns the fields that determine the model's outputs; sizes as derived, independently of how they were given."""
     without = {*RUNTIME_FIELDS, *PADDING_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init"}
@@ -213,7 +229,19 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
         "no_rope_freq": model.layers_with_rotary,
         "add_qkv_bias": model.qkv_bias,
         "softmax_scale": model.attention_scale,
+        "moe_layer_freq": model.moe_layers,
     }
+    if model.num_experts is not None:
+        groups = model.moe_router_num_groups or 1
+        derived |= {
+            "ffn_hidden_size": None if all(model.moe_layers) else model.ffn_dim,
+            "moe_ffn_hidden_size": model.moe_ffn_dim,
+            "moe_router_topk_normalization": model.normalizes_topk,
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": (model.moe_router_group_topk or 1) if groups > 1 else 1,
+            "moe_router_group_score": model.moe_router_group_score if groups > 1 else None,
+            "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        }
     if model.position_embedding_type == "yarn":
         derived["yarn_mscale"] = attention_factor(model)
     if model.position_embedding_type == "longrope":
@@ -222,7 +250,10 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
 
 
 def _has_a_part(model: ModelConfig, field: str) -> bool:
-    """Returns False for parameters of a disabled rotary scaling."""
+    """Returns False for parameters of a disabled rotary scaling, and of experts in a dense model."""
+    if field.startswith("moe_"):
+        # Whether the weights are divided by their sum says what the place of the softmax says. Precision is the run's.
+        return model.num_experts is not None and field not in ("moe_router_pre_softmax", "moe_router_dtype")
     yarn, longrope = (model.position_embedding_type == kind for kind in ("yarn", "longrope"))
     if field.startswith("yarn_"):
         return yarn

@@ -2,6 +2,11 @@
 
 Every linear layer of the description names its projections as transformers does, so the table is derived from it: a family
 only says how its modules are called, and which projections it stores as one tensor.
+
+[Note: stacked experts]
+On the hub a projection of an expert is a tensor, and so it is written. In memory transformers 5 stacks them, as gate_up_proj
+[E, 2 f, h] and down_proj [E, h, f] of `mlp.experts`, and writes them so if asked to (save_original_format=False); such a
+folder is read, too.
 """
 
 from __future__ import annotations
@@ -12,22 +17,25 @@ from collections.abc import Iterator
 
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Table
 from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS, DecoderSpec, LayerSpec, decoder_spec
 from megatron.spec.linear import LinearSpec
+from megatron.spec.moe import ExpertsSpec, GateSpec, RouterSpec
+from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import ParamSpec
 
-# Our module -> theirs, of a layer.
-BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
+# Our module with linear layers -> theirs, of a layer.
+BLOCKS = {"self_attention": "self_attn", "mlp": "mlp", "mlp.shared_experts": "mlp.shared_expert"}
+_STACKED = ExpertNames()  # stacked experts have these names in all families
 
 
-def table(family: Family, model: ModelConfig) -> Table:
-    """The table of a dense decoder of this family."""
+def table(family: Family, model: ModelConfig, *, stacked: bool = False) -> Table:
+    """The table of a decoder of this family. stacked: see [Note: stacked experts]."""
     spec = decoder_spec(model)
     mappings = [_rows(WORD_EMBEDDINGS, "model.embed_tokens.weight", spec)]
     for number, layer in enumerate(spec.layers):
-        mappings += _layer(f"decoder.layers.{number}.", f"model.layers.{number}.", family, layer)
+        mappings += _layer(f"decoder.layers.{number}.", f"model.layers.{number}.", family, layer, stacked)
     for name, parameter in spec.final_norm.parameters():
         mappings.append(_norm(f"decoder.final_layernorm.{name}", f"model.norm.{name}", parameter))
     if not spec.tied:
@@ -35,14 +43,93 @@ def table(family: Family, model: ModelConfig) -> Table:
     return Table(mappings)
 
 
-def _layer(own: str, theirs: str, family: Family, layer: LayerSpec) -> Iterator[Mapping]:
+def stacked_experts(model: ModelConfig) -> str | None:
+    """Returns a tensor that only a folder with stacked experts holds; None for a model without experts."""
+    return f"model.layers.{model.moe_layers.index(True)}.mlp.experts.gate_up_proj" if any(model.moe_layers) else None
+
+
+def first_router(family: Family, model: ModelConfig, *, stacked: bool) -> dict[str, tuple[int, ...]]:
+    """Returns the name and the shape of a tensor that bounds the number of experts; nothing for a model without experts."""
+    if family.experts is None or not any(model.moe_layers):
+        return {}
+    assert model.num_experts and model.hidden_size
+    names = _STACKED if stacked else family.experts
+    layer = f"model.layers.{model.moe_layers.index(True)}"
+    return {f"{layer}.{names.block}.gate.weight": (model.num_experts, model.hidden_size)}
+
+
+def block_of(path: str) -> str:
+    """Their module in a layer that holds the projections of our linear layer `path`."""
+    return BLOCKS[path.rpartition(".")[0]]
+
+
+def _layer(own: str, theirs: str, family: Family, layer: LayerSpec, stacked: bool) -> Iterator[Mapping]:
+    names = _STACKED if stacked or family.experts is None else family.experts
     for path, part in layer.parts():
+        if isinstance(part, ExpertsSpec):
+            make = _stacked_experts if stacked else _experts
+            yield from make(f"{own}{path}.", f"{theirs}{names.block}.experts.", names.projections, part)
+            continue
         for name, parameter in part.parameters():
-            if isinstance(part, LinearSpec):
-                block = theirs + BLOCKS[path.split(".")[0]]
-                yield _linear(f"{own}{path}.{name}", f"{block}.{{}}.{name}", part, parameter, family.fused.get(path))
-            else:
-                yield _norm(f"{own}{path}.{name}", f"{theirs}{family.norms[path]}.{name}", parameter)
+            mine = f"{own}{path}.{name}"
+            match part:
+                case LinearSpec():
+                    yield _linear(
+                        mine, f"{theirs}{block_of(path)}.{{}}.{name}", part, parameter, family.fused.get(path)
+                    )
+                case RouterSpec():
+                    yield _same(mine, f"{theirs}{names.block}.gate.{name}", parameter)
+                case GateSpec():
+                    yield _same(mine, f"{theirs}{names.block}.shared_expert_gate.weight", parameter)
+                case NormSpec():
+                    yield _norm(mine, f"{theirs}{family.norms[path]}.{name}", parameter)
+
+
+def _same(own: str, theirs: str, parameter: ParamSpec) -> Mapping:
+    whole = Box((0,) * len(parameter.shape), parameter.shape)
+    return Mapping(own, parameter.shape, (Part(own, whole, theirs, whole),))
+
+
+def _experts(own: str, theirs: str, projections: tuple[str, str, str], experts: ExpertsSpec) -> Iterator[Mapping]:
+    """Ours [E, 2, f, h] and [E, h, f]; theirs f"{expert}.{projection}.weight", [f, h] and [h, f]."""
+    gate, up, down = projections
+    for name, parameter, halves in (
+        ("linear_fc1.weight", experts.linear_fc1, (gate, up)),
+        ("linear_fc2.weight", experts.linear_fc2, (down,)),
+    ):
+        *front, rows, columns = parameter.shape
+        inside, ones = Box((0, 0), (rows, columns)), (1,) * len(front)
+        places = itertools.product(*(range(n) for n in front))
+        parts = [
+            Part(
+                own + name,
+                Box((*place, 0, 0), (*ones, rows, columns)),
+                f"{theirs}{place[0]}.{halves[place[-1] if len(place) > 1 else 0]}.weight",
+                inside,
+            )
+            for place in places
+        ]
+        yield Mapping(own + name, parameter.shape, tuple(parts))
+
+
+def _stacked_experts(
+    own: str, theirs: str, projections: tuple[str, str, str], experts: ExpertsSpec
+) -> Iterator[Mapping]:
+    """Theirs gate_up_proj [E, 2 f, h], with the rows of up behind those of gate, and down_proj [E, h, f]."""
+    shape = experts.linear_fc1.shape
+    count, halves, rows, columns = shape
+    fc1 = [
+        Part(
+            f"{own}linear_fc1.weight",
+            Box((0, half, 0, 0), (count, 1, rows, columns)),
+            f"{theirs}gate_up_proj",
+            Box((0, half * rows, 0), (count, rows, columns)),
+            extra=1,
+        )
+        for half in range(halves)
+    ]
+    yield Mapping(f"{own}linear_fc1.weight", shape, tuple(fc1))
+    yield _same(f"{own}linear_fc2.weight", f"{theirs}down_proj", experts.linear_fc2)
 
 
 def _norm(own: str, theirs: str, parameter: ParamSpec) -> Mapping:

@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.models.hf.adapter import check_no_adapter
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.folder import HFFolder
-from megatron.core.models.hf.names import table
+from megatron.core.models.hf.names import first_router, stacked_experts, table
 from megatron.core.models.mapping import gather
 
 
@@ -27,9 +27,11 @@ class HFSource:
         check_no_adapter(path, adapter)
         family, self.model = read_config(path)
         self.folder = HFFolder(path)
+        stacked = stacked_experts(self.model) in self.folder.entries
         # Check first, because a table for absurd sizes would take very long.
         self.folder.require(_last_layer(self.model))
-        self.table = table(family, self.model)
+        self.folder.require(first_router(family, self.model, stacked=stacked))
+        self.table = table(family, self.model, stacked=stacked)
         untied = self.model.untie_embeddings_and_output_weights
         self.folder.check(self.table.theirs, tied_head=None if untied else "lm_head.weight")
         self.shapes = self.table.own

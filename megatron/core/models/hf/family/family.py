@@ -20,6 +20,18 @@ SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """Names in a layer with experts, as on the hub: one tensor per expert and projection.
+
+    block: the module that holds router and experts. projections: gate, up and down of an expert. The rest is the same in
+    all families: `gate` for the router, `shared_expert` and `shared_expert_gate`.
+    """
+
+    block: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
@@ -27,7 +39,7 @@ class Family:
     partial_rotary_factor, original_max_position_embeddings, rms_norm_eps and tie_word_embeddings of a config.json without
     these fields. None: one group for each head; hidden / heads; heads that are always rotated whole; no LongRoPE.
     activation: the only hidden_act. norms: our norm in a layer -> theirs. fused: our linear layer in a layer -> the one
-    tensor that holds all its projections, one after the other.
+    tensor that holds all its projections, one after the other. experts: None in a family of dense models.
     """
 
     model_type: str
@@ -44,3 +56,4 @@ class Family:
     activation: str = SILU
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     fused: Mapping[str, str] = field(default_factory=dict)
+    experts: ExpertNames | None = None

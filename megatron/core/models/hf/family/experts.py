@@ -1,0 +1,44 @@
+"""Experts in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.config.interval import NOT_NEGATIVE, SIZE
+from megatron.config.model import ModelConfig
+from megatron.core.models.hf.config_json import JsonFields
+
+_NAMES = ("num_experts", "num_local_experts")  # transformers takes either
+
+
+def read_experts(fields: JsonFields, *, number: int, topk: int) -> dict[str, Any]:
+    """Returns the flags of the number of experts and of those that a token has; `number` and `topk`: by default.
+
+    The loss that balances the experts is a setting of each run here, and in transformers only if output_router_logits is
+    true. Its definition differs, too, so its coefficient is not taken over.
+    """
+    found = {name: fields.integer(name, SIZE) for name in _NAMES if fields.optional_integer(name, SIZE) is not None}
+    if len(set(found.values())) > 1:
+        raise fields.error(f"num_experts is {found['num_experts']} and num_local_experts {found['num_local_experts']}")
+    experts, chosen = next(iter(found.values()), number), fields.integer("num_experts_per_tok", SIZE, topk)
+    if chosen > experts:
+        raise fields.error(f"num_experts_per_tok is {chosen}; there are {experts} experts")
+    fields.take("output_router_logits", bool, False)
+    fields.number("router_aux_loss_coef", NOT_NEGATIVE, 0.0)
+    return {"num_experts": experts, "moe_router_topk": chosen}
+
+
+def read_normalization(fields: JsonFields) -> dict[str, Any]:
+    """Returns the flag for norm_topk_prob: a softmax over the chosen experts is one over all, divided by the chosen sum."""
+    return {"moe_router_pre_softmax": not fields.take("norm_topk_prob", bool, False)}
+
+
+def write_normalization(model: ModelConfig) -> dict[str, Any]:
+    """The field norm_topk_prob."""
+    return {"norm_topk_prob": model.normalizes_topk}
+
+
+def layer_freq(with_experts: Sequence[bool]) -> str | None:
+    """Returns --moe-layer-freq. Always a list, because Megatron-LM counts the layers of a number N from 0: 0, N, 2N."""
+    return None if all(with_experts) else str([int(each) for each in with_experts])
