@@ -251,9 +251,21 @@ def test_another_model(made, adapter, tmp_path):
         ),
         ("phi4 mini", ("o_proj", "down_proj"), None),
         ("qwen2", ("q_proj", "up_proj"), None),
+        ("mixtral", ("all-linear",), None),
+        (
+            "qwen2 moe",
+            ("all-linear",),
+            "PEFT takes adapters of gate_proj, up_proj, .*-modules q_proj k_proj v_proj o_proj",
+        ),
+        (
+            "qwen3 moe with windows",
+            ("down_proj",),
+            "takes adapters of down_proj in Qwen3MoeForCausalLM for those of its",
+        ),
+        ("olmoe", ("linear_qkv",), None),
     ],
 )
-def test_adapters_of_modules_that_are_one_in_transformers_are_refused(tmp_path, name, adapted, problem):
+def test_adapters_that_peft_would_not_apply_are_refused(tmp_path, name, adapted, problem):
     save_hf_model(name, tmp_path)
     family, model = read_config(tmp_path)
     model = dataclasses.replace(model, lora_rank=2, lora_target_modules=adapted)
@@ -262,3 +274,20 @@ def test_adapters_of_modules_that_are_one_in_transformers_are_refused(tmp_path, 
     else:
         with pytest.raises(ConfigError, match=problem):
             check_peft_holds(family, model)
+
+
+@pytest.mark.parametrize("base", ["mixtral", "olmoe", "qwen2 moe"])
+def test_adapters_of_attention_beside_experts(tmp_path, base):
+    """PEFT's names, there and back; adapters of experts are refused by the names of their tensors."""
+    save_adapter(tmp_path, "all", base, target_modules=ALL[:4])
+    adapted = AdapterSource(tmp_path / "adapter", read_config(tmp_path / "base")[1]).model
+    assert list(adapted.lora_target_modules) == ALL[:4]
+    every = dataclasses.replace(adapted, lora_target_modules=("all-linear",))
+    if base != "qwen2 moe":  # whose shared expert has adapters, too
+        assert adapter_config(every, None) == adapter_config(adapted, None)
+
+
+def test_adapters_of_experts_are_refused(tmp_path):
+    save_adapter(tmp_path, "all", "qwen3 moe", lora_dropout=0.0)
+    with pytest.raises(CheckpointError, match="has tensors of base_layer, experts, k_proj"):
+        read_adapter_config(tmp_path / "adapter")

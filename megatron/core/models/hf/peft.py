@@ -7,14 +7,17 @@ from typing import Any
 
 from megatron.base.box import Box
 from megatron.base.errors import ConfigError
+from megatron.config.lora import PROJECTIONS
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.names import block_of
 from megatron.core.models.mapping import Mapping, Part, Table
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.lora import adapter_names
 from megatron.spec.parameter import ParamSpec
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+_OF_ATTENTION, _OF_MLPS = PROJECTIONS[:4], PROJECTIONS[4:]
 
 
 def adapter_table(model: ModelConfig) -> Table:
@@ -23,7 +26,7 @@ def adapter_table(model: ModelConfig) -> Table:
     assert spec.lora is not None
     for number, layer in enumerate(spec.layers):
         for path, linear in layer.linears().items():
-            block = "self_attn" if path.startswith("self_attention.") else "mlp"
+            block = block_of(path)
             for projection in linear.projections:
                 if projection.name in spec.lora.projections:
                     own = adapter_names(f"decoder.layers.{number}.{path}", projection.name)
@@ -33,13 +36,19 @@ def adapter_table(model: ModelConfig) -> Table:
 
 
 def check_peft_holds(family: Family, model: ModelConfig) -> None:
-    """Raises ConfigError for adapters of projections that the family's modules in transformers hold as one.
+    """Raises ConfigError for adapters that PEFT would not apply as they are here.
 
-    PEFT adapts whole modules. It would not find the projections, and leave such adapters out with a warning.
+    PEFT adapts whole modules: of projections that the family's modules hold as one it would leave adapters out, with a
+    warning. In models with experts it takes the projections of MLPs for those of all experts, which have no adapters here.
     """
-    spec = decoder_spec(model)
-    assert spec.lora is not None
-    linears, adapted = spec.layers[0].linears(), spec.lora.projections
+    adapted = adapted_projections(model)
+    if family.experts is not None and (wrong := [name for name in adapted if name in _OF_MLPS]):
+        raise ConfigError(
+            f"PEFT takes adapters of {', '.join(wrong)} in {family.architecture} for those of its experts, which have none "
+            f"here; give --lora-target-modules {' '.join(_OF_ATTENTION)}, or write the merged model with "
+            "tools/checkpoint/convert.py --saver hf"
+        )
+    linears = decoder_spec(model).layers[0].linears()
     joined = {each.name: module for path, module in family.fused.items() for each in linears[path].projections}
     if wrong := [name for name in adapted if name in joined]:
         modules = ", ".join(dict.fromkeys(joined[name] for name in wrong))
@@ -52,6 +61,13 @@ def check_peft_holds(family: Family, model: ModelConfig) -> None:
         )
 
 
+def adapted_projections(model: ModelConfig) -> list[str]:
+    """Returns the projections with adapters: those that were asked for and that some layer has. Experts have none."""
+    layers = decoder_spec(model).layers
+    there = {each.name for layer in layers for linear in layer.linears().values() for each in linear.projections}
+    return [name for name in model.lora_projections if name in there]
+
+
 def adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
     """Returns the content of adapter_config.json. `base` is the path or name of the base model, if known."""
     return {
@@ -61,7 +77,7 @@ def adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
         "r": model.lora_rank,
         "lora_alpha": model.lora_alpha,
         "lora_dropout": model.lora_dropout,
-        "target_modules": list(model.lora_projections),
+        "target_modules": adapted_projections(model),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
