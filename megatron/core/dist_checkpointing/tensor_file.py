@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,9 +136,44 @@ class TensorFile:
         nbytes = math.prod(entry.shape) * entry.dtype.itemsize
         if nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        # Copy on write makes it writable for torch, which warns about read-only memory.
-        mapped = np.memmap(self._path, dtype=np.uint8, mode="c", offset=entry.start, shape=(nbytes,))
-        return torch.from_numpy(mapped).view(entry.dtype).view(entry.shape)
+        before = entry.start % mmap.ALLOCATIONGRANULARITY
+        with open(self._path, "rb") as file:
+            # Copy on write makes it writable for torch, which warns about read-only memory.
+            mapped = mmap.mmap(file.fileno(), before + nbytes, access=mmap.ACCESS_COPY, offset=entry.start - before)
+        return torch.frombuffer(mapped, dtype=torch.uint8, offset=before).view(entry.dtype).view(entry.shape)
+
+    def fill(self, out: Tensor, wanted: Sequence[tuple[int, str]], part: Box) -> None:
+        """Copies elements `part` of tensor `key` into out[number] for each (number, key), rounded to its dtype.
+
+        The file is opened once and read in the order of its bytes. Elements that follow each other there are read into
+        `out`, without any other memory. Raises DamagedError for a file that has become shorter; OSError.
+        """
+        size, direct = part.numel * out.element_size(), out.is_contiguous()
+        if size == 0:
+            return
+        data = _bytes_of(out) if direct else memoryview(b"")
+        starts: dict[tuple[int, ...], int | None] = {}  # shape -> first element of `part`, None where it has gaps
+        with open(self._path, "rb", buffering=0) as file:
+            for number, key in sorted(wanted, key=lambda item: self.entries[item[1]].start):
+                entry = self.entries[key]
+                if entry.shape not in starts:
+                    first, last = _ends(part, entry.shape)
+                    starts[entry.shape] = first if last - first == part.numel - 1 else None
+                start = starts[entry.shape]
+                if direct and start is not None and entry.dtype == out.dtype:
+                    position = entry.start + start * out.element_size()
+                    self._read_into(file.fileno(), data[number * size : (number + 1) * size], position)
+                else:
+                    out[number].copy_(narrow(self.view(key), part))
+
+    def _read_into(self, descriptor: int, data: memoryview, position: int) -> None:
+        while len(data):
+            count = os.preadv(descriptor, [data], position)
+            if count == 0:
+                raise DamagedError(
+                    f"{self._path} is damaged: it ends at byte {position}, where its header has a tensor"
+                )
+            data, position = data[count:], position + count
 
     def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], crc32: Sequence[str], part: Box) -> Tensor:
         """Returns elements `part` of tensor `key`, as a view.
@@ -163,9 +198,7 @@ class TensorFile:
         data = _bytes_of(tensor)
         if len(crc32) != -(-len(data) // BLOCK_BYTES):
             raise DamagedError(f"{self._path}: metadata.json has {len(crc32)} checksums for {len(data)} bytes of {key}")
-        # The rectangle lies between its first and last element in row-major order.
-        first = sum(start * stride for start, stride in zip(part.offset, tensor.stride()))
-        last = sum((start + n - 1) * stride for start, n, stride in zip(part.offset, part.shape, tensor.stride()))
+        first, last = _ends(part, tuple(tensor.shape))
         size = tensor.element_size()
         for number in range(first * size // BLOCK_BYTES, ((last + 1) * size - 1) // BLOCK_BYTES + 1):
             if (key, number) in self._checked:
@@ -190,6 +223,14 @@ def narrow(tensor: Tensor, part: Box) -> Tensor:
     for dim, (start, length) in enumerate(zip(part.offset, part.shape, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
+
+
+def _ends(part: Box, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the first and the last element of a rectangle in the row-major order of a tensor of `shape`."""
+    first, last = 0, 0
+    for start, n, size in zip(part.offset, part.shape, shape, strict=True):
+        first, last = first * size + start, last * size + start + n - 1
+    return first, last
 
 
 def check_size(path: Path, nbytes: int) -> None:

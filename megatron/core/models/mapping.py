@@ -9,8 +9,9 @@ slicing.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add, sub
 
@@ -55,6 +56,45 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Their tensors `names`, each of `shape`, which are one behind the other all elements of ours.
+
+    dims: the first dims of ours, whose product is the number of names; the others are those of `shape`. One object for all
+    experts of a layer: thousands of Parts would take longer than reading small tensors.
+    """
+
+    own: str
+    names: Sequence[str]
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def run(self, box: Box) -> Run:
+        """Elements `box` of ours."""
+        numbers = [0]
+        for start, count, size in zip(box.offset, box.shape, self.dims):
+            numbers = [before * size + index for before in numbers for index in range(start, start + count)]
+        front = len(self.dims)
+        return Run(box, [self.names[number] for number in numbers], Box(box.offset[front:], box.shape[front:]))
+
+    def to_own(self, number: int, box: Box) -> Box:
+        """Where elements of tensor `number` of theirs are in ours."""
+        place = list[int]()
+        for size in reversed(self.dims):
+            number, index = divmod(number, size)
+            place.insert(0, index)
+        return Box((*place, *box.offset), (*(1 for _ in place), *box.shape))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements `box` of our tensor: elements `there` of each of their tensors `names`, one behind the other."""
+
+    box: Box
+    names: Sequence[str]
+    there: Box
+
+
+@dataclass(frozen=True)
 class Mapping:
     """One of our parameters: its global shape, and the parts it is made of.
 
@@ -64,7 +104,7 @@ class Mapping:
 
     own: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: Sequence[Part] | Stack
 
 
 class Table:
@@ -75,24 +115,58 @@ class Table:
         self.own = {mapping.own: mapping.shape for mapping in mappings}
         self._by_own = {mapping.own: mapping.parts for mapping in mappings}
         self._by_theirs: dict[str, list[Part]] = {}
+        self._stacked: dict[str, tuple[Stack, int]] = {}
+        self.theirs: dict[str, tuple[int, ...]] = {}  # in the order of ours
+        count = 0
         for mapping in mappings:
-            for part in mapping.parts:
+            parts = mapping.parts
+            if isinstance(parts, Stack):
+                self.theirs |= dict.fromkeys(parts.names, parts.shape)
+                self._stacked |= {name: (parts, number) for number, name in enumerate(parts.names)}
+                count += len(parts.names)
+                continue
+            for part in parts:
                 self._by_theirs.setdefault(part.theirs, []).append(part)
-        self.theirs = {name: _extent(part.their_box for part in parts) for name, parts in self._by_theirs.items()}
-        for name, shape in self.theirs.items():
-            boxes = [part.their_box for part in self._by_theirs[name]]
+                self.theirs[part.theirs] = ()
+        assert len(self._stacked) == count and not self._stacked.keys() & self._by_theirs.keys(), (
+            "a tensor is read twice"
+        )
+        for name, held in self._by_theirs.items():
+            boxes = [part.their_box for part in held]
+            shape = self.theirs[name] = _extent(boxes)
             assert first_overlap(boxes) is None, f"{name} is read twice"
             assert sum(box.numel for box in boxes) == math.prod(shape), f"{name}: {first_hole(shape, boxes)} is left"
 
+    def runs(self, name: str, box: Box) -> list[Run]:
+        """Elements `box` of our tensor, in as few pieces as possible."""
+        parts = self._by_own[name]
+        if isinstance(parts, Stack):
+            return [parts.run(box)]
+        found = [(part, intersect(part.own_box, box)) for part in parts]
+        return [Run(common, (part.theirs,), part.to_theirs(common)) for part, common in found if common]
+
     def of_own(self, name: str, box: Box) -> list[tuple[Box, str, Box]]:
         """Elements `box` of our tensor: (which of them, their tensor, which of its elements)."""
-        found = [(part, intersect(part.own_box, box)) for part in self._by_own[name]]
-        return [(common, part.theirs, part.to_theirs(common)) for part, common in found if common]
+        return [piece for run in self.runs(name, box) for piece in _pieces(run)]
 
     def of_theirs(self, name: str, box: Box) -> list[tuple[Box, str, Box]]:
         """Elements `box` of their tensor: (which of them, our tensor, which of its elements)."""
+        if name in self._stacked:
+            stack, number = self._stacked[name]
+            return [(box, stack.own, stack.to_own(number, box))]
         found = [(part, intersect(part.their_box, box)) for part in self._by_theirs[name]]
         return [(common, part.own, part.to_own(common)) for part, common in found if common]
+
+
+def _pieces(run: Run) -> Iterator[tuple[Box, str, Box]]:
+    if len(run.names) == 1:
+        yield run.box, run.names[0], run.there
+        return
+    count = len(run.box.shape) - len(run.there.shape)
+    front, ones = Box(run.box.offset[:count], run.box.shape[:count]), (1,) * count
+    places = itertools.product(*(range(start, front.end(dim)) for dim, start in enumerate(front.offset)))
+    for name, place in zip(run.names, places, strict=True):
+        yield Box((*place, *run.there.offset), (*ones, *run.there.shape)), name, run.there
 
 
 def gather(pieces: Iterable[tuple[Box, str, Box]], box: Box, dtype: torch.dtype, read: Read) -> Tensor:

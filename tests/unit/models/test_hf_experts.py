@@ -56,8 +56,10 @@ def test_a_rank_reads_its_experts_and_no_others(tmp_path, monkeypatch):
     """Experts 1 and 2 of 5, of these the second half of the channels."""
     theirs = save_hf_model("mixtral", tmp_path)
     source, read = HFSource(tmp_path), list[str]()
-    whole_read = HFFolder.read
-    monkeypatch.setattr(HFFolder, "read", lambda self, name, box: read.append(name) or whole_read(self, name, box))
+    fill = HFFolder.fill
+    monkeypatch.setattr(
+        HFFolder, "fill", lambda self, out, names, box: read.extend(names) or fill(self, out, names, box)
+    )
     fc1 = source.read(f"decoder.layers.1.{FC1}", Box((1, 0, 22, 0), (2, 2, 22, 64)), torch.float32)
     fc2 = source.read(f"decoder.layers.1.{FC2}", Box((1, 0, 22), (2, 64, 22)), torch.float32)
     at = "model.layers.1.block_sparse_moe.experts."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
-from megatron.core.dist_checkpointing.tensor_file import Entry, TensorFile, narrow
+from megatron.core.dist_checkpointing.tensor_file import Entry, TensorFile
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -26,13 +28,12 @@ class HFFolder:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError for a folder, an index or a shard that is missing or damaged, naming it."""
         self.path = path
-        index = path / INDEX_FILE
-        self._files = {name: TensorFile(path / name) for name in _shards(path)}
+        index = _read_index(path / INDEX_FILE)
+        self._files = {name: TensorFile(path / name) for name in _shards(path, index)}
         self._place = {key: name for name, file in self._files.items() for key in file.entries}
-        if index.is_file():
-            for key, name in _read_index(index).items():
-                if self._place.get(key) != name:
-                    raise CheckpointError(f"{path / name} holds no tensor {key}, which {index} says is there")
+        for key, name in (index or {}).items():
+            if self._place.get(key) != name:
+                raise CheckpointError(f"{path / name} holds no tensor {key}, which {path / INDEX_FILE} says is there")
         self.entries: dict[str, Entry] = {
             key: entry for file in self._files.values() for key, entry in file.entries.items()
         }
@@ -42,9 +43,16 @@ class HFFolder:
         """Size of all files in bytes."""
         return sum((self.path / name).stat().st_size for name in self._files)
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """Returns elements `box` of a tensor as a view of mapped memory."""
-        return narrow(self._files[self._place[name]].view(name), box)
+    def fill(self, out: Tensor, names: Sequence[str], box: Box) -> None:
+        """Copies elements `box` of these tensors into `out`, one tensor behind the other, rounded to its dtype.
+
+        One file after the other is open, and is read in the order of its bytes. Raises DamagedError.
+        """
+        wanted: dict[str, list[tuple[int, str]]] = {}
+        for number, name in enumerate(names):
+            wanted.setdefault(self._place[name], []).append((number, name))
+        for file, held in wanted.items():
+            self._files[file].fill(out.view(len(names), *box.shape), held, box)
 
     def require(self, expected: dict[str, tuple[int, ...]]) -> None:
         """Raises CheckpointError unless the folder holds these tensors in these shapes; it may hold others."""
@@ -78,7 +86,7 @@ class HFFolder:
         """The dtype of most elements."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values():
-            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + Box((0,) * len(entry.shape), entry.shape).numel
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
         return max(sizes, key=lambda dtype: sizes[dtype])
 
     def _check_tied(self, head: str) -> None:
@@ -90,13 +98,14 @@ class HFFolder:
             )
 
 
-def _shards(path: Path) -> list[str]:
-    index = path / INDEX_FILE
-    if index.is_file():
-        names = sorted(set(_read_index(index).values()))
+def _shards(path: Path, index: dict[str, str] | None) -> list[str]:
+    if index is not None:
+        names = sorted(set(index.values()))
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
-            raise CheckpointError(f"{path / missing[0]} is not there, though {index} names it; copy the model again")
+            raise CheckpointError(
+                f"{path / missing[0]} is not there, though {path / INDEX_FILE} names it; copy the model again"
+            )
         return names
     if (path / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
@@ -108,11 +117,14 @@ def _shards(path: Path) -> list[str]:
     raise CheckpointError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a Hugging Face model's folder")
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def _read_index(index: Path) -> dict[str, str] | None:
+    """Returns the file of each tensor; None if there is no index."""
+    if not index.is_file():
+        return None
     try:
-        names = json.loads(index.read_bytes())["weight_map"]
-        if not all(isinstance(name, str) and Path(name).name == name for name in names.values()):
+        places = dict(json.loads(index.read_bytes())["weight_map"])
+        if not all(isinstance(name, str) and Path(name).name == name for name in set(places.values())):
             raise ValueError("a file name is not one")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {type(error).__name__} {error}") from error
-    return dict(names)
+    return places

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.family.family import ExpertNames, Family
-from megatron.core.models.mapping import Mapping, Part, Table
+from megatron.core.models.mapping import Mapping, Part, Stack, Table
 from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS, DecoderSpec, LayerSpec, decoder_spec
 from megatron.spec.linear import LinearSpec
 from megatron.spec.moe import ExpertsSpec, GateSpec, RouterSpec
@@ -93,23 +93,13 @@ def _same(own: str, theirs: str, parameter: ParamSpec) -> Mapping:
 def _experts(own: str, theirs: str, projections: tuple[str, str, str], experts: ExpertsSpec) -> Iterator[Mapping]:
     """Ours [E, 2, f, h] and [E, h, f]; theirs f"{expert}.{projection}.weight", [f, h] and [h, f]."""
     gate, up, down = projections
-    for name, parameter, halves in (
+    for name, parameter, each in (
         ("linear_fc1.weight", experts.linear_fc1, (gate, up)),
         ("linear_fc2.weight", experts.linear_fc2, (down,)),
     ):
         *front, rows, columns = parameter.shape
-        inside, ones = Box((0, 0), (rows, columns)), (1,) * len(front)
-        places = itertools.product(*(range(n) for n in front))
-        parts = [
-            Part(
-                own + name,
-                Box((*place, 0, 0), (*ones, rows, columns)),
-                f"{theirs}{place[0]}.{halves[place[-1] if len(place) > 1 else 0]}.weight",
-                inside,
-            )
-            for place in places
-        ]
-        yield Mapping(own + name, parameter.shape, tuple(parts))
+        names = [f"{theirs}{number}.{projection}.weight" for number in range(front[0]) for projection in each]
+        yield Mapping(own + name, parameter.shape, Stack(own + name, names, tuple(front), (rows, columns)))
 
 
 def _stacked_experts(

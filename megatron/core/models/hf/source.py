@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
+from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.hf.adapter import check_no_adapter
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.names import first_router, stacked_experts, table
-from megatron.core.models.mapping import gather
 
 
 class HFSource:
@@ -39,7 +39,12 @@ class HFSource:
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Reads elements of a parameter; see Source. Rows of the vocabulary's padding are zero."""
-        return gather(self.table.of_own(name, box), box, dtype, self.folder.read)
+        runs = self.table.runs(name, box)
+        is_covered = sum(run.box.numel for run in runs) == box.numel
+        out = (torch.empty if is_covered else torch.zeros)(box.shape, dtype=dtype)
+        for run in runs:
+            self.folder.fill(narrow(out, run.box.within(box)), run.names, run.there)
+        return out
 
 
 def _last_layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
