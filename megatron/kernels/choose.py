@@ -56,7 +56,7 @@ def _choose_grouped(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, etp: int
 ) -> tuple[grouped_gemm.GroupedGemm, str | None]:
     if config.num_experts is None:
-        return grouped_gemm.Loop(), "the model has no experts"
+        return grouped_gemm.loop, "the model has no experts"
     assert config.hidden_size
     return grouped_gemm.choose(device, dtype, (config.hidden_size, config.moe_ffn_dim // etp))
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron.kernels.ops import activation, grouped_gemm, grouped_mlp, weight_grad
 from megatron.kernels.ops.assignments import Assignments
-from megatron.kernels.ops.grouped_gemm import Grouped, Loop
+from megatron.kernels.ops.grouped_gemm import grouped, loop
 from megatron.kernels.ops.grouped_mlp import ExpertKernels
 from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import random
@@ -45,16 +45,16 @@ def assign_on(device, case):
 
 
 @pytest.mark.parametrize("case", ["uniform", "skew", "all", "ragged", "none"])
-@pytest.mark.parametrize("kernel", [Loop(), Grouped()], ids=["loop", "grouped"])
+@pytest.mark.parametrize("kernel", [loop, grouped], ids=["loop", "grouped"])
 def test_bf16(kernel, case):
     kind, _ = weight_grad.choose(True, CUDA, torch.bfloat16)
-    found, exact = run(kernel, CUDA, torch.bfloat16, case, kind), run(Loop(), CPU, torch.float64, case)
+    found, exact = run(kernel, CUDA, torch.bfloat16, case, kind), run(loop, CPU, torch.float64, case)
     for a, b in zip(found, exact, strict=True):
         scale = float(b.abs().max()) if b.numel() and b.any() else 1.0
         torch.testing.assert_close(a.double().cpu() / scale, b / scale, rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("kernel", [Loop(), Grouped()], ids=["loop", "grouped"])
+@pytest.mark.parametrize("kernel", [loop, grouped], ids=["loop", "grouped"])
 def test_two_runs_have_the_same_bits(kernel):
     first, second = (run(kernel, CUDA, torch.bfloat16, "all") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -63,4 +63,4 @@ def test_two_runs_have_the_same_bits(kernel):
 def test_chosen():
     kernel, why = grouped_gemm.choose(CUDA, torch.bfloat16, (H, WIDTH))
     if torch.cuda.get_device_capability() >= (8, 0) and hasattr(torch.nn.functional, "grouped_mm"):
-        assert isinstance(kernel, Grouped) and why is None
+        assert kernel is grouped and why is None

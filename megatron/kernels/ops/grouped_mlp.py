@@ -7,7 +7,8 @@ output of fc2, and a region that is recomputed need not run fc2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron.kernels.ops.activation import Activation
 from megatron.kernels.ops.assignments import Assignments
-from megatron.kernels.ops.grouped_gemm import Gather, GroupedGemm, write_weight_grad
+from megatron.kernels.ops.grouped_gemm import GroupedGemm, gather_product, product_sum, write_weight_grad
 from megatron.kernels.ops.weight_grad import WeightGrad
 
 # Takes a function of (main_grad, overwrite) that writes or adds a gradient, and calls it now or later.
@@ -60,14 +61,14 @@ def forward(
 
     skip_fc2: the output is undefined, and what is saved is the same. For the second run of a recomputed region.
     """
-    inner = kernels.gemm.gather_product(rows, assignments, fc1.flatten(1, -2).transpose(1, 2))
+    inner = gather_product(kernels.gemm, rows, assignments, fc1.flatten(1, -2).transpose(1, 2))
     activated = kernels.activation(inner) if keep_activation or not skip_fc2 else None
     saved = SavedExperts(rows, weights, inner, activated if keep_activation else None)
     if skip_fc2:
         return torch.empty_like(rows), saved
     assert activated is not None
     weighted = _weighted(activated, weights, in_place=not keep_activation)
-    return kernels.gemm.product_sum(weighted, assignments, fc2.transpose(1, 2), len(rows)), saved
+    return product_sum(kernels.gemm, weighted, assignments, fc2.transpose(1, 2), len(rows)), saved
 
 
 def backward(
@@ -87,13 +88,13 @@ def backward(
     deliver_fc1, deliver_fc2: where the gradients of fc1 and fc2 go; None if they are frozen. A function that is called
     later keeps the tensors that it needs.
     """
-    sizes, gemm, activation = assignments.sizes, kernels.gemm, kernels.activation
-    grad_activated = gemm.gather_product(grad, assignments, fc2)  # of the weighted activation, at first
+    gemm, activation = kernels.gemm, kernels.activation
+    grad_activated = gather_product(gemm, grad, assignments, fc2)  # of the weighted activation, at first
     activated = activation(saved.inner) if saved.activated is None else saved.activated
     grad_weights = (grad_activated * activated.to(saved.weights.dtype)).sum(dim=-1)
     if deliver_fc2 is not None:
         weighted = _weighted(activated, saved.weights, in_place=saved.activated is None)
-        deliver_fc2(_job(Gather(grad, assignments), weighted.split(sizes).__getitem__, sizes, kernels.weight_grad))
+        deliver_fc2(functools.partial(_write_fc2, grad, weighted, assignments, kernels.weight_grad))
         del weighted
     del activated
     if deliver_fc1 is None and not wants_rows:
@@ -103,19 +104,24 @@ def backward(
     del grad_activated
     if deliver_fc1 is not None:
         assert saved.rows is not None
-        gathered = Gather(saved.rows, assignments)
-        deliver_fc1(_job(grad_inner.split(sizes).__getitem__, gathered, sizes, kernels.weight_grad))
+        deliver_fc1(functools.partial(_write_fc1, grad_inner, saved.rows, assignments, kernels.weight_grad))
     if not wants_rows:
         return None, grad_weights
-    return gemm.product_sum(grad_inner, assignments, fc1.flatten(1, -2), len(grad)), grad_weights
+    return product_sum(gemm, grad_inner, assignments, fc1.flatten(1, -2), len(grad)), grad_weights
 
 
-def _job(
-    grad_of: Callable[[int], Tensor], x_of: Callable[[int], Tensor], sizes: Sequence[int], kernel: WeightGrad
-) -> Callable[[Tensor, bool], None]:
-    return lambda main_grad, overwrite: write_weight_grad(
-        main_grad.flatten(1, -2), grad_of, x_of, sizes, kernel, overwrite
-    )
+def _write_fc1(
+    grad_inner: Tensor, rows: Tensor, assignments: Assignments, kernel: WeightGrad, main_grad: Tensor, overwrite: bool
+) -> None:
+    gathered = rows.index_select(0, assignments.rows)
+    write_weight_grad(main_grad.flatten(1, -2), grad_inner, gathered, assignments.sizes, kernel, overwrite)
+
+
+def _write_fc2(
+    grad: Tensor, weighted: Tensor, assignments: Assignments, kernel: WeightGrad, main_grad: Tensor, overwrite: bool
+) -> None:
+    gathered = grad.index_select(0, assignments.rows)
+    write_weight_grad(main_grad, gathered, weighted, assignments.sizes, kernel, overwrite)
 
 
 def _weighted(values: Tensor, weights: Tensor, *, in_place: bool) -> Tensor:

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from megatron.config.model import ModelConfig
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops import gemm, grouped_gemm, weight_grad
-from megatron.kernels.ops.grouped_gemm import Gather, Grouped, Loop, write_weight_grad
+from megatron.kernels.ops.grouped_gemm import gather_product, grouped, loop, product_sum, write_weight_grad
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-KERNELS = {"loop": Loop(), "grouped": Grouped()}
+KERNELS = {"loop": loop, "grouped": grouped}
 CASES = ["uniform", "skew", "all", "ragged", "none"]
 ROWS, E, IN, OUT = 13, 6, 16, 24
 
@@ -46,14 +46,14 @@ class TestKernels:
     def test_gather_product(self, kernel, dtype, case, transposed):
         rows, matrices = random(ROWS, IN, dtype=dtype, seed=1), self.matrices(dtype, transposed)
         assignments = assign(choices(case, ROWS, E), E)
-        found = kernel.gather_product(rows, assignments, matrices)
+        found = gather_product(kernel, rows, assignments, matrices)
         each = matrices.double()[experts_of(assignments)]
         self.close(found, torch.einsum("ai,aio->ao", rows.double()[assignments.rows], each), dtype)
 
     def test_product_sum(self, kernel, dtype, case, transposed):
         assignments = assign(choices(case, ROWS, E), E)
         values, matrices = random(len(assignments.rows), IN, dtype=dtype, seed=1), self.matrices(dtype, transposed)
-        found = kernel.product_sum(values, assignments, matrices, ROWS)
+        found = product_sum(kernel, values, assignments, matrices, ROWS)
         each = torch.einsum("ai,aio->ao", values.double(), matrices.double()[experts_of(assignments)])
         self.close(found, torch.zeros(ROWS, OUT).double().index_add_(0, assignments.rows, each), dtype)
 
@@ -64,7 +64,7 @@ def test_sums_are_rounded_once(kernel):
     experts = 65
     values, matrices = torch.full((experts, 8), 1 / 256).bfloat16(), torch.zeros(experts, 8, 8).bfloat16()
     values[0], matrices[:, 0, :] = 1.0, 1.0
-    found = kernel.product_sum(values, assign([list(range(experts))], experts), matrices, 1)
+    found = product_sum(kernel, values, assign([list(range(experts))], experts), matrices, 1)
     assert found.float().eq(1.25).all()
 
 
@@ -72,8 +72,8 @@ def test_sums_are_rounded_once(kernel):
 def test_no_rows(kernel):
     assignments = assign([], E)
     rows, matrices = torch.empty(0, IN), random(E, IN, OUT)
-    assert kernel.gather_product(rows, assignments, matrices).shape == (0, OUT)
-    assert kernel.product_sum(rows, assignments, matrices, 0).shape == (0, OUT)
+    assert gather_product(kernel, rows, assignments, matrices).shape == (0, OUT)
+    assert product_sum(kernel, rows, assignments, matrices, 0).shape == (0, OUT)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -83,10 +83,8 @@ def test_write_weight_grad(case, overwrite):
     assignments = assign(choices(case, ROWS, E), E)
     rows, grads = random(ROWS, IN), random(len(assignments.rows), OUT, seed=1)
     before = torch.full((E, OUT, IN), float("nan")) if overwrite else random(E, OUT, IN, seed=2)
-    main_grad, parts = before.clone(), grads.split(assignments.sizes)
-    write_weight_grad(
-        main_grad, parts.__getitem__, Gather(rows, assignments), assignments.sizes, weight_grad.fused, overwrite
-    )
+    main_grad = before.clone()
+    write_weight_grad(main_grad, grads, rows[assignments.rows], assignments.sizes, weight_grad.fused, overwrite)
     expected = torch.zeros(E, OUT, IN) if overwrite else before
     of_each = torch.einsum("ao,ai->aoi", grads, rows[assignments.rows])
     torch.testing.assert_close(main_grad, expected.index_add(0, experts_of(assignments), of_each))
@@ -103,7 +101,7 @@ class TestChoose:
 
     def test_where_it_runs(self):
         kernel, why = grouped_gemm.choose(CUDA, torch.bfloat16, (64, 24))
-        assert isinstance(kernel, Grouped) and why is None
+        assert kernel is grouped and why is None
 
     @pytest.mark.parametrize(
         ("device", "dtype", "widths", "reason"),
@@ -116,12 +114,12 @@ class TestChoose:
     )
     def test_where_it_does_not_run(self, device, dtype, widths, reason):
         kernel, why = grouped_gemm.choose(device, dtype, widths)
-        assert isinstance(kernel, Loop) and why == reason
+        assert kernel is loop and why == reason
 
     def test_an_old_torch(self, monkeypatch):
         monkeypatch.delattr(F, "grouped_mm")
         kernel, why = grouped_gemm.choose(CUDA, torch.bfloat16, (64,))
-        assert isinstance(kernel, Loop) and why == f"torch {torch.__version__} has no grouped product"
+        assert kernel is loop and why == f"torch {torch.__version__} has no grouped product"
 
     def test_a_device_that_cannot(self, monkeypatch):
         def fail(*args, **options):
@@ -129,22 +127,16 @@ class TestChoose:
 
         monkeypatch.setattr(F, "grouped_mm", fail)
         kernel, why = grouped_gemm.choose(CUDA, torch.bfloat16, (64,))
-        assert (
-            isinstance(kernel, Loop)
-            and why is not None
-            and why.endswith("here: grouped_mm needs compute capability 8.0")
-        )
+        assert kernel is loop and why is not None and why.endswith("here: grouped_mm needs compute capability 8.0")
 
     def test_wrong_results(self, monkeypatch):
         right = F.grouped_mm
         monkeypatch.setattr(F, "grouped_mm", lambda *args, **options: right(*args, **options) * 2)
         kernel, why = grouped_gemm.choose(CUDA, torch.bfloat16, (64,))
-        assert isinstance(kernel, Loop) and "wrongly" in str(why)
+        assert kernel is loop and "wrongly" in str(why)
 
 
 def test_choose_kernels_of_a_run():
     assert choose_kernels(ModelConfig(), CPU).grouped_missing == "the model has no experts"
     experts = choose_kernels(ModelConfig(num_experts=4, hidden_size=64, ffn_hidden_size=96), CPU)
-    assert (
-        isinstance(experts.grouped, Loop) and experts.grouped_missing == "torch's grouped product is not faster on cpu"
-    )
+    assert experts.grouped is loop and experts.grouped_missing == "torch's grouped product is not faster on cpu"
