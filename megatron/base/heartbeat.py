@@ -191,6 +191,11 @@ class Heartbeat:
         """Changes the name of the current phase, inside `phase`."""
         self._phase, self._since = name, time.time()
 
+    @property
+    def current_phase(self) -> str:
+        """The name of the current phase."""
+        return self._phase
+
     def enter(self, op: str, group: str, call: Call) -> int:
         """Records that this rank has entered collective `op` on `group`; the recorders get `call`.
 

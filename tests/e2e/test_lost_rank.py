@@ -131,3 +131,17 @@ def test_ranks_end_when_their_torchrun_is_killed(tmp_path):
         rank.kill()
     assert len(ranks) == 2 and not alive
     assert f"this rank ends: the launcher, process {job.process.pid}, is gone" in job.text("err") + job.text()
+
+
+def test_killed_in_an_exchange_of_tokens(tmp_path):
+    """The survivor names the direction, the layer, and the action with its microbatch."""
+    driver = "tests.e2e.helpers.drivers:dies_in_an_exchange"
+    experts = {"--swiglu": (), "--disable-bias-linear": (), "--num-experts": 4, "--expert-model-parallel-size": 2}
+    started = time.monotonic()
+    lost = run(flags(MOCK, LONG, experts), tmp_path / "log", 2, driver=driver, env={"FAULTY_RANK": 1})
+    assert lost.codes == [1, -9] and time.monotonic() - started < 30, lost.text
+    named = (
+        r"error on rank 0: results back from experts of layer 1 in forward-backward, F0@0 number \d+ on group etp_ep"
+    )
+    assert re.match(named, lost.stderr[0]), lost.text
+    assert "rank 1 is gone" in lost.stderr[0] and lost.stderr[0].count("\n") == 1

@@ -310,7 +310,7 @@ def kept(rank, size):
 
 
 def test_only_indices_are_kept():
-    fields = [["group", "plan"], ["etp", "group", "plan", "shape", "tokens"]]
+    fields = [["group", "layer", "plan"], ["etp", "group", "layer", "plan", "shape", "tokens"]]
     assert pool.run(2, kept) == [(0, 0, True, fields)] * 2
 
 

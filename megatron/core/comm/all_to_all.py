@@ -12,33 +12,35 @@ from megatron.core.comm.collectives import Handle, announced, in_flight
 from megatron.core.groups import Group
 
 
-def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Handle]:
+def all_to_all_async(tensor: Tensor, group: Group, name: str = "all_to_all") -> tuple[Tensor, Handle]:
     """[size, ...] on each rank -> [size, ...] in which entry r is the one that rank r held for this rank.
 
-    The result may be read after the handle's `wait`, and `tensor` must not be written before.
+    The result may be read after the handle's `wait`, and `tensor` must not be written before. name: for messages.
     """
     if group.size == 1:
-        return tensor, Handle("all_to_all", group, None, (tensor,))
+        return tensor, Handle(name, group, None, (tensor,))
     tensor = tensor.contiguous()
     received = torch.empty_like(tensor)
-    with announced("all_to_all", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes):
+    with announced("all_to_all", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes, name=name):
         work = dist.all_to_all_single(received, tensor, group=group.process_group, async_op=True)
-    return received, in_flight("all_to_all", group, tensor, work, (tensor, received))
+    return received, in_flight(name, group, tensor, work, (tensor, received))
 
 
-def all_to_all_v(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+def all_to_all_v(
+    tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, name: str = "all_to_all_v"
+) -> Tensor:
     """[sum of send, ...] on each rank -> [sum of receive, ...]: the rows that each rank had for this one, in rank order.
 
     send[r]: rows for rank r of the group, which stand in rank order. receive[r]: rows from rank r, its send[this rank].
-    Any of them may be 0; every rank takes part all the same.
+    Any of them may be 0; every rank takes part all the same. name: for messages.
     """
-    received, handle = all_to_all_v_async(tensor, send, receive, group)
+    received, handle = all_to_all_v_async(tensor, send, receive, group, name)
     handle.wait()
     return received
 
 
 def all_to_all_v_async(
-    tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+    tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, name: str = "all_to_all_v"
 ) -> tuple[Tensor, Handle]:
     """As `all_to_all_v`; the result may be read after the handle's `wait`, and `tensor` must not be written before.
 
@@ -51,11 +53,11 @@ def all_to_all_v_async(
         group.name,
     )
     if group.size == 1:
-        return tensor, Handle("all_to_all_v", group, None, (tensor,))
+        return tensor, Handle(name, group, None, (tensor,))
     tensor = tensor.contiguous()
     received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    with announced("all_to_all_v", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes) as number:
+    with announced("all_to_all_v", group, tuple(tensor.shape), tensor.dtype, tensor.nbytes, name=name) as number:
         work = dist.all_to_all_single(
             received, tensor, list(receive), list(send), group=group.process_group, async_op=True
         )
-    return received, in_flight("all_to_all_v", group, tensor, work, (tensor, received), number)
+    return received, in_flight(name, group, tensor, work, (tensor, received), number)

@@ -212,15 +212,21 @@ class _Followed:
 
 @contextlib.contextmanager
 def announced(
-    op: str, group: Group, shape: tuple[int, ...], dtype: torch.dtype | None = None, nbytes: int = 0
+    op: str,
+    group: Group,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    nbytes: int = 0,
+    *,
+    name: str | None = None,
 ) -> Iterator[int]:
     """Tell the group's heartbeat of a collective that the body starts; without a dtype it carries objects.
 
-    Gives its number on the group.
+    name: of this call, for messages; by default `op`, which recorders get. Gives its number on the group.
     """
-    name = "object" if dtype is None else str(dtype).removeprefix("torch.")
-    number = group.heartbeat.enter(op, group.name, Call(op, group.name, shape, name, nbytes))
-    with _named_failure(op, group, number):
+    kind = "object" if dtype is None else str(dtype).removeprefix("torch.")
+    number = group.heartbeat.enter(name or op, group.name, Call(op, group.name, shape, kind, nbytes))
+    with _named_failure(name or op, group, number):
         yield number
 
 

@@ -7,8 +7,8 @@ from megatron.core.expert_parallel.dispatch import AllGather, AllToAll, Dispatch
 from megatron.core.groups import Groups
 
 
-def choose_dispatcher(kind: str, groups: Groups, experts: int, *, sequence_parallel: bool) -> Dispatcher:
-    """Returns the dispatcher of --moe-token-dispatcher-type `kind` for `experts` on all ranks together.
+def choose_dispatcher(kind: str, groups: Groups, experts: int, layer: str, *, sequence_parallel: bool) -> Dispatcher:
+    """Returns the dispatcher of --moe-token-dispatcher-type `kind` for `experts` on all ranks together, of a `layer`.
 
     Without sequence parallelism all ranks of tp hold the same tokens, as in generation, and each dispatches a part of them.
     """
@@ -16,5 +16,5 @@ def choose_dispatcher(kind: str, groups: Groups, experts: int, *, sequence_paral
     if group.size == 1:
         return Local(experts)
     if groups.tp.size > 1 and not sequence_parallel:
-        return Scattered(AllToAll(group, experts, etp), groups.tp)
-    return AllGather(group, experts, etp) if kind == ALL_GATHER else AllToAll(group, experts, etp)
+        return Scattered(AllToAll(group, experts, etp, layer), groups.tp)
+    return AllGather(group, experts, etp) if kind == ALL_GATHER else AllToAll(group, experts, etp, layer)

@@ -79,26 +79,27 @@ class AllToAll:
     the backward three of the latter kind: results, 4 bytes per assignment, rows.
     """
 
-    def __init__(self, group: Group, experts: int, etp: int = 1) -> None:
+    def __init__(self, group: Group, experts: int, etp: int = 1, layer: str = "a layer") -> None:
         """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part of them:
-        all of them get the token, and return partial sums."""
-        self._group, self._experts, self._etp = group, experts, etp
+        all of them get the token, and return partial sums. layer: for messages about a failure."""
+        self._group, self._experts, self._etp, self._layer = group, experts, etp, layer
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None) -> Dispatched:
         """See Dispatcher."""
         plan = plan or self._plan(indices)
         assert isinstance(plan, Plan)
-        rows, arrived, places = _Dispatch.apply(x, weights, plan, self._group, self._etp)
+        rows, arrived, places = _Dispatch.apply(x, weights, plan, self._group, self._etp, self._layer)
         return Dispatched(rows, arrived, Assignments(places, plan.sizes), plan, len(x))
 
     def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
         """See Dispatcher."""
-        result: Tensor = _Combine.apply(out, dispatched.plan, dispatched.tokens, self._group)
+        result: Tensor = _Combine.apply(out, dispatched.plan, dispatched.tokens, self._group, self._layer)
         return result
 
     def _plan(self, indices: Tensor) -> Plan:
         out = outgoing(indices, self._experts, self._group.size // self._etp)
-        received, handle = all_to_all_async(out.counts.repeat_interleave(self._etp, dim=0), self._group)
+        counts = out.counts.repeat_interleave(self._etp, dim=0)
+        received, handle = all_to_all_async(counts, self._group, _name("counts to", self._layer, self._group))
         handle.wait()
         return make_plan(out, received, self._etp)
 
@@ -162,15 +163,16 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, plan: Plan, group: Group, etp: int
+        ctx: Any, x: Tensor, weights: Tensor, plan: Plan, group: Group, etp: int, layer: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.plan, ctx.group, ctx.etp, ctx.tokens, ctx.shape = plan, group, etp, len(x), weights.shape
+        ctx.layer, name = layer, _name("tokens to", layer, group)
         # The bits of a row and of a weight. They go first, so that they are put in order while the rows are on their way.
         pairs = torch.stack([plan.rows, _taken(weights, plan.positions).view(torch.int32)], dim=1)
         pairs = to_all_of_etp(pairs, plan.send_assignments[::etp], etp)
-        assigned, pairs_sent = all_to_all_v_async(pairs, plan.send_assignments, plan.receive_assignments, group)
+        assigned, pairs_sent = all_to_all_v_async(pairs, plan.send_assignments, plan.receive_assignments, group, name)
         copies = x.index_select(0, plan.tokens)
-        rows, rows_sent = all_to_all_v_async(copies, plan.send_rows, plan.receive_rows, group)
+        rows, rows_sent = all_to_all_v_async(copies, plan.send_rows, plan.receive_rows, group, name)
         pairs_sent.wait()
         places = plan.assignments(assigned[:, 0]).rows
         arrived = assigned[:, 1].index_select(0, plan.order).view(torch.float32)
@@ -180,13 +182,15 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        plan, group = ctx.plan, ctx.group
+        plan, group, name = ctx.plan, ctx.group, _name("gradients back from", ctx.layer, ctx.group)
         of_x = of_weights = None
         if ctx.needs_input_grad[1]:
             ordered = torch.empty_like(grad_weights).index_copy_(0, plan.order, grad_weights)
-            weights, weights_sent = all_to_all_v_async(ordered, plan.receive_assignments, plan.send_assignments, group)
+            weights, weights_sent = all_to_all_v_async(
+                ordered, plan.receive_assignments, plan.send_assignments, group, name
+            )
         if ctx.needs_input_grad[0]:
-            rows, rows_sent = all_to_all_v_async(grad_rows, plan.receive_rows, plan.send_rows, group)
+            rows, rows_sent = all_to_all_v_async(grad_rows, plan.receive_rows, plan.send_rows, group, name)
         if ctx.needs_input_grad[1]:
             weights_sent.wait()
             summed = _sum_over_etp(weights, plan.send_assignments, ctx.etp)
@@ -194,22 +198,28 @@ class _Dispatch(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             rows_sent.wait()
             of_x = _sum_over_ranks(rows, plan, ctx.tokens)
-        return of_x, of_weights, None, None, None
+        return of_x, of_weights, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """[M, h] -> [T, h]"""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, plan: Plan, tokens: int, group: Group) -> Tensor:
-        ctx.plan, ctx.group = plan, group
-        return _sum_over_ranks(all_to_all_v(out, plan.receive_rows, plan.send_rows, group), plan, tokens)
+    def forward(ctx: Any, out: Tensor, plan: Plan, tokens: int, group: Group, layer: str) -> Tensor:
+        ctx.plan, ctx.group, ctx.layer = plan, group, layer
+        name = _name("results back from", layer, group)
+        return _sum_over_ranks(all_to_all_v(out, plan.receive_rows, plan.send_rows, group, name), plan, tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        plan = ctx.plan
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        plan, name = ctx.plan, _name("gradients to", ctx.layer, ctx.group)
         copies = grad.index_select(0, plan.tokens)
-        return all_to_all_v(copies, plan.send_rows, plan.receive_rows, ctx.group), None, None, None
+        return all_to_all_v(copies, plan.send_rows, plan.receive_rows, ctx.group, name), None, None, None, None
+
+
+def _name(content: str, layer: str, group: Group) -> str:
+    """Names an exchange for messages: what travels, the layer, and the action of the schedule with its microbatch."""
+    return f"{content} experts of {layer} in {group.heartbeat.current_phase}"
 
 
 def _taken(weights: Tensor, positions: Tensor) -> Tensor:

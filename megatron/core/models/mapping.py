@@ -68,13 +68,13 @@ class Stack:
     dims: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def run(self, box: Box) -> Run:
+    def run(self, box: Box) -> StoredRun:
         """Elements `box` of ours."""
         numbers = [0]
         for start, count, size in zip(box.offset, box.shape, self.dims):
             numbers = [before * size + index for before in numbers for index in range(start, start + count)]
         front = len(self.dims)
-        return Run(box, [self.names[number] for number in numbers], Box(box.offset[front:], box.shape[front:]))
+        return StoredRun(box, [self.names[number] for number in numbers], Box(box.offset[front:], box.shape[front:]))
 
     def to_own(self, number: int, box: Box) -> Box:
         """Where elements of tensor `number` of theirs are in ours."""
@@ -86,7 +86,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """Elements `box` of our tensor: elements `there` of each of their tensors `names`, one behind the other."""
 
     box: Box
@@ -137,13 +137,13 @@ class Table:
             assert first_overlap(boxes) is None, f"{name} is read twice"
             assert sum(box.numel for box in boxes) == math.prod(shape), f"{name}: {first_hole(shape, boxes)} is left"
 
-    def runs(self, name: str, box: Box) -> list[Run]:
+    def runs(self, name: str, box: Box) -> list[StoredRun]:
         """Elements `box` of our tensor, in as few pieces as possible."""
         parts = self._by_own[name]
         if isinstance(parts, Stack):
             return [parts.run(box)]
         found = [(part, intersect(part.own_box, box)) for part in parts]
-        return [Run(common, (part.theirs,), part.to_theirs(common)) for part, common in found if common]
+        return [StoredRun(common, (part.theirs,), part.to_theirs(common)) for part, common in found if common]
 
     def of_own(self, name: str, box: Box) -> list[tuple[Box, str, Box]]:
         """Elements `box` of our tensor: (which of them, their tensor, which of its elements)."""
@@ -158,7 +158,7 @@ class Table:
         return [(common, part.own, part.to_own(common)) for part, common in found if common]
 
 
-def _pieces(run: Run) -> Iterator[tuple[Box, str, Box]]:
+def _pieces(run: StoredRun) -> Iterator[tuple[Box, str, Box]]:
     if len(run.names) == 1:
         yield run.box, run.names[0], run.there
         return

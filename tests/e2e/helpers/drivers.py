@@ -12,6 +12,7 @@ import time
 from megatron.base.heartbeat import Heartbeat
 from megatron.command_line.entry import run_of
 from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.expert_parallel.dispatch import AllToAll
 from megatron.core.models.hf.export import HFExport
 from megatron.training.main import main
 from megatron.training.step import TrainStep
@@ -54,6 +55,20 @@ def before_each_step(action):
 def _raise_at_third(step, number):
     if number == 3 and os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         raise ZeroDivisionError("a bug in the model")
+
+
+def dies_in_an_exchange(argv):
+    """Rank FAULTY_RANK is killed in its third step, before its experts of layer 1 return their results."""
+    combine, calls = AllToAll.combine, [0]
+
+    def die_at_last(self, out, dispatched):
+        calls[0] += 1
+        if calls[0] == 2 * 2 + 2 and os.environ["RANK"] == os.environ["FAULTY_RANK"]:  # 2 layers, 1 microbatch
+            os.kill(os.getpid(), signal.SIGKILL)
+        return combine(self, out, dispatched)
+
+    AllToAll.combine = die_at_last
+    main(run_of(argv, description="test"))
 
 
 def cannot_write_large_files(argv):

@@ -39,6 +39,7 @@ class MoELayer(nn.Module):
             build.moe.moe_token_dispatcher_type,
             build.groups,
             spec.router.experts,
+            f"layer {number}",
             sequence_parallel=build.sequence_parallel,
         )
         self._number, self._skip_gemm = number, False
