@@ -2,6 +2,8 @@
 
 import shlex
 
+import pytest
+
 from tests.e2e.launch_lines import ITERATIONS, compare
 
 LINE = """
@@ -18,8 +20,27 @@ LINE = """
     --tensorboard-dir /logs --log-timers-to-tensorboard --moe-router-topk 2 --distributed-backend nccl
 """
 
+EXPERTS = """
+    --num-layers 28 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 --seq-length 4096 --swiglu
+    --position-embedding-type rope --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
+    --num-experts 64 --moe-layer-freq ([0]+[1]*27) --moe-ffn-hidden-size 1408 --n-shared-experts 1 --moe-router-topk 6
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --norm-topk-prob --routed-scaling-factor 2.5
+    --moe-router-load-balancing-type seq_aux_loss --seq-aux --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32
+    --moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type flex --moe-enable-deepep --moe-layer-recompute
+    --moe-shared-expert-overlap --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8
+    --expert-tensor-parallel-size 1 --micro-batch-size 1 --global-batch-size 512 --train-iters 1000 --lr 3e-4 --bf16
+    --attention-dropout 0 --hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 100
+"""
+
 
 def test_what_changes_no_result_changes_no_result(tmp_path):
     given, read_as, world = compare(shlex.split(LINE), tmp_path)
     assert world == 4 and len(given) == ITERATIONS
     assert given == read_as
+
+
+@pytest.mark.slow
+def test_flags_about_experts(tmp_path):
+    """Those of a fork, of kernels and of an older release are translated, or change nothing."""
+    given, read_as, world = compare(shlex.split(EXPERTS), tmp_path)
+    assert world == 4 and given == read_as
