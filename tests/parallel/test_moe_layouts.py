@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from megatron.config.context_parallel import inner_size
+from megatron.config.data import DataConfig
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.rules.check import check
-from megatron.tooling.layout_parity import Layout, assemble, compare, measure, reduced, under
+from megatron.tooling.layout_parity import Layout, RankMeasurement, assemble, compare, measure, reduced, under
+from megatron.training.batch import make_batch
+from megatron.training.setup import build
 from tests import pool
 from tests.unit.config.runs import make_run
 
-LIMIT, SAMPLES = 1e-5, 8
+LIMIT, SAMPLES, STEPS, MANY_STEPS = 1e-5, 8, 4, 20
 LLAMA = {
     "num_attention_heads": 8,
     "group_query_attention": True,
@@ -92,7 +95,41 @@ CASES = {
     "pp 2, interleaved": ("mixtral", Layout(1, 2, pp=2, ep=2, schedule="interleaved", chunks=2), {}),
     "pp 2 x ep 4 x tp 2": ("deepseek", Layout(2, 2, True, pp=2, ep=4, etp=1), ZERO_1),
     "ep 8": ("mixtral", Layout(1, 8, ep=8), ZERO_3),
+    "moe_act, shared experts": (
+        "deepseek",
+        Layout(1, 2, ep=2),
+        {**SELECTIVE, "recompute_modules": ("moe_act", "shared_experts", "norm")},
+    ),
+    "optimizer offload": ("mixtral", Layout(1, 2, ep=2), {**ZERO_1, "optimizer_cpu_offload": True}),
+    "per-token loss, micro batch 2": (
+        "qwen2-moe",
+        Layout(2, 1, True, etp=1, ep=2),
+        {"calculate_per_token_loss": True},
+    ),
+    "position": (
+        "mixtral",
+        Layout(2, 1, True),
+        {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "position"},
+    ),
+    "zb-v": ("olmoe", Layout(1, 2, pp=2, ep=2, schedule="zb-v"), {}),
+    "gpipe": ("deepseek", Layout(1, 2, pp=2, etp=2, schedule="gpipe"), {}),
+    "documents": ("deepseek", Layout(1, 1, cp=2, ep=2), {"reset_attention_mask": True, "reset_position_ids": True}),
+    "a2a": ("mixtral", Layout(1, 1, cp=2, ep=2, comm_type="a2a"), {}),
+    "gathered keys": ("mixtral", Layout(1, 1, cp=2, ep=2, comm_type="all_gather"), {}),
 }
+# Each axis, schedule and feature once; the others combine them differently, and train longer.
+QUICK = {
+    "ep 2 over tp",
+    "etp 2",
+    "etp 2 over tp",
+    "ep 2 over cp",
+    "all-gather",
+    "ep 2, ZeRO-3",
+    "ep 4 over tp and dp, moe",
+}
+QUICK |= {"ep 2 over cp, capacity", "pp 2", "pp 2, zb-h1", "documents", "moe_act, shared experts", "optimizer offload"}
+NUMERIC = ("moe_expert_capacity_factor", "moe_token_drop_policy", "calculate_per_token_loss")
+NUMERIC += ("reset_attention_mask", "reset_position_ids")
 
 
 def measured(rank, size, run, layout):
@@ -112,6 +149,8 @@ def small(model, flags, steps, layers):
         model=dataclasses.replace(run.model, **shape),
         train=dataclasses.replace(run.train, global_batch_size=SAMPLES),
         recompute=made.recompute,
+        optimizer_offload=made.optimizer_offload,
+        activation_offload=made.activation_offload,
     )
 
 
@@ -120,17 +159,99 @@ def reference(model, flags, steps, layers):
     return assemble(pool.run(1, measured, small(model, dict(flags), steps, layers), Layout(1, 1)))
 
 
-@pytest.mark.parametrize(("model", "layout", "flags"), CASES.values(), ids=CASES)
-def test_the_layout_changes_nothing(model, layout, flags):
-    steps, layers = 20 if layout.world_size <= 2 else 3, 4 if layout.chunks else 2
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+def test_the_layout_changes_nothing(case):
+    model, layout, flags = CASES[case]
+    steps = MANY_STEPS if case not in QUICK and layout.world_size == 2 else STEPS
+    layers = 4 if layout.chunks or layout.schedule == "zb-v" else 2
     run = small(model, flags, steps, layers)
     check(under(run, layout), layout.world_size)
-    numeric = tuple((name, flags[name]) for name in ("moe_expert_capacity_factor",) if name in flags)
-    found = compare(
-        reference(model, numeric, steps, layers), assemble(pool.run(layout.world_size, measured, run, layout))
-    )
+    numeric = tuple((name, flags[name]) for name in NUMERIC if name in flags)
+    expected = reference(model, numeric, steps, layers)
+    found = compare(expected, assemble(pool.run(layout.world_size, measured, run, layout)))
     assert found.choice is None, f"step, layer, place {found.choice} goes to other experts"
     assert found.same_biases
     assert found.loss <= LIMIT, f"losses differ by {found.loss:.1e}"
     assert found.gradient <= LIMIT, f"{found.parameter} differs by {found.gradient:.1e}"
     assert found.norm <= LIMIT and found.balance <= LIMIT, (found.norm, found.balance)
+
+
+def test_two_runs_have_the_same_bits():
+    """In bf16, where an order of sums that differs would show."""
+    layout, flags = Layout(1, 2, ep=2), {"bf16": True}
+    run = small("deepseek", flags, STEPS, 2)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, bf16=True))
+    first, second = (assemble(pool.run(2, measured, run, layout)) for _ in range(2))
+    assert (first.losses, first.norms, first.balance) == (second.losses, second.norms, second.balance)
+    assert all(gradient.equal(second.gradients[name]) for name, gradient in first.gradients.items())
+
+
+def skewed(rank, size, run, layout, experts):
+    """All tokens choose these experts."""
+    free = measured(
+        rank, size, dataclasses.replace(run, train=dataclasses.replace(run.train, train_iters=STEPS)), layout
+    )
+    choice = torch.tensor(experts)
+    forced = {
+        (step, sample, layer): choice.expand(64, len(experts)).clone()
+        for (_, sample, layer) in free.choices
+        for step in range(STEPS)
+    }
+    run = under(run, layout)
+    groups = pool.groups(ep=layout.ep, instances=data_parallel_settings(run.parallel).optimizer_instances)
+    return measure(run, groups, torch.device("cpu"), forced).as_arrays()
+
+
+@pytest.mark.parametrize(
+    "experts", [(0, 1), pytest.param((7, 0), marks=pytest.mark.slow), pytest.param((3, 2), marks=pytest.mark.slow)]
+)
+def test_all_tokens_on_one_rank_or_two(experts):
+    """The other ranks get nothing to compute, and experts 2 to 6 never a token; gradients and replicas agree."""
+    run = small("mixtral", {"use_distributed_optimizer": True}, STEPS, 2)
+    expected = assemble(pool.run(1, skewed, run, Layout(1, 1), experts))
+    layout = Layout(1, 4, ep=4)
+    found = compare(expected, assemble(pool.run(4, skewed, run, layout, experts)))
+    assert found.choice is None and found.loss <= LIMIT and found.gradient <= LIMIT and found.norm <= LIMIT
+    unused = [expert for expert in range(8) if expert not in experts]
+    for name, gradient in expected.gradients.items():
+        if ".experts." in name:
+            assert not gradient[unused].any() and gradient[experts[0]].any()
+
+
+def with_padding(rank, size, layout):
+    """Gradients of a step in which one of two microbatches is padding."""
+    trainer = build(
+        under(small("deepseek", {}, 1, 2), layout),
+        pool.groups(tp=layout.tp, ep=layout.ep, etp=layout.etp),
+        torch.device("cpu"),
+    )
+    whole = make_batch(torch.arange(2 * 65).view(2, 65) % 500, -1, DataConfig(seq_length=64))
+    mask = torch.tensor([[True], [False]]).expand(2, 64)
+    rows = [
+        dataclasses.replace(
+            whole,
+            tokens=whole.tokens[i : i + 1],
+            labels=whole.labels[i : i + 1],
+            loss_mask=mask[i : i + 1],
+            routed=mask[i : i + 1],
+        )
+        for i in range(2)
+    ]
+    mine = [rows[trainer.groups.dp.rank]] if trainer.groups.dp.size == 2 else rows
+    loss = trainer.step.forward_backward(mine)
+    report = trainer.step.end_step(applied=True)
+    pieces = [
+        (name, (offset, trainer.parameters[name].info.spec.shape), gradient.numpy().copy())
+        for name, offset, gradient in trainer.data_parallel.gradients()
+    ]
+    return RankMeasurement([loss], pieces, balance=[report.means])
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, ep=2), Layout(2, 1, True, ep=2, etp=1)], ids=str)
+def test_a_microbatch_of_padding(layout):
+    """With ep over dp a rank has no token of its own, and still serves its experts."""
+    expected = assemble(pool.run(1, with_padding, Layout(1, 1)))
+    found = compare(expected, assemble(pool.run(2, with_padding, layout)))
+    assert found.loss <= LIMIT and found.gradient <= LIMIT and found.balance <= LIMIT
