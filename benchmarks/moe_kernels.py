@@ -51,7 +51,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"h {args.hidden}, f {args.width}, {args.dtype}, torch {torch.__version__}, {args.rounds} rounds")
-    print("\n| experts | assignments | ours | ours, grouped | grouped_mm | loop of Linear | fastest peer / ours |")
+    print(
+        "\n| experts | assignments | ours | ours with grouped_mm | grouped_mm | loop of Linear | fastest peer / ours |"
+    )
     print("|---|---|---|---|---|---|---|")
     for experts in args.experts:
         for assignments in args.assignments:
@@ -66,7 +68,8 @@ def print_experts(args: argparse.Namespace, experts: int, count: int) -> None:
     topk = min(args.topk, experts)
     case = Case(args, experts, max(1, count // topk), topk)
     ways = {"ours": case.ours(), "grouped": case.ours(grouped)}
-    peers = {"grouped_mm": case.grouped_mm(), "loop": case.loop()}
+    peers = {"grouped_mm": case.grouped_mm(), "loop": case.linear_layers()}
+    case.check({**ways, **peers})
     rounds = measured({**ways, **peers}, args.rounds)
     ms = {name: statistics.median(taken[name] for taken in rounds) for name in rounds[0]}
     ratio = statistics.median(min(taken[peer] for peer in peers) / taken["ours"] for taken in rounds)
@@ -131,6 +134,20 @@ class Case:
         self._weights = weights.requires_grad_()
         self._fc1, self._fc2 = (p.detach() for p in self._experts(loop).parameters())
 
+    def check(self, ways: Mapping[str, Callable[[], None]]) -> None:
+        """Fails unless all implementations give the same gradients of rows and weights."""
+        found: dict[str, list[Tensor]] = {}
+        for name, way in ways.items():
+            self.x.grad = self._weights.grad = None
+            way()
+            assert self.x.grad is not None and self._weights.grad is not None
+            found[name] = [self.x.grad.float(), self._weights.grad.float()]
+        expected = next(iter(found.values()))
+        for name, grads in found.items():
+            for grad, same in zip(grads, expected):
+                off = (grad - same).abs().max() / same.abs().max()
+                assert off < (1e-4 if self.x.dtype == torch.float32 else 0.05), f"{name} is off by {off:.1e}"
+
     def ours(self, kernel: GroupedGemm = loop) -> Callable[[], None]:
         """The framework's."""
         experts = self._experts(kernel)
@@ -161,7 +178,7 @@ class Case:
 
         return step
 
-    def loop(self) -> Callable[[], None]:
+    def linear_layers(self) -> Callable[[], None]:
         """Three linear layers per expert, as models are usually written."""
         layers = nn.ModuleList(nn.ModuleList(map(_linear, (*fc1, fc2))) for fc1, fc2 in zip(self._fc1, self._fc2))
         rows, sizes = self._assignments
