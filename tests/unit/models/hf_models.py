@@ -6,7 +6,7 @@ These are written as the installed transformers writes them; published.py has fi
 import json
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -53,6 +53,7 @@ SHAPE = {
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.1,
     "attn_implementation": "eager",
+    "experts_implementation": "eager",  # torch.grouped_mm wants widths of multiples of 16 bytes
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -252,6 +253,10 @@ def attention_of(model_type):
     return "eager" if model_type == "gemma2" else "sdpa"
 
 
+def has_experts(model_type):
+    return model_type in {family for family, _ in EXPERTS.values()}
+
+
 def save_published(name, folder, dtype):
     """(a random model of transformers, its tensors), written under the config.json of PUBLISHED.
 
@@ -262,12 +267,15 @@ def save_published(name, folder, dtype):
     packed = fields["model_type"] == "baichuan"  # transformers has none: a Llama whose three projections are one tensor
     cls, config = (LlamaForCausalLM, LlamaConfig) if packed else CLASSES[fields["model_type"]]
     changed = {"initializer_range": 0.1, "attn_implementation": attention_of(fields["model_type"])}
-    model = random_model(cls, config.from_dict({**fields, **changed}))
+    model = random_model(cls, config.from_dict({**fields, **changed, "experts_implementation": "eager"}))
     for parameter in model.parameters():  # and not the rotary frequencies, which from_pretrained keeps in fp32, too
         parameter.data = parameter.to(dtype)
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
+    if has_experts(fields["model_type"]):  # in memory their tensors are stacked
+        model.save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
     stored = dict(tensors)
     for layer in range(fields["num_hidden_layers"] if packed else 0):
         at = f"model.layers.{layer}.self_attn."
@@ -282,7 +290,7 @@ def save_published(name, folder, dtype):
             tensors |= {f"{at}self_attn.{x}_proj.weight": part for x, part in zip(rows, qkv, strict=True)}
             halves = tensors.pop(f"{at}mlp.gate_up_proj.weight").chunk(2)
             tensors |= {f"{at}mlp.{x}_proj.weight": half for x, half in zip(("gate", "up"), halves, strict=True)}
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**fields, "torch_dtype": str(dtype).removeprefix("torch.")}))
     return model, tensors
@@ -292,7 +300,9 @@ def load_quietly(folder, caplog):
     """The model that transformers loads from a folder of ours, without a warning and with every tensor in its place."""
     hf_logging.enable_propagation()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, experts_implementation="eager"
+        )
     finally:
         hf_logging.disable_propagation()
     assert not any(info.values()), info

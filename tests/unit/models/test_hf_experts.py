@@ -123,6 +123,7 @@ MIXTRAL, QWEN2, QWEN3, OLMOE = "mixtral", "qwen2 moe", "qwen3 moe", "olmoe"
         (MIXTRAL, {"router_aux_loss_coef": "0.1"}, "router_aux_loss_coef is '0.1', not a value of"),
         (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         (MIXTRAL, {"moe_intermediate_size": 4}, "unknown field moe_intermediate_size"),
+        (QWEN2, {"num_local_experts": 6}, "unknown field num_local_experts"),
         (QWEN2, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be 1 or more"),
         (QWEN2, {"mlp_only_layers": ["1"]}, "mlp_only_layers is .'1'., not a list of layers"),
         (QWEN2, {"norm_topk_prob": 1}, "norm_topk_prob is 1, not a value of type bool"),

@@ -9,16 +9,19 @@ from megatron.config.interval import NOT_NEGATIVE, SIZE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 
-_NAMES = ("num_experts", "num_local_experts")  # transformers takes either
+# The number of experts in the families in which transformers takes either name.
+EITHER = ("num_experts", "num_local_experts")
 
 
-def read_experts(fields: JsonFields, *, number: int, topk: int) -> dict[str, Any]:
+def read_experts(fields: JsonFields, *, number: int, topk: int, names: Sequence[str] = EITHER) -> dict[str, Any]:
     """Returns the flags of the number of experts and of those that a token has; `number` and `topk`: by default.
+
+    names: of the field with the number of experts.
 
     The loss that balances the experts is a setting of each run here, and in transformers only if output_router_logits is
     true. Its definition differs, too, so its coefficient is not taken over.
     """
-    found = {name: fields.integer(name, SIZE) for name in _NAMES if fields.optional_integer(name, SIZE) is not None}
+    found = {name: fields.integer(name, SIZE) for name in names if fields.optional_integer(name, SIZE) is not None}
     if len(set(found.values())) > 1:
         raise fields.error(f"num_experts is {found['num_experts']} and num_local_experts {found['num_local_experts']}")
     experts, chosen = next(iter(found.values()), number), fields.integer("num_experts_per_tok", SIZE, topk)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, SIZE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.family.experts import layer_freq, read_experts, read_normalization, write_normalization
+from megatron.core.models.hf.family.experts import (
+    EITHER,
+    layer_freq,
+    read_experts,
+    read_normalization,
+    write_normalization,
+)
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, read_window, window_flags
 
 
 def _read_qwen2_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     return {
-        **_read_experts(fields, common, number=60, topk=4, width=1408),
+        **_read_experts(fields, common, number=60, topk=4, width=1408, names=("num_experts",)),
         "moe_shared_expert_intermediate_size": fields.integer("shared_expert_intermediate_size", SIZE, 5632),
         "moe_shared_expert_gate": True,
         "add_qkv_bias": fields.take("qkv_bias", bool, True),
@@ -31,7 +38,15 @@ def _read_qwen3_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _read_experts(fields: JsonFields, common: dict[str, Any], *, number: int, topk: int, width: int) -> dict[str, Any]:
+def _read_experts(
+    fields: JsonFields,
+    common: dict[str, Any],
+    *,
+    number: int,
+    topk: int,
+    width: int,
+    names: Sequence[str] = EITHER,
+) -> dict[str, Any]:
     """intermediate_size is the width of the layers without experts."""
     step = fields.integer("decoder_sparse_step", AT_LEAST_ONE, 1)
     dense: list[Any] = fields.take("mlp_only_layers", list, [])
@@ -39,7 +54,7 @@ def _read_experts(fields: JsonFields, common: dict[str, Any], *, number: int, to
         raise fields.error(f"mlp_only_layers is {dense}, not a list of layers")
     has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(common["num_layers"])]
     return {
-        **read_experts(fields, number=number, topk=topk),
+        **read_experts(fields, number=number, topk=topk, names=names),
         **read_normalization(fields),
         "moe_ffn_hidden_size": fields.integer("moe_intermediate_size", SIZE, width),
         "moe_layer_freq": layer_freq(has_experts),
