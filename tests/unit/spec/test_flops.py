@@ -1,5 +1,7 @@
 """Model FLOPs against hand counts and published figures."""
 
+import dataclasses
+
 import pytest
 
 from megatron.config.model import ModelConfig
@@ -66,3 +68,42 @@ def test_adapters_are_trained_and_frozen_weights_are_passed_through_twice():
     # A token: QKV 8*24, out 64, MLP 2*8*20; scores and values 2*8*(5/2); head 8*128; adapters 3*(8 + 8) and 3*(20 + 8).
     frozen, trained = 2 * (192 + 64 + 320) + 1024, 2 * (40 + 48 + 84)
     assert train_flops(ModelConfig(**adapted), seq_length=5, samples=3) == 2 * (2 * frozen + 3 * trained) * 5 * 3
+
+
+EXPERT_SHAPE = {
+    "num_layers": 3,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "group_query_attention": True,
+    "num_query_groups": 1,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "ffn_hidden_size": 20,
+    "vocab_size": 128,
+    "max_position_embeddings": 8,
+}
+
+
+def test_only_the_experts_of_a_token_count_in_a_model_like_mixtral():
+    model = ModelConfig(**EXPERT_SHAPE, num_experts=8, moe_router_topk=2)
+    # Multiply-adds a token: QKV 8*(2 + 2)*4, out 8*8, scores and values 2*8*(5/2), router 8*8, 2 experts 3*8*20; head 8*128.
+    per_token = 3 * (128 + 64 + 40 + 64 + 2 * 480) + 1024
+    assert train_flops(model, seq_length=5, samples=3) == 6 * per_token * 5 * 3
+
+
+def test_shared_experts_and_their_gate_count_in_a_model_like_qwen2_moe():
+    model = ModelConfig(
+        **EXPERT_SHAPE,
+        num_experts=12,
+        moe_router_topk=4,
+        moe_ffn_hidden_size=6,
+        moe_shared_expert_intermediate_size=24,
+        moe_shared_expert_gate=True,
+        moe_layer_freq="[0,1,1]",
+    )
+    # A token: attention as above; MLP 3*8*20; router 8*12, 4 experts 3*8*6, shared experts 3*8*24, their gate 8.
+    attention, dense, sparse = 128 + 64 + 40, 480, 96 + 4 * 144 + 576 + 8
+    per_token = 3 * attention + dense + 2 * sparse + 1024
+    assert train_flops(model, seq_length=5, samples=3) == 6 * per_token * 5 * 3
+    wider = dataclasses.replace(model, num_experts=24)
+    assert train_flops(wider, 5, 3) - train_flops(model, 5, 3) == 6 * 2 * 8 * 12 * 5 * 3, "the router alone"
