@@ -1,0 +1,92 @@
+"""The rows that a rank exchanges and works on in a layer with experts, under a balanced load and under any other.
+
+T tokens on each of n = ep x etp ranks, E experts of which a token has k. The etp ranks that share some of a token's experts
+get its row once each, however many of these experts they have.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.spec.moe import RouterSpec
+
+WORST = math.inf  # as an imbalance: all tokens choose experts of one rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRows:
+    """Rows of one rank and microbatch.
+
+    ranks: that exchange tokens, n; etp of them share each expert. experts: of this rank. sent: rows to all ranks, itself
+    included. assigned: (token, expert) pairs of this rank's tokens. received: rows from all ranks. worked: (row, expert)
+    pairs that this rank computes. largest: rows of its fullest expert.
+    """
+
+    ranks: int
+    etp: int
+    experts: int
+    sent: int
+    assigned: int
+    received: int
+    worked: int
+    largest: int
+
+
+def expert_rows(
+    router: RouterSpec,
+    tokens: int,
+    *,
+    ep: int,
+    etp: int,
+    imbalance: float = 1.0,
+    evenly: bool = False,
+    everywhere: bool = False,
+) -> ExpertRows:
+    """The load of the fullest rank.
+
+    tokens: T. imbalance: rows of each expert of this rank in units of the mean over all experts; impossible ones stand for
+    the largest that is possible. evenly: experts are chosen in turn (--moe-router-force-load-balancing), else every choice
+    is as likely. everywhere: rows go to all ranks (--moe-token-dispatcher-type allgather).
+    """
+    topk, local, everyone = router.topk, router.experts // ep, tokens * ep * etp
+    imbalance = min(imbalance, router.experts / topk)
+    copies = ep if everywhere else _ranks_in_turn(router, ep) if evenly else expected_ranks(router, ep)
+    sent = round(tokens * etp * copies)
+    mean = tokens * topk * etp  # pairs of a rank
+    return ExpertRows(
+        ranks=ep * etp,
+        etp=etp,
+        experts=local,
+        sent=sent,
+        assigned=tokens * topk,
+        received=min(everyone, round(sent * imbalance)),
+        worked=min(everyone * min(topk, local), round(mean * imbalance)),
+        largest=min(everyone, math.ceil(mean / local * imbalance)),
+    )
+
+
+def expected_ranks(router: RouterSpec, ranks: int) -> float:
+    """The mean number of ranks that have some of a token's experts, if every choice that the groups permit is as likely.
+
+    `ranks` hold the experts in equal parts.
+    """
+    own, topk, groups, chosen = router.experts // ranks, router.topk, router.groups, router.group_topk
+    width = router.experts // groups
+    if max(ranks, groups) % min(ranks, groups):  # a rank has parts of groups, which this does not follow
+        groups, chosen, width = 1, 1, router.experts
+    held = max(1, groups // ranks)  # groups of which a rank has experts
+    own_of_each = own // held
+    without = 0.0  # share of choices without an expert of this rank
+    for number in range(min(held, chosen) + 1):  # of this rank's groups that are among the chosen ones
+        likely = math.comb(held, number) * math.comb(groups - held, chosen - number) / math.comb(groups, chosen)
+        without += likely * math.comb(chosen * width - number * own_of_each, topk) / math.comb(chosen * width, topk)
+    return ranks * (1 - without)
+
+
+def _ranks_in_turn(router: RouterSpec, ranks: int) -> int:
+    """As `expected_ranks`, of choices whose experts are as far apart as the groups permit."""
+    if ranks <= router.groups:
+        return min(ranks, router.group_topk)
+    per_group = -(-router.topk // router.group_topk)
+    return min(router.topk, router.group_topk * min(per_group, ranks // router.groups))

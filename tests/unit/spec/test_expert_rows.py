@@ -1,0 +1,67 @@
+"""The rows of a rank with experts, against choices that are drawn, and against hand counts."""
+
+import itertools
+import math
+
+import pytest
+
+from megatron.spec.expert_rows import WORST, expected_ranks, expert_rows
+from megatron.spec.moe import RouterSpec
+
+
+def router(experts, topk, groups=1, group_topk=1):
+    return RouterSpec(8, experts, topk, "softmax", normalized=True, groups=groups, group_topk=group_topk)
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks"),
+    [
+        (router(8, 2), 4), (router(8, 3), 2), (router(6, 2), 1), (router(8, 2, 4, 2), 2), (router(8, 3, 4, 2), 4),
+        (router(8, 2, 2, 1), 4), (router(8, 4, 2, 1), 2),
+    ],
+)  # fmt: skip
+def test_expected_ranks_are_the_mean_over_all_choices(spec, ranks):
+    width, found, weights = spec.experts // spec.groups, 0.0, 0
+    for chosen in itertools.combinations(range(spec.groups), spec.group_topk):
+        pool = [group * width + place for group in chosen for place in range(width)]
+        for experts in itertools.combinations(pool, spec.topk):
+            found += len({expert // (spec.experts // ranks) for expert in experts})
+            weights += 1
+    assert expected_ranks(spec, ranks) == pytest.approx(found / weights)
+
+
+def test_known_shares():
+    assert [round(expected_ranks(router(128, 8), n) / 8, 2) for n in (2, 4, 8, 16)] == [0.25, 0.45, 0.67, 0.82]
+    assert expected_ranks(router(256, 8), 64) / 8 == pytest.approx(0.96, abs=0.005)
+
+
+def test_one_rank_receives_nothing_but_its_own_rows():
+    for imbalance in (1.0, 3.0, WORST):
+        load = expert_rows(router(8, 2), 100, ep=1, etp=1, imbalance=imbalance)
+        assert (load.ranks, load.sent, load.received, load.assigned, load.worked) == (1, 100, 100, 200, 200)
+        assert load.largest == min(100, 25 * imbalance)
+
+
+def test_shards_of_experts_get_the_rows_of_all_their_ranks():
+    load = expert_rows(router(8, 2), 100, ep=1, etp=2)
+    assert (load.ranks, load.sent, load.received, load.worked, load.largest) == (2, 200, 200, 400, 50)
+    load = expert_rows(router(8, 2), 100, ep=2, etp=2)
+    copies = 2 * (1 - math.comb(4, 2) / math.comb(8, 2))
+    assert (load.sent, load.received, load.worked) == (round(200 * copies), round(200 * copies), 400)
+
+
+def test_the_fullest_rank_has_at_most_every_token_at_each_of_its_experts():
+    load = expert_rows(router(8, 4), 100, ep=4, etp=1, imbalance=WORST)
+    assert (load.received, load.worked, load.largest) == (400, 800, 400)
+    more = expert_rows(router(8, 4), 100, ep=4, etp=1, imbalance=1.25)
+    assert (more.worked, more.largest) == (500, 250)
+    assert more.received == round(1.25 * more.sent) == 392
+
+
+@pytest.mark.parametrize(
+    ("spec", "ep", "copies"),
+    [(router(128, 8), 4, 4), (router(128, 8), 16, 8), (router(16, 4, 4, 2), 4, 2), (router(16, 4, 2, 1), 4, 2)],
+)
+def test_experts_in_turn_are_on_as_many_ranks_as_possible(spec, ep, copies):
+    load = expert_rows(spec, 100, ep=ep, etp=1, evenly=True)
+    assert load.received == load.sent == 100 * copies and load.worked == 100 * spec.topk
