@@ -47,7 +47,7 @@ def highest(values: Tensor, k: int) -> Tensor:
     and are sorted, which takes longer.
     """
     if values.dtype == torch.float64:
-        return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+        return values.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
     bits = (values + 0.0).view(torch.int32)  # -0 + 0 is 0
     ascending = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).long()  # integers in the order of the values
     n = values.shape[-1]
