@@ -23,7 +23,7 @@ from megatron.base.errors import ConfigError
 from megatron.command_line.exits import check_output, exit_code
 from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.command_line.read import parse
-from megatron.config.interval import COUNT, FRACTION, LAYERS, NOT_NEGATIVE, POSITIVE, RANKS, between
+from megatron.config.interval import AT_LEAST_ONE, COUNT, FRACTION, LAYERS, NOT_NEGATIVE, POSITIVE, RANKS, between
 from megatron.config.mesh import mesh_of, smallest_world
 from megatron.config.rules.check import check, check_vocabulary
 from megatron.config.settings import resolve
@@ -39,6 +39,7 @@ from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.simulate import Costs, SimulatedTimeline, simulate
 from megatron.schedule.spec import Formula, Times
 from megatron.schedule.validate import chunks_on_device
+from megatron.spec.expert_rows import WORST
 from megatron.spec.sizes import Target
 
 MS = 1e-3
@@ -55,7 +56,7 @@ def build_parser() -> FlagParser:
         commands.add_parser(
             "memory",
             help="memory of a run",
-            usage="%(prog)s [--world-size N] [--cpu-multiplies-halves] FLAGS OF THE RUN",
+            usage="%(prog)s [--world-size N] [--cpu-multiplies-halves] [--moe-load-imbalance X] FLAGS OF THE RUN",
             allow_abbrev=False,
         )
     )
@@ -172,6 +173,12 @@ def add_memory_command(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --device cpu: it has instructions for bf16 and fp16, so that no fp32 copies are made",
     )
+    parser.add_argument(
+        "--moe-load-imbalance",
+        type=within(float, AT_LEAST_ONE),
+        metavar="X",
+        help="load of the experts of the fullest rank in units of the mean (default 1)",
+    )
     parser.set_defaults(work=plan_run_memory)
 
 
@@ -189,7 +196,11 @@ def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
     cpu = parallel.device == "cpu"
     target = Target(cpu, wide=cpu and run.model.dtype_name != "float32" and not args.cpu_multiplies_halves)
     settings = resolve(run, mesh_of(parallel, world_size))
-    ranks = plan_memory(run, settings, target)
+    asked = args.moe_load_imbalance
+    if asked is not None and not any(run.model.moe_layers):
+        raise ConfigError(f"--moe-load-imbalance {asked:g} has no effect: no layer has experts; remove it")
+    imbalance = asked or 1.0
+    ranks = plan_memory(run, settings, target, imbalance)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
     for first in range(0, len(ranks), TABLE_RANKS):
         shown = ranks[first : first + TABLE_RANKS]
@@ -205,6 +216,17 @@ def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
         console.print(note, soft_wrap=True)
     for rank in ranks:
         console.print(f"rank {rank.rank}: most, {rank.peak / MIB:.1f} MiB, at {rank.moment}", soft_wrap=True)
+    if any(run.model.moe_layers):
+        for load in sorted({1.0, imbalance, WORST}):
+            peaks = ", ".join(f"{rank.peak / MIB:.1f}" for rank in plan_memory(run, settings, target, load))
+            console.print(f"{load_name(load)}: most, in MiB of each rank, {peaks}", soft_wrap=True)
+
+
+def load_name(imbalance: float) -> str:
+    """Names the load of the experts of the fullest rank."""
+    if imbalance == WORST:
+        return "worst case, all tokens to the experts of one rank"
+    return "balanced load of the experts" if imbalance == 1 else f"{imbalance:g} times the mean load of the experts"
 
 
 def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.spec.expert_rows import ExpertRows
+
 FP32, INT32, INT64, MASK = 4, 4, 8, 1
 
 
@@ -27,7 +29,8 @@ class Sizes:
     residual stream. sp: parts that sequence parallelism divides the sequence into, tp or 1. comm_type: how attention reads
     the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention: plain torch,
     not a fused kernel. documents: samples hold several, and attention stays inside of each. fused_weight_grad: a weight's
-    gradient is accumulated by its GEMM. split_backward: weight gradients are computed later than input gradients.
+    gradient is accumulated by its GEMM. split_backward: weight gradients are computed later than input gradients. load: of
+    every layer with experts.
     """
 
     target: Target
@@ -45,6 +48,7 @@ class Sizes:
     documents: bool = False
     fused_weight_grad: bool = True
     split_backward: bool = False
+    load: ExpertRows | None = None
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,7 @@ Every allocation of torch's CPU allocator counts, kernels' temporaries included 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory.plan import RankMemory, plan_memory
 from megatron.spec.sizes import Target
 from megatron.training.setup import build
+from megatron.training.trainer import Trainer
 
 STEPS = 3
 TIMEOUT = 600.0  # seconds
@@ -43,6 +45,11 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 RATIO = "--num-layers 8 --pipeline-offload-ratio"
 LAYERS = "--num-layers 8 --cpu-offloading --cpu-offloading-num-layers"
 PARTS = "--num-layers 8 --fine-grained-activation-offloading --offload-modules"
+# A short model, so that one layer with experts needs most memory.
+EXPERTS = (
+    "--num-layers 1 --seq-length 512 --vocab-size 64 --make-vocab-size-divisible-by 8 --optimizer sgd --num-experts 8 "
+    "--moe-ffn-hidden-size 192"
+)
 GEMM_LAST = "--recompute-granularity selective --recompute-modules norm mlp_act"
 
 
@@ -62,8 +69,17 @@ def configured(flags: str, world_size: int) -> RunConfig:
     return run
 
 
-def measure(rank: int, world_size: int, flags: str) -> MemoryCheck:
-    """Builds the run, takes some steps, and measures. Collective over the world, which torch.distributed has joined."""
+def measure(
+    rank: int,
+    world_size: int,
+    flags: str,
+    prepare: Callable[[Trainer], None] = lambda trainer: None,
+    imbalance: float = 1.0,
+) -> MemoryCheck:
+    """Builds the run, takes some steps, and measures. Collective over the world, which torch.distributed has joined.
+
+    prepare: changes the trainer before the first step. imbalance: of the experts' load, for the plan.
+    """
     run = configured(flags, world_size)
     settings = resolve(run, mesh_of(run.parallel, world_size))
     instances = settings.data_parallel.optimizer_instances
@@ -72,11 +88,12 @@ def measure(rank: int, world_size: int, flags: str) -> MemoryCheck:
     gc.collect()
     before = memory.allocated
     trainer = build(run, groups, CPU)
+    prepare(trainer)
     for _ in range(STEPS - 1):
         trainer.train_step()
     memory.reset_peak()
     trainer.train_step()
     peak = memory.peak - before
     wide = any(slow_half(CPU, bucket.dtype) for bucket in trainer.data_parallel.buckets)
-    planned = plan_memory(run, settings, Target(cpu=True, wide=wide))[groups.pp.rank]
+    planned = plan_memory(run, settings, Target(cpu=True, wide=wide), imbalance)[groups.pp.rank]
     return MemoryCheck(groups.pp.rank, planned, peak)

@@ -2,7 +2,9 @@
 
 import pytest
 
-from megatron.tooling.memory_check import LLAMA, PARTS, PP2, RATIO, TP2, measure
+from megatron.spec.expert_rows import WORST
+from megatron.spec.moe import EXPERT_BIAS
+from megatron.tooling.memory_check import EXPERTS, LLAMA, PARTS, PP2, RATIO, TP2, measure
 from tests import pool
 
 SMALL = "--hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 4 --seq-length 128"
@@ -32,7 +34,22 @@ RUNS = {
 }
 
 
-SLOW = ("tp, interleaved",)
+SPREAD = f"{EXPERTS} --global-batch-size 4 --moe-router-force-load-balancing"
+EP2 = "--expert-model-parallel-size 2"
+RUNS |= {
+    "experts over 2": (2, f"{SPREAD} {EP2} --moe-shared-expert-intermediate-size 320"),
+    "experts over 2, bf16, all again": (
+        2,
+        f"{SPREAD} {EP2} --bf16 --recompute-granularity selective --recompute-modules moe --moe-router-topk 4",
+    ),
+    "experts over 2 and tp, ZeRO-1": (
+        2,
+        f"{SPREAD} {TP2} --sequence-parallel {EP2} --expert-tensor-parallel-size 1 --use-distributed-optimizer",
+    ),
+    "shards of experts": (2, f"{SPREAD} {TP2} --sequence-parallel --bf16"),
+    "experts, zb-h1": (2, f"{SPREAD} {PP2} --num-layers 4 --global-batch-size 8 --pipeline-schedule zb-h1"),
+}
+SLOW = ("tp, interleaved", "experts over 2, bf16, all again", "shards of experts", "experts, zb-h1")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RUNS])
@@ -42,3 +59,20 @@ def test_planned_is_measured(name):
     assert len(ranks) == world_size
     for found in ranks:
         assert found.planned.peak == pytest.approx(found.peak, rel=0.03), (found.pp_rank, found.planned.moment)
+
+
+def choose_the_first_two(trainer):
+    """Tokens choose the first two experts, whatever their scores."""
+    for name, bias in trainer.model.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            bias[:2] = 1e6
+
+
+def test_all_tokens_to_one_rank():
+    flags = (
+        f"{LLAMA} {SMALL} {EXPERTS} {EP2} --num-experts 4 --global-batch-size 4 --moe-router-enable-expert-bias "
+        "--moe-router-score-function sigmoid --moe-router-bias-update-rate 0"
+    )
+    first, second = pool.run(2, measure, flags, choose_the_first_two, WORST)
+    assert first.planned.peak == pytest.approx(first.peak, rel=0.03)
+    assert second.peak < 0.7 * first.peak, "it has no rows"

@@ -31,6 +31,7 @@ from megatron.spec.memory.trace import (
     POST_MLP_NORM,
     QKV_LINEAR,
     RESIDUAL,
+    ROUTING,
     MemoryTrace,
     profile_of,
 )
@@ -128,7 +129,8 @@ def layer_moves(
             saved[keeper(start)][RESIDUAL] += sizes.residual
         else:
             for place in range(start, start + len(group)):
-                saved[place].update(profile_of(memories[place].forward).net)
+                net = profile_of(memories[place].forward).net
+                saved[place].update({kind: size for kind, size in net.items() if kind != ROUTING})
         start += len(group)
     if layers and stage.embedding and offload.kind != "modules":
         saved[0].update({kind: size for kind, size in embedding.items() if kind != RESIDUAL})
@@ -149,7 +151,7 @@ def layer_moves(
 def _share_of_parts(offload: ActivationOffloadConfig, again: frozenset[str], layer: LayerMemory) -> float:
     """The share of the bytes that a layer saves. A storage moves with any part that saves it; a linear layer saves the input
     of the norm or activation that it computes again."""
-    parts = layer.kept_by_part()
+    parts = {part: size for part, size in layer.kept_by_part().items() if part != ROUTING}
     named = set(offload.offload_modules or ())
     for part, behind in ((ATTN_NORM, POST_ATTN_NORM), (MLP_NORM, POST_MLP_NORM)):
         if part in named:

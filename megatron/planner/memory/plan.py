@@ -76,9 +76,10 @@ class RankMemory:
         return sum(len(stage.layers) for stage in self.stages)
 
 
-def plan_memory(run: RunConfig, settings: RunSettings, target: Target) -> list[RankMemory]:
+def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance: float = 1.0) -> list[RankMemory]:
     """Returns the memory of each pipeline rank of a run, whose `settings` are those that the run itself uses.
 
+    imbalance: rows of each expert of the fullest rank in units of the mean over all experts.
     `config.rules.check` has accepted the run. Raises ConfigError for runs that are not planned: with adapters, or with a
     vocabulary whose size only a tokenizer knows.
     """
@@ -97,6 +98,8 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target) -> list[R
         micro_batch_size=micro_batch_size,
         documents=run.data.sft or run.data.reset_attention_mask,
         target=target,
+        moe=run.moe,
+        imbalance=imbalance,
     )
     microbatches = settings.batches.final_num_microbatches
     schedule = with_moves(offload, settings.pipeline.schedule_of(microbatches))

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 from megatron.config.model import ModelConfig
+from megatron.config.moe_training import ALL_GATHER, MoEConfig
 from megatron.config.settings import RunSettings
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.expert_rows import expert_rows
+from megatron.spec.moe import MoESpec
 from megatron.spec.sizes import FP32, Sizes, Target
 
 
@@ -15,8 +22,11 @@ def sizes_of(
     micro_batch_size: int,
     documents: bool,
     target: Target,
+    moe: MoEConfig,
+    imbalance: float = 1.0,
 ) -> Sizes:
     """Returns the sizes of a microbatch of a run that `config.rules` accept. documents: attention stays inside of each.
+    imbalance: of the load of experts, see `expert_rows`; --moe-expert-capacity-factor limits it.
 
     All layers are planned with the context-parallel communication of the first one: the types need about equal memory.
     """
@@ -25,7 +35,7 @@ def sizes_of(
     sp = mesh.tp if settings.sequence_parallel else 1
     step = 2 * mesh.cp * sp if mesh.cp > 1 else 1  # sequences are padded to a multiple of it
     e = FP32 if model.dtype_name == "float32" else FP32 // 2
-    return Sizes(
+    sizes = Sizes(
         target=target,
         s=-(-seq_length // step) * step // mesh.cp,
         b=micro_batch_size,
@@ -42,3 +52,21 @@ def sizes_of(
         fused_weight_grad=model.gradient_accumulation_fusion,
         split_backward=settings.pipeline.schedule.splits_backward,
     )
+    routers = (
+        [layer.mlp.router for layer in decoder_spec(model).layers if isinstance(layer.mlp, MoESpec)]
+        if model.num_experts
+        else []
+    )
+    if not routers:
+        return sizes
+    capacity = moe.moe_expert_capacity_factor
+    load = expert_rows(
+        routers[0],  # they are alike
+        sizes.rows,
+        ep=mesh.ep,
+        etp=mesh.etp,
+        imbalance=min(imbalance, math.inf if capacity is None else capacity),
+        evenly=moe.moe_router_force_load_balancing,
+        everywhere=moe.moe_token_dispatcher_type == ALL_GATHER,
+    )
+    return dataclasses.replace(sizes, load=load)

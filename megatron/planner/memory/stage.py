@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from megatron.spec.memory.trace import (
     BACKWARD,
     COMMUNICATION,
     RESIDUAL,
+    ROUTING,
     MemoryTrace,
     Profile,
     profile_of,
@@ -82,25 +83,32 @@ class _LayerProfiles:
     """The memory of a layer, and its profiles.
 
     backward: by whether the layer alone holds the gradient of its output. forget: frees all that the forward left behind
-    except the output, for a layer that backward recomputes.
+    except the output and the routing, for a layer that backward recomputes. again: its second forward, which makes the rest.
     """
 
     memory: LayerMemory
     forward: Profile
     backward: dict[bool, Profile]
     forget: Profile
+    again: Profile
 
 
 def _profiles(layer: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> _LayerProfiles:
     memory = LayerMemory(layer, sizes, modules)
     forward = profile_of(memory.forward)
-    kept = {**forward.net, RESIDUAL: forward.net[RESIDUAL] - sizes.residual}
+    again = Profile(_without_routing(forward.net), _without_routing(forward.top), forward.moment, forward.parts)
+    kept = {**again.net, RESIDUAL: forward.net[RESIDUAL] - sizes.residual}
     return _LayerProfiles(
         memory,
         forward,
         {owned: profile_of(functools.partial(memory.backward, owned=owned)) for owned in (True, False)},
         Profile({kind: -size for kind, size in kept.items()}, {}, "", {}),
+        again,
     )
+
+
+def _without_routing(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {kind: size for kind, size in sizes.items() if kind != ROUTING}
 
 
 class _StageEvents:
@@ -219,7 +227,7 @@ class _StageEvents:
             returning.asked(keeper(self._place[layers[0]]))
             for number in layers:
                 with trace.doing(f"layer {number} again"):
-                    trace.replay(self._layers[number].forward)
+                    trace.replay(self._layers[number].again)
             trace.free(RESIDUAL, self._sizes.residual)  # the second run ends before its output
             for number in reversed(layers):
                 with trace.doing(f"layer {number}"):

@@ -19,9 +19,10 @@ def memory_headline(settings: RunSettings, dtype: str, target: Target) -> str:
     """Formats the layout, the microbatches and the device that a plan is for. dtype: of the parameters."""
     mesh, microbatches = settings.mesh, settings.batches.final_num_microbatches
     where = "CPU" if target.cpu else "CUDA"
+    experts = f" (experts: etp {mesh.etp} x ep {mesh.ep} x edp {mesh.edp})" if len(mesh.views) > 1 else ""
     products = ", products in fp32" if target.wide else ""
     return (
-        f"tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}, {microbatches} microbatches per step, "
+        f"tp {mesh.tp} x cp {mesh.cp} x dp {mesh.dp} x pp {mesh.pp}{experts}, {microbatches} microbatches per step, "
         f"{dtype} on {where}{products}"
     )
 

@@ -21,11 +21,12 @@ bytes per recomputed region on CUDA, 10 KB on the CPU).
 
 from __future__ import annotations
 
-from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
+from megatron.config.recompute import CORE_ATTN, NORM
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.memory.attention import AttentionMemory
-from megatron.spec.memory.mlp import MLPMemory
-from megatron.spec.memory.norm import NoNormMemory, NormMemory, PostNormMemory
+from megatron.spec.memory.mlp import DenseMemory
+from megatron.spec.memory.moe import MoEMemory
+from megatron.spec.memory.norm import BeforeMemory, NoNormMemory, NormMemory, PostNormMemory
 from megatron.spec.memory.trace import (
     ATTN_NORM,
     BACKWARD,
@@ -33,17 +34,18 @@ from megatron.spec.memory.trace import (
     DROPOUT,
     MLP_FC1,
     MLP_NORM,
-    NORMS,
     PARTS,
     POST_ATTN_NORM,
     POST_MLP_NORM,
     QKV_LINEAR,
     RESIDUAL,
+    ROUTER,
+    SHARED_EXPERTS,
     WORK,
     MemoryTrace,
     profile_of,
 )
-from megatron.spec.mlp import MLPSpec
+from megatron.spec.moe import MoESpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.sizes import MASK, Sizes
 
@@ -52,28 +54,26 @@ class LayerMemory:
     """One layer. modules: parts that are computed again in backward.
 
     norm and mlp_act are computed by the linear layer behind them, which keeps their input, and again within its backward.
+    Before experts the norm is computed once.
     """
 
     def __init__(self, spec: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> None:
         self._sizes, self._dropout, self._multiplied = sizes, spec.dropout > 0, spec.residual_multiplier != 1
-        self._mlp_again, deferred = WHOLE_MLP in modules, NORM in modules
+        deferred = NORM in modules
         self._input_norm = _before(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR, deferred=deferred)
         self._attention = AttentionMemory(
             spec.attention, sizes, again=CORE_ATTN in modules, input_kind=self._input_norm.kind
         )
         self._attention_norm = _behind(spec.post_attention_norm, sizes, POST_ATTN_NORM)
-        self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1, deferred=deferred)
-        assert isinstance(spec.mlp, MLPSpec)
-        self._mlp = MLPMemory(
-            spec.mlp,
-            sizes,
-            act_again=MLP_ACT in modules,
-            again=self._mlp_again,
-            input_kind=self._pre_mlp_norm.kind,
-        )
+        self._mlp: DenseMemory | MoEMemory
+        if isinstance(spec.mlp, MoESpec):
+            reader = SHARED_EXPERTS if spec.mlp.shared is not None else ROUTER
+            self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, reader, deferred=False)
+            self._mlp = MoEMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
+        else:
+            self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1, deferred=deferred)
+            self._mlp = DenseMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
         self._mlp_norm = _behind(spec.post_mlp_norm, sizes, POST_MLP_NORM)
-        # A region of norm and MLP keeps its input alone, which is the residual stream.
-        self._region = self._pre_mlp_norm.deferred and self._mlp_again
 
     def forward(self, trace: MemoryTrace) -> None:
         """Leaves the tensors that backward needs, and the residual stream after the layer."""
@@ -87,13 +87,10 @@ class LayerMemory:
         if self._input_norm.copies:
             trace.free(RESIDUAL, sizes.residual, self._input_norm.part)  # the layer's input, which nothing keeps
         with trace.doing("mlp"):
-            self._mlp_input(trace)
             self._mlp.forward(trace)
-            if self._region:
-                trace.free(NORMS, self._pre_mlp_norm.kept_input, MLP_NORM)
             self._add(trace, self._mlp_norm, self._input_norm.part)  # of the next layer, as it is to this one
             trace.free(WORK, sizes.hidden)  # the MLP's output
-        if self._pre_mlp_norm.copies and not self._region:
+        if self._pre_mlp_norm.copies and not self._mlp.keeps_stream:
             trace.free(RESIDUAL, sizes.residual, self._pre_mlp_norm.part)
         trace.free(WORK, sizes.hidden)  # the attention's output, which lives as long as the layer's function
         self._attention.end_layer(trace)
@@ -107,18 +104,13 @@ class LayerMemory:
         trace.take(COMMUNICATION, self._attention.early)
         with trace.doing("mlp"):
             branch = self._branch_gradient(trace, self._mlp_norm)
-            if self._mlp_again:
-                if self._region:
-                    self._mlp_input(trace)
-                else:
-                    self._mlp.fc1.forward(trace)
-                self._mlp.activate(trace)
             self._mlp.backward(trace, branch)
-            self._pre_mlp_norm.backward_behind(self._mlp.fc1, trace)
-            if self._pre_mlp_norm.keeps_stream or self._region:
+            if self._mlp.keeps_stream:
                 trace.free(RESIDUAL, sizes.residual)
             trace.free(BACKWARD, sizes.residual)
-        shared = sizes.split_backward and branch == 0  # the weight gradients need the incoming gradient later
+        shared = (
+            sizes.split_backward and branch == 0 and not self._mlp.frees_gradient
+        )  # the weight gradients need the incoming gradient later
         if shared or not owned:
             trace.take(BACKWARD, sizes.residual)
         with trace.doing("attention"):
@@ -142,12 +134,6 @@ class LayerMemory:
         """Part of the layer -> bytes that it keeps for its backward; a storage counts where it is kept first."""
         parts = profile_of(self.forward).parts
         return {part: parts.get(part, 0) for part in PARTS}
-
-    def _mlp_input(self, trace: MemoryTrace) -> None:
-        """The norm before the MLP, and fc1."""
-        self._pre_mlp_norm.forward(trace)
-        self._mlp.fc1.forward(trace)
-        self._pre_mlp_norm.forward_over(trace)
 
     def _add(self, trace: MemoryTrace, norm: PostNormMemory | None, reader: str | None) -> None:
         """The branch's output, with its norm, factor and dropout, to the residual stream, which the part `reader` saves. The
@@ -191,9 +177,7 @@ class LayerMemory:
         return sizes.rows * sizes.h * (sizes.e if sizes.target.cpu else MASK)
 
 
-def _before(
-    norm: NormSpec | None, sizes: Sizes, part: str, linear: str, *, deferred: bool
-) -> NormMemory | NoNormMemory:
+def _before(norm: NormSpec | None, sizes: Sizes, part: str, linear: str, *, deferred: bool) -> BeforeMemory:
     """Between the residual stream and a linear layer. part, linear: the parts of the norm, and of the linear layer."""
     if norm is None:
         return NoNormMemory(sizes, linear)

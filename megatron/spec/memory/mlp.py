@@ -2,28 +2,75 @@
 
 from __future__ import annotations
 
+from megatron.config.recompute import MLP_ACT as ACT_AGAIN
+from megatron.config.recompute import WHOLE_MLP
 from megatron.spec.memory.linear import LinearMemory
-from megatron.spec.memory.trace import BACKWARD, MLP, MLP_ACT, MLP_FC2, WORK, MemoryTrace
+from megatron.spec.memory.norm import BeforeMemory
+from megatron.spec.memory.trace import BACKWARD, MLP, MLP_ACT, MLP_FC2, MLP_NORM, NORMS, WORK, MemoryTrace
 from megatron.spec.mlp import SQUARED_RELU, MLPSpec
 from megatron.spec.sizes import Sizes
+
+
+class DenseMemory:
+    """An MLP and the norm before it. modules: parts that are computed again in backward."""
+
+    def __init__(self, spec: MLPSpec, sizes: Sizes, norm: BeforeMemory, modules: frozenset[str]) -> None:
+        self._norm, self._again = norm, WHOLE_MLP in modules
+        self._mlp = MLPMemory(spec, sizes, act_again=ACT_AGAIN in modules, again=self._again, input_kind=norm.kind)
+        # A region of norm and MLP keeps its input alone, which is the residual stream.
+        self.keeps_stream = norm.keeps_stream or (norm.deferred and self._again)
+        self.frees_gradient = False
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """From the residual stream to the output of fc2, which is left as work space."""
+        self._first_half(trace)
+        self._mlp.forward(trace)
+        if self._norm.deferred and self._again:
+            trace.free(NORMS, self._norm.kept_input, MLP_NORM)
+
+    def backward(self, trace: MemoryTrace, grad: int) -> None:
+        """From the gradient of the output, of `grad` bytes (0 when it belongs to another), to that of the residual stream,
+        which takes its place."""
+        if self._again:
+            if self._norm.deferred:
+                self._first_half(trace)
+            else:
+                self._mlp.fc1.forward(trace)
+            self._mlp.activate(trace)
+        self._mlp.backward(trace, grad)
+        self._norm.backward_behind(self._mlp.fc1, trace)
+
+    def _first_half(self, trace: MemoryTrace) -> None:
+        self._norm.forward(trace)
+        self._mlp.fc1.forward(trace)
+        self._norm.forward_over(trace)
 
 
 class MLPMemory:
     """From the input of fc1 to the output of fc2.
 
     act_again: fc2 computes the activation again in its backward. again: the backward computes all but fc2 again. input_kind:
-    of the memory that fc1 reads.
+    of the memory that fc1 reads. parts: those that save the outputs of fc1 and of the activation.
     """
 
-    def __init__(self, spec: MLPSpec, sizes: Sizes, *, act_again: bool, again: bool, input_kind: str) -> None:
-        self._spec, self._act_again, self._again = spec, act_again, again
-        self.fc1 = LinearMemory(spec.linear_fc1, sizes, (input_kind, MLP), MLP_ACT)
+    def __init__(
+        self,
+        spec: MLPSpec,
+        sizes: Sizes,
+        *,
+        act_again: bool,
+        again: bool,
+        input_kind: str,
+        parts: tuple[str, str] = (MLP_ACT, MLP_FC2),
+    ) -> None:
+        self._spec, self._act_again, self._again, self._parts = spec, act_again, again, parts
+        self.fc1 = LinearMemory(spec.linear_fc1, sizes, (input_kind, MLP), parts[0])
         self._fc2 = LinearMemory(spec.linear_fc2, sizes, (MLP, WORK))
 
     def activate(self, trace: MemoryTrace) -> None:
         """From the output of fc1, which is kept, to the input of fc2. Squared ReLU keeps its first result instead."""
         inner = self._fc2.kept
-        trace.take(MLP, inner, MLP_FC2)
+        trace.take(MLP, inner, self._parts[1])
         if self._spec.activation == SQUARED_RELU:
             trace.use(MLP, inner)
 
@@ -32,10 +79,10 @@ class MLPMemory:
         self.activate(trace)
         self._fc2.forward(trace)
         if self._act_again:
-            trace.free(MLP, self._fc2.kept, MLP_FC2)
+            trace.free(MLP, self._fc2.kept, self._parts[1])
         if self._again:
-            trace.free(MLP, self.fc1.out, MLP_ACT)
-            trace.free(MLP, 0 if self._act_again else self._fc2.kept, MLP_FC2)
+            trace.free(MLP, self.fc1.out, self._parts[0])
+            trace.free(MLP, 0 if self._act_again else self._fc2.kept, self._parts[1])
 
     def backward(self, trace: MemoryTrace, grad: int) -> None:
         """As LinearMemory's, from the output of fc2 to that of fc1."""

@@ -145,9 +145,16 @@ class NoNormMemory:
     def backward_behind(self, linear: LinearMemory, trace: MemoryTrace) -> None:
         """The backward of the linear layer, and of the copy."""
         linear.backward(trace)
+        self.backward(trace)
+
+    def backward(self, trace: MemoryTrace) -> None:
+        """The backward of the copy."""
         if self.copies:
             trace.take(BACKWARD, self.sizes.residual)
             trace.free(BACKWARD, self.sizes.hidden)
+
+
+BeforeMemory = NormMemory | NoNormMemory  # between the residual stream and a part of the layer
 
 
 @dataclass(frozen=True)

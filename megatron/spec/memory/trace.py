@@ -12,16 +12,18 @@ from megatron.config.activation_offload import OFFLOAD_MODULES
 # Kinds of memory, in the order of tables.
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ATTENTION, MLP, NORMS, RESIDUAL, DROPOUT = "attention", "mlp", "norms", "residual", "dropout"
+ROUTING = "routing"  # of tokens to experts, which recompute keeps
 EMBEDDING, LOGITS, BATCH = "embedding", "logits", "batch"
 BACKWARD, COMMUNICATION, WORK = "backward", "communication", "work space"
-ACTIVATIONS = (ATTENTION, MLP, NORMS, RESIDUAL, DROPOUT, EMBEDDING, LOGITS, BATCH)
+ACTIVATIONS = (ATTENTION, MLP, NORMS, RESIDUAL, DROPOUT, ROUTING, EMBEDDING, LOGITS, BATCH)
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, *ACTIVATIONS, BACKWARD, COMMUNICATION, WORK)
 
-# Parts of a layer that save activations: those of --offload-modules, the norms behind attention and MLP (which move with
-# those before them), and the dropout of hidden states.
+# Parts of a layer that save activations: those of --offload-modules; those of a layer with experts, and the routing, which
+# stays; the norms behind attention and MLP, which move with those before them; and the dropout of hidden states.
 ATTN_NORM, QKV_LINEAR, CORE_ATTN, ATTN_PROJ, MLP_NORM, MLP_FC1, MLP_ACT, MLP_FC2 = OFFLOAD_MODULES
+SHARED_EXPERTS, ROUTER, EXPERTS = "shared_experts", "router", "experts"
 POST_ATTN_NORM, POST_MLP_NORM = "post_attn_norm", "post_mlp_norm"
-PARTS = (*OFFLOAD_MODULES, POST_ATTN_NORM, POST_MLP_NORM, DROPOUT)
+PARTS = (*OFFLOAD_MODULES, SHARED_EXPERTS, ROUTER, EXPERTS, ROUTING, POST_ATTN_NORM, POST_MLP_NORM, DROPOUT)
 
 
 @dataclass(frozen=True)

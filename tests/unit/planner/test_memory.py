@@ -34,7 +34,7 @@ from megatron.spec.memory.trace import (
 )
 from megatron.spec.parameter import Init, ParamSpec, Shard
 from megatron.spec.sizes import Target
-from megatron.tooling.memory_check import COMMON, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
+from megatron.tooling.memory_check import COMMON, EXPERTS, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
 from tests.unit.config.runs import make_run
 from tests.unit.spec import planned
 
@@ -87,6 +87,21 @@ def test_buckets_of_experts_are_cut_over_their_own_copies():
 
 
 MODULES = [(), ("norm",), ("mlp_act",), ("core_attn",), ("mlp",), ("norm", "mlp_act", "core_attn"), ("mlp", "norm")]
+MOE_MODULES = [(), ("moe_act", "norm"), ("shared_experts",), ("moe", "core_attn")]
+EXPERT_LIKE = {**LLAMA_LIKE, "num_experts": 8, "moe_ffn_hidden_size": 32}
+MOE_MODELS = {
+    "experts": EXPERT_LIKE,
+    "experts, shared": {
+        **EXPERT_LIKE, "moe_router_topk": 3, "moe_shared_expert_intermediate_size": 64, "moe_router_dtype": "fp64",
+    },
+    "experts, shared with a gate, fp32 residual": {
+        **EXPERT_LIKE, "moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True, "bf16": True,
+        "fp32_residual_connection": True,
+    },
+    "experts, squared relu, norms behind": {
+        **EXPERT_LIKE, "swiglu": False, "squared_relu": True, "pre_norm": False, "post_norm": True,
+    },
+}  # fmt: skip
 MODELS = {
     "llama": LLAMA_LIKE,
     "llama, gqa": {**LLAMA_LIKE, "group_query_attention": True, "num_query_groups": 2},
@@ -110,11 +125,19 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("modules", MODULES, ids=" ".join)
-def test_backward_frees_what_a_layer_keeps(name, modules):
-    for target, tp, bf16 in itertools.product((CUDA, CPU, WIDE), (1, 2), (False, True)):
-        fields = {**MODELS[name], "bf16": bf16 or MODELS[name].get("bf16", False)}
+@pytest.mark.parametrize(
+    ("fields", "modules"),
+    [
+        pytest.param(fields, modules, id=f"{name}: {' '.join(modules)}")
+        for models, ways in ((MODELS, MODULES), (MOE_MODELS, MOE_MODULES))
+        for (name, fields), modules in itertools.product(models.items(), ways)
+    ],
+)
+def test_backward_frees_what_a_layer_keeps(fields, modules):
+    for target, (tp, ep), bf16 in itertools.product((CUDA, CPU, WIDE), ((1, 1), (1, 4), (2, 2)), (False, True)):
+        if ep > 1 and "num_experts" not in fields:
+            ep = 1
+        fields = {**fields, "bf16": bf16 or fields.get("bf16", False), "expert_model_parallel_size": ep}
         run = make_run(**fields, max_position_embeddings=32, tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
         layer = planned.layer_memory(run.model, planned.sizes_of_run(run, target), frozenset(modules))
         forward, backward = profile_of(layer.forward), profile_of(layer.backward)
@@ -293,6 +316,19 @@ CASES = {
     "tied, large vocabulary, capped": (
         f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd --final-logit-softcapping 30"
     ),
+    "experts": f"{LLAMA} {EXPERTS}",
+    "experts, bf16, activation again": (
+        f"{LLAMA} {EXPERTS} --bf16 --recompute-granularity selective --recompute-modules moe_act norm"
+    ),
+    "experts, shared with a gate, all again": (
+        f"{LLAMA} {EXPERTS} --moe-router-topk 4 --moe-shared-expert-intermediate-size 320 --moe-shared-expert-gate "
+        "--recompute-granularity selective --recompute-modules moe --num-layers 2"
+    ),
+    "experts, full": (
+        f"{LLAMA} {EXPERTS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --num-layers 2 "
+        "--moe-aux-loss-coeff 0.01"
+    ),
+    "many thin experts": f"{LLAMA} {EXPERTS} --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 16",
     "llama, bf16, factors": f"{LLAMA} --bf16 {FACTORS}",
     "tied, large vocabulary, factors": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd {FACTORS}",
 }
@@ -301,7 +337,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_planned_is_measured(name):
     """In the issue's words within 3 %; here to 0.5 % and 20 KB, the states of random streams."""
-    found = measure(0, 1, f"{CASES[name]} {SMALL}" if "vocab" not in CASES[name] else f"{SMALL} {CASES[name]}")
+    found = measure(0, 1, f"{SMALL} {CASES[name]}" if "vocab" in CASES[name] else f"{CASES[name]} {SMALL}")
     assert found.planned.peak == pytest.approx(found.peak, rel=0.005, abs=20_000), found.planned.moment
 
 

@@ -43,6 +43,7 @@ def sizes_of_run(run, target):
         micro_batch_size=run.train.micro_batch_size,
         documents=run.data.sft or run.data.reset_attention_mask,
         target=target,
+        moe=run.moe,
     )
 
 

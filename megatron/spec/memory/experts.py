@@ -1,0 +1,117 @@
+"""The memory of the experts of a rank (kernels/ops/grouped_mlp.py), event by event.
+
+M rows are received, and A pairs of a row and an expert are computed. Products of rows read a copy of the row of every pair,
+and those that are summed write a result for every pair.
+"""
+
+from __future__ import annotations
+
+from megatron.spec.expert_rows import ExpertRows
+from megatron.spec.memory.trace import BACKWARD, EXPERTS, MLP, WORK, MemoryTrace
+from megatron.spec.mlp import SQUARED_RELU
+from megatron.spec.moe import ExpertsSpec
+from megatron.spec.sizes import FP32, INT64, Sizes
+
+
+class ExpertsMemory:
+    """From the rows that a rank has received to the sums of its experts' results for each row.
+
+    act_again: the activation is computed again in backward, and not kept.
+    """
+
+    def __init__(self, spec: ExpertsSpec, sizes: Sizes, load: ExpertRows, *, act_again: bool) -> None:
+        self._spec, self._sizes, self._load, self._act_again = spec, sizes, load, act_again
+        self._width = spec.width // load.etp
+        self._outputs = 2 * self._width if spec.gated else self._width
+        self._wide, self._half = sizes.target.wide, sizes.e < FP32
+
+    @property
+    def sums(self) -> int:
+        """Bytes of the results, and of their gradient."""
+        return self._load.received * self._sizes.h * self._sizes.e
+
+    def forward(self, trace: MemoryTrace, *, product: bool = True) -> None:
+        """Leaves the sums as work space. product: that of fc2 is computed; a region that runs again leaves it out."""
+        inner = self._inner
+        self._products(trace, self._outputs)
+        trace.take(MLP, self._fc1_out, EXPERTS)
+        trace.take(MLP, 0 if self._act_again else inner, EXPERTS)
+        if product:
+            trace.take(WORK, inner)  # times the weights
+            trace.use(WORK, 2 * self._fp32_inner if self._converts else 0)
+            self._sum_of_products(trace, self._width)
+            trace.free(WORK, inner)
+        trace.take(MLP, self._load.worked * FP32, EXPERTS)  # weights
+        trace.take(WORK, self.sums)
+
+    def backward(self, trace: MemoryTrace) -> None:
+        """From the gradient of the sums, which stays, to that of the rows. Frees all that forward kept."""
+        sizes, inner = self._sizes, self._inner
+        kept, again = (0, inner) if self._act_again else (inner, 0)
+        self._products(trace, self._width)
+        trace.take(BACKWARD, inner)  # of the activation
+        trace.take(MLP, again)
+        # For the gradients of the weights its product with the activation in fp32, and copies of both where they are not.
+        trace.use(WORK, self._fp32_inner * (1 + self._half + self._converts))
+        trace.take(MLP, kept)  # the activation times the weights
+        if not sizes.split_backward:
+            self._weight_grad(trace, self._width, sizes.h)
+            trace.free(MLP, inner)
+        trace.take(BACKWARD, self._fc1_out)
+        if self._spec.gated or self._spec.activation == SQUARED_RELU:
+            trace.use(WORK, 2 * inner)
+        trace.free(BACKWARD, inner)
+        if not sizes.split_backward:
+            self._weight_grad(trace, sizes.h, self._outputs)
+        self._sum_of_products(trace, self._outputs)
+        trace.take(BACKWARD, self.sums)
+        trace.free(BACKWARD, 0 if sizes.split_backward else self._fc1_out)
+        trace.free(MLP, kept + self._fc1_out + self._load.worked * FP32)
+
+    def _products(self, trace: MemoryTrace, outputs: int) -> None:
+        """The row of each pair times a matrix of [h, outputs], with the results."""
+        result = self._load.worked * outputs * self._sizes.e
+        trace.use(WORK, self._gathered + result + self._wide_product(self._sizes.h, outputs))
+
+    def _sum_of_products(self, trace: MemoryTrace, inputs: int) -> None:
+        """The products of all pairs, added to the sums of each row; with the pairs in the order of the rows."""
+        trace.take(WORK, self._gathered)
+        trace.use(WORK, self._wide_product(inputs, self._sizes.h))
+        trace.use(WORK, 2 * self._load.worked * INT64 + self._load.received * INT64 + self.sums)
+        trace.free(WORK, self._gathered)
+
+    def _weight_grad(self, trace: MemoryTrace, inputs: int, outputs: int) -> None:
+        """The gradients of one expert after the other, with copies of operands or result, see LinearMemory."""
+        sizes, rows = self._sizes, self._load.largest
+        copies = FP32 * rows * (inputs + outputs) if self._wide else 0
+        if not sizes.fused_weight_grad or (sizes.target.cpu and self._half and not self._wide):
+            copies = inputs * outputs * sizes.e
+        trace.use(WORK, self._gathered + copies)
+
+    def _wide_product(self, inputs: int, outputs: int) -> int:
+        """Bytes of fp32 copies of an expert's operands and result."""
+        rows = self._load.largest
+        return FP32 * (rows * inputs + inputs * outputs + rows * outputs) if self._wide else 0
+
+    @property
+    def _gathered(self) -> int:
+        """Bytes of as many rows as there are pairs."""
+        return self._load.worked * self._sizes.h * self._sizes.e
+
+    @property
+    def _converts(self) -> bool:
+        """Torch's CPU kernels make fp32 copies where halves meet fp32 numbers."""
+        return self._half and self._sizes.target.cpu
+
+    @property
+    def _inner(self) -> int:
+        """Bytes of the activation."""
+        return self._load.worked * self._width * self._sizes.e
+
+    @property
+    def _fp32_inner(self) -> int:
+        return self._load.worked * self._width * FP32
+
+    @property
+    def _fc1_out(self) -> int:
+        return self._load.worked * self._outputs * self._sizes.e
