@@ -35,7 +35,7 @@ MODEL = """
     --device cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --swiglu --disable-bias-linear
     --normalization RMSNorm --position-embedding-type rope --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 64
     --attention-dropout 0 --hidden-dropout 0 --vocab-size 257 --tokenizer-type NullTokenizer --seq-length 128
-    --micro-batch-size 16 --global-batch-size 16 --lr 2e-3 --lr-decay-style constant --lr-warmup-iters 20
+    --micro-batch-size 16 --global-batch-size 16 --lr 2e-3 --lr-decay-style constant --lr-warmup-iters 10
     --eval-iters 4 --eval-interval 100000 --num-workers 0 --split 95,5,0
 """
 
@@ -68,6 +68,7 @@ def write_bytes(prefix: Path) -> None:
     with IndexedDatasetWriter(prefix, "uint16") as writer:
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
             writer.add_document([*path.read_bytes(), 256])
+        writer.finalize()
 
 
 def train(flags: str, steps: int) -> tuple[list[tuple[float, ...]], float]:
