@@ -122,6 +122,7 @@ class Measurement:
     balance: list[dict[str, float]] = field(default_factory=list)
     biases: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     choices: ExpertChoices = field(default_factory=dict)
+    margins: ExpertChoices = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ class Difference:
     parameter: str  # the parameter with that difference
     norm: float  # as `loss`, of gradient norms
     balance: float  # as `loss`, of balance losses
-    choice: tuple[int, int, int] | None  # step, layer and place in its sample of a token with other experts
+    # Step, layer, and place in its sample of a token with other experts, and the margin of its choice (`routing.margins`).
+    choice: tuple[int, int, int, float] | None
     same_biases: bool  # bit for bit
 
 
@@ -267,6 +269,7 @@ class RankMeasurement:
     balance: list[dict[str, float]] = field(default_factory=list)
     biases: dict[tuple[int, str], Any] = field(default_factory=dict)
     choices: dict[tuple[int, str, int], Any] = field(default_factory=dict)
+    margins: dict[tuple[int, str, int], Any] = field(default_factory=dict)
 
     def as_arrays(self) -> RankMeasurement:
         """To send between processes: a tensor would need shared memory."""
@@ -275,6 +278,7 @@ class RankMeasurement:
             pieces=[(name, place, piece.numpy()) for name, place, piece in self.pieces],
             biases={place: bias.numpy() for place, bias in self.biases.items()},
             choices={place: chosen.numpy() for place, chosen in self.choices.items()},
+            margins={place: margin.numpy() for place, margin in self.margins.items()},
         )
 
 
@@ -301,6 +305,7 @@ def measure(
         [{} if report.experts is None else report.experts.means for report in reports],
         biases,
         trace.choices,
+        trace.margins,
     )
 
 
@@ -318,7 +323,7 @@ def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
 def assemble(ranks: Sequence[RankMeasurement]) -> Measurement:
     """Returns one measurement from those of all ranks. Raises AssertionError if two ranks disagree on shared elements."""
     first, gradients = ranks[0], dict[str, Tensor]()
-    biases, choices = dict[tuple[int, str], Tensor](), ExpertChoices()
+    biases, choices, margins = dict[tuple[int, str], Tensor](), ExpertChoices(), ExpertChoices()
     for rank in ranks:
         assert rank.losses == first.losses, "ranks report different losses"
         assert (rank.norms, rank.balance) == (first.norms, first.balance), (
@@ -337,7 +342,10 @@ def assemble(ranks: Sequence[RankMeasurement]) -> Measurement:
         for key, found in rank.choices.items():
             chosen = choices.setdefault(key, torch.as_tensor(found).clone())
             torch.maximum(chosen, torch.as_tensor(found), out=chosen)
-    return Measurement(first.losses, gradients, first.norms, first.balance, biases, choices)
+        for key, found in rank.margins.items():
+            least = margins.setdefault(key, torch.as_tensor(found).clone())
+            torch.minimum(least, torch.as_tensor(found), out=least)
+    return Measurement(first.losses, gradients, first.norms, first.balance, biases, choices, margins)
 
 
 def compare(reference: Measurement, other: Measurement) -> Difference:
@@ -362,7 +370,7 @@ def compare(reference: Measurement, other: Measurement) -> Difference:
         list(largest)[int(worst.argmax())],
         _largest(reference.norms, other.norms),
         _largest(*balance),
-        _first_other_choice(reference.choices, other.choices),
+        _first_other_choice(reference, other),
         reference.biases.keys() == other.biases.keys()
         and all(torch.equal(bias, other.biases[place]) for place, bias in reference.biases.items()),
     )
@@ -373,18 +381,20 @@ def _largest(reference: Sequence[float], other: Sequence[float]) -> float:
     return float(((a - b) / b).abs().max()) if len(b) else 0.0
 
 
-def _first_other_choice(reference: ExpertChoices, other: ExpertChoices) -> tuple[int, int, int] | None:
-    """Step, layer and place of the first token whose experts differ. Their order counts."""
-    assert reference.keys() == other.keys(), "the runs routed other samples or layers"
-    for step, sample, layer in sorted(reference):
-        differs = (reference[step, sample, layer] != other[step, sample, layer]).any(1)
+def _first_other_choice(reference: Measurement, other: Measurement) -> tuple[int, int, int, float] | None:
+    """Step, layer, place and margin of the first token whose experts differ."""
+    assert reference.choices.keys() == other.choices.keys(), "the runs routed other samples or layers"
+    for step, sample, layer in sorted(reference.choices):
+        mine, theirs = (each.choices[step, sample, layer].sort(dim=1).values for each in (reference, other))
+        differs = (mine != theirs).any(1)
         if differs.any():
-            return step, layer, int(differs.nonzero()[0])
+            place = int(differs.nonzero()[0])
+            return step, layer, place, float(reference.margins[step, sample, layer][place])
     return None
 
 
-def run_layout(run: RunConfig, layout: Layout) -> Measurement:
-    """Trains under `layout` in new CPU processes."""
+def run_layout(run: RunConfig, layout: Layout, forced: ExpertChoices | None = None) -> Measurement:
+    """Trains under `layout` in new CPU processes. forced: choices of experts to follow."""
     run = under(run, layout)
     check(run, layout.world_size)
     context = multiprocessing.get_context("spawn")
@@ -394,7 +404,9 @@ def run_layout(run: RunConfig, layout: Layout) -> Measurement:
     pipes, processes = [], []
     for rank in range(layout.world_size):
         here, there = context.Pipe()
-        processes.append(context.Process(target=_worker, args=(run, rank, layout.world_size, port, there), daemon=True))
+        processes.append(
+            context.Process(target=_worker, args=(run, rank, layout.world_size, port, there, forced), daemon=True)
+        )
         processes[-1].start()
         there.close()
         pipes.append(here)
@@ -414,9 +426,11 @@ def _receive(pipe: Connection, layout: Layout) -> Any:
         raise RuntimeError(f"{layout}: a process ended without an answer; its error is above") from None
 
 
-def _worker(run: RunConfig, rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _worker(
+    run: RunConfig, rank: int, world_size: int, port: int, pipe: Connection, forced: ExpertChoices | None
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     setup_logging(rank, level=logging.WARNING)
     torch.set_num_threads(1)
     groups, device = start_process(run.parallel, rank, world_size, rank, world_size)
-    pipe.send(measure(run, groups, device).as_arrays())
+    pipe.send(measure(run, groups, device, forced).as_arrays())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,6 +25,7 @@ class RoutingTrace:
 
     def __init__(self, forced: Mapping[tuple[int, str, int], Tensor] | None = None) -> None:
         self.choices: ExpertChoices = {}
+        self.margins: ExpertChoices = {}  # of each choice [s], fp32, see kernels.ops.routing.margins
         self._forced, self._step = forced, -1
         self._samples: dict[int, list[str]] = {}  # of each microbatch, by the identity of its routing
 
@@ -35,6 +37,7 @@ class RoutingTrace:
             self._samples[id(routing)] = [
                 hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in batch.tokens.cpu()
             ]
+            routing.is_traced = True
             if self._forced is not None:
                 self._force(routing)
 
@@ -49,6 +52,10 @@ class RoutingTrace:
             )
             held = slice(None) if routed is None else routed[:, number]
             whole[places[held]] = chosen[held, number]
+            of_layer = routing.layers[layer].margins
+            assert of_layer is not None
+            margins = self.margins.setdefault((self._step, sample, layer), torch.full((routing.length,), math.inf))
+            margins[places[held]] = of_layer.view(len(places), len(samples))[held, number].float().cpu()
 
     def _force(self, routing: MicrobatchRouting) -> None:
         assert self._forced is not None

@@ -25,7 +25,7 @@ from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
-from megatron.tooling.layout_parity import Measurement, assemble, compare, first_gradients
+from megatron.tooling.layout_parity import Measurement, RankMeasurement, assemble, compare, first_gradients
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.setup import build
 from tests import pool
@@ -75,7 +75,7 @@ def draw(rng: random.Random) -> Case:
         if attempt % 10 == 0:  # else layouts that few models fit would hardly be drawn
             world, layout = draw_layout(rng)
             then = draw_layout(rng) if rng.random() < 0.5 else None
-        case = Case(world, draw_model(rng), layout, draw_features(rng), then)
+        case = with_experts(Case(world, draw_model(rng), layout, draw_features(rng), then))
         if kept_though_refused:
             break
         with contextlib.suppress(UserError):
@@ -131,6 +131,55 @@ def draw_model(rng: random.Random) -> Flags:
         found += some(rng, 0.5, ("--qk-layernorm-across-heads",))
     found += some(rng, 0.15, LORA)
     return words(found)
+
+
+def with_experts(case: Case) -> Case:
+    """Every fourth case, as it decides itself, with experts under any ep and etp, and with features that only they have."""
+    rng = random.Random(repr(case))
+    if rng.random() > 0.25:
+        return case
+    model = [flag for flag in case.model if flag not in (("--disable-bias-linear",), LORA)]
+    topk = rng.choice([1, 2, 3])
+    found: list[tuple[Any, ...]] = [
+        ("--disable-bias-linear",),
+        ("--num-experts", 4),
+        ("--moe-router-topk", topk),
+        ("--moe-ffn-hidden-size", rng.choice([16, 24])),
+        ("--moe-router-load-balancing-type", rng.choice(["aux_loss", "seq_aux_loss", "global_aux_loss"])),
+        ("--moe-aux-loss-coeff", rng.choice([0, 0.01])),
+    ]
+    found += rng.choice([[("--moe-router-score-function", "sigmoid")], [("--moe-router-pre-softmax",)]])
+    if ("--moe-router-score-function", "sigmoid") in found:
+        found += some(rng, 0.5, ("--moe-router-enable-expert-bias",))
+    found += some(rng, 0.3, ("--moe-shared-expert-intermediate-size", 16), ("--moe-expert-capacity-factor", 1.25))
+    found += some(rng, 0.3, ("--moe-layer-freq", 2), ("--moe-z-loss-coeff", 0.01))
+    layouts = [_with_expert_axes(rng, world, layout) for world, layout in [(case.world, case.layout), *_rest(case)]]
+    features = [flag for flag in case.features if flag[0] not in ("--recompute-granularity", "--recompute-modules")]
+    if len(features) < len(case.features) and not any("--recompute-method" in flag for flag in features):
+        part = rng.choice(["moe", "moe_act", "core_attn"])
+        features += [("--recompute-granularity", "selective"), ("--recompute-modules", part)]
+    else:
+        features = list(case.features)
+    then = (case.then[0], layouts[1]) if case.then else None
+    return Case(case.world, (*model, *words(found)), layouts[0], words(features), then)
+
+
+def _rest(case: Case) -> list[tuple[int, Flags]]:
+    return [case.then] if case.then else []
+
+
+def _with_expert_axes(rng: random.Random, world: int, layout: Flags) -> Flags:
+    """Experts are sharded over any ranks of a pipeline stage; tp needs sequence parallelism with them."""
+    pp = next((int(flag[1]) for flag in layout if flag[0] == "--pipeline-model-parallel-size"), 1)
+    ranks = world // pp
+    ep, etp = rng.choice([(ep, etp) for ep in (1, 2, 4) for etp in (1, 2) if ranks % (ep * etp) == 0])
+    found: list[tuple[Any, ...]] = [("--expert-tensor-parallel-size", etp)]
+    if ep > 1:
+        found.append(("--expert-model-parallel-size", ep))
+    is_cut = any(flag[0] == "--tensor-model-parallel-size" for flag in layout)
+    if is_cut and ("--sequence-parallel",) not in layout:
+        found.append(("--sequence-parallel",))
+    return (*layout, *words(found))
 
 
 def draw_layout(rng: random.Random) -> tuple[int, Flags]:
@@ -297,12 +346,12 @@ def write_base(rank: int, size: int, run: RunConfig) -> None:
     save_checkpoint(build(run, _groups(run, size), CPU))
 
 
-def first_steps(rank: int, size: int, run: RunConfig) -> tuple[list[float], list[tuple[str, Any, Any]]]:
-    """(losses, pieces of the first gradients) of this rank, up to the step after which the checkpoint is written."""
+def first_steps(rank: int, size: int, run: RunConfig) -> RankMeasurement:
+    """Losses and first gradients of this rank, up to the step after which the checkpoint is written."""
     return _steps(size, run, SAVED_AT, save=True)
 
 
-def all_steps(rank: int, size: int, run: RunConfig) -> tuple[list[float], list[tuple[str, Any, Any]]]:
+def all_steps(rank: int, size: int, run: RunConfig) -> RankMeasurement:
     """The same for the whole run."""
     return _steps(size, run, STEPS, save=False)
 
@@ -314,20 +363,20 @@ def last_steps(rank: int, size: int, run: RunConfig) -> list[float]:
     return [trainer.train_step().loss for _ in range(STEPS - SAVED_AT)]
 
 
-def _steps(size: int, run: RunConfig, steps: int, *, save: bool) -> tuple[list[float], list[tuple[str, Any, Any]]]:
+def _steps(size: int, run: RunConfig, steps: int, *, save: bool) -> RankMeasurement:
     groups = _groups(run, size)
     found = first_gradients(build(run, groups, CPU))
     trainer = build(run, groups, CPU)
     losses = [trainer.train_step().loss for _ in range(steps)]
     if save:
         save_checkpoint(trainer)
-    return losses, [(name, where, piece.float().numpy()) for name, where, piece in found]
+    return RankMeasurement(losses, [(name, where, piece.float().numpy()) for name, where, piece in found])
 
 
 def _groups(run: RunConfig, size: int) -> Any:
     mesh, instances = mesh_of(run.parallel, size), data_parallel_settings(run.parallel).optimizer_instances
     inner = inner_size(run.parallel)
-    return pool.groups(tp=mesh.tp, cp=mesh.cp, pp=mesh.pp, instances=instances, inner=inner)
+    return pool.groups(tp=mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp, instances=instances, inner=inner)
 
 
 def show(case: Case) -> None:

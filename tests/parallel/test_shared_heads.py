@@ -93,8 +93,7 @@ def measured(rank, size, run, layout):
     instances = data_parallel_settings(run.parallel).optimizer_instances
     inner = inner_size(run.parallel)
     groups = pool.groups(tp=layout.tp, cp=layout.cp, pp=layout.pp, instances=instances, inner=inner)
-    losses, found = measure(run, groups, CPU)
-    return losses, [(name, where, piece.numpy()) for name, where, piece in found]
+    return measure(run, groups, CPU).as_arrays()
 
 
 @functools.cache

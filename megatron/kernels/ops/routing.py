@@ -39,6 +39,30 @@ def choose(scores: Tensor, bias: Tensor | None, rule: RouterSpec) -> Tensor:
     return highest(candidates, rule.topk)
 
 
+@torch.no_grad()
+def margins(scores: Tensor, bias: Tensor | None, rule: RouterSpec) -> Tensor:
+    """How clear the choice of each token is, [T]: the least gap between a score that was chosen and one that was not, of
+    experts and of groups, divided by the spread of the token's scores."""
+    candidates = scores if bias is None else scores + bias
+    spread = (candidates.amax(-1) - candidates.amin(-1)).clamp(min=torch.finfo(scores.dtype).tiny)
+    gaps = torch.full_like(spread, float("inf"))
+    if rule.group_topk < rule.groups:
+        grouped = candidates.unflatten(-1, (rule.groups, -1))
+        gaps = _gap(_group_scores(grouped, rule), rule.group_topk)
+        allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool)
+        allowed.scatter_(-1, highest(_group_scores(grouped, rule), rule.group_topk), True)
+        candidates = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
+    if rule.topk < candidates.shape[-1]:
+        gaps = torch.minimum(gaps, _gap(candidates, rule.topk))
+    return gaps / spread
+
+
+def _gap(values: Tensor, k: int) -> Tensor:
+    """Between the k-th and the next highest of each row."""
+    best = values.topk(k + 1, dim=-1).values
+    return best[..., k - 1] - best[..., k]
+
+
 def highest(values: Tensor, k: int) -> Tensor:
     """[..., n] in fp32 or fp64 -> int64 indices [..., k] of the k highest values in descending order.
 

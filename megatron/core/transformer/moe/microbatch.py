@@ -24,6 +24,7 @@ class LayerRouting:
     chosen [T, k]: experts of each of this rank's tokens. kept [T, k], bool: those whose expert takes the token; None where
     all do. plan: of the exchange of tokens. counts [b, E], int64: assignments of this rank's tokens of each sample, and
     after `load` is waited for, of whole samples. probabilities [b, E], squares [b]: for the values of the balance losses.
+    margins [T]: of the choice, for a trace.
     """
 
     chosen: Tensor
@@ -33,6 +34,7 @@ class LayerRouting:
     load: Handle | None
     probabilities: Tensor | None
     squares: Tensor | None
+    margins: Tensor | None = None
     plan: Any = None
 
     def whole_counts(self) -> Tensor:
@@ -51,7 +53,7 @@ class MicrobatchRouting:
     length: tokens of a whole sample.
     routed [s, b], bool: False for padding, which no expert gets; None: there is none. tokens, losses, scale: of the balance
     losses, and the loss scale; losses is None in evaluation, which counts nothing. forced: number of a layer -> experts
-    [T, k] to take instead of the router's choice.
+    [T, k] to take instead of the router's choice. is_traced: layers keep the margins of their choices, too.
     """
 
     places: Tensor
@@ -61,6 +63,7 @@ class MicrobatchRouting:
     losses: BalanceLosses | None = None
     scale: float = 1.0
     forced: dict[int, Tensor] = field(default_factory=dict)
+    is_traced: bool = False
     layers: dict[int, LayerRouting] = field(default_factory=dict)
 
     def record(

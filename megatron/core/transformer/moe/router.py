@@ -67,9 +67,12 @@ class Router(nn.Module):
         of_sample = torch.arange(len(chosen), device=chosen.device) % samples
         counted = chosen if routing.routed is None else chosen.masked_fill(~routing.routed.reshape(-1, 1), -1)
         counts = kernels.counts_by_sample(counted, of_sample, samples, self.spec.experts)
-        return routing.record(
+        layer = routing.record(
             self.number, chosen, kept, counts, self._sums(logits, scores, samples, routing), self.groups.tp_cp
         )
+        if routing.is_traced:
+            layer.margins = kernels.margins(scores, self.expert_bias, self.spec)
+        return layer
 
     def _chosen(self, scores: Tensor, samples: int, routing: MicrobatchRouting | None) -> Tensor:
         if routing is not None and self.number in routing.forced:
