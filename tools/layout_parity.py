@@ -1,8 +1,9 @@
 """Check that a model trains equally under every layout: python tools/layout_parity.py -- <pretrain_gpt.py's flags>
 
 Runs the flags' model at reduced size for some steps on CPU processes under a grid of tensor-, sequence-, pipeline-,
-context-, data- and expert-parallel layouts, and compares losses and first gradients with one process. Exit code 1 if a layout
-differs by more than the limit, 2 if the flags are invalid.
+context-, data- and expert-parallel layouts, and compares losses and first gradients with one process. Of a model with
+experts their choices, biases and balance losses are compared, too. Exit code 1 if a layout differs by more than the limit,
+2 if the flags are invalid.
 """
 
 import argparse
