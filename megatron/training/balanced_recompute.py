@@ -33,9 +33,12 @@ from megatron.config.recompute import (
     FULL,
     KEEP_ALL,
     MLP_ACT,
+    MOE_ACT,
     NORM,
     SELECTIVE,
+    SHARED_EXPERTS,
     WHOLE_MLP,
+    WHOLE_MOE,
     LayerChoices,
     RecomputeConfig,
 )
@@ -58,6 +61,7 @@ from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import Schedule
 from megatron.schedule.validate import memory_in_flight
 from megatron.spec.decoder import LayerSpec
+from megatron.spec.moe import MoESpec
 from megatron.training.batch import part_of
 from megatron.training.offload import build_pool_and_engine
 
@@ -72,14 +76,16 @@ def parts(*names: str) -> RecomputeConfig:
     return RecomputeConfig(recompute_granularity=SELECTIVE, recompute_modules=names) if names else KEEP_ALL
 
 
-# Each is timed alone; of several together the times add up.
-_TIMED = (*(parts(name) for name in (NORM, MLP_ACT, CORE_ATTN, WHOLE_MLP)), WHOLE_LAYER)
-_SETS = tuple(
-    parts(*attention, *norm, *mlp)
-    for attention in ((), (CORE_ATTN,))
-    for norm in ((), (NORM,))
-    for mlp in ((), (MLP_ACT,), (WHOLE_MLP,))
-)
+def _sets(layer: LayerSpec) -> list[RecomputeConfig]:
+    """The sets of parts from which a layer chooses. The first is empty."""
+    mlps: tuple[tuple[str, ...], ...] = ((), (MLP_ACT,), (WHOLE_MLP,))
+    if isinstance(layer.mlp, MoESpec):
+        mlps = ((), (MOE_ACT,), (WHOLE_MOE,))
+        if layer.mlp.shared is not None:
+            mlps = (*mlps, (SHARED_EXPERTS,), (SHARED_EXPERTS, MOE_ACT))
+    return [
+        parts(*attention, *norm, *mlp) for attention in ((), (CORE_ATTN,)) for norm in ((), (NORM,)) for mlp in mlps
+    ]
 
 
 class Balanced(NamedTuple):
@@ -192,25 +198,31 @@ def _measure(
 
     rates: seconds per byte to the host and to the device, if layers may be offloaded.
     """
+    sets = _sets(build.spec.layers[number])
+    # Each part is timed alone; of several together the times add up.
+    timed = [*(config for config in sets if len(config.modules) == 1), WHOLE_LAYER]
     with build.rng.replay(build.rng.snapshot()):  # the run draws the numbers it would draw anyway
         keep = _Probe(data, train, build, number, KEEP_ALL)
         added: list[float] = []
         base: list[float] = []
-        for config in _TIMED:
+        for config in timed:
             probe = _Probe(data, train, build, number, config)
             pairs = [(keep.seconds(), probe.seconds()) for _ in range(_ROUNDS + 1)][1:]
             base += [without for without, _ in pairs]
             added.append(statistics.median(again - without for without, again in pairs))
-        sizes = [_Probe(data, train, build, number, config).saved_bytes() for config in (*_SETS, WHOLE_LAYER)]
-    found = [*added, statistics.median(base), *(rates or (0.0, 0.0))]
+        kept = [_Probe(data, train, build, number, config).saved_bytes() for config in (*sets, WHOLE_LAYER)]
+    found = [*added, statistics.median(base), *(rates or (0.0, 0.0)), *map(float, kept)]
     times = torch.tensor(found, dtype=torch.float64, device=build.device).clamp_(min=0.0)
     for group in (build.groups.tp, build.groups.dp_cp):
         all_reduce(times, group, "max")
-    *added, alone, out, back = times.tolist()
-    seconds = {str(config): cost for config, cost in zip(_TIMED, added, strict=True)}
+    *added, alone, out, back = times[: len(timed) + 3].tolist()
+    sizes = [
+        int(each) for each in times[len(timed) + 3 :].tolist()
+    ]  # with experts ranks keep different numbers of rows
+    seconds = {str(config): cost for config, cost in zip(timed, added, strict=True)}
     ways = [
         Way(Option(_name(config), size, sum(seconds[str(parts(name))] for name in config.modules)), config)
-        for config, size in zip(_SETS, sizes, strict=False)
+        for config, size in zip(sets, sizes, strict=False)
     ]
     ways.append(Way(Option("layer", sizes[-1], seconds[str(WHOLE_LAYER)]), WHOLE_LAYER))
     if rates is not None:

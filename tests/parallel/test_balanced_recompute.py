@@ -4,12 +4,15 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
 from megatron.base.errors import ConfigError
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.rules.check import check
 from megatron.spec.sizes import Target
+from megatron.tooling.memory_check import EXPERTS, LLAMA, configured
 from megatron.training import balanced_recompute
+from megatron.training.setup import build
 from tests import pool
 from tests.parallel.test_recompute import FEW_STEPS, make, trained
 from tests.unit.spec import planned
@@ -106,3 +109,25 @@ def test_too_small_a_budget_says_how_much_is_needed():
         assert re.search(
             r"--activation-memory-budget 1000 is 0\.0 MiB on pipeline rank \d, whose layers keep 0\.\d MiB", message
         )
+
+
+def with_experts(rank, size, flags, budget):
+    """(losses without and with a budget, layer -> what it recomputes), of a run with experts on both ranks."""
+    run = configured(f"{LLAMA} {EXPERTS} {flags}", size)
+    groups, losses = pool.groups(ep=size), []
+    for each in (run, dataclasses.replace(run, recompute=balanced(budget))):
+        trainer = build(each, groups, torch.device("cpu"))
+        losses.append([trainer.train_step().loss for _ in range(2)])
+    return *losses, {number: str(config) for number, config in trainer.model.decoder._recompute.of_layer.items()}
+
+
+def test_layers_with_experts_choose_among_their_own_parts():
+    flags = (
+        "--expert-model-parallel-size 2 --num-layers 3 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 64 "
+        "--seq-length 32 --moe-shared-expert-intermediate-size 64 --moe-layer-freq [0,1,1] --global-batch-size 4"
+    )
+    first, second = pool.run(2, with_experts, flags, 0.6)
+    assert first == second, "the second run of a layer repeats its exchange, so that both ranks need the same choice"
+    losses, again, chosen = first
+    assert losses == again and set(chosen.values()) != {"off"}
+    assert not any("moe" in chosen[0] or "experts" in chosen[0] or "mlp" in chosen[n] for n in (1, 2))
