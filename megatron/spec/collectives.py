@@ -5,13 +5,13 @@ docs/sharding.md has them as tables, and tests compare both with the calls of re
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.linear import COLUMN, LinearSpec
 from megatron.spec.mlp import MLPSpec
+from megatron.spec.moe import MoESpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.sizes import FP32, INT32, INT64, Sizes
 
@@ -76,14 +76,41 @@ def norm_collectives(spec: NormSpec | None, sizes: Sizes) -> Calls:
     return Calls(mean, mean)
 
 
+def mlp_collectives(spec: MLPSpec, sizes: Sizes) -> Calls:
+    """fc1 and fc2."""
+    fc1, fc2 = (linear_collectives(linear, sizes) for linear in (spec.linear_fc1, spec.linear_fc2))
+    return Calls(fc1.forward + fc2.forward, fc2.backward + fc1.backward)
+
+
+def moe_collectives(spec: MoESpec, sizes: Sizes) -> Calls:
+    """Shared experts, and the exchange of tokens under `sizes.load`. The router communicates only for balance losses over
+    samples and for capacities, which are not included."""
+    assert sizes.load is not None
+    shared = Calls() if spec.shared is None else mlp_collectives(spec.shared, sizes)
+    exchange = exchange_collectives(
+        ExchangeSizes(
+            experts=spec.router.experts,
+            ep=sizes.load.ranks // sizes.load.etp,
+            etp=sizes.load.etp,
+            tokens=sizes.rows,
+            topk=spec.router.topk,
+            sent_rows=sizes.load.sent,
+            assignments=sizes.load.assigned,
+            received_rows=sizes.load.received,
+            received_assignments=sizes.load.worked,
+            row=sizes.h * sizes.e,
+        )
+    )
+    return Calls(shared.forward + exchange.forward, exchange.backward + shared.backward)
+
+
 def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
     """One decoder layer. The backward's gather of keys and values is begun before the gradients of the MLP."""
     qkv = linear_collectives(spec.attention.linear_qkv, sizes)
     context = context_collectives(spec.attention, sizes)
     q_norm, k_norm = (norm_collectives(norm, sizes) for norm in (spec.attention.q_norm, spec.attention.k_norm))
     projection = linear_collectives(spec.attention.linear_proj, sizes)
-    assert isinstance(spec.mlp, MLPSpec)
-    fc1, fc2 = (linear_collectives(linear, sizes) for linear in (spec.mlp.linear_fc1, spec.mlp.linear_fc2))
+    mlp = moe_collectives(spec.mlp, sizes) if isinstance(spec.mlp, MoESpec) else mlp_collectives(spec.mlp, sizes)
     early = 1 if sizes.comm_type == "all_gather" else 0
     return Calls(
         qkv.forward
@@ -92,11 +119,9 @@ def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
         + q_norm.forward
         + context.forward[early:]
         + projection.forward
-        + fc1.forward
-        + fc2.forward,
+        + mlp.forward,
         context.backward[:early]
-        + fc2.backward
-        + fc1.backward
+        + mlp.backward
         + projection.backward
         + context.backward[early:]
         + q_norm.backward
@@ -119,11 +144,6 @@ def loss_collectives(sizes: Sizes) -> Calls:
     if sizes.tp == 1:
         return Calls()
     return Calls(tuple(Collective(ALL_REDUCE, "tp", numbers * sizes.tokens * FP32) for numbers in (1, 2)))
-
-
-def copies_per_token(experts: int, topk: int, ep: int) -> float:
-    """The ranks of ep that have an expert of a token, on average over all choices of `topk` experts."""
-    return ep * (1.0 - math.comb(experts - experts // ep, topk) / math.comb(experts, topk))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ def expert_rows(
     """
     topk, local, everyone = router.topk, router.experts // ep, tokens * ep * etp
     imbalance = min(imbalance, router.experts / topk)
-    copies = ep if everywhere else _ranks_in_turn(router, ep) if evenly else expected_ranks(router, ep)
+    copies = ep if everywhere else _ranks_in_turn(router, ep) if evenly else _expected_ranks_of(router, ep)
     sent = round(tokens * etp * copies)
     mean = tokens * topk * etp  # pairs of a rank
     return ExpertRows(
@@ -66,15 +66,18 @@ def expert_rows(
     )
 
 
-def expected_ranks(router: RouterSpec, ranks: int) -> float:
-    """The mean number of ranks that have some of a token's experts, if every choice that the groups permit is as likely.
+def _expected_ranks_of(router: RouterSpec, ranks: int) -> float:
+    return expected_ranks(router.experts, router.topk, ranks, groups=router.groups, chosen=router.group_topk)
+
+
+def expected_ranks(experts: int, topk: int, ranks: int, *, groups: int = 1, chosen: int = 1) -> float:
+    """The mean number of ranks with some of a token's experts, if every choice of `topk` in `chosen` groups is as likely.
 
     `ranks` hold the experts in equal parts.
     """
-    own, topk, groups, chosen = router.experts // ranks, router.topk, router.groups, router.group_topk
-    width = router.experts // groups
+    own, width = experts // ranks, experts // groups
     if max(ranks, groups) % min(ranks, groups):  # a rank has parts of groups, which this does not follow
-        groups, chosen, width = 1, 1, router.experts
+        groups, chosen, width = 1, 1, experts
     held = max(1, groups // ranks)  # groups of which a rank has experts
     own_of_each = own // held
     without = 0.0  # share of choices without an expert of this rank

@@ -20,6 +20,7 @@ from megatron.spec.collectives import (
     loss_collectives,
 )
 from megatron.spec.decoder import decoder_spec
+from megatron.spec.expert_rows import ExpertRows
 from megatron.training.batch import make_batch
 from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep
@@ -167,6 +168,44 @@ def test_part(part, measure, sequence_parallel, model):
 @pytest.mark.parametrize("measure", [layer_calls, embedding_calls, head_calls])
 def test_one_process_communicates_nothing(measure):
     assert pool.run(1, measure, LLAMA, True) == [([], [])]
+
+
+EXPERTS = {**LLAMA, "num_experts": 8, "moe_router_topk": 3, "moe_shared_expert_intermediate_size": 16}
+
+
+def expert_calls(rank, size, axes):
+    """(calls of a layer with experts, those of its description under the same routing)"""
+    groups = pool.groups(**axes, experts=True)
+    build = make_build(EXPERTS, groups, sequence_parallel=True)
+    layer, seen, tp = TransformerLayer(build, 0), [], groups.tp.size
+    initialize(local_parameters(layer), 1)
+    dispatch = layer.mlp._dispatcher.dispatch
+    layer.mlp._dispatcher.dispatch = lambda *given: seen.append(dispatch(*given)) or seen[-1]
+    x = torch.randn(S // tp, B, H, requires_grad=True)
+    found = record(groups, layer, x, Positions(None, None))
+    (sent,) = seen
+    load = ExpertRows(
+        ranks=groups.etp_ep.size,
+        etp=groups.etp.size,
+        experts=len(sent.assignments.sizes),
+        sent=sum(sent.plan.send_rows) if size > 1 else 0,
+        assigned=len(x.flatten(0, 1)) * 3,
+        received=len(sent.rows),
+        worked=len(sent.weights),
+        largest=max(sent.assignments.sizes),
+    )
+    sizes = sizes_of(build.config, tp=tp, sequence_parallel=tp > 1)
+    calls = layer_collectives(build.spec.layers[0], dataclasses.replace(sizes, load=load))
+    return found, (described(calls.forward), described(calls.backward))
+
+
+@pytest.mark.parametrize(
+    ("size", "axes"),
+    [(1, {}), (2, {"ep": 2}), (2, {"tp": 2}), (2, {"tp": 2, "ep": 2, "etp": 1}), (4, {"tp": 2, "ep": 2})],
+)
+def test_a_layer_with_experts(size, axes):
+    for found, expected in pool.run(size, expert_calls, axes):
+        assert found == expected
 
 
 CONTEXTS = [("p2p", 2), ("p2p", 3), ("all_gather", 2), ("all_gather", 3), ("a2a", 2), ("a2a", 4), ("a2a+p2p", 4)]

@@ -2,8 +2,8 @@
 
 E experts are divided into equal runs over ep; etp ranks share each run. A rank gets a token once, however many of its
 experts the token has: an assignment names an expert by its place in the order, a row and a weight. With k of E experts
-chosen evenly, a token goes to ep (1 - C(E - E/ep, k) / C(E, k)) runs of experts (`copies_per_token` in
-spec/collectives.py): for 8 of 128 experts over 8 ranks to 5.4 instead of 8.
+chosen evenly, a token goes to ep (1 - C(E - E/ep, k) / C(E, k)) runs of experts (`expected_ranks` in
+spec/expert_rows.py): for 8 of 128 experts over 8 ranks to 5.4 instead of 8.
 
 Everything here is made from the indices without a value that the host would have to wait for, except the counts, which it
 reads once. Sorting is stable and sums are of integers, so a plan depends on the indices alone.

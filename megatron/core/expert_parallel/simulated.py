@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.expert_parallel import plan
-from megatron.spec.collectives import copies_per_token
+from megatron.spec.expert_rows import expected_ranks
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def balanced_routing(tokens: int, topk: int, experts: int, ep: int, gathered: in
 
     tokens: those of each rank. gathered: the ranks whose tokens AllGather gathers.
     """
-    load, rows = tokens * topk // experts, int(tokens * copies_per_token(experts, topk, ep) / ep)
+    load, rows = tokens * topk // experts, int(tokens * expected_ranks(experts, topk, ep) / ep)
 
     def read_counts(counts: Tensor) -> Any:
         counts.sum().item()  # the host waits here
