@@ -13,12 +13,9 @@ from megatron.config.rules.model import shape_is_pending
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
 
+_OF_MLP = {"mlp_fc1", "mlp_act", "mlp_fc2"}
 # Recomputed part -> parts of --offload-modules that then save nothing.
-_KEPT_NO_MORE = {
-    NORM: {"attn_norm", "mlp_norm"},
-    MLP_ACT: {"mlp_act"},
-    WHOLE_MLP: {"mlp_fc1", "mlp_act", "mlp_fc2"},
-}
+_KEPT_NO_MORE = {NORM: {"attn_norm", "mlp_norm"}, MLP_ACT: {"mlp_act"}, WHOLE_MLP: _OF_MLP}
 
 
 def offload_ratio_is_a_share(activation_offload: ActivationOffloadConfig) -> str | None:
@@ -103,6 +100,17 @@ def offloaded_modules_keep_something(
     return None
 
 
+def offloaded_modules_exist(activation_offload: ActivationOffloadConfig, model: ModelConfig) -> str | None:
+    """Parts of the MLP are in layers without experts. Experts keep all that they need in one step, so they have no parts."""
+    found = [part for part in activation_offload.offload_modules or () if part in _OF_MLP]
+    if not (activation_offload.fine_grained_activation_offloading and found and all(model.moe_layers)):
+        return None
+    return (
+        f"--offload-modules {' '.join(found)} names parts of an MLP, and all layers have experts, whose activations move "
+        "only with --pipeline-offload-ratio or --cpu-offloading; remove them, or give one of these"
+    )
+
+
 def offloaded_weights_exist(
     activation_offload: ActivationOffloadConfig, parallel: ParallelConfig, model: ModelConfig
 ) -> str | None:
@@ -150,5 +158,6 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         *found,
         partial(offloaded_layers_exist, run.activation_offload, run.parallel, run.model),
         partial(offloaded_weights_exist, run.activation_offload, run.parallel, run.model),
+        partial(offloaded_modules_exist, run.activation_offload, run.model),
         partial(offloaded_modules_are_given, run.activation_offload, run.parallel, run.model),
     ]

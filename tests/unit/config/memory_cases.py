@@ -8,11 +8,24 @@ BALANCED = {"recompute_policy": "balanced", "activation_memory_budget": 0.5}
 PARTS_MOVE = {"fine_grained_activation_offloading": True, "num_layers": 4}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OFFLOADED_WEIGHTS = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}
+EXPERT_PARTS_MOVE = {
+    **PARTS_MOVE,
+    "num_experts": 4,
+    "add_bias_linear": False,
+    "offload_modules": ("core_attn", "mlp_act"),
+}
 EXPERTS = {"recompute_activations": True, "num_experts": 4, "add_bias_linear": False}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 
 # rule, a run that it stops, the same run mended, world size, words of its message
 MEMORY_CASES = [
+    (
+        rules_activation_offload.offloaded_modules_exist,
+        EXPERT_PARTS_MOVE,
+        {**EXPERT_PARTS_MOVE, "moe_layer_freq": "[0,1,1,1]"},
+        1,
+        ["mlp_act names parts of an MLP", "--pipeline-offload-ratio"],
+    ),
     (
         rules_recompute.full_recompute_is_complete,
         {"recompute_granularity": "full"},
