@@ -339,7 +339,7 @@ class DataParallel:
         )  # none where all of this stage is frozen
         size = sum(bucket.size for bucket in self.buckets)
         reduce_seconds = 0.0 if largest is None else self._probe(largest) * size / largest.size
-        blocks = sum(sorted(bucket.size for bucket in self.buckets)[-GRADIENT_BLOCKS:])
+        blocks = sum(sorted(bucket.size for bucket in self.buckets if bucket.shards > 1)[-GRADIENT_BLOCKS:])
         saved = size - sum(bucket.size // bucket.shards for bucket in self.buckets) - blocks
         slowest = torch.tensor([reduce_seconds, self._backward_seconds], dtype=torch.float64, device=self.device)
         least = torch.tensor([float(headroom(self.device))], dtype=torch.float64, device=self.device)

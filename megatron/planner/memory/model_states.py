@@ -115,14 +115,14 @@ def state_memory(
     by_cpu = offload.mode == UPDATE and offload.fraction == 1.0
     wire = FP32 // 2 if data_parallel.reduce_in_bf16 else FP32
     staging = _staging(buckets, wire, sizes.target)
-    blocks = sorted((bucket.size for bucket in buckets), reverse=True)[:GRADIENT_BLOCKS]
+    unkept = sorted((bucket.size for bucket, ranks in shared if ranks.gradients > 1), reverse=True)
     slices = [bucket.slice for bucket in buckets]
     return StateMemory(
         numel=sum(sum(bucket.layout.numels.values()) for bucket in buckets),
         parameters=sum(width * bucket.size // ranks.weights for bucket, ranks in shared if not bucket.on_host),
         gradients=sum(FP32 * bucket.size // ranks.gradients for bucket, ranks in shared),
         optimizer=optimizer_bytes(slices, optimizer, offload, half=width < FP32),
-        blocks=FP32 * sum(blocks) if any(ranks.gradients > 1 for _, ranks in shared) else 0,
+        blocks=FP32 * sum(unkept[:GRADIENT_BLOCKS]),
         gathered=2 * width * max(sharded) if sharded else offloaded.resident,
         prefetched=offloaded.pair + (0 if by_cpu else max(away, default=0)),
         offloaded=OffloadedBuckets() if sharded else offloaded,
