@@ -10,8 +10,8 @@ Per token in bf16, with a gate and a balanced load: k of E experts have a token,
     output of fc1   4 k f
     activation      2 k f    nothing with moe_act
     logits          4 E
-    row and weight  12 k     of each assignment
-    routing         8 k of the choices, 28 k + 8 D of the plan; 8 k at n = 1
+    weights         4 k
+    routing         8 k for the choices, 36 k + 8 D for the plan of the exchange; 16 k at n = 1
 """
 
 from __future__ import annotations

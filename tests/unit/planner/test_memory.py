@@ -15,6 +15,7 @@ from megatron.command_line.read import parse
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.mesh import mesh_of
 from megatron.config.pipeline import pipeline_settings
+from megatron.config.presets import preset
 from megatron.config.settings import resolve
 from megatron.planner.memory.model_states import rank_buckets
 from megatron.planner.memory.plan import plan_memory
@@ -23,6 +24,7 @@ from megatron.schedule.partition import whole_model
 from megatron.schedule.validate import chunks_on_device
 from megatron.spec.buckets import default_bucket_size
 from megatron.spec.decoder import Placed, decoder_spec
+from megatron.spec.expert_rows import WORST
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -407,6 +409,16 @@ class TestTool:
         error = capsys.readouterr().err
         assert word in error and error.count("\n") == 1
 
+    def test_loads_of_experts(self, plan, capsys):
+        flags = [*self.FLAGS, "--num-experts", 8, "--expert-model-parallel-size", 4, "--moe-load-imbalance", 1.5]
+        assert plan(*flags, "--global-batch-size", 8) == 0
+        out = capsys.readouterr().out
+        assert "etp 1 x ep 4 x edp 1" in out and "routing" in out
+        for load in ("balanced load", "1.5 times the mean load", "worst case"):
+            assert f"{load}" in out
+        assert plan(*self.FLAGS, *flags[-2:]) == 2
+        assert "no layer has experts" in capsys.readouterr().err
+
     def test_it_starts_without_torch(self):
         code = (
             "import runpy, sys; sys.argv = ['plan.py', *sys.argv[1:]]\n"
@@ -415,3 +427,36 @@ class TestTool:
             "assert 'torch' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code, "memory", *self.FLAGS], cwd=ROOT, check=True, capture_output=True)
+
+
+def table_of_experts():
+    """ep -> the other numbers of its row in docs/memory.md"""
+    lines = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").splitlines()
+    rows = lines[next(number for number, line in enumerate(lines) if line.startswith("| ep | rows received")) + 2 :]
+    cells = ([int(cell.replace(",", "")) for cell in line.strip("|").split("|")] for line in rows[:3])
+    return {ep: numbers for ep, *numbers in cells}
+
+
+def test_the_figures_of_qwen3_30b_a3b():
+    """Bytes per token that experts keep. The rows received are two thirds of T k h at ep 8."""
+    model = {**preset("qwen3-30b-a3b"), "bf16": True, "vocab_size": 151936, "max_position_embeddings": 4096}
+    assert list(table_of_experts()) == [1, 4, 8]
+    for ep, numbers in table_of_experts().items():
+        run = make_run(**model, seq_length=4096, micro_batch_size=1, expert_model_parallel_size=ep)
+        sizes, kept = planned.sizes_of_run(run, CUDA), []
+        for modules in ((), ("moe_act",), ("moe",)):
+            parts = planned.layer_memory(run.model, sizes, frozenset(modules)).kept_by_part()
+            kept.append(round((parts["router"] + parts["experts"]) / 4096) - 2 * 2048)
+        received = 0 if ep == 1 else round(sizes.load.received * 2 * 2048 / 4096)
+        assert numbers == [received, 2 * 2 * 8 * 768, 2 * 8 * 768, 4 * 128 + 4 * 8, *kept]
+    assert received / (8 * 2 * 2048) == pytest.approx(0.67, abs=0.005)
+
+
+def test_the_worst_load_has_the_largest_peak():
+    fields = {**EXPERT_LIKE, "expert_model_parallel_size": 4, "seq_length": 512, "moe_ffn_hidden_size": 256}
+    run = make_run(**fields)
+    settings = resolve(run, mesh_of(run.parallel, 4))
+    peaks = [plan_memory(run, settings, CUDA, load)[0].peak for load in (1.0, 1.5, WORST)]
+    assert peaks == sorted(set(peaks))
+    limited = make_run(**fields, moe_expert_capacity_factor=1.5)
+    assert plan_memory(limited, settings, CUDA, WORST)[0].peak == peaks[1]
