@@ -17,7 +17,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,7 +107,7 @@ def _write_data(file: BinaryIO, source: TensorSource) -> tuple[str, ...]:
     return tuple(crcs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor of a file: its dtype, its shape, and the position of its first byte in the file."""
 
@@ -142,29 +142,26 @@ class TensorFile:
             mapped = mmap.mmap(file.fileno(), before + nbytes, access=mmap.ACCESS_COPY, offset=entry.start - before)
         return torch.frombuffer(mapped, dtype=torch.uint8, offset=before).view(entry.dtype).view(entry.shape)
 
-    def fill(self, out: Tensor, wanted: Sequence[tuple[int, str]], part: Box) -> None:
-        """Copies elements `part` of tensor `key` into out[number] for each (number, key), rounded to its dtype.
+    def fill(self, out: Tensor, numbers: Sequence[int], keys: Sequence[str], part: Box) -> None:
+        """Copies elements `part` of tensor `key` to out[number], rounded to its dtype, for each number and key.
 
         The file is opened once and read in the order of its bytes. Elements that follow each other there are read into
         `out`, without any other memory. Raises DamagedError for a file that has become shorter; OSError.
         """
-        size, direct = part.numel * out.element_size(), out.is_contiguous()
-        if size == 0:
+        size, entries = part.numel * out.element_size(), [self.entries[key] for key in keys]
+        if size == 0 or not entries:
             return
-        data = _bytes_of(out) if direct else memoryview(b"")
-        starts: dict[tuple[int, ...], int | None] = {}  # shape -> first element of `part`, None where it has gaps
+        shape = entries[0].shape
+        first, last = _ends(part, shape)
+        is_direct = out.is_contiguous() and last - first == part.numel - 1
+        if not is_direct or any(entry.shape != shape or entry.dtype != out.dtype for entry in entries):
+            for _, number, key in sorted((entry.start, *place) for entry, *place in zip(entries, numbers, keys)):
+                out[number].copy_(narrow(self.view(key), part))
+            return
+        data, skipped = _bytes_of(out), first * out.element_size()
         with open(self._path, "rb", buffering=0) as file:
-            for number, key in sorted(wanted, key=lambda item: self.entries[item[1]].start):
-                entry = self.entries[key]
-                if entry.shape not in starts:
-                    first, last = _ends(part, entry.shape)
-                    starts[entry.shape] = first if last - first == part.numel - 1 else None
-                start = starts[entry.shape]
-                if direct and start is not None and entry.dtype == out.dtype:
-                    position = entry.start + start * out.element_size()
-                    self._read_into(file.fileno(), data[number * size : (number + 1) * size], position)
-                else:
-                    out[number].copy_(narrow(self.view(key), part))
+            for start, number, count in _stretches([entry.start for entry in entries], numbers, size):
+                self._read_into(file.fileno(), data[number * size : (number + count) * size], start + skipped)
 
     def _read_into(self, descriptor: int, data: memoryview, position: int) -> None:
         while len(data):
@@ -223,6 +220,19 @@ def narrow(tensor: Tensor, part: Box) -> Tensor:
     for dim, (start, length) in enumerate(zip(part.offset, part.shape, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
+
+
+def _stretches(starts: Sequence[int], numbers: Sequence[int], size: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (first byte, number, count) of tensors of `size` bytes that follow each other in the file and in memory."""
+    begin, first, count = -1, -1, 0
+    for start, number in sorted(zip(starts, numbers, strict=True)):
+        if start == begin + count * size and number == first + count:
+            count += 1
+            continue
+        if count:
+            yield begin, first, count
+        begin, first, count = start, number, 1
+    yield begin, first, count
 
 
 def _ends(part: Box, shape: tuple[int, ...]) -> tuple[int, int]:

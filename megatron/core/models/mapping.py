@@ -9,6 +9,7 @@ slicing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,13 +77,17 @@ class Stack:
         front = len(self.dims)
         return StoredRun(box, [self.names[number] for number in numbers], Box(box.offset[front:], box.shape[front:]))
 
-    def to_own(self, number: int, box: Box) -> Box:
-        """Where elements of tensor `number` of theirs are in ours."""
-        place = list[int]()
+    def to_own(self, name: str, box: Box) -> Box:
+        """Where elements of their tensor `name` are in ours."""
+        number, place = self._numbers[name], list[int]()
         for size in reversed(self.dims):
             number, index = divmod(number, size)
             place.insert(0, index)
         return Box((*place, *box.offset), (*(1 for _ in place), *box.shape))
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
 
 
 @dataclass(frozen=True)
@@ -115,14 +120,14 @@ class Table:
         self.own = {mapping.own: mapping.shape for mapping in mappings}
         self._by_own = {mapping.own: mapping.parts for mapping in mappings}
         self._by_theirs: dict[str, list[Part]] = {}
-        self._stacked: dict[str, tuple[Stack, int]] = {}
+        self._stacked: dict[str, Stack] = {}
         self.theirs: dict[str, tuple[int, ...]] = {}  # in the order of ours
         count = 0
         for mapping in mappings:
             parts = mapping.parts
             if isinstance(parts, Stack):
                 self.theirs |= dict.fromkeys(parts.names, parts.shape)
-                self._stacked |= {name: (parts, number) for number, name in enumerate(parts.names)}
+                self._stacked |= dict.fromkeys(parts.names, parts)
                 count += len(parts.names)
                 continue
             for part in parts:
@@ -152,8 +157,8 @@ class Table:
     def of_theirs(self, name: str, box: Box) -> list[tuple[Box, str, Box]]:
         """Elements `box` of their tensor: (which of them, our tensor, which of its elements)."""
         if name in self._stacked:
-            stack, number = self._stacked[name]
-            return [(box, stack.own, stack.to_own(number, box))]
+            stack = self._stacked[name]
+            return [(box, stack.own, stack.to_own(name, box))]
         found = [(part, intersect(part.their_box, box)) for part in self._by_theirs[name]]
         return [(common, part.own, part.to_own(common)) for part, common in found if common]
 

@@ -48,11 +48,10 @@ class HFFolder:
 
         One file after the other is open, and is read in the order of its bytes. Raises DamagedError.
         """
-        wanted: dict[str, list[tuple[int, str]]] = {}
-        for number, name in enumerate(names):
-            wanted.setdefault(self._place[name], []).append((number, name))
-        for file, held in wanted.items():
-            self._files[file].fill(out.view(len(names), *box.shape), held, box)
+        files, out = [self._place[name] for name in names], out.view(len(names), *box.shape)
+        for file in dict.fromkeys(files):
+            numbers = [number for number, place in enumerate(files) if place == file]
+            self._files[file].fill(out, numbers, [names[number] for number in numbers], box)
 
     def require(self, expected: dict[str, tuple[int, ...]]) -> None:
         """Raises CheckpointError unless the folder holds these tensors in these shapes; it may hold others."""
