@@ -155,7 +155,7 @@ class TensorFile:
         first, last = _ends(part, shape)
         is_direct = out.is_contiguous() and last - first == part.numel - 1
         if not is_direct or any(entry.shape != shape or entry.dtype != out.dtype for entry in entries):
-            for _, number, key in sorted((entry.start, *place) for entry, *place in zip(entries, numbers, keys)):
+            for _, number, key in sorted(zip((entry.start for entry in entries), numbers, keys, strict=True)):
                 out[number].copy_(narrow(self.view(key), part))
             return
         data, skipped = _bytes_of(out), first * out.element_size()
