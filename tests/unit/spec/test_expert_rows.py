@@ -4,7 +4,9 @@ import itertools
 import math
 
 import pytest
+import torch
 
+from megatron.kernels.ops.routing import balanced_choice, choose
 from megatron.spec.expert_rows import WORST, expected_ranks, expert_rows
 from megatron.spec.moe import RouterSpec
 
@@ -67,3 +69,19 @@ def test_the_fullest_rank_has_at_most_every_token_at_each_of_its_experts():
 def test_experts_in_turn_are_on_as_many_ranks_as_possible(spec, ep, copies):
     load = expert_rows(spec, 100, ep=ep, etp=1, evenly=True)
     assert load.received == load.sent == 100 * copies and load.worked == 100 * spec.topk
+
+
+# Groups are chosen for their best experts, so that a token has one of each more often than if all were as likely.
+@pytest.mark.parametrize(("spec", "within"), [(router(128, 8), 0.01), (router(64, 6, 8, 3), 0.07)])
+def test_choices_of_random_scores_go_to_as_many_ranks(spec, within):
+    scores = torch.rand(4096, spec.experts, generator=torch.Generator().manual_seed(5))
+    owners = choose(scores, None, spec) // (spec.experts // 8)
+    ranks = torch.nn.functional.one_hot(owners, 8).amax(dim=1).sum().item()
+    assert ranks == pytest.approx(expert_rows(spec, 4096, ep=8, etp=1).sent, rel=within)
+
+
+def test_experts_in_turn_are_the_choices_that_balance():
+    for spec, ep in ((router(128, 8), 4), (router(64, 6, 8, 3), 8), (router(16, 4, 2, 1), 4)):
+        owners = balanced_choice(torch.arange(4 * spec.experts), spec) // (spec.experts // ep)
+        ranks = torch.nn.functional.one_hot(owners, ep).amax(dim=1).sum().item()
+        assert ranks == expert_rows(spec, 4 * spec.experts, ep=ep, etp=1, evenly=True).sent
