@@ -342,3 +342,8 @@ def test_what_has_no_argument_there_is_named(fields, named):
         refuse_what_has_no_argument(ModelConfig(**fields))
     message = str(caught.value)
     assert message.startswith(f"--saver mcore: Megatron-LM has no argument for {named}") and "\n" not in message
+
+
+def test_experts_are_not_written():
+    with pytest.raises(ConfigError, match="the model has --num-experts 4, and only dense models are written"):
+        refuse_what_has_no_argument(ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, num_experts=4))

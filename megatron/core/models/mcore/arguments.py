@@ -208,7 +208,12 @@ def flags_beside(model: ModelConfig) -> list[str]:
 
 
 def refuse_what_has_no_argument(model: ModelConfig) -> None:
-    """Raises ConfigError naming the fields whose values Megatron-LM has no argument for."""
+    """Raises ConfigError naming the fields whose values Megatron-LM has no argument for, and for experts."""
+    if model.num_experts is not None:
+        raise ConfigError(
+            f"--saver mcore: the model has --num-experts {model.num_experts}, and only dense models are written in "
+            "Megatron-LM's formats; give --saver hf, if a family has it"
+        )
     wrong = []
     if model.use_rope_scaling:
         wrong += [
