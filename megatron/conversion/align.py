@@ -28,18 +28,20 @@ from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.family.family import Family
-from megatron.core.models.hf.names import BLOCKS
+from megatron.core.models.hf.names import BLOCKS, table
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import Source, fill
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
+from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops.activation import Activation
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.spec.decoder import DecoderSpec, LayerSpec, decoder_spec
 from megatron.spec.linear import LinearSpec
+from megatron.spec.moe import MoESpec
 from megatron.spec.norm import NormSpec
 
 SITES = (
@@ -53,6 +55,8 @@ SITES = (
     "o_proj",
     "o_proj norm",
     "mlp norm",
+    "router",  # the weight of each expert, 0 for those that are not chosen
+    "experts",  # the sum of a token's experts, and of the shared ones
     "gate",
     "up",
     "activation",
@@ -140,10 +144,13 @@ class ModelPair:
         be read.
         """
         same = HFSource(folder)  # before transformers reads it, which may take a bad path for a name to download
-        theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        theirs: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        )
         self.theirs = theirs.to(device)
         source = ours or same
-        self.table, self.family = same.table, read_config(folder)[0]
+        self.family = read_config(folder)[0]
+        self.table = table(self.family, same.model, stacked=True)  # as transformers has experts in memory
         self.config: ModelConfig = dataclasses.replace(
             source.model,
             attention_dropout=0.0,
@@ -238,9 +245,7 @@ class _Recorder:
                     lambda module, args, out: self._note_qkv(out, config)
                 ),
                 layer.self_attention.linear_proj.register_forward_hook(self._noting("o_proj")),
-                layer.mlp.linear_fc1.register_forward_hook(lambda module, args, out: self._note_gate_up(out)),
-                layer.mlp.linear_fc2.register_forward_pre_hook(lambda module, args: self._note("activation", args[0])),
-                layer.mlp.linear_fc2.register_forward_hook(self._noting("down")),
+                *self._on_mlp(layer.mlp),
             ]
             norms = [(site, getattr(layer, path)) for path, site in _NORM_SITES.items()]
             hooks += [norm.register_forward_hook(self._noting(site)) for site, norm in norms if norm is not None]
@@ -252,6 +257,23 @@ class _Recorder:
             for hook in hooks:
                 hook.remove()
         return self._record
+
+    def _on_mlp(self, mlp: nn.Module) -> list[Any]:
+        if isinstance(mlp, MoELayer):
+            return [
+                mlp.router.register_forward_hook(lambda module, args, out: self._note_router(module, args, *out)),
+                mlp.register_forward_hook(self._noting("experts")),
+            ]
+        fc1, fc2 = mlp.get_submodule("linear_fc1"), mlp.get_submodule("linear_fc2")
+        return [
+            fc1.register_forward_hook(lambda module, args, out: self._note_gate_up(out)),
+            fc2.register_forward_pre_hook(lambda module, args: self._note("activation", args[0])),
+            fc2.register_forward_hook(self._noting("down")),
+        ]
+
+    def _note_router(self, router: Any, args: tuple[Any, ...], indices: Tensor, weights: Tensor) -> None:
+        samples = args[1]
+        self._note("router", _weights_of_all(indices, weights, router.spec.experts).unflatten(0, (-1, samples)))
 
     def _begin(self, layer: int) -> None:
         self._layer = layer
@@ -285,7 +307,9 @@ def _their_modules(
             if path in _NORM_SITES:
                 yield (_NORM_SITES[path],), [part.size], layer.get_submodule(family.norms[path])
             continue
-        assert isinstance(part, LinearSpec), "models with experts have no sites yet"
+        if isinstance(spec.mlp, MoESpec) and path.startswith("mlp."):
+            continue
+        assert isinstance(part, LinearSpec)
         block = layer.get_submodule(BLOCKS[path.split(".")[0]])
         sites, widths = (
             [_LINEAR_SITES[each.name] for each in part.projections],
@@ -296,6 +320,8 @@ def _their_modules(
         else:
             for each, site, width in zip(part.projections, sites, widths, strict=True):
                 yield (site,), [width], block.get_submodule(each.name)
+    if isinstance(spec.mlp, MoESpec):
+        yield ("experts",), [spec.mlp.router.hidden], layer.mlp
 
 
 def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor) -> SiteTensors:
@@ -312,6 +338,13 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
     def note_input(layer: int, site: str) -> Callable[[Any, Any], None]:
         return lambda module, args: found.__setitem__((layer, site), args[0].flatten(2).clone())
 
+    def note_router(layer: int) -> Callable[[Any, Any, tuple[Tensor, Tensor, Tensor]], None]:
+        def hook(gate: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+            logits, weights, indices = out
+            found[layer, "router"] = _weights_of_all(indices, weights, logits.shape[-1]).view(*tokens.shape, -1)
+
+        return hook
+
     # transformers looks this function up in its module at every call.
     modeling = inspect.getmodule(type(model.model.layers[0].self_attn))
     assert modeling is not None
@@ -326,7 +359,10 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
         for sites, widths, module in _their_modules(layer, family, spec.layers[number]):
             hooks.append(module.register_forward_hook(note(number, sites, widths)))
         hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(note_input(number, "attention")))
-        hooks.append(layer.mlp.down_proj.register_forward_pre_hook(note_input(number, "activation")))
+        if isinstance(spec.layers[number].mlp, MoESpec):
+            hooks.append(layer.mlp.gate.register_forward_hook(note_router(number)))
+        else:
+            hooks.append(layer.mlp.down_proj.register_forward_pre_hook(note_input(number, "activation")))
     hooks.append(model.model.norm.register_forward_hook(note(-1, ("final norm",), [spec.hidden_size])))
     try:
         with _replaced(modeling, "eager_attention_forward", attention):
@@ -336,6 +372,11 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
             hook.remove()
     order = [(layer, site) for layer in range(len(model.model.layers)) for site in SITES if (layer, site) in found]
     return {**{key: found[key] for key in order}, (-1, "final norm"): found[-1, "final norm"], (-1, "logits"): logits}
+
+
+def _weights_of_all(indices: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """[T, k] -> [T, experts]"""
+    return weights.new_zeros(len(weights), experts).scatter(1, indices, weights)
 
 
 Patch = tuple[Any, str, Any]  # object, attribute, replacement
@@ -351,7 +392,14 @@ def _as_theirs(pair: ModelPair) -> dict[str, list[Patch]]:
             *((layer.self_attention, "rotate", _rotate) for layer in layers),
         ],
         "activation": [
-            (layer.mlp, "activation", functools.partial(_gated, layer.mlp.activation.inner)) for layer in layers
+            (layer.mlp, "activation", functools.partial(_gated, layer.mlp.activation.inner))
+            for layer in layers
+            if not isinstance(layer.mlp, MoELayer)
+        ],
+        "experts": [
+            (ours.mlp, "forward", functools.partial(_experts, ours.mlp, theirs.mlp))
+            for ours, theirs in zip(layers, pair.theirs.model.layers, strict=True)
+            if isinstance(ours.mlp, MoELayer)
         ],
         "attention": [(layer.self_attention, "core", _attention) for layer in layers],
         "GEMM": [patch for layer in layers for patch in _separate_products(layer, config, family)],
@@ -391,6 +439,22 @@ def _normed(ours: Norm, theirs: nn.Module, x: Tensor) -> Tensor:
     """Their norm of x, with our weight. It takes all heads that are normalized together as one dim."""
     found: Tensor = functional_call(theirs, {"weight": ours.weight.flatten()}, (x.flatten(-ours.weight.dim()),))
     return found.view(x.shape)
+
+
+def _experts(ours: Any, theirs: nn.Module, x: Tensor, routing: object = None) -> Tensor:
+    """Their router, experts and shared expert, with our weights. [s, b, h] -> the same."""
+    weights = {
+        "gate.weight": ours.router.weight,
+        "experts.gate_up_proj": ours.experts.linear_fc1.weight.flatten(1, 2),
+        "experts.down_proj": ours.experts.linear_fc2.weight,
+    }
+    if ours.shared_experts is not None:
+        gate, up = ours.shared_experts.linear_fc1.weight
+        weights |= {"shared_expert.gate_proj.weight": gate, "shared_expert.up_proj.weight": up}
+        weights["shared_expert.down_proj.weight"] = ours.shared_experts.linear_fc2.weight
+        weights["shared_expert_gate.weight"] = ours.shared_experts.gate_weight
+    found: Tensor = functional_call(theirs, weights, (x.transpose(0, 1).contiguous(),))
+    return found.transpose(0, 1)
 
 
 def _rotary_dtype(theirs: Any) -> torch.dtype:
@@ -434,7 +498,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, window: int |
 
 def _separate_products(layer: Any, config: ModelConfig, family: Family) -> list[Patch]:
     """Uses separate GEMMs for queries, keys, values, gate and up where theirs does, and our model has one for all."""
-    qkv, fc1, d = layer.self_attention.linear_qkv, layer.mlp.linear_fc1, config.head_dim
+    qkv, d = layer.self_attention.linear_qkv, config.head_dim
 
     def project(x: Tensor) -> Tensor:
         def rows(tensor: Tensor) -> list[Tensor]:
@@ -446,12 +510,15 @@ def _separate_products(layer: Any, config: ModelConfig, family: Family) -> list[
         heads = [part.unflatten(-1, (config.num_kv_heads, -1)) for part in found]
         return torch.cat(heads, dim=-1).flatten(2)
 
-    def gate_up(x: Tensor) -> Tensor:
-        biases = [None] * 2 if fc1.bias is None else list(fc1.bias)
-        return torch.cat([F.linear(x, w, b) for w, b in zip(fc1.weight, biases, strict=True)], dim=-1)
-
-    replacements = {"self_attention.linear_qkv": (qkv, project), "mlp.linear_fc1": (fc1, gate_up)}
+    replacements = {"self_attention.linear_qkv": (qkv, project)}
+    if not isinstance(layer.mlp, MoELayer):
+        replacements["mlp.linear_fc1"] = (layer.mlp.linear_fc1, functools.partial(_gate_up, layer.mlp.linear_fc1))
     return [(module, "forward", each) for path, (module, each) in replacements.items() if path not in family.fused]
+
+
+def _gate_up(fc1: Any, x: Tensor) -> Tensor:
+    biases = [None] * 2 if fc1.bias is None else list(fc1.bias)
+    return torch.cat([F.linear(x, w, b) for w, b in zip(fc1.weight, biases, strict=True)], dim=-1)
 
 
 def _logits(model: GPTModel, config: ModelConfig, tokens: Tensor) -> Tensor:

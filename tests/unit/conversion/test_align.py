@@ -59,12 +59,27 @@ def test_every_site_of_every_layer_agrees_in_fp32(tmp_path, name):
     save_hf_model(name, tmp_path)
     rows = align.differences(*pair_of(tmp_path, torch.float32).record(TOKENS))
     left_out = {"olmo2": {"norm", "mlp norm"}, "gemma2": set()}.get(name, {"o_proj norm", "down norm"})
-    sites = [site for site in align.SITES if site not in left_out]
+    sites = [site for site in align.SITES if site not in left_out | {"router", "experts"}]
     assert [row.site for row in rows] == [*sites * 3, "final norm", "logits"]
     assert max(row.mean_ulps for row in rows) < 16
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+EXPERTS = ["mixtral", "qwen2 moe with windows", "olmoe"]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_routers_and_experts_are_sites(tmp_path, name):
+    """Which experts are chosen, with their weights, and their sum; and gradients, of routers and experts too."""
+    save_hf_model(name, tmp_path)
+    pair = pair_of(tmp_path, torch.float32)
+    rows = align.differences(*pair.record(TOKENS))
+    layers = {row.layer for row in rows if row.site == "router"}
+    assert layers == ({1, 2} if "qwen2" in name else {0, 1, 2}) == {row.layer for row in rows if row.site == "experts"}
+    assert max(row.mean_ulps for row in rows) < 32
+    assert max(dict(pair.gradients(TOKENS)).values()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES + EXPERTS)
 def test_with_all_operations_as_theirs_bf16_is_the_same_bits(tmp_path, name):
     """So the ablation leaves nothing unexplained."""
     save_hf_model(name, tmp_path, torch.bfloat16)
