@@ -82,7 +82,7 @@ class Block:
         build = Build(config, groups, False, choose_kernels(config, CPU), RngTracker(0, groups, CPU), CPU)
         spec = decoder_spec(config).layers[0].mlp
         assert isinstance(spec, MoESpec)
-        self._layer, self._config, self._spec = MoELayer(build, spec, 0, frozenset()), config, spec
+        self._layer, self._spec = MoELayer(build, spec, 0, frozenset()), spec
         self._parameters = local_parameters(self._layer)
         initialize(self._parameters, 1)
         for parameter in self._parameters.values():
@@ -122,9 +122,9 @@ class Block:
 
     def theirs(self, implementation: str) -> Callable[[], Tensor]:
         """transformers'."""
-        config, spec = self._config, self._spec
+        spec = self._spec
         theirs = Qwen3MoeConfig(
-            hidden_size=config.hidden_size,
+            hidden_size=spec.router.hidden,
             num_experts=spec.router.experts,
             num_experts_per_tok=spec.router.topk,
             moe_intermediate_size=spec.experts.width,
