@@ -1,8 +1,8 @@
 """How evenly the experts of a small model are used under each way to balance them, on text.
 
 Trains the same model (16 experts, 4 per token) on the sources of Python's standard library, as bytes, once per way: without
-any balance, by a bias, and by each kind of balance loss. Prints one table and draws the largest load of an expert divided by
-the mean, of the worst layer, over the steps.
+any balance, by a bias, and by each kind of balance loss. Prints one table, of the load summed over the last steps, and draws
+the largest load of an expert in a step divided by the mean, of the worst layer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from pathlib import Path
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from megatron.command_line.read import parse
 from megatron.core.datasets.indexed import IndexedDatasetWriter
+from megatron.core.transformer.moe.router import Router
 from megatron.training.process import start_process
 from megatron.training.setup import build
 
@@ -43,8 +45,8 @@ MODEL = """
 def main() -> int:
     """Prints the table and writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--last", type=int, default=50, help="steps over which the table averages")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--last", type=int, default=100, help="steps of the table")
     parser.add_argument("--picture", type=Path, default=Path("moe_balance.png"))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -52,14 +54,17 @@ def main() -> int:
         prefix = Path(folder) / "stdlib"
         write_bytes(prefix)
         runs = {name: train(f"{MODEL} {flags} --data-path {prefix}", args.steps) for name, flags in WAYS.items()}
-    print(f"load max/mean per layer, mean over the last {args.last} of {args.steps} steps")
-    print("| balance | layer 0 | layer 1 | layer 2 | layer 3 | worst | validation loss |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        f"load max/mean per layer, of the last {args.last} of {args.steps} steps together; one step: the mean over them"
+    )
+    print("| balance | layer 0 | layer 1 | layer 2 | layer 3 | worst | worst of one step | validation loss |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, (loads, loss) in runs.items():
-        means = [statistics.mean(load[layer] for load in loads[-args.last :]) for layer in range(4)]
-        cells = " | ".join(f"{mean:.2f}" for mean in means)
-        print(f"| {name} | {cells} | {max(means):.2f} | {loss:.4f} |")
-    draw(args.picture, {name: [max(load) for load in loads] for name, (loads, _) in runs.items()})
+        together = imbalance(loads[-args.last :].sum(0))
+        single = max(imbalance(loads[-args.last :]).mean(0).tolist())
+        cells = " | ".join(f"{each:.2f}" for each in together.tolist())
+        print(f"| {name} | {cells} | {max(together.tolist()):.2f} | {single:.2f} | {loss:.4f} |")
+    draw(args.picture, {name: imbalance(loads).amax(1).tolist() for name, (loads, _) in runs.items()})
     return 0
 
 
@@ -71,18 +76,22 @@ def write_bytes(prefix: Path) -> None:
         writer.finalize()
 
 
-def train(flags: str, steps: int) -> tuple[list[tuple[float, ...]], float]:
-    """(load max/mean of each layer after each step, validation loss)"""
+def imbalance(loads: Tensor) -> Tensor:
+    """[..., experts] -> the largest divided by the mean [...]."""
+    return loads.amax(-1) / loads.double().mean(-1)
+
+
+def train(flags: str, steps: int) -> tuple[Tensor, float]:
+    """(load of every expert [steps, layers, experts], validation loss)"""
     run = parse(f"{flags} --train-iters {steps}".split(), description="")
     groups, device = start_process(run.parallel, 0, 1, 0, 1)
     trainer = build(run, groups, device)
-    loads = []
+    loads, routers = [], [module for module in trainer.model.modules() if isinstance(module, Router)]
     for _ in range(steps):
-        report = trainer.train_step().experts
-        assert report is not None
-        loads.append(report.imbalance)
+        trainer.train_step()
+        loads.append(torch.stack([router.previous_load.clone() for router in routers]))
     assert trainer.readers.valid is not None
-    return loads, trainer.evaluate(trainer.readers.valid)
+    return torch.stack(loads), trainer.evaluate(trainer.readers.valid)
 
 
 def draw(path: Path, curves: dict[str, list[float]]) -> None:

@@ -92,9 +92,18 @@ class RecordUnpickler(pickle.Unpickler):
             return _DTYPES[name]
         if (module, name) == ("collections", "OrderedDict"):
             return dict
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if not (module in self._known or (module, name) == ("torch.serialization", "_get_layout")):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a checkpoint's metadata")
         return self._kinds.setdefault(f"{module}.{name}", type(name, (Record,), {}))
+
+
+def _member(kind: Any, name: Any) -> Record:
+    """A member of an enum, which Python 3.11.0 to 3.11.3 pickle as getattr(class, name) and others as class(value)."""
+    if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str)):
+        raise pickle.UnpicklingError("it calls builtins.getattr, which is not part of a checkpoint's metadata")
+    return kind(name)
 
 
 def _runs_something(name: str) -> bool:
