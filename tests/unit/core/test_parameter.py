@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.core import parameter as module
 from megatron.core.parameter import GradSlot, initialize, local_parameters, make_parameter
-from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Section
+from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Section, Shard
 from tests.unit.models.builds import slot_of
 from tests.unit.silent_groups import silent_groups
 
@@ -17,8 +17,8 @@ NORMAL = Init("normal", 0.02)
 
 
 def make(shape, dim=None, size=1, rank=0, init=NORMAL, dtype=torch.float32, **fields):
-    axis = {} if dim is None else {"axis": "tp", "dim": dim}
-    spec = ParamSpec(shape, init, **axis, **fields)
+    shards = () if dim is None else (Shard("tp", dim),)
+    spec = ParamSpec(shape, init, shards, **fields)
     return make_parameter(spec, silent_groups(size, rank, tp=size), dtype=dtype, device=CPU)
 
 

@@ -8,7 +8,7 @@ import torch
 from megatron.base.mesh import DENSE
 from megatron.core.optimizer.grad_norm import global_norm, global_zeros
 from megatron.core.parameter import make_parameter
-from megatron.spec.parameter import Init, ParamSpec
+from megatron.spec.parameter import Init, ParamSpec, Shard
 from tests import pool
 from tests.unit.models.builds import CPU
 from tests.unit.silent_groups import silent_groups
@@ -27,9 +27,9 @@ def test_who_counts(rank):
             ParamSpec((size, 4), Init("constant", 0.0), **sharded), groups, dtype=torch.float32, device=CPU
         ).info
         for name, size, sharded in (
-            ("sharded", 4, {"axis": "tp", "dim": 1}),
+            ("sharded", 4, {"shards": (Shard("tp", 1),)}),
             ("replicated", 4, {}),
-            ("shared", 2, {"axis": "tp", "own_rows": 2}),
+            ("shared", 2, {"shards": (Shard("tp", 0),), "own_rows": 2}),
         )
     }
     counts = {name: [info.held_first(section, groups) for section in info.sections] for name, info in made.items()}
