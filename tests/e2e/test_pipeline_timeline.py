@@ -34,6 +34,7 @@ def check_summaries(text):
         assert shares["compute"] > 0 and shares["bubble"] > 0, line  # how large depends on what else the machine does
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_messages(tmp_path, schedule):
     """Four microbatches on two ranks: each message is in the trace at both ends, after what it depends on."""
