@@ -14,20 +14,11 @@ from megatron.tooling.layout_parity import Layout, RankMeasurement, assemble, co
 from megatron.training.batch import make_batch
 from megatron.training.setup import build
 from tests import pool
+from tests.parallel.test_layout_parity import MODELS as DENSE
 from tests.unit.config.runs import make_run
 
 LIMIT, SAMPLES, STEPS, MANY_STEPS = 1e-5, 8, 4, 20
-LLAMA = {
-    "num_attention_heads": 8,
-    "group_query_attention": True,
-    "num_query_groups": 4,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-    "num_experts": 8,
-}
+LLAMA = {**DENSE["llama"], "num_experts": 8}
 MODELS = {
     "mixtral": {**LLAMA, "moe_router_topk": 2, "moe_aux_loss_coeff": (0.02,)},
     "qwen2-moe": {
