@@ -18,7 +18,7 @@ ROWS, E, H, WIDTH = 200, 8, 64, 48
 def run(kernel, device, dtype, case, kernel_of_weights=weight_grad.separate):
     """[output, gradients of rows, weights, fc1, fc2], with gradients of the parameters in memory that was not cleared."""
     rows, weights, sizes = assign_on(device, case)
-    assignments = Assignments(rows, sizes)
+    assignments = Assignments(rows, torch.tensor(sizes, device=device).cumsum(0).int(), sizes)
     fc1, fc2 = (w.bfloat16().to(device, dtype) for w in stacks(E, H, WIDTH, gated=True))
     x, grad = (random(ROWS, H, seed=seed).bfloat16().to(device, dtype) for seed in (0, 1))
     kernels = ExpertKernels(kernel, kernel_of_weights, activation.swiglu)

@@ -89,7 +89,7 @@ class AllToAll:
         plan = plan or self._plan(indices)
         assert isinstance(plan, Plan)
         rows, arrived, places = _Dispatch.apply(x, weights, plan, self._group, self._etp, self._layer)
-        return Dispatched(rows, arrived, Assignments(places, plan.sizes), plan, len(x))
+        return Dispatched(rows, arrived, Assignments(places, plan.ends, plan.sizes), plan, len(x))
 
     def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
         """See Dispatcher."""

@@ -57,7 +57,7 @@ class Plan:
     order: [M_a] int64, the place among the received assignments, which come by (rank, expert, row), of each one by
     (expert, rank, row).
     offsets: [M_a] int64, the first row from the rank of each one by (expert, rank, row).
-    sizes: the assignments of each local expert.
+    ends, sizes: the assignments of each local expert, as in Assignments.
     """
 
     tokens: Tensor
@@ -65,6 +65,7 @@ class Plan:
     rows: Tensor
     order: Tensor
     offsets: Tensor
+    ends: Tensor
     sizes: list[int]
     send_rows: list[int]
     receive_rows: list[int]
@@ -73,7 +74,7 @@ class Plan:
 
     def assignments(self, received: Tensor) -> Assignments:
         """From the rows of the received assignments [M_a], each counted among those from its rank."""
-        return Assignments(received.index_select(0, self.order).long() + self.offsets, self.sizes)
+        return Assignments(received.index_select(0, self.order).long() + self.offsets, self.ends, self.sizes)
 
 
 def local_plan(indices: Tensor, first: int, experts: int) -> LocalPlan:
@@ -85,7 +86,7 @@ def local_plan(indices: Tensor, first: int, experts: int) -> LocalPlan:
     _, positions, counts = _sorted_by_expert(here, experts)
     sizes: list[int] = read_counts(counts)
     positions = positions[: sum(sizes)]
-    return LocalPlan(positions, Assignments(positions // indices.shape[1], sizes))
+    return LocalPlan(positions, Assignments(positions // indices.shape[1], counts.cumsum(0).int(), sizes))
 
 
 def outgoing(indices: Tensor, experts: int, ep: int) -> Outgoing:
@@ -122,6 +123,7 @@ def make_plan(out: Outgoing, received: Tensor, etp: int) -> Plan:
         rows=out.rows[: sum(assignments)],
         order=order,
         offsets=offsets,
+        ends=received[:, :-1].sum(0).cumsum(0).int(),
         sizes=[sum(column) for column in list(zip(*here, strict=True))[:-1]],
         send_rows=[count for count in rows for _ in range(etp)],
         receive_rows=[row[-1] for row in here],

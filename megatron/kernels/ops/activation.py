@@ -46,6 +46,8 @@ class Gated(Activation):
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Activation."""
+        if not torch.is_grad_enabled():
+            return self.product(x)
         result: Tensor = _Gated.apply(x, self)
         return result
 

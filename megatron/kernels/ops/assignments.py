@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -12,9 +13,27 @@ class Assignments(NamedTuple):
 
     An expert has a row at most once. The order of a row's experts is ascending, so sums over them have one order.
 
-    rows: [A] int64 on the device, the row of each assignment. sizes: the number of assignments of each local expert, on
-    the host, so that products of each expert can be launched without waiting for the device. Their sum is A.
+    rows: [A] int64 on the device, the row of each assignment. ends: [E] int32 on the device, the number of assignments of
+    each local expert and of those before it. sizes: the number of assignments of each local expert, on the host, so that
+    products of each expert can be launched without waiting for the device. Their sum is A.
     """
 
     rows: Tensor
+    ends: Tensor
     sizes: list[int]
+
+
+class RowOrder(NamedTuple):
+    """The assignments sorted by row and then by expert, so that sums over a row's experts have one order.
+
+    order: [A] int64, the place of each one among the assignments. starts: [M] int64, where those of each row begin.
+    """
+
+    order: Tensor
+    starts: Tensor
+
+
+def row_order(assignments: Assignments, count: int) -> RowOrder:
+    """The order of assignments to `count` rows, M."""
+    rows, order = assignments.rows.sort(stable=True)
+    return RowOrder(order, torch.searchsorted(rows, torch.arange(count, device=rows.device)))

@@ -8,7 +8,6 @@ differentiable.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,23 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.base.errors import first_line
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assignments, RowOrder, row_order
 from megatron.kernels.ops.gemm import slow_half
 from megatron.kernels.ops.weight_grad import WeightGrad
 
 _ALIGNMENT = 16  # bytes; of the distance between rows of a matrix, for torch's grouped product
 
-# (values [A, in], matrices [E, in, out] with any strides, the assignments of each expert) -> [A, out], in the same dtype
-GroupedGemm = Callable[[Tensor, Tensor, list[int]], Tensor]
+# (values [A, in], matrices [E, in, out] with any strides, their assignments) -> [A, out], in the same dtype
+GroupedGemm = Callable[[Tensor, Tensor, Assignments], Tensor]
 
 
-def loop(values: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
-    """The reference, and the version for CPUs: one product per expert that has rows.
+def loop(values: Tensor, matrices: Tensor, assignments: Assignments) -> Tensor:
+    """The reference: one product per expert that has rows.
 
     Half-precision products run in fp32 where that is faster (gemm.py).
     """
     out = values.new_empty(values.shape[0], matrices.shape[-1])
     wide = slow_half(values.device, values.dtype)
+    sizes = assignments.sizes
     pieces = zip(sizes, values.split(sizes), matrices.unbind(), out.split(sizes), strict=True)
     for size, value, matrix, result in pieces:
         if size and wide:
@@ -42,28 +42,27 @@ def loop(values: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
     return out
 
 
-def grouped(values: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
-    """One product of torch for all experts."""
+def grouped(values: Tensor, matrices: Tensor, assignments: Assignments) -> Tensor:
+    """One call of torch for all experts: one kernel on CUDA, and on a CPU the loop, outside Python."""
     if not values.shape[0]:
         return values.new_empty(0, matrices.shape[-1])
-    ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
-    return F.grouped_mm(values, matrices, offs=ends.to(values.device, non_blocking=True))
+    return F.grouped_mm(values, matrices, offs=assignments.ends)
 
 
 def gather_product(gemm: GroupedGemm, rows: Tensor, assignments: Assignments, matrices: Tensor) -> Tensor:
     """rows [M, in], matrices [E, in, out] -> each assignment's row times its expert's matrix, [A, out]."""
-    return gemm(rows.index_select(0, assignments.rows), matrices, assignments.sizes)
+    return gemm(rows.index_select(0, assignments.rows), matrices, assignments)
 
 
-def product_sum(gemm: GroupedGemm, values: Tensor, assignments: Assignments, matrices: Tensor, count: int) -> Tensor:
-    """values [A, in], matrices [E, in, out] -> each value times its expert's matrix, added up per row: [M = count, out]."""
-    products = gemm(values, matrices, assignments.sizes)
+def product_sum(
+    gemm: GroupedGemm, values: Tensor, assignments: Assignments, matrices: Tensor, by_row: RowOrder
+) -> Tensor:
+    """values [A, in], matrices [E, in, out] -> each value times its expert's matrix, added up per row: [M, out]."""
+    products = gemm(values, matrices, assignments)
     if not products.shape[0]:
-        return products.new_zeros(count, products.shape[1])
-    rows, order = assignments.rows.sort(stable=True)
-    starts = torch.searchsorted(rows, torch.arange(count, device=rows.device))
+        return products.new_zeros(len(by_row.starts), products.shape[1])
     # Adds the products of a row one after the other, in this order; index_add_ on CUDA would add them in any order.
-    return F.embedding_bag(order, products, starts, mode="sum")
+    return F.embedding_bag(by_row.order, products, by_row.starts, mode="sum")
 
 
 def write_weight_grad(
@@ -88,9 +87,9 @@ def choose(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> t
     widths: of rows and of inner channels, as this rank has them.
     """
     name = str(dtype).removeprefix("torch.")
-    if device.type != "cuda":
-        return loop, f"torch's grouped product is not faster on {device.type}"
-    if dtype != torch.bfloat16:
+    if slow_half(device, dtype):
+        return loop, f"this CPU multiplies {name} in fp32"
+    if device.type == "cuda" and dtype != torch.bfloat16:
         return loop, f"torch's grouped product is for bfloat16, not {name}"
     elements = _ALIGNMENT // dtype.itemsize
     odd = [width for width in widths if width % elements]
@@ -107,10 +106,11 @@ def failure_of_grouped(device: torch.device, dtype: torch.dtype) -> str | None:
     size = 2 * _ALIGNMENT
     rows = torch.ones(2, size, dtype=dtype, device=device)
     matrices = torch.ones(3, size, size, dtype=dtype, device=device)
-    assignments = Assignments(torch.tensor([0, 1, 1], device=device), [2, 0, 1])
+    ends = torch.tensor([2, 2, 3], dtype=torch.int32, device=device)
+    assignments = Assignments(torch.tensor([0, 1, 1], device=device), ends, [2, 0, 1])
     try:
         product = gather_product(grouped, rows, assignments, matrices)
-        total = product_sum(grouped, product, assignments, matrices.transpose(1, 2), 2)
+        total = product_sum(grouped, product, assignments, matrices.transpose(1, 2), row_order(assignments, 2))
     except RuntimeError as error:
         return f"torch {torch.__version__} cannot run its grouped product here: {first_line(error)}"
     if total[0].ne(size**2).any() or total[1].ne(2 * size**2).any():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.ops.activation import Activation
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assignments, RowOrder, row_order
 from megatron.kernels.ops.grouped_gemm import GroupedGemm, gather_product, product_sum, write_weight_grad
 from megatron.kernels.ops.weight_grad import WeightGrad
 
@@ -36,11 +36,13 @@ class ExpertKernels:
 class SavedExperts(NamedTuple):
     """What backward needs of forward.
 
-    rows [M, h]; None if fc1 is frozen. weights [A] fp32. inner: the output of fc1, [A, 2 f], or [A, f] without a gate.
-    activated: [A, f], or None: then backward computes it again, with the same bits.
+    rows [M, h]; None if fc1 is frozen. order [A], starts [M]: of RowOrder. weights [A] fp32. inner: the output of fc1,
+    [A, 2 f], or [A, f] without a gate. activated: [A, f], or None: then backward computes it again, with the same bits.
     """
 
     rows: Tensor | None
+    order: Tensor
+    starts: Tensor
     weights: Tensor
     inner: Tensor
     activated: Tensor | None
@@ -63,12 +65,13 @@ def forward(
     """
     inner = gather_product(kernels.gemm, rows, assignments, fc1.flatten(1, -2).transpose(1, 2))
     activated = kernels.activation(inner) if keep_activation or not skip_fc2 else None
-    saved = SavedExperts(rows, weights, inner, activated if keep_activation else None)
+    by_row = row_order(assignments, len(rows))
+    saved = SavedExperts(rows, *by_row, weights, inner, activated if keep_activation else None)
     if skip_fc2:
         return torch.empty_like(rows), saved
     assert activated is not None
     weighted = _weighted(activated, weights, in_place=not keep_activation)
-    return product_sum(kernels.gemm, weighted, assignments, fc2.transpose(1, 2), len(rows)), saved
+    return product_sum(kernels.gemm, weighted, assignments, fc2.transpose(1, 2), by_row), saved
 
 
 def backward(
@@ -107,7 +110,8 @@ def backward(
         deliver_fc1(functools.partial(_write_fc1, grad_inner, saved.rows, assignments, kernels.weight_grad))
     if not wants_rows:
         return None, grad_weights
-    return product_sum(gemm, grad_inner, assignments, fc1.flatten(1, -2), len(grad)), grad_weights
+    by_row = RowOrder(saved.order, saved.starts)
+    return product_sum(gemm, grad_inner, assignments, fc1.flatten(1, -2), by_row), grad_weights
 
 
 def _write_fc1(

@@ -35,6 +35,8 @@ class ExpertsMemory:
         inner = self._inner
         self._products(trace, self._outputs)
         trace.take(MLP, self._fc1_out, EXPERTS)
+        trace.use(WORK, self._order)  # the sorted rows, and their numbers
+        trace.take(MLP, self._order, EXPERTS)
         trace.take(MLP, 0 if self._act_again else inner, EXPERTS)
         if product:
             trace.take(WORK, inner)  # times the weights
@@ -66,7 +68,7 @@ class ExpertsMemory:
         self._sum_of_products(trace, self._outputs)
         trace.take(BACKWARD, self.sums)
         trace.free(BACKWARD, 0 if sizes.split_backward else self._fc1_out)
-        trace.free(MLP, kept + self._fc1_out + self._load.worked * FP32)
+        trace.free(MLP, kept + self._fc1_out + self._order + self._load.worked * FP32)
 
     def _products(self, trace: MemoryTrace, outputs: int) -> None:
         """The row of each pair times a matrix of [h, outputs], with the results."""
@@ -74,10 +76,10 @@ class ExpertsMemory:
         trace.use(WORK, self._gathered + result + self._wide_product(self._sizes.h, outputs))
 
     def _sum_of_products(self, trace: MemoryTrace, inputs: int) -> None:
-        """The products of all pairs, added to the sums of each row; with the pairs in the order of the rows."""
+        """The products of all pairs, added to the sums of each row."""
         trace.take(WORK, self._gathered)
         trace.use(WORK, self._wide_product(inputs, self._sizes.h))
-        trace.use(WORK, 2 * self._load.worked * INT64 + self._load.received * INT64 + self.sums)
+        trace.use(WORK, self.sums)
         trace.free(WORK, self._gathered)
 
     def _weight_grad(self, trace: MemoryTrace, inputs: int, outputs: int) -> None:
@@ -92,6 +94,11 @@ class ExpertsMemory:
         """Bytes of fp32 copies of an expert's operands and result."""
         rows = self._load.largest
         return FP32 * (rows * inputs + inputs * outputs + rows * outputs) if self._wide else 0
+
+    @property
+    def _order(self) -> int:
+        """Bytes of the order of the pairs by rows."""
+        return INT64 * (self._load.worked + self._load.received)
 
     @property
     def _gathered(self) -> int:

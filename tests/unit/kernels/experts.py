@@ -10,7 +10,8 @@ def assign(chosen, experts):
     """Assignments of rows to experts, from each row's list of experts."""
     pairs = sorted((expert, row) for row, of_row in enumerate(chosen) for expert in of_row)
     sizes = [sum(expert == e for expert, _ in pairs) for e in range(experts)]
-    return Assignments(torch.tensor([row for _, row in pairs], dtype=torch.int64), sizes)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    return Assignments(torch.tensor([row for _, row in pairs], dtype=torch.int64), ends, sizes)
 
 
 def choices(case, rows, experts):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.config.model import ModelConfig
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops import gemm, grouped_gemm, weight_grad
+from megatron.kernels.ops.assignments import row_order
 from megatron.kernels.ops.grouped_gemm import gather_product, grouped, loop, product_sum, write_weight_grad
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices
@@ -21,6 +22,14 @@ ROWS, E, IN, OUT = 13, 6, 16, 24
 def half_products(request, monkeypatch):
     """CPUs without and with instructions for bf16, whichever this one is."""
     monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.bfloat16} if request.param else set())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_on_a_cpu(case):
+    """A CPU's grouped product is the loop, so that a run has the same bits with either."""
+    assignments = assign(choices(case, ROWS, E), E)
+    values, matrices = random(len(assignments.rows), IN, seed=1), random(E, OUT, IN).transpose(1, 2)
+    assert torch.equal(grouped(values, matrices, assignments), loop(values, matrices, assignments))
 
 
 def experts_of(assignments):
@@ -53,7 +62,7 @@ class TestKernels:
     def test_product_sum(self, kernel, dtype, case, transposed):
         assignments = assign(choices(case, ROWS, E), E)
         values, matrices = random(len(assignments.rows), IN, dtype=dtype, seed=1), self.matrices(dtype, transposed)
-        found = product_sum(kernel, values, assignments, matrices, ROWS)
+        found = product_sum(kernel, values, assignments, matrices, row_order(assignments, ROWS))
         each = torch.einsum("ai,aio->ao", values.double(), matrices.double()[experts_of(assignments)])
         self.close(found, torch.zeros(ROWS, OUT).double().index_add_(0, assignments.rows, each), dtype)
 
@@ -64,7 +73,8 @@ def test_sums_are_rounded_once(kernel):
     experts = 65
     values, matrices = torch.full((experts, 8), 1 / 256).bfloat16(), torch.zeros(experts, 8, 8).bfloat16()
     values[0], matrices[:, 0, :] = 1.0, 1.0
-    found = product_sum(kernel, values, assign([list(range(experts))], experts), matrices, 1)
+    assignments = assign([list(range(experts))], experts)
+    found = product_sum(kernel, values, assignments, matrices, row_order(assignments, 1))
     assert found.float().eq(1.25).all()
 
 
@@ -73,7 +83,7 @@ def test_no_rows(kernel):
     assignments = assign([], E)
     rows, matrices = torch.empty(0, IN), random(E, IN, OUT)
     assert gather_product(kernel, rows, assignments, matrices).shape == (0, OUT)
-    assert product_sum(kernel, rows, assignments, matrices, 0).shape == (0, OUT)
+    assert product_sum(kernel, rows, assignments, matrices, row_order(assignments, 0)).shape == (0, OUT)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -99,20 +109,23 @@ class TestChoose:
         monkeypatch.setattr(torch, "ones", lambda *shape, device, **options: ones(*shape, **options))
         monkeypatch.setattr(torch, "tensor", lambda data, device=None, **options: tensor(data, **options))
 
-    def test_where_it_runs(self):
-        kernel, why = grouped_gemm.choose(CUDA, torch.bfloat16, (64, 24))
+    @pytest.mark.parametrize(("device", "dtype"), [(CUDA, torch.bfloat16), (CPU, torch.float32)])
+    def test_where_it_runs(self, device, dtype):
+        kernel, why = grouped_gemm.choose(device, dtype, (64, 24))
         assert kernel is grouped and why is None
 
     @pytest.mark.parametrize(
         ("device", "dtype", "widths", "reason"),
         [
-            (CPU, torch.bfloat16, (64, 24), "torch's grouped product is not faster on cpu"),
+            (CPU, torch.bfloat16, (64, 24), "this CPU multiplies bfloat16 in fp32"),
+            (CPU, torch.float32, (64, 22), "torch's grouped product needs widths that are multiples of 4, not 22"),
             (CUDA, torch.float16, (64, 24), "torch's grouped product is for bfloat16, not float16"),
             (CUDA, torch.float32, (64, 24), "torch's grouped product is for bfloat16, not float32"),
             (CUDA, torch.bfloat16, (64, 20), "torch's grouped product needs widths that are multiples of 8, not 20"),
         ],
     )
-    def test_where_it_does_not_run(self, device, dtype, widths, reason):
+    def test_where_it_does_not_run(self, device, dtype, widths, reason, monkeypatch):
+        monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.bfloat16})
         kernel, why = grouped_gemm.choose(device, dtype, widths)
         assert kernel is loop and why == reason
 
@@ -139,4 +152,4 @@ class TestChoose:
 def test_choose_kernels_of_a_run():
     assert choose_kernels(ModelConfig(), CPU).grouped_missing == "the model has no experts"
     experts = choose_kernels(ModelConfig(num_experts=4, hidden_size=64, ffn_hidden_size=96), CPU)
-    assert experts.grouped is loop and experts.grouped_missing == "torch's grouped product is not faster on cpu"
+    assert experts.grouped is grouped and experts.grouped_missing is None

@@ -71,7 +71,7 @@ FACTORS = {"embedding_multiplier_scale": 4.0, "residual_multiplier": 0.5, "logit
 def make_build(fields, groups, *, sequence_parallel=False, device=CPU, seed=11, block_attention=None, **options):
     """Constructor arguments of the decoder and its layers; `sequence_parallel` counts only with tp > 1."""
     config = ModelConfig(**fields)
-    kernels = choose_kernels(config, device)
+    kernels = choose_kernels(config, device, etp=groups.etp.size)
     if block_attention is not None:
         kernels = dataclasses.replace(kernels, block_attention=block_attention)
     sequence_parallel = sequence_parallel and groups.tp.size > 1

@@ -165,13 +165,13 @@ class TestFrozen:
     @pytest.mark.parametrize("recompute_activation", [True, False])
     @pytest.mark.parametrize("frozen", [True, False])
     def test_saved_bytes(self, recompute_activation, frozen):
-        """The rows unless fc1 is frozen, the weights and fc1's output, and the activation if it is kept."""
+        """The rows unless fc1 is frozen, their order, weights, fc1's output, and the activation if it is kept."""
         experts = make_experts(recompute_activation=recompute_activation)
         experts.linear_fc1.weight.requires_grad_(not frozen)
         rows, weights, assignments = inputs("uniform")
         assigned = len(assignments.rows)
         elements = assigned * (1 + 2 * WIDTH + (0 if recompute_activation else WIDTH)) + (0 if frozen else ROWS * H)
-        assert saved_bytes(lambda: experts(rows, weights, assignments)) == 4 * elements
+        assert saved_bytes(lambda: experts(rows, weights, assignments)) == 4 * elements + 8 * (assigned + ROWS)
 
 
 class TestWithoutGemm:
@@ -193,13 +193,13 @@ class TestWithoutGemm:
             out.backward(UPSTREAM)
             runs.append([*saved, rows.grad, weights.grad, *(p.grad for p in experts.parameters())])
             experts.zero_grad(set_to_none=True)
-        assert len(runs[0]) == (7 if recompute_activation else 8)
+        assert len(runs[0]) == (9 if recompute_activation else 10)
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
     def test_leaves_out_the_product(self):
-        def without_fc2(values, matrices, sizes):
+        def without_fc2(values, matrices, assignments):
             assert matrices.shape[1] == H, "fc2 ran"
-            return loop(values, matrices, sizes)
+            return loop(values, matrices, assignments)
 
         experts = make_experts(kernel=without_fc2)
         with pytest.raises(AssertionError, match="fc2 ran"):

@@ -85,7 +85,12 @@ def described(name, load, tokens, modules):
     width, outputs = F // load.etp, (2 if fields["swiglu"] else 1) * F // load.etp
     logits = tokens * E * (8 if "moe_router_dtype" in fields else 4)
     of_all = [x, logits, tokens * K * 8]
-    of_experts = [load.worked * outputs * e, load.worked * 4]
+    of_experts = [
+        load.worked * outputs * e,
+        load.worked * 4,
+        load.worked * 8,
+        load.received * 8,
+    ]  # the order of the rows
     if "moe_act" not in modules:
         of_experts.append(load.worked * width * e)
     # One rank reads the tokens themselves; where weights are taken from the router's, autograd keeps the places.
