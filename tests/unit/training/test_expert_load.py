@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.core.transformer.moe.router import Router
+from megatron.kernels.ops import routing as kernels
 from megatron.training.routing_trace import RoutingTrace
 from megatron.training.setup import build
 from tests import pool
@@ -91,6 +92,17 @@ def test_what_leaves_the_biases_alone():
     trainer.step.forward_backward(batches)
     trainer.step.end_step(applied=True)
     assert not unchanged()
+
+
+@pytest.mark.parametrize("recompute", [{}, FULL], ids=["kept", "recomputed"])
+def test_an_evaluation_counts_no_load(monkeypatch, recompute):
+    trainer, _ = made(**recompute)
+    count, counted = kernels.counts_by_sample, []
+    monkeypatch.setattr(kernels, "counts_by_sample", lambda *args: counted.append(args) or count(*args))
+    trainer.evaluate(trainer.readers.valid)
+    assert not counted
+    trainer.train_step()
+    assert len(counted) == 4  # of two microbatches and layers
 
 
 def test_biases_stay_in_fp32():

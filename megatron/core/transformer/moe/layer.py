@@ -50,7 +50,7 @@ class MoELayer(nn.Module):
         shared = None if self.shared_experts is None else self.shared_experts(x)
         rows = x.flatten(0, 1)
         indices, weights = self.router(rows, x.shape[1], routing)
-        layer = None if routing is None else routing.layers[self._number]
+        layer = None if routing is None else routing.layers.get(self._number)
         sent = self._dispatcher.dispatch(rows, indices, weights, None if layer is None else layer.plan)
         if layer is not None:
             layer.plan = sent.plan

@@ -52,8 +52,8 @@ class MicrobatchRouting:
     places [s]: the place in its sample of each of this rank's tokens; rows of all [s, b, ...] tensors are in this order.
     length: tokens of a whole sample.
     routed [s, b], bool: False for padding, which no expert gets; None: there is none. tokens, losses, scale: of the balance
-    losses, and the loss scale; losses is None in evaluation, which counts nothing. forced: number of a layer -> experts
-    [T, k] to take instead of the router's choice. is_traced: layers keep the margins of their choices, too.
+    losses, and the loss scale; losses is None in evaluation, which keeps and counts nothing. forced: number of a layer ->
+    experts [T, k] to take instead of the router's choice. is_traced: layers keep the margins of their choices, too.
     """
 
     places: Tensor
@@ -79,8 +79,9 @@ class MicrobatchRouting:
 
         Communication: with losses of whole samples an all-reduce of counts [b, E] over `group`, tp x cp, not waited for.
         """
+        assert self.losses is not None
         whole, load = counts, None
-        if self.losses is not None and self.losses.counts_samples and group.size > 1:
+        if self.losses.counts_samples and group.size > 1:
             whole = counts.clone()
             load = all_reduce_async(whole, group)
         probabilities, squares = sums or (None, None)

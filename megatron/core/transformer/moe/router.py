@@ -46,7 +46,7 @@ class Router(nn.Module):
         self.previous_load: Tensor
 
     def forward(self, x: Tensor, samples: int, routing: MicrobatchRouting | None) -> tuple[Tensor, Tensor]:
-        """samples: b. routing: of this microbatch, made here in the first run; None in generation, which keeps nothing.
+        """samples: b. routing: of this microbatch, made here in the first run of training; generation has none.
 
         Communication: that of `MicrobatchRouting.record`; with --moe-expert-capacity-factor, where a sample is sharded, an
         all-gather of experts and weights over tp x cp.
@@ -62,14 +62,13 @@ class Router(nn.Module):
             return routing.layers[self.number]
         chosen = self._chosen(scores, samples, routing)
         kept = self._kept(scores, chosen, samples, routing)
-        if routing is None:
+        if routing is None or routing.losses is None:
             return _Choice(chosen, kept)
         of_sample = torch.arange(len(chosen), device=chosen.device) % samples
         counted = chosen if routing.routed is None else chosen.masked_fill(~routing.routed.reshape(-1, 1), -1)
         counts = kernels.counts_by_sample(counted, of_sample, samples, self.spec.experts)
-        layer = routing.record(
-            self.number, chosen, kept, counts, self._sums(logits, scores, samples, routing), self.groups.tp_cp
-        )
+        sums = self._sums(logits, scores, samples, routing) if routing.losses.names else None
+        layer = routing.record(self.number, chosen, kept, counts, sums, self.groups.tp_cp)
         if routing.is_traced:
             layer.margins = kernels.margins(scores, self.expert_bias, self.spec)
         return layer
@@ -95,12 +94,8 @@ class Router(nn.Module):
             kernels.weigh(scores, chosen, self.spec), chosen, kept, samples, routing, self.spec, self._moe, self.groups
         )
 
-    def _sums(
-        self, logits: Tensor, scores: Tensor, samples: int, routing: MicrobatchRouting
-    ) -> tuple[Tensor, Tensor] | None:
-        """Probabilities and squared log-sum-exps of this rank's tokens of each sample; None if no loss needs them."""
-        if routing.losses is None or not routing.losses.names:
-            return None
+    def _sums(self, logits: Tensor, scores: Tensor, samples: int, routing: MicrobatchRouting) -> tuple[Tensor, Tensor]:
+        """Probabilities and squared log-sum-exps of this rank's tokens of each sample, for the values of the losses."""
         probabilities, squares = probabilities_of(scores, self.spec), logits.logsumexp(1).square()
         if routing.routed is not None:
             routed = routing.routed.reshape(-1)

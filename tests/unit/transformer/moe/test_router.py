@@ -9,6 +9,7 @@ from megatron.config.moe_training import MoEConfig
 from megatron.core.transformer.moe.balance import BalanceLosses, TokenCounts
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.core.transformer.moe.router import Router
+from megatron.kernels.ops import routing as kernels
 from megatron.spec.moe import RouterSpec
 from megatron.spec.parameter import Init
 from tests import pool
@@ -131,6 +132,15 @@ def test_a_second_run_takes_the_choices_of_the_first_and_counts_nothing():
     again, _ = made(-x, B, found)  # other logits, as another kernel's rounding would give
     assert again.equal(first) and found.layers[0] is layer
     assert not made(-x, B, routing(losses, False))[0].equal(first)
+
+
+def test_evaluation_chooses_alike_and_keeps_nothing(monkeypatch):
+    made, x, found = router(), torch.randn(S * B, H), routing(None, True)
+    first = made(x, B, routing(BalanceLosses((), 0.0), True))
+    monkeypatch.delattr(kernels, "counts_by_sample")
+    for mine, other in zip(made(x, B, found), first, strict=True):
+        assert mine.equal(other)
+    assert found.layers == {}
 
 
 def test_padding_is_not_routed_and_not_counted():
