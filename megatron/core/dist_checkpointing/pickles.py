@@ -5,6 +5,9 @@ A pickle is a program: it names functions and calls them. Here each name that it
 Unknown classes (enums among the arguments of a run, states of its tokenizer) become stand-ins that take any arguments
 and any state and do nothing. Names of Python's own library are the tools of an attack (os.system, builtins.eval), and
 no normal checkpoint has any except those in `_PLAIN`: a file with another one is rejected.
+
+Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name), or as its name in the module, and other versions
+as class(value). For that call, and for no other use of getattr, the class is asked for the member as class(name).
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from megatron.base.errors import CheckpointError
 
 _PLAIN = re.compile(
-    r"signal\.(Signals|Handlers)|pathlib\.(\w+\.)?\w*Path|types\.SimpleNamespace|datetime\.\w+|enum\.\w+"
+    r"signal\.(Signals|Handlers|SIG\w+)|pathlib\.(\w+\.)?\w*Path|types\.SimpleNamespace|datetime\.\w+|enum\.\w+"
 )
+_GETATTR = "builtins.getattr"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -35,13 +39,14 @@ def load_objects(file: Path | BinaryIO, where: str, *, mapped: bool = False) -> 
     for a file that is missing, damaged, or uses names that no checkpoint needs.
     """
     try:
-        with safe_globals([argparse.Namespace]):
+        with safe_globals([argparse.Namespace, (_member, _GETATTR)]):
             unknown = get_unsafe_globals_in_checkpoint(file)
         if hostile := sorted(name for name in unknown if _runs_something(name)):
             raise CheckpointError(f"{where} is refused: its pickle would call {', '.join(hostile)}")
         if not isinstance(file, Path):
             file.seek(0)
-        with safe_globals([argparse.Namespace, *((_stand_in(name), name) for name in unknown)]):
+        stand_ins = ((type(name, (_StandIn,), {}), name) for name in unknown)
+        with safe_globals([argparse.Namespace, (_member, _GETATTR), *stand_ins]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
         raise
@@ -76,7 +81,7 @@ class RecordUnpickler(pickle.Unpickler):
     """Reads a pickle of classes from the packages in `known`; each object becomes a `Record` subclass.
 
     Each unpickler makes its own subclasses, so changes that a pickle makes to them do not persist. Shapes become
-    tuples, dtypes torch dtypes. Raises pickle.UnpicklingError for any other name.
+    tuples, dtypes torch dtypes. Raises pickle.UnpicklingError for any other name, and TypeError for any other getattr.
     """
 
     def __init__(self, file: BinaryIO, known: tuple[str, ...]) -> None:
@@ -92,17 +97,17 @@ class RecordUnpickler(pickle.Unpickler):
             return _DTYPES[name]
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if (module, name) == ("builtins", "getattr"):
+        if f"{module}.{name}" == _GETATTR:
             return _member
         if not (module in self._known or (module, name) == ("torch.serialization", "_get_layout")):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a checkpoint's metadata")
         return self._kinds.setdefault(f"{module}.{name}", type(name, (Record,), {}))
 
 
-def _member(kind: Any, name: Any) -> Record:
-    """A member of an enum, which Python 3.11.0 to 3.11.3 pickle as getattr(class, name) and others as class(value)."""
-    if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str)):
-        raise pickle.UnpicklingError("it calls builtins.getattr, which is not part of a checkpoint's metadata")
+def _member(kind: Any, name: Any) -> Any:
+    """The member of an enum that a pickle names by getattr(kind, name), of a class that is data; see the note."""
+    if not (isinstance(kind, type) and issubclass(kind, Record | _StandIn) and isinstance(name, str)):
+        raise TypeError(f"it calls {_GETATTR}, which is not part of a checkpoint")
     return kind(name)
 
 
@@ -110,20 +115,17 @@ def _runs_something(name: str) -> bool:
     return name.partition(".")[0] in sys.stdlib_module_names and not _PLAIN.fullmatch(name)
 
 
-def _stand_in(name: str) -> type:
-    """Returns a class that takes any arguments and any state, and ignores them."""
+class _StandIn:
+    """A class that takes any arguments and any state, and ignores them. Subclasses have the names of those in the pickle."""
 
-    class StandIn:
-        def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
-            return object.__new__(cls)
+    def __new__(cls, *args: Any, **kwargs: Any) -> _StandIn:
+        return object.__new__(cls)
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
-        def __setstate__(self, state: Any) -> None:
-            pass
+    def __setstate__(self, state: Any) -> None:
+        pass
 
-        def __repr__(self) -> str:
-            return f"<{name}>"
-
-    return StandIn
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
