@@ -71,20 +71,36 @@ def _expected_ranks_of(router: RouterSpec, ranks: int) -> float:
 
 
 def expected_ranks(experts: int, topk: int, ranks: int, *, groups: int = 1, chosen: int = 1) -> float:
-    """The mean number of ranks with some of a token's experts, if every choice of `topk` in `chosen` groups is as likely.
+    """The mean number of ranks with some of a token's `topk` experts, if every order of the experts' scores is as likely.
 
-    `ranks` hold the experts in equal parts.
+    `ranks` hold the experts in equal parts. The `chosen` groups are those of the best experts, and a token has one of each
+    of them more often than if all choices in any groups were as likely. For groups that are chosen by a sum of
+    scores this is an estimate, within 1.5 % in the published shapes.
     """
     own, width = experts // ranks, experts // groups
     if max(ranks, groups) % min(ranks, groups):  # a rank has parts of groups, which this does not follow
         groups, chosen, width = 1, 1, experts
-    held = max(1, groups // ranks)  # groups of which a rank has experts
+    held = max(1, groups // ranks)  # groups of which this rank has experts
     own_of_each = own // held
-    without = 0.0  # share of choices without an expert of this rank
-    for number in range(min(held, chosen) + 1):  # of this rank's groups that are among the chosen ones
-        likely = math.comb(held, number) * math.comb(groups - held, chosen - number) / math.comb(groups, chosen)
-        without += likely * math.comb(chosen * width - number * own_of_each, topk) / math.comb(chosen * width, topk)
-    return ranks * (1 - without)
+
+    def without(taken: int, seen: int, mine: int) -> float:
+        """The probability that no expert of this rank follows, from the best expert down.
+
+        All `taken` so far are of the `seen` groups, of which this rank has experts of `mine`.
+        """
+        if taken == topk:
+            return 1.0
+        if seen == chosen:  # all that follow are any of these groups
+            left, rest = chosen * width - taken, topk - taken
+            return math.comb(left - mine * own_of_each, rest) / math.comb(left, rest)
+        again = seen * width - taken - mine * own_of_each
+        other, part = (groups - held - seen + mine) * width, (held - mine) * (width - own_of_each)
+        sum_of_all = again * without(taken + 1, seen, mine) if again else 0.0
+        sum_of_all += other * without(taken + 1, seen + 1, mine) if other else 0.0
+        sum_of_all += part * without(taken + 1, seen + 1, mine + 1) if part else 0.0
+        return sum_of_all / (experts - taken)
+
+    return ranks * (1 - without(0, 0, 0))
 
 
 def _ranks_in_turn(router: RouterSpec, ranks: int) -> int:

@@ -11,27 +11,30 @@ from megatron.spec.expert_rows import WORST, expected_ranks, expert_rows
 from megatron.spec.moe import RouterSpec
 
 
-def router(experts, topk, groups=1, group_topk=1):
-    return RouterSpec(8, experts, topk, "softmax", normalized=True, groups=groups, group_topk=group_topk)
+def router(experts, topk, groups=1, group_topk=1, group_score="max"):
+    return RouterSpec(
+        8, experts, topk, "softmax", normalized=True, groups=groups, group_topk=group_topk, group_score=group_score
+    )
+
+
+def ranks_of(spec, ranks, scores):
+    """The mean number of ranks with an expert of a token, over rows of scores."""
+    owners = (choose(scores, None, spec) // (spec.experts // ranks)).sort(dim=1).values
+    return 1 + (owners.diff(dim=1) > 0).sum().item() / len(scores)
 
 
 @pytest.mark.parametrize(
     ("spec", "ranks"),
     [
-        (router(8, 2), 4), (router(8, 3), 2), (router(6, 2), 1), (router(8, 2, 4, 2), 2), (router(8, 3, 4, 2), 4),
-        (router(8, 2, 2, 1), 4), (router(8, 4, 2, 1), 2),
+        (router(6, 2), 1), (router(6, 2), 3), (router(6, 3), 2), (router(6, 2, 3, 2), 3), (router(6, 3, 3, 2), 6),
+        (router(6, 4, 3, 2), 3), (router(6, 4, 3, 3), 6), (router(6, 1, 3, 2), 3), (router(6, 2, 2, 1), 2),
+        (router(6, 3, 2, 2), 6), (router(6, 3, 6, 4), 3), (router(6, 3, 6, 4), 2),
     ],
 )  # fmt: skip
-def test_expected_ranks_are_the_mean_over_all_choices(spec, ranks):
-    width, found, weights = spec.experts // spec.groups, 0.0, 0
-    for chosen in itertools.combinations(range(spec.groups), spec.group_topk):
-        pool = [group * width + place for group in chosen for place in range(width)]
-        for experts in itertools.combinations(pool, spec.topk):
-            found += len({expert // (spec.experts // ranks) for expert in experts})
-            weights += 1
-    assert expected_ranks(spec.experts, spec.topk, ranks, groups=spec.groups, chosen=spec.group_topk) == pytest.approx(
-        found / weights
-    )
+def test_expected_ranks_are_the_mean_over_all_orders_of_the_experts(spec, ranks):
+    orders = torch.tensor(list(itertools.permutations(range(spec.experts))), dtype=torch.float32)
+    expected = expected_ranks(spec.experts, spec.topk, ranks, groups=spec.groups, chosen=spec.group_topk)
+    assert expected == pytest.approx(ranks_of(spec, ranks, orders))
 
 
 def test_known_shares():
@@ -71,13 +74,23 @@ def test_experts_in_turn_are_on_as_many_ranks_as_possible(spec, ep, copies):
     assert load.received == load.sent == 100 * copies and load.worked == 100 * spec.topk
 
 
-# Groups are chosen for their best experts, so that a token has one of each more often than if all were as likely.
-@pytest.mark.parametrize(("spec", "within"), [(router(128, 8), 0.01), (router(64, 6, 8, 3), 0.07)])
-def test_choices_of_random_scores_go_to_as_many_ranks(spec, within):
+# A sum of scores is no matter of their order alone.
+@pytest.mark.parametrize(
+    ("spec", "ranks", "within"),
+    [
+        (router(128, 8), 8, 0.005),
+        (router(64, 6, 8, 3), 8, 0.005),
+        (router(160, 6, 8, 3), 16, 0.005),
+        (router(256, 8, 8, 4), 4, 0.005),
+        (router(64, 6, 8, 3, "sum"), 8, 0.015),
+        (router(160, 6, 8, 3, "sum"), 16, 0.02),
+        (router(256, 8, 8, 4, "sum"), 32, 0.015),
+    ],
+)
+def test_choices_of_random_scores_go_to_as_many_ranks(spec, ranks, within):
     scores = torch.rand(4096, spec.experts, generator=torch.Generator().manual_seed(5))
-    owners = choose(scores, None, spec) // (spec.experts // 8)
-    ranks = torch.nn.functional.one_hot(owners, 8).amax(dim=1).sum().item()
-    assert ranks == pytest.approx(expert_rows(spec, 4096, ep=8, etp=1).sent, rel=within)
+    sent = expert_rows(spec, 4096, ep=ranks, etp=1).sent
+    assert 4096 * ranks_of(spec, ranks, scores) == pytest.approx(sent, rel=within)
 
 
 def test_experts_in_turn_are_the_choices_that_balance():
