@@ -17,6 +17,7 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import barrier
+from megatron.core.comm.connections import connect_all
 from megatron.core.datasets.sample import Splits
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
 from megatron.core.device import synchronize
@@ -84,7 +85,7 @@ def assemble(
     barrier(groups.tp_inner)  # connects it: [Note: when NCCL makes a communicator] in comm/connections.py
     if run.model.num_experts:
         groups = with_experts(groups, timeout_seconds)
-        barrier(groups.etp_ep)
+        connect_all(groups.etp_ep, device)
         barrier(groups.tp_cp)
     prepared = prepare(run.model, run.moe, run.parallel, run.recompute, settings, groups, device, seed=run.train.seed)
     prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)

@@ -10,6 +10,7 @@ from megatron.config.pipeline import passes_around
 from megatron.config.rules.check import check
 from megatron.core.comm.connections import open_connections
 from megatron.core.groups import Group
+from megatron.training.process import groups_of
 from megatron.training.setup import build
 from tests import pool
 from tests.parallel.test_pipeline_checkpoints import OVERLAPPED, pipeline
@@ -91,6 +92,44 @@ CASES = {
     "dp 4, two instances": (4, {**OVERLAPPED, "num_distributed_optimizer_instances": 2}),
     "dp 2 x tp 2, tokens": (4, {**SHARDED, "calculate_per_token_loss": True}),
 }
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "expert_model_parallel_size": 2,
+}
+WITH_EXPERTS = {
+    "ep 2 over dp, pp 2": (4, {**EXPERTS, **pipeline(2, "1f1b")}),
+    "ep 2, etp 2 over tp 2 x dp 2": (4, {**EXPERTS, **SHARDED}),
+    "ep 2, etp 1 over tp 2 x cp 2": (4, {**EXPERTS, **SHARDED, **context(2, "p2p"), "expert_tensor_parallel_size": 1}),
+}
+
+
+def set_up(rank, size, fields):
+    """What this rank calls while a trainer is built, on groups that the model decides."""
+    run = make_run(**{**FIELDS, **fields})
+    check(run, size)
+    groups = groups_of(run.parallel, size, rank, pool.groups().heartbeat)
+    with groups.heartbeat.record() as calls:
+        made = build(run, groups, CPU).groups
+    of = {made.tp_inner.name: made.tp_inner, "etp_ep": made.etp_ep, "tp_cp": made.tp_cp}
+    return [(call.op, call.group, of[call.group].ranks) for call in calls if call.group in of]
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_ranks_that_exchange_tokens_are_connected_before_the_first_step(name):
+    """By one all-to-all on each group, at the same place in the calls of all ranks."""
+    size, fields = WITH_EXPERTS[name]
+    calls = pool.run(size, set_up, fields)
+    assert all([op for op, group, _ in each if group == "etp_ep"] == ["all_to_all"] for each in calls)
+    assert len({tuple((op, group) for op, group, _ in each) for each in calls}) == 1
+    play(
+        {rank: [Call((group, ranks), frozenset(ranks)) for _, group, ranks in each] for rank, each in enumerate(calls)}
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

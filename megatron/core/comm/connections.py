@@ -18,6 +18,10 @@ first communicator that is not made yet wait for no other. The groups along one 
 even pairs of neighbours, nor the odd ones: these are made at the same time, and the number of rounds does not grow with
 the world.
 
+A communicator connects the neighbours of its ring when it is made, and any other two ranks when they first exchange
+something (ncclTransportP2pSetup). Ranks that send each other tokens for their experts are connected by an exchange as small
+as can be, in place of the barrier; their groups are known with the model, so this follows (`connect_all`).
+
 A communicator takes device memory. So only those pairs are connected that exchange messages, and dp, model and `ends` are
 left to their first use: only some runs use them, at the beginning or the end of a step, where no message is in flight.
 
@@ -30,6 +34,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron.core.comm.all_to_all import all_to_all_async
 from megatron.core.comm.collectives import announced, barrier, in_flight
 from megatron.core.comm.pipeline_messages import pair_of
 from megatron.core.groups import Group, Groups
@@ -50,6 +55,16 @@ def open_connections(groups: Groups, device: torch.device, *, ring: bool) -> int
             _pass_number(pair, device)
         barrier(groups.world)
     return len(lines) + len(pairs) + (groups.world.size > 1)
+
+
+def connect_all(group: Group, device: torch.device) -> None:
+    """Makes the communicator of a group and connects each two of its ranks, see the note. Raises CommError.
+
+    Collective over the group. Communication: an all-to-all of one number.
+    """
+    numbers = torch.zeros(group.size, dtype=torch.int32, device=device)
+    _, handle = all_to_all_async(numbers, group, f"connecting {group.name}")
+    handle.wait()
 
 
 def _of_a_step(groups: Groups) -> list[Group]:
