@@ -13,7 +13,7 @@ from tests.e2e.helpers.launch import run
 from tests.pool import free_port
 
 EXPERTS = "examples/moe/pretrain_moe.sh"
-SCRIPTS = sorted({str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/*_*.sh")} - {EXPERTS})
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/*_*.sh"))
 PRETRAIN, FINETUNE = "examples/llama/pretrain_llama.sh", "examples/llama/finetune_llama.sh"
 SFT = "tests.e2e.helpers.drivers:finetune"
 TOY = ["--seq-length", 64, "--global-batch-size", 4, "--precision", "fp32", "--gpus", 2]
@@ -37,23 +37,23 @@ def made(tmp_path_factory):
 
 def test_every_family_has_both():
     both = {f"examples/{family}/{what}_{family}.sh" for family in MODELS for what in ("pretrain", "finetune")}
-    assert set(SCRIPTS) == both
+    assert set(SCRIPTS) == both - {"examples/moe/finetune_moe.sh"}
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=[] if "llama" in path or "qwen/finetune" in path else [pytest.mark.slow])
+        pytest.param(path, marks=[] if re.search("llama|moe|qwen/finetune", path) else [pytest.mark.slow])
         for path in SCRIPTS
     ],
 )
 def test_every_script(path, made, tmp_path):
     """Two steps from a Hugging Face folder, by the command that the script prints, without torchrun's start-up.
 
-    Qwen's with adapters, Llama's under tensor parallelism.
+    Qwen's with adapters, Llama's under tensor parallelism, experts under expert parallelism.
     """
     family, fine_tunes = Path(path).parent.name, "finetune" in path
-    more = {"qwen": ["--lora-rank", 4], "llama": ["--tp", 2]}.get(family, [])
+    more = {"qwen": ["--lora-rank", 4], "llama": ["--tp", 2], "moe": ["--ep", 2]}.get(family, [])
     words = ["--model", made / family, "--data", made / ("chat" if fine_tunes else "text"), "--save", tmp_path / "run"]
     words += [*more, "--save-interval", 2, "--train-iters", 2]
     launcher, program, flags = command_of(script(path, tmp_path, *words, *TOY, "--dry-run", *CPU))
@@ -65,6 +65,8 @@ def test_every_script(path, made, tmp_path):
     assert steps(output, 2) == [1, 2] and "stored as float32, as float32" in output
     assert ("packing efficiency" in output) == fine_tunes
     assert ("adapters of" in output) == (family == "qwen")
+    assert bool(re.search(r"token dispatcher +alltoall +alltoall over 2 ranks", output)) == (family == "moe")
+    assert bool(re.search(r"expert balance +aux_loss 0.001", output)) == (family == "moe")
     assert bool(re.search(r"sequence parallelism +on +on", output)) == (family == "llama")
     assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
@@ -160,7 +162,7 @@ def test_experts(tmp_path):
     assert "--expert-model-parallel-size" not in plain and flag(plain, "--moe-aux-loss-coeff") == "0.01"
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS, EXPERTS, "examples/pai_compat.sh"])
+@pytest.mark.parametrize("path", [*SCRIPTS, "examples/pai_compat.sh"])
 def test_help(path, tmp_path):
     output = script(path, tmp_path, "--help")
     assert f"  {path} " in output and "--dry-run" in output and "set -e" not in output

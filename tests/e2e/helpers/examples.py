@@ -19,7 +19,13 @@ from tests.unit.datasets.helpers import write_documents
 from tests.unit.models.hf_models import save_published
 
 ROOT = Path(__file__).parents[3]
-MODELS = {"llama": "Llama 3.1", "mistral": "Mistral 7B v0.1", "qwen": "Qwen3 0.6B", "baichuan": "Baichuan 7B"}
+MODELS = {
+    "llama": "Llama 3.1",
+    "mistral": "Mistral 7B v0.1",
+    "qwen": "Qwen3 0.6B",
+    "baichuan": "Baichuan 7B",
+    "moe": "Mixtral 8x7B",
+}
 
 
 def start(path, folder, *words, **environment):
