@@ -12,8 +12,9 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,8 +85,13 @@ def shortened(run: RunConfig, world_size: int) -> RunConfig:
     return dataclasses.replace(run, train=train)
 
 
-def trace(run: RunConfig, world_size: int, rank: int, assumed: AssumedDevice) -> Traced:
-    """Traces a rank of a run whose vocabulary is known. Weights are initialised, wherever the run itself finds them."""
+def trace(
+    run: RunConfig, world_size: int, rank: int, assumed: AssumedDevice, watch: AbstractContextManager[Any] | None = None
+) -> Traced:
+    """Traces a rank of a run whose vocabulary is known. Weights are initialised, wherever the run itself finds them.
+
+    watch: active during the step.
+    """
     started = time.perf_counter()
     run = dataclasses.replace(run, checkpoint=CheckpointConfig())
     heartbeat, device = Heartbeat(rank), torch.device("cuda", rank % assumed.per_host)
@@ -105,7 +111,7 @@ def trace(run: RunConfig, world_size: int, rank: int, assumed: AssumedDevice) ->
         _label(memory, trainer)
         set_up = memory.peak
         memory.restart()
-        with heartbeat.record() as calls:
+        with heartbeat.record() as calls, watch or nullcontext():
             trainer.train_step()
             trainer.data_parallel.synchronize()
         del trainer

@@ -1,0 +1,68 @@
+"""The work of operations, as the roofline counts it."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks import roofline
+from benchmarks.roofline import ATTENTION, BACKWARD, FORWARD, CountedWork, Work
+from megatron.core.streams.simulated import H100, simulated_cuda
+from megatron.spec.decoder import decoder_spec
+from megatron.training.dry_run.simulated_torch import SimulatedTorch
+from megatron.training.dry_run.traced_memory import TracedMemory
+
+N, M, K = 6, 10, 4
+BF16, CUDA = torch.bfloat16, torch.device("cuda", 0)
+TOKENS, HEADS, HEAD = 32, 4, 16
+SMALL = (
+    f"--hidden-size {HEADS * HEAD} --ffn-hidden-size 96 --num-attention-heads {HEADS} --num-query-groups 2 "
+    f"--seq-length {TOKENS} --vocab-size 512"
+)
+
+
+def work(run):
+    """The work of a function of (a [N, M], b [M, K], c [N, M]) on CUDA, in bf16."""
+    memory = TracedMemory(CUDA, str)
+    with simulated_cuda(H100, lambda: 0), SimulatedTorch(), FakeTensorMode(), memory, CountedWork() as counted:
+        shapes = (N, M), (M, K), (N, M)
+        given = [torch.empty(shape, dtype=BF16, device=CUDA) for shape in shapes]
+        run(*given)
+    return sum(counted.found.values(), Work())
+
+
+OPERATIONS = {
+    "a view": (lambda a, b, c: a[2:].t().unsqueeze(0), Work()),
+    "a copy of a transposed matrix": (lambda a, b, c: a.t().contiguous(), Work(1, 2 * N * M * 2)),
+    "memory": (lambda a, b, c: torch.empty_like(a), Work()),
+    "a sum": (lambda a, b, c: a + c, Work(1, 3 * N * M * 2)),
+    "in place": (lambda a, b, c: a.add_(c), Work(1, 3 * N * M * 2)),
+    "into given memory": (lambda a, b, c: torch.mul(a, 2.0, out=c), Work(1, 2 * N * M * 2)),
+    "overwritten": (lambda a, b, c: a.copy_(c), Work(1, 2 * N * M * 2)),
+    "zeros": (lambda a, b, c: a.zero_(), Work(1, N * M * 2)),
+    "a row for all": (lambda a, b, c: a + c[:1].expand(N, M), Work(1, (2 * N + 1) * M * 2)),
+    "some rows": (
+        lambda a, b, c: a.index_select(0, torch.empty(2, dtype=torch.int64, device=CUDA)),
+        Work(1, 2 * 2 * M * 2 + 2 * 8),
+    ),
+    "a product": (lambda a, b, c: a @ b, Work(1, (N * M + M * K + N * K) * 2, 2 * N * M * K)),
+    "on the host": (lambda a, b, c: torch.ones(3) + 1, Work()),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation(name):
+    run, expected = OPERATIONS[name]
+    assert work(run) == expected
+
+
+def test_a_layer_has_the_products_of_its_description():
+    two, three = roofline.counted(SMALL, 2), roofline.counted(SMALL, 3)
+    layer = {key: three[key] - two[key] for key in three}
+    spec = decoder_spec(roofline.read(SMALL, 2).model).layers[0]
+    of_weights = 2 * TOKENS * spec.multiply_adds
+    for key in (("kernels.ops.gemm", FORWARD), ("kernels.ops.gemm", BACKWARD), ("kernels.ops.weight_grad", BACKWARD)):
+        assert layer[key].flops == of_weights
+        assert layer[key].launches == len(spec.linears())
+    of_attention = 2 * HEADS * TOKENS**2 // 2 * HEAD
+    assert layer[ATTENTION, FORWARD].flops == 2 * of_attention
+    assert layer[ATTENTION, BACKWARD].flops == 5 * of_attention
