@@ -16,16 +16,8 @@ from megatron.command_line.flag_parser import FlagParser, within
 from megatron.command_line.read import parse
 from megatron.config.interval import COUNT, NOT_NEGATIVE
 from megatron.config.run import RunConfig
-from megatron.tooling.layout_parity import (
-    EXPERT_GRID,
-    GRID,
-    Difference,
-    Layout,
-    Measurement,
-    compare,
-    reduced,
-    run_layout,
-)
+from megatron.tooling.layout_parity import Difference, Measurement, compare, reduced, run_layout
+from megatron.tooling.layouts import EXPERT_GRID, GRID, Layout
 
 LIMIT = 1e-5
 TIE = 1e-5  # margin of a choice, of the spread of the scores, below which rounding decides
@@ -44,14 +36,21 @@ def build_parser() -> FlagParser:
 def run(args: argparse.Namespace) -> int:
     """Prints one row per layout; returns the exit code. Raises UserErrors."""
     flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
-    model = reduced(parse(flags, description="the model to check"), args.steps)
-    grid = GRID if model.model.num_experts is None else EXPERT_GRID
-    reference = run_layout(model, grid[0])
+    asked = parse(flags, description="the model to check")
+    grid = GRID if asked.model.num_experts is None else EXPERT_GRID
+    references = dict[int, tuple[RunConfig, Measurement]]()
     print(f"{'layout':44s} {'max loss difference':>20s} {'max gradient difference':>24s}  worst parameter")
-    print(f"{grid[0]!s:44s} {'reference':>20s} {'reference':>24s}  final loss {reference.losses[-1]:.6f}", flush=True)
     failed = []
-    for layout in grid[1:]:
-        found, note = compare_choices(model, layout, reference)
+    for layout in grid:
+        if layout.layers not in references:
+            model = reduced(asked, args.steps, layout.layers)
+            reference = run_layout(model, grid[0])
+            references[layout.layers] = model, reference
+            end = f"{layout.layers} layers, final loss {reference.losses[-1]:.6f}"
+            print(f"{grid[0]!s:44s} {'reference':>20s} {'reference':>24s}  {end}", flush=True)
+        if layout == grid[0]:
+            continue
+        found, note = compare_choices(*references[layout.layers], layout)
         print(f"{layout!s:44s} {found.loss:20.2e} {found.gradient:24.2e}  {found.parameter}{note}", flush=True)
         numbers = (found.loss, found.gradient, found.norm, found.balance)
         if found.choice is not None or not found.same_biases or not all(each <= args.limit for each in numbers):
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def compare_choices(model: RunConfig, layout: Layout, reference: Measurement) -> tuple[Difference, str]:
+def compare_choices(model: RunConfig, reference: Measurement, layout: Layout) -> tuple[Difference, str]:
     """Returns the difference of a layout, and a note about tokens that it sends to other experts.
 
     If only ties differ, experts whose scores are equal up to rounding, the layout is compared again with the choices of the

@@ -33,6 +33,7 @@ from megatron.config.rules.ranges import numbers_are_in_range
 from megatron.config.run import RunConfig
 from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
 from megatron.core.groups import Groups
+from megatron.tooling.layouts import Layout, under
 from megatron.training.process import start_process
 from megatron.training.routing_trace import ExpertChoices, RoutingTrace
 from megatron.training.setup import build
@@ -40,73 +41,6 @@ from megatron.training.trainer import Trainer
 
 SEQ_LENGTH, VOCAB_SIZE, HEAD_DIM, LARGEST_TP, LARGEST_EP = 64, 509, 16, 4, 8
 START_TIMEOUT_SECONDS = 600
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The layout of one run of the grid."""
-
-    tp: int
-    dp: int
-    sequence_parallel: bool = False
-    pp: int = 1
-    schedule: str | None = None
-    chunks: int | None = None  # virtual stages per pipeline rank
-    cp: int = 1
-    comm_type: str = "p2p"
-    ep: int = 1
-    etp: int | None = None
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.tp * self.cp * self.dp * self.pp
-
-    def __str__(self) -> str:
-        schedule = f" {self.schedule}" if self.schedule else ""
-        pipeline = f" x PP {self.pp}{schedule}" if self.pp > 1 else ""
-        context = f" x CP {self.cp} {self.comm_type}" if self.cp > 1 else ""
-        experts = f" x EP {self.ep}" if self.ep > 1 else ""
-        experts += "" if self.etp is None else f" x ETP {self.etp}"
-        return f"TP {self.tp} x DP {self.dp}{pipeline}{context}{experts}" + (" + SP" if self.sequence_parallel else "")
-
-
-# The first one is the reference for all others.
-GRID = (
-    Layout(1, 1),
-    Layout(2, 1),
-    Layout(2, 1, True),
-    Layout(4, 1),
-    Layout(4, 1, True),
-    Layout(2, 2),
-    Layout(2, 2, True),
-    Layout(1, 4),
-    Layout(1, 1, pp=2),
-    Layout(1, 1, cp=2),
-    Layout(2, 2, True, pp=2),
-    Layout(2, 1, True, pp=2, cp=2),
-)
-
-
-# Of a model with experts, after the reference: ep over dp, over tp and over cp; experts shared by etp ranks; expert copies.
-EXPERT_GRID = (
-    Layout(1, 1),
-    Layout(1, 2),
-    Layout(1, 2, ep=2),
-    Layout(2, 1, True),
-    Layout(2, 1, True, ep=2, etp=1),
-    Layout(1, 2, etp=2),
-    Layout(1, 1, cp=2, ep=2),
-    Layout(1, 4, ep=4),
-    Layout(1, 4, ep=2),
-    Layout(1, 4, ep=2, etp=2),
-    Layout(2, 2, True, ep=4, etp=1),
-    Layout(2, 1, True, cp=2, ep=4, etp=1),
-    Layout(1, 2, pp=2, ep=2),
-    Layout(2, 2, True, pp=2, ep=4, etp=1),
-    Layout(1, 8, ep=8),
-    Layout(1, 8, ep=4, etp=2),
-)
 
 
 @dataclass(frozen=True)
@@ -139,8 +73,10 @@ class Difference:
     same_biases: bool  # bit for bit
 
 
-def reduced(run: RunConfig, steps: int) -> RunConfig:
+def reduced(run: RunConfig, steps: int, layers: int = 2) -> RunConfig:
     """Returns the run's model with its features at reduced size, on mock data, in fp32, without dropout.
+
+    layers: an even number; a pattern of layers, as of windows, alternates.
 
     Raises ConfigError for an invalid shape. The rest is checked for each layout.
     """
@@ -161,7 +97,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
     ratio = model.ffn_dim / model.hidden_size if model.hidden_size else 4.0
     windows = model.windows if model.num_layers else ()
     small: dict[str, Any] = {
-        "num_layers": 2,
+        "num_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "kv_channels": HEAD_DIM,
@@ -170,14 +106,14 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
         "vocab_size": VOCAB_SIZE,  # not a multiple of any size, so that padding is tested
         "make_vocab_size_divisible_by": 8,
         "max_position_embeddings": SEQ_LENGTH,
-        # One layer with the window and one without, if the model has both; shorter than the samples.
+        # Every second layer with the window, if the model has both kinds; shorter than the samples.
         "window_size": None if model.window is None else f"{min(model.window, SEQ_LENGTH // 2) - 1},0",
-        "window_attn_skip_freq": "[1,0]" if any(windows) and not all(windows) else None,
-        "no_rope_freq": None if model.no_rope_freq is None else "[0,1]",
+        "window_attn_skip_freq": f"[1,0]*{layers // 2}" if any(windows) and not all(windows) else None,
+        "no_rope_freq": None if model.no_rope_freq is None else f"[0,1]*{layers // 2}",
         **(_small_longrope(model, run.data.seq_length) if model.position_embedding_type == "longrope" else {}),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        **_small_experts(model, max(1, round(hidden * ratio / 8)) * 8),
+        **_small_experts(model, max(1, round(hidden * ratio / 8)) * 8, layers),
         "bf16": False,
         "fp16": False,
         "attention_backend": "unfused" if model.attention_backend == "unfused" else "auto",  # flash needs a GPU
@@ -208,7 +144,7 @@ def reduced(run: RunConfig, steps: int) -> RunConfig:
     )  # fmt: skip
 
 
-def _small_experts(model: ModelConfig, dense_width: int) -> dict[str, Any]:
+def _small_experts(model: ModelConfig, dense_width: int, layers: int) -> dict[str, Any]:
     """8 experts in as many groups as fit, of which a token has as many as before and at most 4."""
     if model.num_experts is None:
         return {}
@@ -223,7 +159,7 @@ def _small_experts(model: ModelConfig, dense_width: int) -> dict[str, Any]:
         "moe_router_num_groups": groups,
         "moe_router_group_topk": taken,
         "moe_ffn_hidden_size": max(8, dense_width // 8 // LARGEST_TP * LARGEST_TP),
-        "moe_layer_freq": "[0,1]" if mixed else None,
+        "moe_layer_freq": f"[0,1]*{layers // 2}" if mixed else None,
         "moe_shared_expert_intermediate_size": None if shared is None else 24,
     }
 
@@ -239,24 +175,6 @@ def _small_longrope(model: ModelConfig, seq_length: int | None) -> dict[str, Any
         **dict(zip(("short_factor", "long_factor"), map(written, lists), strict=True)),
         "rope_scaling_original_max_position_embeddings": original,
     }
-
-
-def under(run: RunConfig, layout: Layout) -> RunConfig:
-    """Returns the run with the layout."""
-    parallel = dataclasses.replace(
-        run.parallel,
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_model_parallel_size=layout.pp,
-        pipeline_schedule=layout.schedule,
-        num_virtual_stages_per_pipeline_rank=layout.chunks,
-        context_parallel_size=layout.cp,
-        cp_comm_type=tuple(layout.comm_type.split()),
-        hierarchical_context_parallel_sizes=(2, layout.cp // 2) if "a2a+p2p" in layout.comm_type else None,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-    )
-    return dataclasses.replace(run, parallel=parallel)
 
 
 @dataclass(frozen=True)
@@ -290,17 +208,27 @@ def measure(
     if probe.step.experts is not None:
         probe.step.experts.trace = RoutingTrace(forced)
     pieces = first_gradients(probe)
-    trainer, trace = build(run, groups, device), RoutingTrace(forced)
+    trainer = build(run, groups, device)
+    return dataclasses.replace(trained(trainer, trainer.batches.total_iterations, forced), pieces=pieces)
+
+
+def trained(trainer: Trainer, steps: int, forced: ExpertChoices | None = None) -> RankMeasurement:
+    """Returns the measurements of this rank in the next `steps` steps, without gradients. Collective over the world.
+
+    Steps are numbered from the start of the run. forced: choices of experts to follow.
+    """
+    first = trainer.state.iteration
+    trace = RoutingTrace(forced, first)
     if trainer.step.experts is not None:
         trainer.step.experts.trace = trace
     reports, biases = [], {}
-    for number in range(trainer.batches.total_iterations):
+    for number in range(first, first + steps):
         reports.append(trainer.train_step())
         for name, buffer in trainer.model.named_buffers():
             biases[number, name] = buffer.clone()
     return RankMeasurement(
         [report.loss for report in reports],
-        pieces,
+        [],
         [report.grad_norm for report in reports],
         [{} if report.experts is None else report.experts.means for report in reports],
         biases,

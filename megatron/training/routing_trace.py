@@ -23,10 +23,11 @@ class RoutingTrace:
     `forced` of another.
     """
 
-    def __init__(self, forced: Mapping[tuple[int, str, int], Tensor] | None = None) -> None:
+    def __init__(self, forced: Mapping[tuple[int, str, int], Tensor] | None = None, first_step: int = 0) -> None:
+        """first_step: the number of the first step, that of a run that continues."""
         self.choices: ExpertChoices = {}
         self.margins: ExpertChoices = {}  # of each choice [s], fp32, see kernels.ops.routing.margins
-        self._forced, self._step = forced, -1
+        self._forced, self._step = forced, first_step - 1
         self._samples: dict[int, list[str]] = {}  # of each microbatch, by the identity of its routing
 
     def begin_step(self, batches: Sequence[Batch], routings: Sequence[MicrobatchRouting]) -> None:

@@ -33,7 +33,7 @@ import tools.preprocess_sft
 import tools.quickstart
 import tools.run_text_generation_server  # noqa: F401, all of them: what is imported here need not be in each process
 from megatron.command_line.flag_parser import FlagParser
-from megatron.tooling import layout_parity
+from megatron.tooling import layout_parity, layouts
 from tests.e2e.helpers import launch
 from tests.e2e.helpers.runs import MOCK, flags, write_dataset
 from tests.unit.datasets.chat import CHATML, messages, tokenizer_folder
@@ -258,7 +258,7 @@ def _limit() -> None:
 def _shorten(program: str) -> None:
     """What a good command line would do for long is cut: one layout, a server that ends, a quickstart that says so."""
     if program == "tools/layout_parity.py":
-        layout_parity.GRID = layout_parity.GRID[:1]
+        layouts.GRID, layouts.EXPERT_GRID = layouts.GRID[:1], layouts.EXPERT_GRID[:1]
         layout_parity.run_layout = _in_this_process
     elif program == "tools/run_text_generation_server.py":
         uvicorn.Server.run = lambda self, sockets=None: None
@@ -270,8 +270,7 @@ def _in_this_process(run, layout):
     run = layout_parity.under(run, layout)
     layout_parity.check(run, 1)
     groups, device = layout_parity.start_process(run.parallel, 0, 1, 0, 1)
-    losses, pieces = layout_parity.measure(run, groups, device)
-    return layout_parity.assemble([(losses, pieces)])
+    return layout_parity.assemble([layout_parity.measure(run, groups, device)])
 
 
 def parser_of(program: str) -> FlagParser:

@@ -65,6 +65,11 @@ def test_is_refused_in_one_line(name, tmp_path):
     assert check(REFUSED[name], tmp_path) == "refused"
 
 
+def test_a_good_command_line_works(tmp_path):
+    """Of the tool whose runs are replaced by one that trains in its own process."""
+    assert check(Case("tools/layout_parity.py", 0, ()), tmp_path) == "works"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_package_that_is_missing_is_noticed_before_anything_is_written(tmp_path):
     assert check(changed(PRETRAIN, 0, ("--wandb-project", "mine")), tmp_path) == "refused"

@@ -10,7 +10,8 @@ import torch
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.rules.check import check
-from megatron.tooling.layout_parity import Layout, reduced, under
+from megatron.tooling.layout_parity import reduced
+from megatron.tooling.layouts import Layout, under
 from megatron.training.setup import build
 from tests import pool
 from tests.parallel.test_layout_parity import MODELS

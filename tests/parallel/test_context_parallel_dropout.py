@@ -9,7 +9,8 @@ from megatron.config.context_parallel import inner_size
 from megatron.config.rules.check import check
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_rule import Drop, draw_seed
-from megatron.tooling.layout_parity import Layout, measure, reduced, under
+from megatron.tooling.layout_parity import measure, reduced
+from megatron.tooling.layouts import Layout, under
 from tests import pool
 from tests.parallel.context import error, joined, local_inputs, make, whole_inputs
 from tests.unit.config.runs import make_run

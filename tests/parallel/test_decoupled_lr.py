@@ -9,7 +9,8 @@ import torch
 
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.rules.check import check
-from megatron.tooling.layout_parity import Layout, reduced, under
+from megatron.tooling.layout_parity import reduced
+from megatron.tooling.layouts import Layout, under
 from megatron.training.setup import build
 from tests import pool
 from tests.parallel.strategies import boxes_of, whole

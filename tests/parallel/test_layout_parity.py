@@ -7,17 +7,8 @@ import pytest
 import torch
 
 from megatron.config.rules.check import check
-from megatron.tooling.layout_parity import (
-    GRID,
-    Layout,
-    Measurement,
-    RankMeasurement,
-    assemble,
-    compare,
-    measure,
-    reduced,
-    under,
-)
+from megatron.tooling.layout_parity import Measurement, RankMeasurement, assemble, compare, measure, reduced
+from megatron.tooling.layouts import GRID, Layout, under
 from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import LONGROPE

@@ -9,7 +9,8 @@ import torch
 from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.rules.check import check
-from megatron.tooling.layout_parity import Layout, assemble, compare, measure, reduced, under
+from megatron.tooling.layout_parity import assemble, compare, measure, reduced
+from megatron.tooling.layouts import Layout, under
 from tests import pool
 from tests.parallel.test_layout_parity import LIMIT, MODELS
 from tests.unit.config.runs import make_run

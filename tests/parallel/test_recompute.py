@@ -10,7 +10,8 @@ from megatron.config.recompute import KEEP_ALL
 from megatron.config.rules.check import check
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import freeze_all_but_adapters
-from megatron.tooling.layout_parity import Layout, reduced, under
+from megatron.tooling.layout_parity import reduced
+from megatron.tooling.layouts import Layout, under
 from megatron.training.setup import build
 from tests import pool
 from tests.parallel.test_layout_parity import MODELS

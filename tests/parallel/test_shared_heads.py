@@ -8,7 +8,8 @@ import pytest
 from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.rules.check import check
-from megatron.tooling.layout_parity import Layout, assemble, compare, measure, under
+from megatron.tooling.layout_parity import assemble, compare, measure
+from megatron.tooling.layouts import Layout, under
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.setup import build
 from tests import pool

@@ -13,7 +13,8 @@ from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.rules.check import check
 from megatron.core.distributed.bucket import Bucket
-from megatron.tooling.layout_parity import Layout, reduced, under
+from megatron.tooling.layout_parity import reduced
+from megatron.tooling.layouts import Layout, under
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.setup import build
 from megatron.training.step import evaluate
