@@ -1,0 +1,258 @@
+"""Small models with experts, and the layouts and features under which each of them must train the same."""
+
+import dataclasses
+
+from megatron.tooling.layout_parity import reduced
+from megatron.tooling.layouts import Layout
+from tests.parallel.test_layout_parity import MODELS as DENSE
+from tests.unit.config.runs import make_run
+
+SAMPLES = 8
+LLAMA = {**DENSE["llama"], "num_experts": 8}
+MODELS = {
+    "mixtral": {**LLAMA, "moe_router_topk": 2, "moe_aux_loss_coeff": (0.02,)},
+    "qwen2-moe": {
+        **LLAMA,
+        "add_qkv_bias": True,
+        "moe_router_topk": 4,
+        "moe_router_pre_softmax": True,
+        "moe_layer_freq": "[0,1]",
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_shared_expert_gate": True,
+        "moe_router_load_balancing_type": ("seq_aux_loss", "aux_loss"),
+        "moe_aux_loss_coeff": (0.02, 0.01),
+        "moe_z_loss_coeff": 1e-2,
+    },
+    "olmoe": {
+        **LLAMA,
+        "group_query_attention": False,
+        "num_query_groups": None,
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "moe_router_topk": 4,
+        "moe_router_pre_softmax": True,
+        "moe_router_load_balancing_type": ("global_aux_loss",),
+        "moe_aux_loss_coeff": (0.02,),
+    },
+    "deepseek": {
+        **LLAMA,
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_router_load_balancing_type": ("seq_aux_loss",),
+        "moe_aux_loss_coeff": (1e-3,),
+    },
+}
+ZERO_1 = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+ZERO_2 = {**ZERO_1, "data_parallel_sharding_strategy": "optim_grads"}
+ZERO_3 = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {**FULL, "recompute_method": "block"}
+DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
+PER_TOKEN = {"calculate_per_token_loss": True, "eod_mask_loss": True, "micro_batch_size": 2}
+
+
+def again(*parts):
+    """Flags that recompute these parts of a layer."""
+    return {"recompute_granularity": "selective", "recompute_modules": parts}
+
+
+# name -> model, layout, flags; all accumulate over 8 / dp microbatches unless global_batch_size says otherwise.
+CASES = {
+    # Two processes: each axis alone.
+    "ep 2": ("mixtral", Layout(1, 2, ep=2), {}),
+    "ep 2 over tp": ("qwen2-moe", Layout(2, 1, True, ep=2, etp=1), {}),
+    "etp 2": ("deepseek", Layout(1, 2, etp=2), {}),
+    "etp 2 over tp": ("olmoe", Layout(2, 1, True), {}),
+    "ep 2 over cp": ("deepseek", Layout(1, 1, cp=2, ep=2), {}),
+    "all-gather": ("mixtral", Layout(1, 2, ep=2), {"moe_token_dispatcher_type": "allgather"}),
+    "moe_act, shared experts": ("deepseek", Layout(1, 2, ep=2), again("moe_act", "shared_experts", "norm")),
+    "optimizer offload": ("mixtral", Layout(1, 2, ep=2), {**ZERO_1, "optimizer_cpu_offload": True}),
+    "per-token loss, micro batch 2": ("qwen2-moe", Layout(2, 1, True, etp=1, ep=2), PER_TOKEN),
+    "position": (
+        "mixtral",
+        Layout(2, 1, True),
+        {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "position"},
+    ),
+    "documents": ("deepseek", Layout(1, 1, cp=2, ep=2), DOCUMENTS),
+    "a2a": ("mixtral", Layout(1, 1, cp=2, ep=2, comm_type="a2a"), {}),
+    "gathered keys": ("mixtral", Layout(1, 1, cp=2, ep=2, comm_type="all_gather"), {}),
+    # Four: pairs of axes, and the memory features.
+    "ep 4, ZeRO-1": ("deepseek", Layout(1, 4, ep=4), ZERO_1),
+    "ep 2 x etp 2": ("qwen2-moe", Layout(1, 4, ep=2, etp=2), {}),
+    "ep 2, ZeRO-2": ("olmoe", Layout(1, 4, ep=2), ZERO_2),
+    "ep 2, ZeRO-3": ("deepseek", Layout(1, 4, ep=2), ZERO_3),
+    "ep 4 over tp and dp, moe": ("qwen2-moe", Layout(2, 2, True, ep=4, etp=1), again("moe")),
+    "ep 4 over tp and cp": ("deepseek", Layout(2, 1, True, cp=2, ep=4, etp=1), {}),
+    "ep 2 over cp, capacity": ("mixtral", Layout(1, 2, cp=2, ep=2), {"moe_expert_capacity_factor": 1.0}),
+    "a2a+p2p": ("mixtral", Layout(1, 1, cp=4, ep=4, comm_type="a2a+p2p"), {}),
+    "a2a+p2p, etp 2": ("qwen2-moe", Layout(1, 1, cp=4, ep=2, etp=2, comm_type="a2a+p2p"), again("core_attn")),
+    "a2a+p2p, edp 2": ("deepseek", Layout(1, 1, cp=4, ep=2, comm_type="a2a+p2p"), ZERO_1),
+    "documents over tp and cp": ("olmoe", Layout(2, 1, True, cp=2, ep=2), DOCUMENTS),
+    "position, ep 2 x etp 2": (
+        "mixtral",
+        Layout(2, 2, True, ep=2),
+        {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "position"},
+    ),
+    "per-token loss, ep 2 x etp 2": ("qwen2-moe", Layout(2, 2, True, ep=2), PER_TOKEN),
+    "no loss": (
+        "mixtral",
+        Layout(1, 4, ep=2),
+        {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0.0,)},
+    ),
+    "all losses": (
+        "deepseek",
+        Layout(2, 2, True, ep=2, etp=1),
+        {
+            "moe_router_load_balancing_type": ("global_aux_loss", "aux_loss", "seq_aux_loss"),
+            "moe_aux_loss_coeff": (0.02, 0.01, 0.03),
+            "moe_z_loss_coeff": 1e-2,
+        },
+    ),
+    "forced balance": ("deepseek", Layout(1, 2, cp=2, ep=4), {"moe_router_force_load_balancing": True}),
+    "all-gather, etp 2": ("olmoe", Layout(1, 4, ep=2, etp=2), {"moe_token_dispatcher_type": "allgather"}),
+    "overlapped tp": ("qwen2-moe", Layout(2, 2, True, ep=4, etp=1), {"tp_comm_overlap": True}),
+    "moe_act, shared experts, etp 2": (
+        "deepseek",
+        Layout(2, 2, True, ep=2),
+        again("moe_act", "shared_experts", "core_attn"),
+    ),
+    "moe and mlp": ("qwen2-moe", Layout(1, 2, cp=2, ep=2), again("moe", "mlp")),
+    "block": ("olmoe", Layout(1, 2, cp=2, ep=4), BLOCK),
+    "optimizer offload, edp 2": ("deepseek", Layout(1, 4, ep=2), {**ZERO_2, "optimizer_cpu_offload": True}),
+    "optimizer states offload": ("qwen2-moe", Layout(1, 4, ep=2), {**ZERO_1, "offload_optimizer_states": True}),
+    "layers offload": (
+        "mixtral",
+        Layout(2, 2, True, ep=2, etp=1),
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
+    ),
+    "weights offload": (
+        "qwen2-moe",
+        Layout(1, 4, ep=2),
+        {**ZERO_1, "cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
+    ),
+    "modules offload": (
+        "olmoe",
+        Layout(1, 4, ep=4),
+        {"num_layers": 4, "fine_grained_activation_offloading": True, "offload_modules": ("core_attn", "qkv_linear")},
+    ),
+    # Four, by accumulation and sharding; with ep 4 every expert has one copy.
+    "accumulation 1, edp 2, not sharded": ("olmoe", Layout(1, 4, ep=2), {"global_batch_size": 4}),
+    "accumulation 1, edp 2, ZeRO-1": ("deepseek", Layout(1, 4, ep=2), {**ZERO_1, "global_batch_size": 4}),
+    "accumulation 1, edp 2, ZeRO-2": ("mixtral", Layout(1, 4, ep=2), {**ZERO_2, "global_batch_size": 4}),
+    "accumulation 1, edp 2, ZeRO-3": ("qwen2-moe", Layout(1, 4, ep=2), {**ZERO_3, "global_batch_size": 4}),
+    "accumulation 1, edp 1, ZeRO-1": ("olmoe", Layout(1, 4, ep=4), {**ZERO_1, "global_batch_size": 4}),
+    "accumulation 1, edp 1, ZeRO-2": ("qwen2-moe", Layout(1, 4, ep=4), {**ZERO_2, "global_batch_size": 4}),
+    "accumulation 1, edp 1, ZeRO-3": ("mixtral", Layout(1, 4, ep=4), {**ZERO_3, "global_batch_size": 4}),
+    "accumulation 4, ZeRO-1": ("olmoe", Layout(2, 2, True, ep=2, etp=1), ZERO_1),
+    "accumulation 4, every microbatch": (
+        "mixtral",
+        Layout(1, 4, ep=2),
+        {**ZERO_2, "global_batch_size": 16, "grad_reduce_mode": "every-microbatch"},
+    ),
+    "accumulation 4, ZeRO-3": ("deepseek", Layout(1, 4, ep=4), {**ZERO_3, "global_batch_size": 16}),
+    "instances": ("mixtral", Layout(1, 4, ep=2), {**ZERO_1, "num_distributed_optimizer_instances": 2}),
+    # Pipelines of two stages.
+    "pp 2": ("deepseek", Layout(1, 2, pp=2, ep=2), FULL),
+    "pp 2, zb-h1": ("qwen2-moe", Layout(1, 2, pp=2, ep=2, schedule="zb-h1"), {}),
+    "pp 2, interleaved": ("mixtral", Layout(1, 2, pp=2, ep=2, schedule="interleaved", chunks=2), {}),
+    "pp 2, interleaved, half offload": (
+        "deepseek",
+        Layout(1, 2, pp=2, ep=2, schedule="interleaved", chunks=2),
+        {"pipeline_offload_ratio": "0.5"},
+    ),
+    "zb-v": ("olmoe", Layout(1, 2, pp=2, ep=2, schedule="zb-v"), {}),
+    "gpipe": ("deepseek", Layout(1, 2, pp=2, etp=2, schedule="gpipe"), {}),
+    # Of four.
+    "pp 4": ("deepseek", Layout(1, 1, pp=4), BLOCK),
+    "pp 4, gpipe": ("olmoe", Layout(1, 1, pp=4, schedule="gpipe"), {}),
+    "pp 4, interleaved": ("qwen2-moe", Layout(1, 1, pp=4, schedule="interleaved", chunks=2), again("moe")),
+    "pp 4, zb-h1": ("mixtral", Layout(1, 1, pp=4, schedule="zb-h1"), {}),
+    "pp 4, zb-v": ("qwen2-moe", Layout(1, 1, pp=4, schedule="zb-v"), {}),
+    # Eight.
+    "ep 8": ("mixtral", Layout(1, 8, ep=8), ZERO_3),
+    "ep 4 x etp 2": ("mixtral", Layout(1, 8, ep=4, etp=2), {}),
+    "tp 2 x cp 2 x ep 4 x edp 2": ("qwen2-moe", Layout(2, 2, True, cp=2, ep=4, etp=1), ZERO_2),
+    "a2a+p2p over tp": ("olmoe", Layout(2, 1, True, cp=4, ep=4, etp=1, comm_type="a2a+p2p"), {}),
+    "pp 2 x ep 4 x tp 2": ("deepseek", Layout(2, 2, True, pp=2, ep=4, etp=1), ZERO_1),
+    "pp 2 x ep 2 x edp 2": ("olmoe", Layout(1, 4, pp=2, ep=2), ZERO_2),
+    "pp 4 x ep 2": ("mixtral", Layout(1, 2, pp=4, ep=2), ZERO_1),
+    "pp 4 x ep 2, gpipe": ("qwen2-moe", Layout(1, 2, pp=4, ep=2, schedule="gpipe"), FULL),
+    "pp 4 x ep 2, interleaved": ("deepseek", Layout(1, 2, pp=4, ep=2, schedule="interleaved", chunks=2), {}),
+    "pp 4 x ep 2, zb-h1": ("olmoe", Layout(1, 2, pp=4, ep=2, schedule="zb-h1"), ZERO_1),
+    "pp 4 x ep 2, zb-v": ("deepseek", Layout(1, 2, pp=4, ep=2, schedule="zb-v"), again("moe_act", "norm")),
+    "pp 4 x ep 2 over tp": ("qwen2-moe", Layout(2, 1, True, pp=4, ep=2, etp=1), {}),
+    "pp 4 x ep 2 over cp": ("mixtral", Layout(1, 1, pp=4, cp=2, ep=2, schedule="zb-h1"), {}),
+}
+# Each axis, schedule and feature once; the others combine them differently, and train longer.
+QUICK = {
+    "ep 2 over tp",
+    "etp 2",
+    "etp 2 over tp",
+    "ep 2 over cp",
+    "all-gather",
+    "ep 2, ZeRO-3",
+    "ep 4 over tp and dp, moe",
+    "ep 2 over cp, capacity",
+    "pp 2",
+    "pp 2, zb-h1",
+    "documents",
+    "moe_act, shared experts",
+    "optimizer offload",
+    "a2a+p2p",
+    "accumulation 1, edp 2, ZeRO-1",
+    "pp 4",
+}
+# Every model meets each of them.
+AXES = {
+    "tp": lambda layout: layout.tp > 1 and layout.sequence_parallel,
+    "cp": lambda layout: layout.cp > 1,
+    "pp": lambda layout: layout.pp > 1,
+    "pp 4": lambda layout: layout.pp == 4,
+    "ep": lambda layout: layout.ep > 1,
+    "etp": lambda layout: (layout.etp or layout.tp) > 1,
+}
+# Flags that change the numbers, so that the reference needs them, too.
+NUMERIC = (
+    "calculate_per_token_loss",
+    "eod_mask_loss",
+    "global_batch_size",
+    "micro_batch_size",
+    "moe_aux_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_router_force_load_balancing",
+    "moe_router_load_balancing_type",
+    "moe_token_drop_policy",
+    "moe_z_loss_coeff",
+    "reset_attention_mask",
+    "reset_position_ids",
+)
+
+
+def layers_of(layout, flags):
+    """As many as the stages or the flags need."""
+    return flags.get("num_layers", layout.layers)
+
+
+def small(model, flags, steps, layers):
+    """A run of one of MODELS."""
+    made = make_run(**{**MODELS[model], **flags})
+    run = reduced(made, steps, layers)
+    shape = {"hidden_size": 32, "kv_channels": 8, "ffn_hidden_size": 32}
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, **shape),
+        train=dataclasses.replace(
+            run.train,
+            global_batch_size=flags.get("global_batch_size", SAMPLES),
+            micro_batch_size=flags.get("micro_batch_size", 1),
+        ),
+        recompute=made.recompute,
+        optimizer_offload=made.optimizer_offload,
+        activation_offload=made.activation_offload,
+    )
