@@ -42,8 +42,14 @@ LLAMA = MODEL + (
     "--num-query-groups 2 --untie-embeddings-and-output-weights --ffn-hidden-size 48 "
 )
 GPT = MODEL + "--max-position-embeddings 32 "
+EXPERTS = LLAMA + "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.01 "
+BIASED = EXPERTS + (
+    "--moe-router-score-function sigmoid --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 --moe-shared-expert-intermediate-size 24 "
+)
 PP = "--pipeline-model-parallel-size 2 --pipeline-schedule "
 TP = "--tensor-model-parallel-size 2 "
+EP = "--expert-model-parallel-size 2 "
 CP = "--context-parallel-size 2 --cp-comm-type "
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
 SELECTIVE = "--recompute-granularity selective --recompute-modules "
@@ -114,6 +120,9 @@ CASES: dict[str, tuple[int, str]] = {
                    "--hierarchical-context-parallel-sizes 2 2"),
     "cp core_attn again": (2, LLAMA + CP + "p2p " + SELECTIVE + "core_attn"),
     "tp pp cp": (8, LLAMA + TP + PP + "1f1b " + CP + "p2p --sequence-parallel --use-distributed-optimizer"),
+    "dp experts": (4, EXPERTS + EP + "--use-distributed-optimizer " + OVERLAP),
+    "tp sp experts": (2, EXPERTS + TP + EP + "--sequence-parallel --expert-tensor-parallel-size 1 " + SELECTIVE + "moe"),
+    "pp experts, bias": (4, BIASED + EP + PP + "zb-h1 --bf16 --use-distributed-optimizer"),
 }  # fmt: skip
 
 

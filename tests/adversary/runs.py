@@ -43,7 +43,8 @@ def trained(rank: int, size: int, run: RunConfig, mode: str | None, seed: int = 
     """
     with adversary(mode, seed + rank) if mode else contextlib.nullcontext():
         mesh, instances = mesh_of(run.parallel, size), data_parallel_settings(run.parallel).optimizer_instances
-        groups = pool.groups(tp=mesh.tp, cp=mesh.cp, pp=mesh.pp, instances=instances, inner=inner_size(run.parallel))
+        sizes = {axis: getattr(mesh, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+        groups = pool.groups(**sizes, instances=instances, inner=inner_size(run.parallel))
         trainer = build(run, groups, torch.device("cpu"))
         numbers = [(report.loss, report.grad_norm) for report in (trainer.train_step() for _ in range(STEPS))]
         trainer.data_parallel.synchronize()
