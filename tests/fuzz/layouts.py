@@ -6,339 +6,86 @@ By hand: `python -m tests.fuzz.layouts --seed 1 --cases 300`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-import math
-import random
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.base.errors import UserError
-from megatron.command_line.read import parse
 from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
-from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
-from megatron.tooling.layout_parity import Measurement, RankMeasurement, assemble, compare, first_gradients
+from megatron.tooling.layout_parity import Measurement, RankMeasurement, assemble, compare, first_gradients, trained
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.setup import build
 from tests import pool
 from tests.fuzz.campaign import Campaign, Failure, main, outcome
+from tests.fuzz.layout_cases import ATTENTION, BF16, LORA, SAVED_AT, STEPS, Case, configured, draw, runs_of, simpler
 
 LIMIT = 1e-5  # relative, for the order of sums in fp32
-STEPS, SAVED_AT = 5, 3
-BF16 = ("--bf16",)
-LORA = ("--lora-rank", "4")
+TIE = 1e-5  # margin of a choice of experts, of the spread of the scores, below which the order of sums decides
 CPU = torch.device("cpu")
-
-# Flags of a case, as on the command line: ("--swiglu",) or ("--num-layers", "4").
-Flags = tuple[tuple[str, ...], ...]
-
-ALWAYS: Flags = (
-    ("--mock-data",),
-    ("--tokenizer-type", "NullTokenizer"),
-    ("--device", "cpu"),
-    ("--num-workers", "0"),
-    ("--eval-iters", "0"),
-    ("--log-interval", "1000000"),
-    ("--lr", "1e-3"),
-    ("--train-iters", str(STEPS)),
-    ("--attention-dropout", "0"),
-    ("--hidden-dropout", "0"),
-    ("--vocab-size", "61"),
-    ("--make-vocab-size-divisible-by", "8"),
-    ("--ddp-bucket-size", "3000"),
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    """world: processes. then: the world and layout under which the checkpoint continues."""
-
-    world: int
-    model: Flags
-    layout: Flags
-    features: Flags
-    then: tuple[int, Flags] | None = None
-
-
-def draw(rng: random.Random) -> Case:
-    """Nearly always one that the rules accept: a case that is refused tests only the rule."""
-    kept_though_refused = rng.random() < 0.1
-    for attempt in range(100):
-        if attempt % 10 == 0:  # else layouts that few models fit would hardly be drawn
-            world, layout = draw_layout(rng)
-            then = draw_layout(rng) if rng.random() < 0.5 else None
-        case = with_experts(Case(world, draw_model(rng), layout, draw_features(rng), then))
-        if kept_though_refused:
-            break
-        with contextlib.suppress(UserError):
-            runs_of(case, Path("unused"))
-            break
-    return case
-
-
-def draw_model(rng: random.Random) -> Flags:
-    """A small decoder; batch sizes and adapters belong to it, since they change its training."""
-    heads = rng.choice([4, 4, 8])
-    found: list[tuple[Any, ...]] = [
-        ("--num-layers", rng.choice([1, 2, 3, 4, 4, 8, 8])),
-        ("--hidden-size", heads * 8),
-        ("--num-attention-heads", heads),
-        ("--ffn-hidden-size", rng.choice([32, 48, 64])),
-        ("--seq-length", rng.choice([16, 24, 32])),
-        ("--micro-batch-size", rng.choice([1, 1, 2])),
-        ("--global-batch-size", rng.choice([4, 8, 8])),
-        ("--position-embedding-type", rng.choice(["rope", "rope", "learned_absolute", "none", "yarn", "longrope"])),
-        ("--normalization", rng.choice(["RMSNorm", "LayerNorm"])),
-    ]
-    if ("--position-embedding-type", "rope") in found:
-        found += some(rng, 0.2, ("--no-rope-freq", 2), ("--rotary-interleaved",), ("--rotary-percent", 0.5))
-    if ("--position-embedding-type", "longrope") in found:  # shorter or longer than the samples
-        found += [
-            ("--rope-scaling-original-max-position-embeddings", rng.choice([12, 20, 64])),
-            ("--short-factor", "1.0,1.5,2.0,4.0"),
-            ("--long-factor", "1.0,3.0,9.0,27.0"),
-        ]
-    if rng.random() < 0.5:
-        found += [("--group-query-attention",), ("--num-query-groups", rng.choice([1, 2, heads // 2]))]
-    activation = rng.choice([("--swiglu",), ("--geglu",), ("--squared-relu",), ("--openai-gelu",), None])
-    found += [activation] if activation else []
-    if rng.random() < 0.2:
-        found += [("--window-size", f"{rng.choice([3, 7])},0")]
-    found += some(rng, 0.15, ("--attn-logit-softcapping", 0.5), ("--softmax-scale", 0.5))
-    found += some(rng, 0.15, ("--final-logit-softcapping", 0.5), ("--apply-layernorm-1p",))
-    found += some(
-        rng,
-        0.4,
-        ("--disable-bias-linear",),
-        ("--add-qkv-bias",),
-        ("--qk-layernorm",),
-        ("--untie-embeddings-and-output-weights",),
-        ("--calculate-per-token-loss",),
-    )
-    found += some(
-        rng, 0.15, ("--embedding-multiplier-scale", 3), ("--residual-multiplier", 0.4), ("--logits-scaling", 1.5)
-    )
-    found += rng.choice([[], [], [], [("--post-norm",)], [("--post-norm",), ("--no-pre-norm",)]])
-    if ("--qk-layernorm",) in found and ("--normalization", "RMSNorm") in found:
-        found += some(rng, 0.5, ("--qk-layernorm-across-heads",))
-    found += some(rng, 0.15, LORA)
-    return words(found)
-
-
-def with_experts(case: Case) -> Case:
-    """Every fourth case, as it decides itself, with experts under any ep and etp, and with features that only they have."""
-    rng = random.Random(repr(case))
-    if rng.random() > 0.25:
-        return case
-    model = [flag for flag in case.model if flag not in (("--disable-bias-linear",), LORA)]
-    topk = rng.choice([1, 2, 3])
-    found: list[tuple[Any, ...]] = [
-        ("--disable-bias-linear",),
-        ("--num-experts", 4),
-        ("--moe-router-topk", topk),
-        ("--moe-ffn-hidden-size", rng.choice([16, 24])),
-        ("--moe-router-load-balancing-type", rng.choice(["aux_loss", "seq_aux_loss", "global_aux_loss"])),
-        ("--moe-aux-loss-coeff", rng.choice([0, 0.01])),
-    ]
-    found += rng.choice([[("--moe-router-score-function", "sigmoid")], [("--moe-router-pre-softmax",)]])
-    if ("--moe-router-score-function", "sigmoid") in found:
-        found += some(rng, 0.5, ("--moe-router-enable-expert-bias",))
-    found += some(rng, 0.3, ("--moe-shared-expert-intermediate-size", 16), ("--moe-expert-capacity-factor", 1.25))
-    found += some(rng, 0.3, ("--moe-layer-freq", 2), ("--moe-z-loss-coeff", 0.01))
-    layouts = [_with_expert_axes(rng, world, layout) for world, layout in [(case.world, case.layout), *_rest(case)]]
-    features = [flag for flag in case.features if flag[0] not in ("--recompute-granularity", "--recompute-modules")]
-    if len(features) < len(case.features) and not any("--recompute-method" in flag for flag in features):
-        part = rng.choice(["moe", "moe_act", "core_attn"])
-        features += [("--recompute-granularity", "selective"), ("--recompute-modules", part)]
-    else:
-        features = list(case.features)
-    then = (case.then[0], layouts[1]) if case.then else None
-    return Case(case.world, (*model, *words(found)), layouts[0], words(features), then)
-
-
-def _rest(case: Case) -> list[tuple[int, Flags]]:
-    return [case.then] if case.then else []
-
-
-def _with_expert_axes(rng: random.Random, world: int, layout: Flags) -> Flags:
-    """Experts are sharded over any ranks of a pipeline stage; tp needs sequence parallelism with them."""
-    pp = next((int(flag[1]) for flag in layout if flag[0] == "--pipeline-model-parallel-size"), 1)
-    ranks = world // pp
-    ep, etp = rng.choice([(ep, etp) for ep in (1, 2, 4) for etp in (1, 2) if ranks % (ep * etp) == 0])
-    found: list[tuple[Any, ...]] = [("--expert-tensor-parallel-size", etp)]
-    if ep > 1:
-        found.append(("--expert-model-parallel-size", ep))
-    is_cut = any(flag[0] == "--tensor-model-parallel-size" for flag in layout)
-    if is_cut and ("--sequence-parallel",) not in layout:
-        found.append(("--sequence-parallel",))
-    return (*layout, *words(found))
-
-
-def draw_layout(rng: random.Random) -> tuple[int, Flags]:
-    """(world, flags): up to four processes, cut along the axes at random."""
-    world = rng.choice([1, 2, 2, 4, 4])
-    sizes = [1, 2, 4]
-    tp, pp, cp = rng.choice([cut for cut in itertools.product(sizes, sizes, sizes) if world % math.prod(cut) == 0])
-    found: list[tuple[Any, ...]] = []
-    if tp > 1:
-        found.append(("--tensor-model-parallel-size", tp))
-        found += some(rng, 0.5, ("--sequence-parallel",))
-        found += some(rng, 0.25, ("--tp-comm-overlap",))
-    if pp > 1:
-        found.append(("--pipeline-model-parallel-size", pp))
-        schedule = rng.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
-        found.append(("--pipeline-schedule", schedule))
-        if schedule == "interleaved":
-            found.append(("--num-virtual-stages-per-pipeline-rank", 2))
-        found += some(
-            rng,
-            0.15,
-            ("--account-for-embedding-in-pipeline-split",),
-            ("--account-for-loss-in-pipeline-split",),
-            ("--no-overlap-p2p-communication",),
-        )
-        found += some(rng, 0.1, ("--decoder-first-pipeline-num-layers", 1), ("--decoder-last-pipeline-num-layers", 1))
-        found += some(rng, 0.1, ("--pipeline-model-parallel-layout", "E|" + "t|" * (2 * pp - 2) + "L"))
-    if cp > 1:
-        found.append(("--context-parallel-size", cp))
-        kind = rng.choice(["p2p", "all_gather", "a2a", *(["a2a+p2p"] if cp == 4 else [])])
-        found.append(("--cp-comm-type", kind))
-        if kind == "a2a+p2p":
-            found.append(("--hierarchical-context-parallel-sizes", 2, 2))
-    if world > tp * pp * cp or cp > 1:
-        strategy = rng.choice(["no_shard", "optim", "optim_grads", "optim_grads_params", None])
-        if strategy:
-            found.append(("--data-parallel-sharding-strategy", strategy))
-        if strategy is None:
-            found += some(rng, 0.5, ("--overlapped-distributed-optimizer",))
-        found += some(rng, 0.3, ("--overlap-grad-reduce",), ("--overlap-param-gather",))
-        found += some(
-            rng, 0.1, ("--grad-reduce-mode", "every-microbatch"), ("--num-distributed-optimizer-instances", 2)
-        )
-    return world, words(found)
-
-
-def draw_features(rng: random.Random) -> Flags:
-    """Memory features: recompute, activation offload, weights and optimizer states in host memory."""
-    recompute = rng.choice(
-        [
-            [],
-            [("--recompute-granularity", "full"), ("--recompute-method", "uniform"), ("--recompute-num-layers", 1)],
-            [("--recompute-granularity", "full"), ("--recompute-method", "block"), ("--recompute-num-layers", 1)],
-            [("--recompute-granularity", "selective"), ("--recompute-modules", rng.choice(["core_attn", "mlp"]))],
-            [("--kaimm-recompute-norm",), ("--kaimm-recompute-mlp-activation-func",)],
-        ]
-    )
-    moved = rng.choice(
-        [
-            [],
-            [("--pipeline-offload-ratio", rng.choice([0.25, 0.5, 1]))],
-            [("--cpu-offloading",), ("--cpu-offloading-num-layers", 1)],
-            [("--cpu-offloading-weights",), ("--cpu-offloading-num-layers", rng.choice([1, 2]))],
-            [("--fine-grained-activation-offloading",), ("--offload-modules", rng.choice(["core_attn", "attn_norm"]))],
-        ]
-    )
-    chunk = ("--optimizer-offload-chunk-size", 1024)
-    optimizer = rng.choice(
-        [
-            [],
-            [],
-            [("--optimizer-cpu-offload",), ("--optimizer-offload-fraction", rng.choice([0.3, 1.0])), chunk],
-            [("--optimizer-cpu-offload",), ("--overlap-cpu-optimizer-d2h-h2d",), chunk],
-            [("--offload-optimizer-states",), chunk],
-        ]
-    )
-    precision = some(rng, 0.25, BF16)
-    return words([*recompute, *moved, *optimizer, *precision])
-
-
-def some(rng: random.Random, share: float, *flags: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Each of these with a chance of `share`."""
-    return [flag for flag in flags if rng.random() < share]
-
-
-def words(flags: Iterable[tuple[Any, ...]]) -> Flags:
-    """As typed."""
-    return tuple(tuple(str(word) for word in flag) for flag in flags)
-
-
-def simpler(case: Case) -> Iterable[Case]:
-    """Without the second layout, without any one flag that is not needed, in a smaller world."""
-    if case.then:
-        yield dataclasses.replace(case, then=None)
-        for i in range(len(case.then[1])):
-            yield dataclasses.replace(case, then=(case.then[0], case.then[1][:i] + case.then[1][i + 1 :]))
-        if case.then[0] > 1:
-            yield dataclasses.replace(case, then=(case.then[0] // 2, case.then[1]))
-    for part in ("features", "layout", "model"):
-        flags = getattr(case, part)
-        for i in range(len(flags)):
-            yield dataclasses.replace(case, **{part: flags[:i] + flags[i + 1 :]})
-    if case.world > 1:
-        yield dataclasses.replace(case, world=case.world // 2)
 
 
 def check_case(case: Case, folder: Path) -> str:
-    """fp32: the losses and first gradients of one plain process. bf16, where the order of sums shows: the very losses of the
-    same layout without the features. Then the same for the steps after the checkpoint."""
+    """fp32: the losses and first gradients of one plain process, and the choices, biases and balance losses of experts.
+    Only the first gradient norm: later ones follow what Adam made of rounding in gradients of almost zero.
+    bf16, where the order of sums shows: the very losses of the same layout without the features. Then the same for the
+    steps after the checkpoint."""
     bf16 = BF16 in case.features
     try:
         run, plain, second = runs_of(case, folder)
     except UserError:
         return "refused"
     if LORA in case.model:
-        flags = (*(flag for flag in case.model if flag != LORA), *((BF16,) if bf16 else ()))
+        flags = (*(flag for flag in case.model if flag not in (LORA, ATTENTION)), *((BF16,) if bf16 else ()))
         save = (("--save", str(folder / "base")), ("--save-interval", "1000"))
         pool.run(1, write_base, configured((*flags, *save), 1))
     expected = assemble(pool.run(case.world if bf16 else 1, all_steps, plain))
     try:
         found = assemble(pool.run(case.world, first_steps, run))
-        later = pool.run(case.then[0], last_steps, second)[0] if second and case.then else []
+        later = assemble(pool.run(case.then[0], last_steps, second)) if second and case.then else None
     except AssertionError as error:
         if "UserError" in str(error) or "ConfigError" in str(error):
             return "refused when built"
         raise
+    difference = compare(until_saved(expected), found)
     if bf16:
-        if found.losses != expected.losses[:SAVED_AT]:
-            raise Failure(f"losses {found.losses}, without the features {expected.losses[:SAVED_AT]}")
+        if found.losses != expected.losses[:SAVED_AT] or difference.choice or not difference.same_biases:
+            raise Failure(f"losses {found.losses}, without the features {expected.losses[:SAVED_AT]}; {difference}")
         return "same bits"
-    difference = compare(Measurement(expected.losses[:SAVED_AT], expected.gradients), found)
-    if not (difference.loss <= LIMIT and difference.gradient <= LIMIT):
-        raise Failure(
-            f"losses differ by {difference.loss:.1e}, gradients by {difference.gradient:.1e} in {difference.parameter}"
-        )
-    for step, (mine, his) in enumerate(zip(later, expected.losses[SAVED_AT:]), SAVED_AT + 1):
-        if not abs(mine - his) <= LIMIT * abs(his):
-            raise Failure(f"step {step}, after the checkpoint, has the loss {mine}; without a stop {his}")
+    if later is not None:
+        difference = compare(expected, joined(found, later))
+    if difference.choice and difference.choice[-1] <= TIE:
+        return "tie"
+    numbers = (difference.loss, difference.gradient, difference.norm, difference.balance)
+    if difference.choice or not difference.same_biases or not all(each <= LIMIT for each in numbers):
+        raise Failure(f"{difference}; losses {found.losses}, then {later and later.losses}; expected {expected.losses}")
     return "same, and after a checkpoint" if later else "same"
 
 
-def runs_of(case: Case, folder: Path) -> tuple[RunConfig, RunConfig, RunConfig | None]:
-    """(the case's run, the one it is compared with, the one that continues it). Raises UserError when it is refused."""
-    base = (("--pretrained-checkpoint", str(folder / "base")),) if LORA in case.model else ()
-    model, precision = (*case.model, *base), (BF16,) if BF16 in case.features else ()
-    save, load = ("--save", str(folder / "save")), ("--load", str(folder / "save"))
-    plain_layout = case.layout if precision else ()
-    run = configured((*model, *case.layout, *case.features, save, ("--save-interval", "1000")), case.world)
-    plain = configured((*model, *plain_layout, *precision), case.world if precision else 1)
-    if case.then is None:
-        return run, plain, None
-    return run, plain, configured((*case.model, *case.then[1], *precision, load), case.then[0])
+def until_saved(whole: Measurement) -> Measurement:
+    """The steps before the checkpoint."""
+    lists = {name: getattr(whole, name)[:SAVED_AT] for name in ("losses", "balance")}
+    tables = {
+        name: {key: value for key, value in getattr(whole, name).items() if key[0] < SAVED_AT}
+        for name in ("biases", "choices", "margins")
+    }
+    return dataclasses.replace(whole, **lists, **tables)
 
 
-def configured(flags: Flags, world: int) -> RunConfig:
-    """The run of these flags. Raises UserError when the rules refuse it."""
-    run = parse([word for flag in (*ALWAYS, *flags) for word in flag], description="")
-    check(run, world)
-    return run
+def joined(first: Measurement, later: Measurement) -> Measurement:
+    """A run and its continuation as one."""
+    return dataclasses.replace(
+        first,
+        losses=first.losses + later.losses,
+        balance=first.balance + later.balance,
+        biases=first.biases | later.biases,
+        choices=first.choices | later.choices,
+        margins=first.margins | later.margins,
+    )
 
 
 def write_base(rank: int, size: int, run: RunConfig) -> None:
@@ -347,7 +94,7 @@ def write_base(rank: int, size: int, run: RunConfig) -> None:
 
 
 def first_steps(rank: int, size: int, run: RunConfig) -> RankMeasurement:
-    """Losses and first gradients of this rank, up to the step after which the checkpoint is written."""
+    """What this rank measures up to the step after which the checkpoint is written."""
     return _steps(size, run, SAVED_AT, save=True)
 
 
@@ -356,21 +103,22 @@ def all_steps(rank: int, size: int, run: RunConfig) -> RankMeasurement:
     return _steps(size, run, STEPS, save=False)
 
 
-def last_steps(rank: int, size: int, run: RunConfig) -> list[float]:
-    """Losses of the steps after the checkpoint."""
+def last_steps(rank: int, size: int, run: RunConfig) -> RankMeasurement:
+    """The same, but for gradients, after the checkpoint."""
     trainer = build(run, _groups(run, size), CPU)
     assert trainer.state.iteration == SAVED_AT
-    return [trainer.train_step().loss for _ in range(STEPS - SAVED_AT)]
+    return trained(trainer, STEPS - SAVED_AT).as_arrays()
 
 
 def _steps(size: int, run: RunConfig, steps: int, *, save: bool) -> RankMeasurement:
     groups = _groups(run, size)
-    found = first_gradients(build(run, groups, CPU))
+    pieces = first_gradients(build(run, groups, CPU))
     trainer = build(run, groups, CPU)
-    losses = [trainer.train_step().loss for _ in range(steps)]
+    found = trained(trainer, steps)
     if save:
         save_checkpoint(trainer)
-    return RankMeasurement(losses, [(name, where, piece.float().numpy()) for name, where, piece in found])
+    pieces = [(name, where, piece.float()) for name, where, piece in pieces]
+    return dataclasses.replace(found, norms=found.norms[:1], pieces=pieces).as_arrays()
 
 
 def _groups(run: RunConfig, size: int) -> Any:

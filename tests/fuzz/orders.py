@@ -16,7 +16,7 @@ from megatron.base.errors import UserError
 from tests import pool
 from tests.adversary.runs import trained
 from tests.adversary.runtime import LATE, SHUFFLED
-from tests.fuzz import layouts
+from tests.fuzz import layout_cases
 from tests.fuzz.campaign import Campaign, Failure, main, outcome
 
 
@@ -24,20 +24,20 @@ from tests.fuzz.campaign import Campaign, Failure, main, outcome
 class Case:
     """seed: of the shuffled order."""
 
-    run: layouts.Case
+    run: layout_cases.Case
     seed: int
 
 
 def draw(rng: random.Random) -> Case:
-    """See layouts.draw."""
-    found = layouts.draw(rng)
-    model = tuple(flag for flag in found.model if flag != layouts.LORA)
+    """See layout_cases.draw."""
+    found = layout_cases.draw(rng)
+    model = tuple(flag for flag in found.model if flag not in (layout_cases.LORA, layout_cases.ATTENTION))
     return Case(replace(found, model=model, then=None), rng.randrange(1000))
 
 
 def simpler(case: Case) -> Iterable[Case]:
-    """See layouts.simpler."""
-    for run in layouts.simpler(case.run):
+    """See layout_cases.simpler."""
+    for run in layout_cases.simpler(case.run):
         yield replace(case, run=run)
 
 
@@ -45,7 +45,7 @@ def check_case(case: Case, folder: Path) -> str:
     """Losses, gradient norms, weights and optimizer state of a few steps, in the ordinary order and in two others."""
     world = case.run.world
     try:
-        run, _, _ = layouts.runs_of(case.run, folder)
+        run, _, _ = layout_cases.runs_of(case.run, folder)
         expected = pool.run(world, trained, run, None)
     except (UserError, AssertionError) as error:
         if isinstance(error, UserError) or "UserError" in str(error) or "ConfigError" in str(error):
