@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shard
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, make_parameter
+from megatron.kernels.ops.embedding_grad import add_rows
 from megatron.spec.parameter import ParamSpec
 
 
@@ -41,7 +42,8 @@ class VocabParallelEmbedding(nn.Module):
 class _Lookup(torch.autograd.Function):
     """ids [s, b] -> rows of the local weight, zero for ids on other ranks; `first` is None when the weight is whole.
 
-    Backward adds straight into the weight's slot.
+    Backward adds straight into the weight's slot, in fp32. An id of another rank stands for some row of this one, which
+    gets nothing from it. These rows differ, because equal ones are added one after the other.
     """
 
     @staticmethod
@@ -52,7 +54,7 @@ class _Lookup(torch.autograd.Function):
             return F.embedding(ids, weight)
         local = ids - first
         outside = (local < 0) | (local >= weight.shape[0])
-        local = local.masked_fill(outside, 0)
+        local = local.remainder(weight.shape[0])
         ctx.save_for_backward(local, outside)
         return F.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
 
@@ -62,15 +64,10 @@ class _Lookup(torch.autograd.Function):
         weight: Parameter = ctx.weight
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
-        if weight.slot is None or grad.is_cuda:
-            # On CUDA this sorts the ids: deterministic, where index_add_ uses atomics.
-            dense = torch.ops.aten.embedding_dense_backward(grad, local, weight.shape[0], -1, False)
-            if weight.slot is None:
-                return None, dense, None
-            weight.slot.add(dense)
-            return None, None, None
+        if weight.slot is None:
+            return None, torch.ops.aten.embedding_dense_backward(grad, local, weight.shape[0], -1, False), None
         if weight.slot.fresh:
             weight.slot.main_grad.zero_()
             weight.slot.fresh = False
-        weight.slot.main_grad.index_add_(0, local.flatten(), grad.flatten(0, -2).float())
+        add_rows(weight.slot.main_grad, local.flatten(), grad.flatten(0, -2))
         return None, None, None
