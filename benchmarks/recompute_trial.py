@@ -80,7 +80,7 @@ class Trial:
     def step(self) -> float:
         """Runs one step and returns the loss."""
         self._steps += 1
-        loss = self._step.forward_backward([self._batch])
+        loss = self._step.forward_backward([self._batch]).read()
         self._step.update(LR, WEIGHT_DECAY)
         return loss
 

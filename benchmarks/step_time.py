@@ -104,7 +104,7 @@ def our_step(args: argparse.Namespace, dtype: str, ids: Tensor, device: torch.de
     batch = make_batch(ids, args.vocab, dataclasses.replace(DataConfig(), seq_length=args.seq))
 
     def take_step() -> float:
-        loss = step.forward_backward([batch])
+        loss = step.forward_backward([batch]).read()
         step.update(LR, WEIGHT_DECAY)
         return loss
 

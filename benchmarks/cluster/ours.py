@@ -82,7 +82,7 @@ class Ours(System):
 
     def step(self, batches: Sequence[Batch]) -> float:
         """Runs one step; with overlap, parameters may still be in flight afterwards."""
-        loss = self._step.forward_backward(batches)
+        loss = self._step.forward_backward(batches).read()
         self._step.update(LR, WEIGHT_DECAY)
         return loss
 

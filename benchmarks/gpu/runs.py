@@ -80,12 +80,17 @@ def losses(flags: str, steps: int, setting: Setting, groups: Groups) -> list[flo
 
 
 def measure_speed(flags: str, setting: Setting, groups: Groups, warm: int = 2, timed: int = 4) -> Speed:
-    """Takes some steps to warm up, then `timed` more, in two repeats. A step ends when the host knows its loss."""
+    """Takes some steps to warm up, then `timed` more, in two repeats.
+
+    They follow each other as in a run: a step ends when the host has read its loss, which is after it has queued the next.
+    """
     meter, trainer = Peak(setting), trainer_of(flags, setting, groups)
     for _ in range(warm):
         trainer.train_step()
     meter.reset()
-    reports = [trainer.train_step() for _ in range(timed)]
+    for _ in range(timed):
+        trainer.queue_step()
+    reports = list(trainer.reports(wait=True))
     ms = [1e3 * report.seconds for report in reports]
     step = combine([ms[: timed // 2], ms[timed // 2 :]])
     peak = meter.bytes()

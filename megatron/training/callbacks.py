@@ -23,6 +23,7 @@ from megatron.training.logging.progress_log import ProgressLog
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.logging.timers import format_timers, slowest
 from megatron.training.logging.writers import Metrics
+from megatron.training.loop import Callback
 from megatron.training.signals import ExitSignals
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
@@ -38,7 +39,7 @@ class Curves:
         self.validation: list[tuple[int, float]] = []
 
 
-class Log:
+class Log(Callback):
     """The log line, metrics, timers, memory reports and the progress line."""
 
     def __init__(self, metrics: Metrics, curves: Curves, progress: ProgressLine) -> None:
@@ -66,7 +67,7 @@ class Log:
         self._window.add(report)
         for name, seconds in report.timers.items():
             self._timers[name] = self._timers.get(name, 0.0) + seconds
-        self._metrics.step(report, state.consumed_samples, trainer.groups.world.size)
+        self._metrics.step(report, report.consumed_samples, trainer.groups.world.size)
         self._curves.train.append((report.iteration, report.loss))
         if report.nan and trainer.groups.rank == 0:
             log.warning(
@@ -74,7 +75,7 @@ class Log:
                 report.iteration,
                 report.grad_norm,
             )
-        left = self._total_samples - state.consumed_samples
+        left = self._total_samples - report.consumed_samples
         self._progress.update(
             report.iteration,
             report.loss,
@@ -82,11 +83,11 @@ class Log:
             left * report.seconds / report.global_batch_size,
         )
         if report.iteration % config.log_interval == 0:
-            self._print_line(trainer, left)
+            self._print_line(trainer, report, left)
         every = config.log_memory_interval
         first = not self._reported_memory and report.iteration % config.log_interval == 0
         if first or (every and report.iteration % every == 0):
-            self._print_memory(trainer)
+            self._print_memory(trainer, report)
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Close the metric writers; draw the loss curve."""
@@ -98,9 +99,9 @@ class Log:
             except OSError as error:  # the run itself is done and saved
                 log.warning("--loss-curve %s could not be written: %s", path, error.strerror)
 
-    def _print_line(self, trainer: Trainer, samples_left: int) -> None:
+    def _print_line(self, trainer: Trainer, report: StepReport, samples_left: int) -> None:
         line: LogLine = self._window.close(
-            consumed_samples=trainer.state.consumed_samples,
+            consumed_samples=report.consumed_samples,
             train_iters=self._total_iterations,
             remaining_samples=samples_left,
             peak_memory=memory_report(trainer.device).peak_allocated,
@@ -116,27 +117,27 @@ class Log:
                 log.info(block)
         self._metrics.line(line, slowest(ranks, trainer.run.logging.log_interval))
 
-    def _print_memory(self, trainer: Trainer) -> None:
+    def _print_memory(self, trainer: Trainer, report: StepReport) -> None:
         self._reported_memory = True
-        line = memory_line(trainer.groups.rank, trainer.state.iteration, trainer.device)
+        line = memory_line(trainer.groups.rank, report.iteration, trainer.device)
         for text in gather_objects(line, trainer.groups.world):
             log.info(text)
 
 
-class Evaluate:
+class Evaluate(Callback):
     """Validation loss every --eval-interval steps and after training, then the test loss."""
 
     def __init__(self, metrics: Metrics, curves: Curves) -> None:
         self._metrics, self._curves = metrics, curves
         self._evaluated_at = -1
 
-    def start(self, trainer: Trainer) -> None:
-        """Nothing to prepare."""
+    def is_due(self, trainer: Trainer) -> bool:
+        """When the interval is full."""
+        return _is_multiple(trainer.state.iteration, trainer.run.eval.eval_interval)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Evaluate when the interval is full."""
-        every = trainer.run.eval.eval_interval
-        if every and report.iteration % every == 0:
+        if _is_multiple(report.iteration, trainer.run.eval.eval_interval):
             self._validate(trainer, f"iteration {report.iteration}")
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
@@ -162,7 +163,7 @@ class Evaluate:
         self._curves.validation.append((state.iteration, loss))
 
 
-class Checkpoint:
+class Checkpoint(Callback):
     """Saves every --save-interval steps, when the run is stopped, and at its end.
 
     It does not save while gradients are not finite: the weights may be damaged, and each save may delete an older good
@@ -185,10 +186,15 @@ class Checkpoint:
             with trainer.groups.heartbeat.phase("save-checkpoint"):
                 complete_exports(trainer)
 
+    def is_due(self, trainer: Trainer) -> bool:
+        """When the interval is full, and until a save that is due has followed."""
+        config = trainer.run.checkpoint
+        return self._is_due or bool(config.save and _is_multiple(trainer.state.iteration, config.save_interval))
+
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Save when the interval is full."""
         config = trainer.run.checkpoint
-        if config.save and config.save_interval and report.iteration % config.save_interval == 0:
+        if config.save and _is_multiple(report.iteration, config.save_interval):
             self._is_due = True
             if trainer.bad_steps and trainer.groups.rank == 0:
                 log.warning("iteration %d: not saved, as gradients are not finite", report.iteration)
@@ -221,7 +227,7 @@ class Checkpoint:
             log.warning("progress.txt in --save could not be written: %s", error.strerror)
 
 
-class Exit:
+class Exit(Callback):
     """Stops the run at --exit-interval, after --exit-duration-in-mins, or on SIGTERM and SIGUSR1."""
 
     def __init__(self, signals: ExitSignals, started: float) -> None:
@@ -229,28 +235,35 @@ class Exit:
         self._signals, self._started = signals, started
 
     def start(self, trainer: Trainer) -> None:
-        """Nothing to prepare."""
+        """Lets the steps of the trainer ask all ranks whether one of them shall stop."""
+        train = trainer.run.train
+        if train.exit_duration_in_mins is not None or train.exit_signal_handler:
+            trainer.stop_wanted = lambda: self._wanted(trainer) is not None
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """When the interval is full."""
+        return _is_multiple(trainer.state.iteration, trainer.run.train.exit_interval)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
         """The reason to stop, agreed between all ranks: a signal or a clock may reach one of them first."""
-        train = trainer.run.train
-        if train.exit_interval and report.iteration % train.exit_interval == 0:
-            return f"--exit-interval {train.exit_interval}"
-        limit = train.exit_duration_in_mins
-        mine = None
-        if self._signals.received is not None:
-            mine = f"{self._signals.received} to rank {trainer.groups.rank}"
-        elif limit is not None and time.monotonic() - self._started >= limit * 60:
-            mine = f"--exit-duration-in-mins {limit:g}"
-        if not (limit is not None or train.exit_signal_handler) or not trainer.any_rank(mine is not None):
+        interval = trainer.run.train.exit_interval
+        if _is_multiple(report.iteration, interval):
+            return f"--exit-interval {interval}"
+        if not report.stop_wanted:
             return None
-        return next(reason for reason in gather_objects(mine, trainer.groups.world) if reason)
+        return next(reason for reason in gather_objects(self._wanted(trainer), trainer.groups.world) if reason)
 
-    def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Nothing to close."""
+    def _wanted(self, trainer: Trainer) -> str | None:
+        """Why this rank shall stop. Once there is a reason, there is one in every later call."""
+        limit = trainer.run.train.exit_duration_in_mins
+        if self._signals.received is not None:
+            return f"{self._signals.received} to rank {trainer.groups.rank}"
+        if limit is not None and time.monotonic() - self._started >= limit * 60:
+            return f"--exit-duration-in-mins {limit:g}"
+        return None
 
 
-class GarbageCollection:
+class GarbageCollection(Callback):
     """With --manual-gc: no automatic collection, one every --manual-gc-interval steps on all ranks at once.
 
     Ranks that collect at different steps make all others wait for them.
@@ -263,10 +276,13 @@ class GarbageCollection:
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Collect when the interval is full."""
-        every = trainer.run.train.manual_gc_interval
-        if every and report.iteration % every == 0:
+        if _is_multiple(report.iteration, trainer.run.train.manual_gc_interval):
             gc.collect()
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Switch it on again."""
         gc.enable()
+
+
+def _is_multiple(iteration: int, interval: int | None) -> bool:
+    return bool(interval and iteration % interval == 0)

@@ -33,12 +33,13 @@ class ExpertLoad:
         self._groups, self._rate, self._device = groups, moe.moe_router_bias_update_rate, device
         self._losses, self._multiple = BalanceLosses.of(moe), model.sequence_shards
         self._layers = tuple(number for number, has in enumerate(model.layers_with_experts) if has)
+        self._places = torch.tensor([self._layers.index(number) for number in sorted(self._routers)], device=device)
         self.trace: RoutingTrace | None = None  # records or forces the choices
         self._counts: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
-    def begin_step(self, batches: Sequence[Batch], scale: float) -> list[MicrobatchRouting]:
-        """Returns the routing of each microbatch, still without choices. scale: the loss scale.
+    def begin_step(self, batches: Sequence[Batch], scale: Tensor) -> list[MicrobatchRouting]:
+        """Returns the routing of each microbatch, still without choices. scale: the loss scale, fp64 [].
 
         batches: this replica's, whole sequences. Communication: with padding in the batches one sum all-reduce over dp.
         """
@@ -73,9 +74,10 @@ class ExpertLoad:
             self._counts[number] = self._counts[number] + counts if number in self._counts else counts
             self._values[number] = self._values[number] + values if number in self._values else values
 
-    def end_step(self, *, applied: bool) -> ExpertReport:
-        """Updates the biases, unless the step was not `applied`, and returns the report.
+    def end_step(self, *, applied: Tensor) -> Tensor:
+        """Updates the biases, unless the step was not `applied`, bool [], and returns the numbers of `report`.
 
+        They are fp64 [layers with experts, 1 + losses], on the device: the host does not wait.
         Communication: one all-reduce over tp x cp and one over dp of the loads and values of this stage, and one over pp of
         the report. Counts are added as fp64, which is exact.
         """
@@ -89,20 +91,25 @@ class ExpertLoad:
             all_reduce(table, self._groups.tp_cp)
             all_reduce(table, self._groups.dp)
             counts = table[:, : table.shape[1] - size].long()
-            if applied:
-                for number, row in zip(numbers, counts, strict=True):
-                    self._follow(self._routers[number], row)
-            places = torch.tensor([self._layers.index(number) for number in numbers], device=self._device)
+            for number, row in zip(numbers, counts, strict=True):
+                self._follow(self._routers[number], row, applied)
             mean = counts.sum(1).clamp(min=1).double() / counts.shape[1]
-            report[places] = torch.cat([(counts.amax(1) / mean).unsqueeze(1), table[:, table.shape[1] - size :]], dim=1)
-        imbalance, *losses = all_reduce(report, self._groups.pp).t().tolist()
+            found = torch.cat([(counts.amax(1) / mean).unsqueeze(1), table[:, table.shape[1] - size :]], dim=1)
+            report.index_copy_(0, self._places, found)
+        return all_reduce(report, self._groups.pp)
+
+    def report(self, numbers: Sequence[float]) -> ExpertReport:
+        """Returns the report of a step from what `end_step` returned, read by the host, flat."""
+        size = 1 + len(self._losses.names)
+        imbalance, *losses = (numbers[column::size] for column in range(size))
         named = dict(zip(self._losses.names, map(tuple, losses), strict=True))
         return ExpertReport(self._layers, named, tuple(imbalance))
 
-    def _follow(self, router: Router, counts: Tensor) -> None:
-        router.previous_load.copy_(counts)
+    def _follow(self, router: Router, counts: Tensor, applied: Tensor) -> None:
+        router.previous_load.copy_(torch.where(applied, counts, router.previous_load))
         if router.expert_bias is not None and router.weight.requires_grad:
-            router.expert_bias += self._rate * (counts.sum() - counts * len(counts)).sign()
+            moved = router.expert_bias + self._rate * (counts.sum() - counts * len(counts)).sign()
+            router.expert_bias.copy_(torch.where(applied, moved, router.expert_bias))
 
 
 def routing_of(batch: Batch, groups: Groups, multiple: int) -> MicrobatchRouting:

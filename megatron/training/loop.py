@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
 
 
-class Callback(Protocol):
+class Callback:
     """An activity that accompanies training. Every rank runs every callback: they may communicate."""
 
     def start(self, trainer: Trainer) -> None:
         """Called before the first step."""
-        ...
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """Whether `after_step` of the step that was just queued has to be called before the next one is, because it needs
+        the run's state of that moment. The same on all ranks."""
+        return False
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
-        """Called after each step. A returned string is a reason to stop now; it is the same on all ranks."""
-        ...
+        """Called for every step, in order, when its numbers are known. On CUDA the next step may be under way by then:
+        [Note: one read per step] in step_numbers.py. A returned string is a reason to stop now; it is the same on all
+        ranks."""
+        return None
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Called after the last step, in reverse order; `reason` is why the run was stopped early, or None."""
-        ...
 
 
 def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
@@ -32,10 +36,20 @@ def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
     reason = None
     trainer.model.train()
     while not trainer.finished and reason is None:
-        report = trainer.train_step()
-        for callback in callbacks:
-            reason = callback.after_step(trainer, report) or reason
+        trainer.queue_step()
+        wait = not trainer.reads_late or any(callback.is_due(trainer) for callback in callbacks)
+        reason = _after_steps(trainer, callbacks, wait=wait)
+    reason = _after_steps(trainer, callbacks, wait=True) or reason
     trainer.data_parallel.synchronize()  # the last step's parameters may still be in flight
     for callback in reversed(callbacks):
         callback.end(trainer, reason)
+    return reason
+
+
+def _after_steps(trainer: Trainer, callbacks: Sequence[Callback], *, wait: bool) -> str | None:
+    """Calls the callbacks for the steps whose numbers are known; with `wait` for all steps."""
+    reason = None
+    for report in trainer.reports(wait=wait):
+        for callback in callbacks:
+            reason = callback.after_step(trainer, report) or reason
     return reason

@@ -9,17 +9,19 @@ from torch import Tensor
 
 from megatron.base.errors import TrainingError
 from megatron.core.comm.collectives import gather_objects
+from megatron.training.loop import Callback
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
 
 ADVICE = "go on from the newest checkpoint, with a smaller --lr or past the data with --iterations-to-skip"
 
 
-class NotFinite:
+class NotFinite(Callback):
     """Stops the run after --max-consecutive-nan-iterations, and prevents a normal end with weights that are not finite."""
 
-    def start(self, trainer: Trainer) -> None:
-        """Does nothing, because there is nothing to prepare."""
+    def is_due(self, trainer: Trainer) -> bool:
+        """When this step may be the last of the limit, because its gradients will be looked at."""
+        return trainer.nan_steps + 1 >= trainer.run.train.max_consecutive_nan_iterations > 0
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Raises TrainingError on all ranks when the limit is reached."""

@@ -10,37 +10,45 @@ from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.device import synchronize
 from megatron.core.timeline import write_chrome_trace
 from megatron.training.logging.step_summary import WAIT, format_summary, summarize
+from megatron.training.loop import Callback
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
 
 log = get_logger(__name__)
 
 
-class ProfileTimeline:
+class ProfileTimeline(Callback):
     """Records some steps of every rank, writes them as a Chrome trace and logs a summary of each."""
 
     def __init__(self) -> None:
-        self._done = 0
+        self._first = 0  # the last iteration before this run of the program
         self._recording = False
 
     def start(self, trainer: Trainer) -> None:
         """The first step may be one of them."""
-        self._begin_if_next(trainer)
+        self._first = trainer.state.iteration
+        self._begin_if_next(trainer, 1)
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """Before the first step of the range, and after its last one."""
+        logging, following = trainer.run.logging, trainer.state.iteration + 1 - self._first
+        return following == logging.profile_step_start or (self._recording and following >= logging.profile_step_end)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Begin before the first step of the range, write after its last one."""
-        self._done += 1
-        if self._recording and self._done + 1 >= trainer.run.logging.profile_step_end:
+        following = report.iteration + 1 - self._first
+        if self._recording and following >= trainer.run.logging.profile_step_end:
             self._write(trainer)
-        self._begin_if_next(trainer)
+        self._begin_if_next(trainer, following)
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Write what there is of a run that was shorter."""
         if self._recording:
             self._write(trainer)
 
-    def _begin_if_next(self, trainer: Trainer) -> None:
-        if self._done + 1 == trainer.run.logging.profile_step_start:
+    def _begin_if_next(self, trainer: Trainer, following: int) -> None:
+        """following: the number of the next step in this run of the program, from 1."""
+        if following == trainer.run.logging.profile_step_start:
             synchronize(trainer.device)
             barrier(trainer.groups.world)
             timeline = trainer.data_parallel.timeline

@@ -147,6 +147,7 @@ def assemble(
         timers=timers,
         state=state,
         step=step,
+        reads_late=device.type == "cuda",
     )
     announce(trainer, prepared)
     return trainer

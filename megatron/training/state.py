@@ -58,4 +58,6 @@ class StepReport:
     num_zeros: int | None = None
     params_norm: float | None = None
     experts: ExpertReport | None = None  # balance losses and load, of a model with experts
+    consumed_samples: int = 0  # training samples read up to the end of this step
+    stop_wanted: bool = False  # something asked a rank to stop, before the end of this step
     timers: dict[str, float] = field(default_factory=dict)  # part of the step -> seconds on this rank

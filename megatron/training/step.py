@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from megatron.training.batch import Batch, part_of, part_of_batch
 from megatron.training.expert_load import ExpertLoad, routing_of
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import StepOffload
-from megatron.training.state import ExpertReport
 
 # [Note: gradient scale]
 # The objective of a step is  L = sum over all tokens t of the global batch of  w_t * loss_t,  with
@@ -37,6 +37,33 @@ from megatron.training.state import ExpertReport
 # The weights depend on the global batch alone. So the gradient is a plain sum over microbatches and over dp x cp: no
 # averaging anywhere, and the same number under every layout. fp16's loss scale multiplies w and is divided out again
 # inside the optimizer's kernel.
+
+
+@dataclass(frozen=True)
+class Objective:
+    """L of a step, summed over all replicas, in a tensor that the host need not know yet.
+
+    numbers: fp64 [2]: L, and the parameters of all replicas that got no gradient. without: their names here.
+    """
+
+    numbers: Tensor
+    without: list[str]
+    replicas: Group
+
+    def value(self, numbers: Sequence[float]) -> float:
+        """Returns L from the numbers as the host has read them.
+
+        Raises UserError when the replicas do not agree on which parameters are used. Communication: if some parameter got
+        no gradient, one gather of their names over dp x cp.
+        """
+        total, missing = numbers
+        if missing:
+            check_same_parameters(gather_objects(self.without, self.replicas), self.replicas)
+        return total
+
+    def read(self) -> float:
+        """As `value`, when the host has waited for the device."""
+        return self.value(self.numbers.tolist())
 
 
 class TrainStep:
@@ -63,8 +90,11 @@ class TrainStep:
         self._per_token, self._count_zeros, self.experts = per_token, count_zeros, experts
         self._mailbox = Mailbox(groups, data_parallel.streams)
 
-    def forward_backward(self, batches: Sequence[Batch]) -> float:
-        """Leave the global batch's gradient (times the loss scale) in the buckets; return the objective."""
+    def forward_backward(self, batches: Sequence[Batch]) -> Objective:
+        """Leave the global batch's gradient (times the loss scale) in the buckets; return the objective.
+
+        The host waits for the device only where experts exchange tokens: it needs the numbers of rows.
+        """
         heartbeat, timers, scale = self._groups.heartbeat, self._timers, self._optimizer.loss_scale.value
         self._data_parallel.begin_step(len(batches))
         weights = token_weights(batches, self._groups, self._per_token)
@@ -82,35 +112,26 @@ class TrainStep:
             if offload is not None:
                 offload.end_step()
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
-            objective = self._over_replicas(_sum(losses, self._data_parallel.device))
+            objective = self._over_replicas(_sum(losses, self._data_parallel.device), scale)
             self._data_parallel.finish_reduction()
-        return objective / scale
+        return objective
 
     def update(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> Update:
-        """Update the parameters by the gradient in the buckets. Synchronizes host and device."""
+        """Update the parameters by the gradient in the buckets. See Optimizer.step."""
         with self._timers("optimizer", level=1):
             return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
 
-    def end_step(self, *, applied: bool) -> ExpertReport | None:
-        """Update the biases of the experts after a step that was `applied`; None for a dense model.
-
-        Communication: see ExpertLoad.
-        """
-        return None if self.experts is None else self.experts.end_step(applied=applied)
-
-    def _over_replicas(self, objective: Tensor) -> float:
-        """Sum over dp x cp, on all stages. Raises UserError when the replicas do not agree on which parameters are used.
+    def _over_replicas(self, objective: Tensor, scale: Tensor) -> Objective:
+        """Sum over dp x cp, on all stages, without the loss scale.
 
         Communication: one sum all-reduce of two numbers over dp x cp and one over pp, where only the last stage has an
-        objective; when some parameter got no gradient, their names are gathered.
+        objective.
         """
         without = self._data_parallel.without_gradient()
         numbers = torch.stack([objective, torch.full_like(objective, len(without))])
         all_reduce(numbers, self._groups.dp_cp)
-        total, missing = all_reduce(numbers, self._groups.pp).tolist()
-        if missing:
-            check_same_parameters(gather_objects(without, self._groups.dp_cp), self._groups.dp_cp)
-        return float(total)
+        total, missing = all_reduce(numbers, self._groups.pp)
+        return Objective(torch.stack([total / scale, missing]), without, self._groups.dp_cp)
 
 
 class ForwardProgram:

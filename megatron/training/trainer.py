@@ -1,12 +1,15 @@
-"""The built objects of a run, and the two things they do: take one step, and evaluate."""
+"""The built objects of a run, and the two things they do: take steps, and evaluate."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.run import RunConfig
@@ -17,18 +20,23 @@ from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.lr_schedule import ParamSchedule
-from megatron.core.optimizer.optimizer import Optimizer, Update
+from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.training.batch import BatchReader
 from megatron.training.logging.timers import Timers
 from megatron.training.state import StepReport, TrainState
-from megatron.training.step import TrainStep, evaluate
+from megatron.training.step import Objective, TrainStep, evaluate
+from megatron.training.step_numbers import PendingStep, StepNumbers
 
 
 @dataclass
 class Trainer:
-    """Everything set-up built. Callbacks read it; only `train_step` and loading a checkpoint change it."""
+    """Everything set-up built. Callbacks read it; only steps and loading a checkpoint change it.
+
+    reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a device.
+    stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or none.
+    """
 
     run: RunConfig
     settings: RunSettings
@@ -47,6 +55,11 @@ class Trainer:
     # Consecutive steps up to now, without those skipped on request:
     bad_steps: int = 0  # whose gradients were not finite
     nan_steps: int = 0  # the same without those that lower fp16's loss scale
+    reads_late: bool = False
+    stop_wanted: Callable[[], bool] | None = None
+    _pending: PendingStep | None = None  # the step that was queued last, until its numbers are read
+    _known: deque[StepReport] = field(default_factory=deque)
+    _settled_at: float = 0.0  # when numbers were read last
 
     @property
     def batches(self) -> BatchSchedule:
@@ -74,48 +87,49 @@ class Trainer:
         return consumed + self.batches.global_batch_size(consumed) > samples
 
     def train_step(self) -> StepReport:
-        """Runs one optimizer step on the next global batch; a step in --iterations-to-skip only reads its batch."""
+        """Runs one optimizer step and waits for its report."""
+        self.queue_step()
+        *_, report = self.reports(wait=True)
+        return report
+
+    def queue_step(self) -> None:
+        """Queues one optimizer step on the next global batch; a step in --iterations-to-skip only reads its batch.
+
+        The host reads the numbers of the step before on the way, and waits for nothing else (except for experts, see
+        TrainStep.forward_backward): [Note: one read per step] in step_numbers.py.
+        """
         started, state, run = time.perf_counter(), self.state, self.run
+        numbers: dict[str, Tensor] = {}
+        objective = None
         with self.data_parallel.timeline.span("iteration", f"iteration {state.iteration + 1}"):
             samples = self.batches.global_batch_size(state.consumed_samples)
-            assert self.readers.train is not None and run.data.seq_length
+            assert self.readers.train is not None
             with self.timers("batch-generator", level=2), self.groups.heartbeat.phase("batch-generator"):
                 microbatches = self.readers.train.read(self.batches.num_microbatches(state.consumed_samples))
-            if state.iteration + 1 in (run.train.iterations_to_skip or ()):
-                loss, norm, num_zeros, experts, skipped, nan = math.nan, 0.0, None, None, True, False
-            else:
-                position, scale = state.schedule_position, self.optimizer.loss_scale.value
-                loss = self.step.forward_backward(microbatches)
-                update = self.step.update(
-                    self.schedule.learning_rate(position),
-                    self.schedule.weight_decay(position),
-                    self.schedule.decoupled_learning_rate(position),
-                )
-                norm, num_zeros = update.grad_norm, update.num_zeros
-                experts = self.step.end_step(applied=update.applied)
-                skipped, nan = self._why_not_applied(update, scale)
+            is_left_out = state.iteration + 1 in (run.train.iterations_to_skip or ())
+            if not is_left_out:
+                numbers["scale"] = self.optimizer.loss_scale.value
+                objective = self.step.forward_backward(microbatches)
+            self._settle()
+            if objective is not None:
+                numbers |= self._update(objective)
+            if self.stop_wanted is not None:
+                flag = torch.full((1,), float(self.stop_wanted()), device=self.device)
+                numbers["stop"] = all_reduce(flag, self.groups.world, "max")
+            numbers["next scale"] = self.optimizer.loss_scale.value
             state.iteration += 1
             state.consumed_samples += samples
-            if not (skipped or nan):
-                state.schedule_position += samples if run.train.train_samples else 1
-            state.skipped_iterations += skipped
-            state.nan_iterations += nan
-            return StepReport(
-                iteration=state.iteration,
-                loss=loss,
-                grad_norm=norm,
-                loss_scale=self.optimizer.loss_scale.value,
-                learning_rate=self.schedule.learning_rate(state.schedule_position),
-                global_batch_size=samples,
-                tokens=samples * run.data.seq_length,
-                seconds=time.perf_counter() - started,
-                skipped=skipped,
-                nan=nan,
-                num_zeros=num_zeros,
-                experts=experts,
-                params_norm=self.optimizer.params_norm() if run.logging.log_params_norm else None,
-                timers=self.timers.take(),
+            timers, copies = self.timers.take(), StepNumbers(numbers)
+            self._pending = PendingStep(
+                state.iteration, samples, state.consumed_samples, started, timers, objective, copies
             )
+
+    def reports(self, *, wait: bool) -> Iterator[StepReport]:
+        """Yields the reports of steps that are known and were not yielded before, in order; with `wait` of all steps."""
+        while self._known or (wait and self._pending):
+            if not self._known:
+                self._settle()
+            yield self._known.popleft()
 
     def evaluate(self, reader: BatchReader) -> float:
         """Returns the mean loss per token over --eval-iters global batches of `reader`."""
@@ -126,19 +140,72 @@ class Trainer:
                 self.model, lambda: reader.read(microbatches), iterations, self.groups, self.settings.pipeline
             )
 
-    def any_rank(self, condition: bool) -> bool:
-        """Returns whether `condition` holds on any rank. Communication: one max all-reduce of a number over the world."""
-        flag = torch.tensor([float(condition)], device=self.device)
-        return bool(all_reduce(flag, self.groups.world, "max"))
+    def _update(self, objective: Objective) -> dict[str, Tensor]:
+        """Updates parameters and the biases of experts. Returns what the host wants to know about the step."""
+        position = self.state.schedule_position
+        update = self.step.update(
+            self.schedule.learning_rate(position),
+            self.schedule.weight_decay(position),
+            self.schedule.decoupled_learning_rate(position),
+        )
+        numbers = {"objective": objective.numbers, "norm": update.grad_norm, "applied": update.applied}
+        if update.num_zeros is not None:
+            numbers["zeros"] = update.num_zeros
+        if self.step.experts is not None:
+            numbers["experts"] = self.step.experts.end_step(applied=update.applied)
+        if self.run.logging.log_params_norm:
+            numbers["params norm"] = self.optimizer.params_norm()
+        return numbers
 
-    def _why_not_applied(self, update: Update, scale: float) -> tuple[bool, bool]:
+    def _settle(self) -> None:
+        """Reads the numbers of the step that was queued last, and brings the state up to date with it."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        with self.groups.heartbeat.phase("read-step"):
+            numbers = pending.numbers.read()
+        state, run, experts = self.state, self.run, self.step.experts
+        loss, norm, applied, skipped, nan = math.nan, 0.0, False, True, False
+        if pending.objective is not None:
+            loss, (norm,) = pending.objective.value(numbers["objective"]), numbers["norm"]
+            applied = bool(numbers["applied"][0])
+            self.optimizer.settle(applied=applied)
+            skipped, nan = self._why_not_applied(applied, norm, numbers["scale"][0])
+        if not (skipped or nan):
+            state.schedule_position += pending.samples if run.train.train_samples else 1
+        state.skipped_iterations += skipped
+        state.nan_iterations += nan
+        now = time.perf_counter()
+        seconds, self._settled_at = now - max(pending.started, self._settled_at), now
+        self._known.append(
+            StepReport(
+                iteration=pending.iteration,
+                loss=loss,
+                grad_norm=norm,
+                loss_scale=numbers["next scale"][0],
+                learning_rate=self.schedule.learning_rate(state.schedule_position),
+                global_batch_size=pending.samples,
+                tokens=pending.samples * (run.data.seq_length or 0),
+                consumed_samples=pending.consumed_samples,
+                seconds=seconds,
+                skipped=skipped,
+                nan=nan,
+                num_zeros=int(numbers["zeros"][0]) if applied and "zeros" in numbers else None,
+                params_norm=numbers["params norm"][0] if "params norm" in numbers else None,
+                experts=experts.report(numbers["experts"]) if experts and "experts" in numbers else None,
+                timers=pending.timers,
+                stop_wanted="stop" in numbers and bool(numbers["stop"][0]),
+            )
+        )
+
+    def _why_not_applied(self, applied: bool, norm: float, scale: float) -> tuple[bool, bool]:
         """(skipped because the loss scale, `scale` in this step, was too large; left out because of a NaN).
 
-        Both are False for an update that was applied. Counts the steps whose gradients were not finite.
+        Both are False for an update that was `applied`. Counts the steps whose gradients were not finite.
         """
         # A scale at its floor has nothing left to lower: then it is no overflow but a NaN.
         overflow = self.optimizer.loss_scale.dynamic and scale > self.run.optimizer.min_loss_scale
-        is_bad = not math.isfinite(update.grad_norm)
+        is_bad = not math.isfinite(norm)
         self.bad_steps = self.bad_steps + 1 if is_bad else 0
         self.nan_steps = self.nan_steps + 1 if is_bad and not overflow else 0
-        return overflow and not update.applied, not (overflow or update.applied)
+        return overflow and not applied, not (overflow or applied)

@@ -79,9 +79,9 @@ class TestAsOnTheCpu:
                     parameter.slot.main_grad.copy_(noise)
                 update = optimizer.step(1e-2, 0.1, count_zeros=True)
                 assert update.applied
-                norms.append(update.grad_norm)
+                norms.append(float(update.grad_norm))
             weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-            results.append((norms, optimizer.params_norm(), optimizer.steps, weights))
+            results.append((norms, float(optimizer.params_norm()), optimizer.steps, weights))
         (norms, total, steps, expected), (found_norms, found_total, found_steps, found) = results
         assert found_norms == pytest.approx(norms, rel=1e-5) and found_total == pytest.approx(total, rel=1e-5)
         assert found_steps == steps

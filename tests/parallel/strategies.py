@@ -71,7 +71,7 @@ class Run:
         numbers = range(first, first + count)
         found = [take_step(self.step, self.batches(n, accumulation), LR, DECAY, self.decoupled_lr) for n in numbers]
         assert all(update.applied for _, update in found)
-        return [loss for loss, _ in found], [update.grad_norm for _, update in found]
+        return [loss for loss, _ in found], [float(update.grad_norm) for _, update in found]
 
     def weights(self):
         """As `boxes_of`, when all of the last step has arrived."""

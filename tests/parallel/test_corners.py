@@ -160,7 +160,7 @@ def fp16_overflow(rank, size, settings):
         same.append(
             all((a == b).all() for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True))
         )
-        found.append((update.applied, run.optimizer.loss_scale.value, run.optimizer.steps))
+        found.append((bool(update.applied), float(run.optimizer.loss_scale.value), run.optimizer.steps))
     return found, same, run.seen()
 
 
@@ -240,7 +240,7 @@ def few_elements(rank, size, settings):
         total = sum((getattr(holder, name) * factor).sum() for name, factor in zip(shapes, factors, strict=True))
         differentiate(data_parallel, total, last=True)
         data_parallel.finish_reduction()
-        norms.append(optimizer.step(0.5, 0.0).grad_norm)
+        norms.append(float(optimizer.step(0.5, 0.0).grad_norm))
     data_parallel.synchronize()
     owned = [
         (piece.name, piece.start, elements.tolist()) for piece, elements in data_parallel.weights() if len(elements)

@@ -119,9 +119,9 @@ def norms(rank, size, tp, sequence_parallel, settings):
     data_parallel = make_data_parallel(model, groups, **settings)
     optimizer = make_optimizer(data_parallel, groups, clip_grad=0.1)
     accumulate(model, data_parallel, [make_ids(SAMPLES, 16).chunk(groups.dp.size)[groups.dp.rank]])
-    before = optimizer.params_norm()
+    before = float(optimizer.params_norm())
     update = optimizer.step(1e-2, 0.1, count_zeros=True)
-    return update.grad_norm, update.num_zeros, before, optimizer.params_norm()
+    return float(update.grad_norm), int(update.num_zeros), before, float(optimizer.params_norm())
 
 
 def assert_norms(world, tp, sequence_parallel, settings):
@@ -188,7 +188,7 @@ def overflow(rank, size):
     before = [bucket.whole.clone() for bucket in data_parallel.buckets]
     update = optimizer.step(1e-2, 0.0)
     return (
-        update.applied,
+        bool(update.applied),
         all(bucket.whole.equal(old) for bucket, old in zip(data_parallel.buckets, before, strict=True)),
         gradients(data_parallel)["output_layer.weight"].isinf().any().item(),
     )
@@ -211,7 +211,7 @@ def overflow_in_a_slice(rank, size, settings):
     update = optimizer.step(1e-2, 0.1)
     data_parallel.synchronize()
     kept = all(part.equal(old) for (_, part), old in zip(data_parallel.weights(), before, strict=True))
-    return update.applied, kept, all(tensor.eq(0).all() for _, _, tensor in optimizer.pieces())
+    return bool(update.applied), kept, all(tensor.eq(0).all() for _, _, tensor in optimizer.pieces())
 
 
 @pytest.mark.parametrize("strategy", [name for name in FEW if name != "plain"])

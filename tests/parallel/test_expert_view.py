@@ -87,7 +87,7 @@ def step(model, data_parallel, optimizer, number):
     data_parallel.finish_reduction()
     gradients = pieces(data_parallel)
     update = optimizer.step(1e-2, 0.1, count_zeros=True)
-    return gradients, update.grad_norm, update.num_zeros
+    return gradients, float(update.grad_norm), int(update.num_zeros)
 
 
 def groups_of(sizes, strategy):

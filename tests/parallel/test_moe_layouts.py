@@ -132,8 +132,9 @@ def with_padding(rank, size, layout):
         for i in range(2)
     ]
     mine = [rows[trainer.groups.dp.rank]] if trainer.groups.dp.size == 2 else rows
-    loss = trainer.step.forward_backward(mine)
-    report = trainer.step.end_step(applied=True)
+    loss = trainer.step.forward_backward(mine).read()
+    experts = trainer.step.experts
+    report = experts.report(experts.end_step(applied=torch.tensor(True)).flatten().tolist())
     pieces = [
         (name, (offset, trainer.parameters[name].info.spec.shape), gradient.numpy().copy())
         for name, offset, gradient in trainer.data_parallel.gradients()

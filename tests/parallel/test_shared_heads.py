@@ -144,7 +144,7 @@ def counted(rank, size, tp, groups):
     for section in qkv.info.sections:
         section.of(qkv.slot.main_grad)[..., :3] = 0.0
     update = run.optimizer.step(1e-3, 0.0, count_zeros=True)
-    return update.grad_norm, update.num_zeros, run.optimizer.params_norm(), sums
+    return float(update.grad_norm), int(update.num_zeros), float(run.optimizer.params_norm()), sums
 
 
 @pytest.mark.parametrize(("tp", "groups"), [(2, 1), (4, 2)])

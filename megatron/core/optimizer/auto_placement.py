@@ -105,7 +105,7 @@ def measure_update(config: OptimizerConfig, size: int) -> float:
     size = min(size, _MAX_ELEMENTS)
     values = {key: torch.zeros(size) for key in state_layout(config, half=True, on_cpu=True)}
     gradient, runs = torch.zeros(size), [Run(0, size, decay=False, decoupled=False)]
-    inputs = Inputs(step=1, lr=0.0, decoupled_lr=0.0, weight_decay=0.0, divisor=1.0)
+    inputs = Inputs(step=1, lr=0.0, decoupled_lr=0.0, weight_decay=0.0, gate=torch.tensor([1.0, 0.0, 1.0]))
     best = float("inf")
     for _ in range(1 + _REPEATS):  # the first one also touches the memory for the first time
         started = time.perf_counter()

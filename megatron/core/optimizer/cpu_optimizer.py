@@ -4,7 +4,8 @@
     a bucket is reduced     with overlap: gradients of its CPU chunks are copied to the host during the rest of backward,
                             but for those that are summed over tp at its end, which `start` copies
     `start`                 the thread takes the chunks one by one in forward order: it waits for the gradient, updates the
-                            states, and copies the rounded masters into the parameters
+                            states, and copies the rounded masters into the parameters. It also waits for the gate of the
+                            step (see update_rule.py): whether there is an update at all is not known before
     `finish` of a bucket    waits for its parameters: to be called before they are gathered or read
 With overlap every CPU chunk has a gradient buffer. Without overlap two are enough: while one chunk is updated, the gradient
 of the next one is copied. Two buffers hold results. The thread runs jobs in the order of submission, and gradient copies are
@@ -14,6 +15,7 @@ buffer after the update that read it, a result buffer after its last copy to the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -49,6 +51,8 @@ class CpuOptimizer:
         self._blocks: dict[OptimizerChunk, HostBlock] = {}
         self._gradients: dict[OptimizerChunk, Buffer] = {}  # with overlap
         self._buffers: dict[tuple[str, int], Buffer] = {}
+        self._gate = self._new_buffer(3, torch.float32)
+        self._gate_copy: Work | None = None
         self._gradient_copies: dict[OptimizerChunk, Work] = {}
         self._requested: set[OptimizerChunk] = set()  # chunks whose gradient copy was submitted in this step
         self._result_copies: list[Work | None] = [None] * STAGED  # the last copy out of each result buffer
@@ -109,6 +113,8 @@ class CpuOptimizer:
         Gradients must be final, and work that is queued on the device later must not read parameters before `finish`.
         """
         now, order = self._streams.mark(), self.chunks
+        if order:
+            self._submit(order[0], functools.partial(self._copy_gate, inputs.gate, now))
         if self.overlap:
             for chunk in order:
                 buffer, left = self._gradients[chunk], [(0, chunk.size)]
@@ -137,13 +143,6 @@ class CpuOptimizer:
             if copy is not None:
                 copy.synchronize()
 
-    def skip_step(self) -> None:
-        """Drops the gradients of this step, which has no update."""
-        self._wait_for_gradients()
-        self._gradient_copies.clear()
-        self._requested.clear()
-        self._jobs.clear()
-
     def _wait_for_gradients(self) -> None:
         self.synchronize()
         for copy in self._gradient_copies.values():
@@ -151,6 +150,10 @@ class CpuOptimizer:
 
     def _submit(self, chunk: OptimizerChunk, job: Callable[[], None]) -> None:
         self._jobs[chunk.bucket.index].append(self._thread.run(job, chunk.label, after=()))
+
+    def _copy_gate(self, gate: Tensor, after: Work) -> None:
+        block, here = self._gate
+        self._gate_copy = self._engine.to_host("gate", [(gate, here)], block, [after])
 
     def _copy_gradient(self, chunk: OptimizerChunk, buffer: Buffer, ranges: Sequence[Range], after: Work) -> None:
         """Starts to copy these elements of a chunk's gradient."""
@@ -164,10 +167,12 @@ class CpuOptimizer:
         if number + 1 < len(order):
             self._blocks[order[number + 1]].read_ahead()
         gradient = self._arrived_gradient(order, number, now)
+        assert self._gate_copy is not None
+        self._gate_copy.synchronize()
         result_block, result = self._result(slot, chunk)
         if (copy := self._result_copies[slot]) is not None:
             copy.synchronize()
-        chunk.step(chunk.state, gradient, result, self._scratch, inputs)
+        chunk.step(chunk.state, gradient, result, self._scratch, dataclasses.replace(inputs, gate=self._gate[1]))
         block.write_back()
         if chunk.bucket.offloaded is None:
             pairs = [(result, chunk.parameters)]

@@ -16,24 +16,24 @@ from megatron.spec.buckets import NORM_ROW
 Counted = tuple[str, Tensor]
 
 
-def global_norm(counted: Iterable[Counted], groups: Groups, device: torch.device) -> float:
-    """Returns the 2-norm over the model.
+def global_norm(counted: Iterable[Counted], groups: Groups, device: torch.device) -> Tensor:
+    """Returns the 2-norm over the model, fp32 [], on `device`, where communication takes place. The host does not wait.
 
     The elements of a row of 64 are summed in fp32 and the rows in fp64, and the norm is rounded to fp32. The order of the
     rows depends on the sharding, but it changes only the sixteenth digit of the sum, and the norm keeps seven. So the norm
-    does not depend on buckets and slices, and clipping is bit-identical under every sharding. `device`: where communication
-    takes place. Communication: see `_over_model`. Synchronises the host with the device.
+    does not depend on buckets and slices, and clipping is bit-identical under every sharding. Communication: see
+    `_over_model`.
     """
     squares = [(view, _square_sum(tensor).to(device)) for view, tensor in counted]
     sums = _over_model(squares, groups, torch.zeros(1, dtype=torch.float64, device=device))
-    return float(torch.cat([total / copies for total, copies in sums]).sum().sqrt().float())
+    return torch.cat([total / copies for total, copies in sums]).sum().sqrt().float()
 
 
-def global_zeros(counted: Iterable[Counted], groups: Groups, device: torch.device) -> int:
-    """Returns the number of zero elements over the model."""
+def global_zeros(counted: Iterable[Counted], groups: Groups, device: torch.device) -> Tensor:
+    """Returns the number of zero elements over the model, int64 [], like `global_norm`."""
     zeros = [(view, tensor.numel() - tensor.count_nonzero()) for view, tensor in counted]
     sums = _over_model(zeros, groups, torch.zeros(1, dtype=torch.int64, device=device))
-    return sum(int(total) // copies for total, copies in sums)  # exact: divided as a tensor it would become fp32
+    return torch.cat([total // copies for total, copies in sums]).sum()
 
 
 def _square_sum(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ cpu_optimizer.py updates those of the CPU. offloaded_states.py copies offloaded 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from megatron.core.optimizer.loss_scale import LossScale
 from megatron.core.optimizer.offloaded_states import OffloadedStates
 from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.optimizer.precision import Scratch
-from megatron.core.optimizer.update_rule import Inputs
+from megatron.core.optimizer.update_rule import Inputs, gate_of
 from megatron.core.optimizer.weight_prefetch import WeightPrefetch
 from megatron.core.parameter import ParamInfo, Section
 from megatron.spec.buckets import Piece
@@ -41,11 +40,11 @@ ON_DEVICE = OffloadSettings()
 
 @dataclass(frozen=True)
 class Update:
-    """The result of one step. `applied` is False if gradients were not finite; nothing has changed then."""
+    """The result of one step, in tensors [] of the device, which need not be known when the next step is queued."""
 
-    applied: bool
-    grad_norm: float  # of the unscaled gradient, before clipping
-    num_zeros: int | None
+    applied: Tensor  # bool; False if gradients were not finite: nothing has changed then
+    grad_norm: Tensor  # fp64; of the unscaled gradient, before clipping
+    num_zeros: Tensor | None  # int64
 
 
 class Optimizer:
@@ -61,11 +60,12 @@ class Optimizer:
         offload: OffloadSettings = ON_DEVICE,
     ) -> None:
         """Raises ConfigError when --offload-dir has too little room. No communication."""
-        self.loss_scale = LossScale(config, fp16)
+        self.loss_scale = LossScale(config, fp16, data_parallel.device)
         self._config, self._data_parallel, self._groups = config, data_parallel, groups
         self._device = data_parallel.device
         self._scratch = Scratch(self._device)
-        self.steps = 0  # updates applied so far: adam's bias correction counts them
+        self._steps = 0
+        self._undecided: Update | None = None  # the last one, until the host knows whether it was applied
         self.chunks = self._split(offload.chunk_size if is_cut(config, offload) else None)
         self.cpu: CpuOptimizer | None = None
         self.offloaded_states: OffloadedStates | None = None
@@ -83,22 +83,24 @@ class Optimizer:
     def step(
         self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None, count_zeros: bool = False
     ) -> Update:
-        """Updates masters and parameters from reduced gradients. Communication: that of grad_norm.py, then the gathers.
+        """Updates masters and parameters from reduced gradients, unless these are not finite, which the device decides.
+
+        Then the same kernels and gathers run, and leave every value as it was. The host does not wait, if `settle` was
+        called since the last step. Communication: that of grad_norm.py, then the gathers.
 
         decoupled_lr: the learning rate of the word embeddings and of the output layer; None stands for `lr`.
         """
         scale, timeline, buckets = self.loss_scale.value, self._data_parallel.timeline, self._data_parallel.buckets
         with timeline.span("step", "gradient norm"):
-            norm = self._norm(bucket.grad_shard for bucket in buckets) / scale
-        if not math.isfinite(norm) and (self._config.check_for_nan_in_loss_and_grad or self.loss_scale.dynamic):
-            self.loss_scale.update(overflow=True)
-            if self.cpu is not None:
-                self.cpu.skip_step()
-            return Update(False, norm, None)
+            norm = self._norm(bucket.grad_shard for bucket in buckets).double() / scale
+        found_inf = ~norm.isfinite()
+        if not (self._config.check_for_nan_in_loss_and_grad or self.loss_scale.dynamic):
+            found_inf = torch.zeros_like(found_inf)
         num_zeros = global_zeros(self._counted_gradients(), self._groups, self._device) if count_zeros else None
         clip = self._config.clip_grad
-        divisor = scale * max(1.0, norm / clip) if clip > 0 else scale
-        inputs = Inputs(self.steps + 1, lr, lr if decoupled_lr is None else decoupled_lr, weight_decay, divisor)
+        divisor = scale * torch.where(norm > clip, norm / clip, 1.0) if clip > 0 else scale  # 1 for a NaN
+        gate = gate_of(divisor, found_inf)
+        inputs = Inputs(self.steps + 1, lr, lr if decoupled_lr is None else decoupled_lr, weight_decay, gate)
         if self._auto is not None:
             self._auto.adjust()
         if self.cpu is not None:
@@ -112,12 +114,30 @@ class Optimizer:
         self._data_parallel.end_step()
         if self._auto is not None:
             self._auto.end_step()
-        self.steps += 1
-        self.loss_scale.update(overflow=False)
-        return Update(True, norm, num_zeros)
+        self.loss_scale.update(overflow=found_inf)
+        self._undecided = Update(~found_inf, norm, num_zeros)
+        return self._undecided
 
-    def params_norm(self) -> float:
-        """Returns the 2-norm of all parameters, computed from the masters. Communication: as `global_norm`."""
+    def settle(self, *, applied: bool) -> None:
+        """Tells whether the last update was applied, which the caller has read from the device together with other
+        numbers."""
+        self._undecided = None
+        self._steps += applied
+
+    @property
+    def steps(self) -> int:
+        """Updates applied so far: adam's bias correction counts them. The host waits for the device, unless `settle` was
+        called since the last step."""
+        if self._undecided is not None:
+            self.settle(applied=bool(self._undecided.applied))
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps, self._undecided = steps, None
+
+    def params_norm(self) -> Tensor:
+        """Returns the 2-norm of all parameters, fp32 [], computed from the masters. Communication: as `global_norm`."""
         self._synchronize()
         return global_norm(self._counted_masters(), self._groups, self._device)
 
@@ -242,8 +262,8 @@ class Optimizer:
         for chunks in self.chunks:
             yield from chunks
 
-    def _norm(self, slices: Iterable[Tensor]) -> float:
-        """Returns the 2-norm of flat tensors, one per bucket's slice."""
+    def _norm(self, slices: Iterable[Tensor]) -> Tensor:
+        """Returns the 2-norm of flat tensors, one per bucket's slice: fp32 []."""
         buckets = self._data_parallel.buckets
         counted = (
             (bucket.view.name, tensor[start:stop])

@@ -99,7 +99,7 @@ def split(master: Tensor, remainder: Tensor, ties: Tensor) -> None:
     bits = master.view(torch.int32)
     remainder.copy_(bits)  # the lower half
     rounded_up = ((bits & 0x1FFFF) == 0x10000 + _TIE).view(-1, 8)
-    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=master.device)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=master.device)
     ties.copy_((rounded_up * weights).sum(dim=1, dtype=torch.uint8))
 
 

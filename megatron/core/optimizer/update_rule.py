@@ -1,6 +1,7 @@
 """AdamW and SGD over flat tensors, in one pass: of torch's fused kernels on CUDA, and of kernels/ops/adam.py on the CPU.
 
-Loss unscaling and clipping need no further pass: both are part of one divisor of the gradients.
+Loss unscaling and clipping need no further pass: both are part of one divisor of the gradients. The device that updates
+decides itself whether it does: the host does not wait for the gradient's norm.
 """
 
 from __future__ import annotations
@@ -28,18 +29,29 @@ class Run(NamedTuple):
     decoupled: bool
 
 
+def gate_of(divisor: Tensor, found_inf: Tensor) -> Tensor:
+    """Returns fp32 [3]: the divisor of the gradients; 1 or 0, 1 if a kernel must not use them as they are; the same, if a
+    kernel must not divide them. Both are 1, and nothing changes, if a gradient is not finite.
+
+    divisor: fp64 []. found_inf: bool []. No kernel divides by 1: torch's write the divided gradient back to memory.
+    """
+    is_one = divisor.float() == 1.0
+    return torch.stack([divisor, (found_inf | ~is_one).double(), (found_inf | is_one).double()]).float()
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """The scalars of one step. step: 1 for the first update. divisor: the gradients are divided by it.
+    """The scalars of one step. step: 1 for the first update.
 
     decoupled_lr: the learning rate of the word embeddings and of the output layer; lr is that of all others.
+    gate: fp32 [3], where the update takes place; see `gate_of`.
     """
 
     step: int
     lr: float
     decoupled_lr: float
     weight_decay: float
-    divisor: float
+    gate: Tensor
 
     def rates(self, run: Run) -> tuple[float, float]:
         """Returns (learning rate, weight decay) of a run."""
@@ -58,38 +70,68 @@ def update(
 
     out: receives the masters, rounded to its dtype, if it is given. On CUDA the gradient is undefined afterwards.
     """
-    if config.rule == "sgd":
-        _sgd(config, runs, values, gradient, inputs)
-    elif gradient.is_cuda:
-        _adamw_on_cuda(config, runs, values, gradient, inputs)
-    else:
-        for run in runs:
-            lr, weight_decay = inputs.rates(run)
-            elements = slice(run.start, run.stop)
-            adamw_step(
-                values["master"][elements],
-                gradient[elements],
-                values["exp_avg"][elements],
-                values["exp_avg_sq"][elements],
-                step=inputs.step,
-                lr=lr,
-                beta1=config.adam_beta1,
-                beta2=config.adam_beta2,
-                eps=config.adam_eps,
-                weight_decay=weight_decay,
-                divisor=inputs.divisor,
-                out=None if out is None else out[elements],
-            )
-        return
+    divisor, not_plain, not_divided = inputs.gate.unbind()
+    if gradient.is_cuda:
+        gated(config, runs, values, gradient, inputs)
+    elif not (not_plain.numpy() and not_divided.numpy()):  # of host memory: there is nothing to wait for
+        if config.rule == "adam":
+            _adamw_on_cpu(config, runs, values, gradient, out, inputs, float(divisor.numpy()))
+            return
+        _sgd(config, runs, values, gradient, inputs, divisor if not_plain.numpy() else None, None)
     if out is not None:
         out.copy_(values["master"])
 
 
-def _adamw_on_cuda(
+def gated(
     config: OptimizerConfig, runs: Sequence[Run], values: Mapping[str, Tensor], gradient: Tensor, inputs: Inputs
 ) -> None:
+    """Updates `values` by torch's kernels, without the host knowing the gate: both are queued, and at most one of them
+    does anything."""
+    kernel = _sgd if config.rule == "sgd" else _adamw
+    divisor, not_plain, not_divided = inputs.gate.unbind()
+    kernel(config, runs, values, gradient, inputs, None, not_plain)
+    kernel(config, runs, values, gradient, inputs, divisor, not_divided)
+
+
+def _adamw_on_cpu(
+    config: OptimizerConfig,
+    runs: Sequence[Run],
+    values: Mapping[str, Tensor],
+    gradient: Tensor,
+    out: Tensor | None,
+    inputs: Inputs,
+    divisor: float,
+) -> None:
+    """Also writes `out`, in the same pass."""
+    for run in runs:
+        lr, weight_decay = inputs.rates(run)
+        elements = slice(run.start, run.stop)
+        adamw_step(
+            values["master"][elements],
+            gradient[elements],
+            values["exp_avg"][elements],
+            values["exp_avg_sq"][elements],
+            step=inputs.step,
+            lr=lr,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_eps,
+            weight_decay=weight_decay,
+            divisor=divisor,
+            out=None if out is None else out[elements],
+        )
+
+
+def _adamw(
+    config: OptimizerConfig,
+    runs: Sequence[Run],
+    values: Mapping[str, Tensor],
+    gradient: Tensor,
+    inputs: Inputs,
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
     step = torch.full((), float(inputs.step), device=gradient.device)
-    divisor = _on_device(inputs.divisor, gradient)
     for (lr, weight_decay), chosen in _by_rates(runs, inputs).items():
         torch._fused_adamw_(
             [values["master"][elements] for elements in chosen],
@@ -106,12 +148,18 @@ def _adamw_on_cuda(
             amsgrad=False,
             maximize=False,
             grad_scale=divisor,  # the kernel divides by it: torch's own GradScaler hands it over the same way
-            found_inf=None,
+            found_inf=found_inf,
         )
 
 
 def _sgd(
-    config: OptimizerConfig, runs: Sequence[Run], values: Mapping[str, Tensor], gradient: Tensor, inputs: Inputs
+    config: OptimizerConfig,
+    runs: Sequence[Run],
+    values: Mapping[str, Tensor],
+    gradient: Tensor,
+    inputs: Inputs,
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     for (lr, weight_decay), chosen in _by_rates(runs, inputs).items():
         momenta = [values["momentum_buffer"][elements] for elements in chosen]
@@ -126,8 +174,8 @@ def _sgd(
             nesterov=False,
             maximize=False,
             is_first_step=False,  # buffers begin at zero
-            grad_scale=_on_device(inputs.divisor, gradient),
-            found_inf=None,
+            grad_scale=divisor,
+            found_inf=found_inf,
         )
 
 
@@ -137,7 +185,3 @@ def _by_rates(runs: Sequence[Run], inputs: Inputs) -> dict[tuple[float, float], 
     for run in runs:
         found.setdefault(inputs.rates(run), []).append(slice(run.start, run.stop))
     return found
-
-
-def _on_device(divisor: float, like: Tensor) -> Tensor | None:
-    return None if divisor == 1.0 else torch.full((), divisor, device=like.device)

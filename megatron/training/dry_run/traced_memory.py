@@ -33,8 +33,8 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
 class TracedMemory(TorchDispatchMode):
     """Bytes of tensors on one device, now and at most, by kind. Active as a context manager, around a FakeTensorMode.
 
-    operations: so far. host_reads: values of tensors that the host has asked for, where it would wait for the device;
-    they are answered with zero. top: bytes by kind at the peak, and moment its name.
+    operations: so far. host_reads: how often the host has asked for values, or copied them and waited; numbers of the
+    device are zero. top: bytes by kind at the peak, and moment its name.
     """
 
     def __init__(self, device: torch.device, doing: Callable[[], str]) -> None:
@@ -47,6 +47,7 @@ class TracedMemory(TorchDispatchMode):
         self.top: Counter[str] = Counter()
         self.moment = ""
         self.operations = self.host_reads = 0
+        self._copied: Any = None  # the storage in host memory that was read last
 
     def restart(self) -> None:
         """Forgets the peak and the counts."""
@@ -87,12 +88,19 @@ class TracedMemory(TorchDispatchMode):
         if func in _PRODUCTS:
             return _product(*[arg for arg in args if isinstance(arg, Tensor)][-2:], out=kwargs["out"])
         if func is not torch.ops.aten._local_scalar_dense.default:
+            self.host_reads += _is_blocking_copy(func, args, kwargs)
             return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)  # of a constant
         except DataDependentOutputException:
-            self.host_reads += 1
+            self._count_read(args[0])
             return 0.0 if args[0].is_floating_point() else 0
+
+    def _count_read(self, tensor: Tensor) -> None:
+        """Counts numbers of one tensor in host memory once, if they are read one after the other: they came together."""
+        storage = None if tensor.device == self._device else tensor.untyped_storage()
+        self.host_reads += storage is None or self._copied is None or storage._cdata != self._copied._cdata
+        self._copied = storage
 
     def _follow(self, tensor: Tensor) -> None:
         if tensor.device != self._device:
@@ -117,6 +125,17 @@ class TracedMemory(TorchDispatchMode):
             del self._storages[storage.key]
         self.now[storage.kind] -= storage.nbytes
         self.allocated -= storage.nbytes
+
+
+def _is_blocking_copy(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the host waits for numbers that an operation copies from a device."""
+    if func is torch.ops.aten._to_copy.default:
+        to, blocking = torch.device(kwargs.get("device") or args[0].device), not kwargs.get("non_blocking")
+        return blocking and args[0].device.type == "cuda" and to.type == "cpu"
+    if func is torch.ops.aten.copy_.default:
+        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        return blocking and args[1].device.type == "cuda" and args[0].device.type == "cpu"
+    return False
 
 
 # With an output of another dtype these have no rule for tensors without memory.

@@ -11,6 +11,7 @@ from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory.plan import RankMemory, plan_memory
 from megatron.spec.sizes import Target
+from megatron.training.loop import Callback
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
 
@@ -47,7 +48,7 @@ class PeakMemory:
         return report.allocated if now else report.peak_allocated
 
 
-class LogMemory:
+class LogMemory(Callback):
     """Prints a line per pipeline rank every --log-interval steps, with the maximum over its tp, cp and dp neighbours."""
 
     def __init__(self, peak: PeakMemory) -> None:
@@ -68,9 +69,6 @@ class LogMemory:
         for planned in self._planned:
             measured = max(peak for rank, peak in found if rank == planned.rank)
             log.info("%s", format_line(planned, measured, report.iteration))
-
-    def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Does nothing, because there is nothing to close."""
 
 
 def format_line(planned: RankMemory, measured: int, iterations: int) -> str:

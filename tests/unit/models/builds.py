@@ -203,4 +203,4 @@ def assert_gradients(found, expected, limit=1e-5):
 
 def take_step(step, batches, lr, weight_decay, decoupled_lr=None):
     """(objective of the batches, the update)."""
-    return step.forward_backward(batches), step.update(lr, weight_decay, decoupled_lr)
+    return step.forward_backward(batches).read(), step.update(lr, weight_decay, decoupled_lr)

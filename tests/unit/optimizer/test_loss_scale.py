@@ -1,17 +1,20 @@
 """The fp16 loss scale, step by step."""
 
 import pytest
+import torch
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.loss_scale import LossScale
 
+CPU = torch.device("cpu")
+
 
 def played(story, **fields):
     """Scale after each letter of `story`: o an overflow, . a good step."""
-    scale = LossScale(OptimizerConfig(**fields), fp16=True)
+    scale = LossScale(OptimizerConfig(**fields), fp16=True, device=CPU)
     values = []
     for letter in story:
-        scale.update(overflow=letter == "o")
+        scale.update(overflow=torch.tensor(letter == "o"))
         values.append(scale.value)
     return values
 
@@ -37,15 +40,15 @@ def test_floor():
 
 
 def test_fixed():
-    scale = LossScale(OptimizerConfig(loss_scale=128.0), fp16=True)
-    scale.update(overflow=True)
+    scale = LossScale(OptimizerConfig(loss_scale=128.0), fp16=True, device=CPU)
+    scale.update(overflow=torch.tensor(True))
     scale.load_state({"value": 1.0, "good_steps": 0, "hysteresis": 0})
     assert (scale.value, scale.dynamic) == (128.0, False)
 
 
 def test_without_fp16_it_is_one():
-    scale = LossScale(OptimizerConfig(loss_scale=128.0), fp16=False)
-    scale.update(overflow=True)
+    scale = LossScale(OptimizerConfig(loss_scale=128.0), fp16=False, device=CPU)
+    scale.update(overflow=torch.tensor(True))
     assert (scale.value, scale.dynamic) == (1.0, False)
 
 
@@ -53,12 +56,12 @@ def test_state_continues_the_story():
     config = OptimizerConfig(initial_loss_scale=16.0, loss_scale_window=3)
     story = "..o.o..."
     for cut in range(len(story)):
-        first = LossScale(config, fp16=True)
+        first = LossScale(config, fp16=True, device=CPU)
         for letter in story[:cut]:
-            first.update(letter == "o")
-        second = LossScale(config, fp16=True)
+            first.update(torch.tensor(letter == "o"))
+        second = LossScale(config, fp16=True, device=CPU)
         second.load_state(first.state())
         for letter in story[cut:]:
-            second.update(letter == "o")
+            second.update(torch.tensor(letter == "o"))
         whole = played(story, initial_loss_scale=16.0, loss_scale_window=3)
         assert second.value == whole[-1] == 16.0

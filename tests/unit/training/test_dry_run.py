@@ -72,6 +72,7 @@ def test_a_step_takes_the_planned_memory(name):
     traced = trace(run, ranks, last, H100)
     planned = plan_memory(run, settings, Target(cpu=False))[traced.stage]
     assert traced.peak == pytest.approx(planned.peak, rel=0.05)
+    assert traced.host_reads == 1, "the numbers of the step"
 
 
 @pytest.mark.parametrize(("flags", "traced"), [(f"{PP2} --num-layers 4", 4), (f"{PP2} --pipeline-schedule gpipe", 32)])

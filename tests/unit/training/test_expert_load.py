@@ -80,17 +80,17 @@ def test_what_leaves_the_biases_alone():
     assert unchanged()
     batches = trainer.readers.train.read(2)
     trainer.step.forward_backward(batches)
-    trainer.step.end_step(applied=False)
+    trainer.step.experts.end_step(applied=torch.tensor(False))
     assert unchanged() and all(router.previous_load.equal(each) for router, each in zip(routers, load, strict=True))
     for router in routers:
         router.weight.requires_grad_(False)
     trainer.step.forward_backward(batches)
-    trainer.step.end_step(applied=True)
+    trainer.step.experts.end_step(applied=torch.tensor(True))
     assert unchanged()
     for router in routers:
         router.weight.requires_grad_(True)
     trainer.step.forward_backward(batches)
-    trainer.step.end_step(applied=True)
+    trainer.step.experts.end_step(applied=torch.tensor(True))
     assert not unchanged()
 
 

@@ -111,7 +111,7 @@ def direct(model, per_token):
 def test_objective_and_gradient(fields, per_token, layout):
     rows, sizes = LAYOUTS[layout]
     data_parallel, step = setting(fields, per_token=per_token)
-    loss = step.forward_backward([make_sft_batch(part) for part in rows.split(sizes)])
+    loss = step.forward_backward([make_sft_batch(part) for part in rows.split(sizes)]).read()
     plain = make_model(fields, pool.groups(), spread=0.1)
     expected = direct(plain, per_token)
     expected.backward()
@@ -131,7 +131,7 @@ def test_without_a_mask(monkeypatch, layout):
                 patched.setattr(attention, "choose", lambda *_: (kernel, "a GPU's"))  # noqa: B023
             data_parallel, step = setting({**LLAMA, "num_attention_heads": 4})
         with VariableLengthOperator() as operator:
-            loss = step.forward_backward([make_sft_batch(part) for part in rows.split(sizes)])
+            loss = step.forward_backward([make_sft_batch(part) for part in rows.split(sizes)]).read()
         assert (operator.calls > 0) == (by_flash is True)
         found.append((loss, gradients(data_parallel)))
     (masked, expected), *others = found

@@ -65,7 +65,7 @@ def direct(model, per_token):
 @pytest.mark.parametrize("sizes", [[6], [1] * 6, [4, 2], [2, 2, 2], [1, 5]])
 def test_objective_and_gradient(per_token, sizes):
     _, data_parallel, _, step = setting(per_token=per_token)
-    loss = step.forward_backward(batches(sizes))
+    loss = step.forward_backward(batches(sizes)).read()
     plain = make_model(LLAMA, pool.groups(), spread=0.1)
     expected = direct(plain, per_token)
     expected.backward()
@@ -102,10 +102,10 @@ class TestWeights:
 def test_loss_scale(scale):
     """In the buckets it multiplies the gradient; the loss and the norm do not show it."""
     _, data_parallel, _, step = setting()
-    plain_loss = step.forward_backward(batches([6]))
+    plain_loss = step.forward_backward(batches([6])).read()
     plain = gradients(data_parallel)
     _, data_parallel, _, step = setting(fp16=True, loss_scale=scale)
-    loss = step.forward_backward(batches([6]))
+    loss = step.forward_backward(batches([6])).read()
     assert loss == pytest.approx(plain_loss, rel=1e-6)
     assert_gradients({name: g / scale for name, g in gradients(data_parallel).items()}, plain)
 

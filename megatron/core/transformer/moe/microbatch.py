@@ -52,8 +52,8 @@ class MicrobatchRouting:
     places [s]: the place in its sample of each of this rank's tokens; rows of all [s, b, ...] tensors are in this order.
     length: tokens of a whole sample.
     routed [s, b], bool: False for padding, which no expert gets; None: there is none. tokens, losses, scale: of the balance
-    losses, and the loss scale; losses is None in evaluation, which keeps and counts nothing. forced: number of a layer ->
-    experts [T, k] to take instead of the router's choice. is_traced: layers keep the margins of their choices, too.
+    losses, and the loss scale, fp64 []; losses is None in evaluation, which keeps and counts nothing. forced: number of a
+    layer -> experts [T, k] to take instead of the router's choice. is_traced: layers keep the margins of their choices, too.
     """
 
     places: Tensor
@@ -61,7 +61,7 @@ class MicrobatchRouting:
     routed: Tensor | None
     tokens: TokenCounts | None = None
     losses: BalanceLosses | None = None
-    scale: float = 1.0
+    scale: Tensor | float = 1.0
     forced: dict[int, Tensor] = field(default_factory=dict)
     is_traced: bool = False
     layers: dict[int, LayerRouting] = field(default_factory=dict)

@@ -1,0 +1,53 @@
+"""The kernels that a device runs without the host knowing the gate do what the CPU does, which looks at it."""
+
+import pytest
+import torch
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.update_rule import Inputs, Run, gate_of, gated, update
+
+SIZE = 1000
+RUNS = [Run(0, 640, decay=True, decoupled=False), Run(640, SIZE, decay=False, decoupled=True)]
+
+
+def made():
+    """(master and moments, gradient)"""
+    generator = torch.Generator().manual_seed(1)
+    keys = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
+    return {key: torch.rand(SIZE, generator=generator) for key in keys}, torch.randn(SIZE, generator=generator)
+
+
+def inputs_of(divisor, found_inf):
+    gate = gate_of(torch.tensor(divisor, dtype=torch.float64), torch.tensor(found_inf))
+    return Inputs(3, 1e-2, 2e-2, 0.1, gate)
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd"])
+@pytest.mark.parametrize("divisor", [1.0, 3.7, 2.0**16])
+def test_gated_kernels_update_as_the_cpu_does(rule, divisor):
+    """To the last bit, and an undivided gradient is not written."""
+    config = OptimizerConfig(optimizer=rule)
+    (expected, gradient), (found, same) = made(), made()
+    update(config, RUNS, expected, gradient, None, inputs_of(divisor, False))
+    gated(config, RUNS, found, same, inputs_of(divisor, False))
+    assert all(found[key].equal(expected[key]) for key in found)
+    assert not found["master"].equal(made()[0]["master"])
+    assert same.equal(made()[1]) == (divisor == 1.0)
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd"])
+@pytest.mark.parametrize("divisor", [1.0, 2.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("way", [update, gated])
+def test_nothing_changes_after_a_gradient_that_is_not_finite(rule, divisor, way):
+    values, gradient = made()
+    arguments = (OptimizerConfig(optimizer=rule), RUNS, values, gradient)
+    way(*arguments, *(() if way is gated else (None,)), inputs_of(divisor, True))
+    assert all(values[key].equal(before) for key, before in made()[0].items())
+
+
+def test_the_rounded_copy_is_written_all_the_same():
+    """Into memory that holds something else."""
+    values, gradient = made()
+    out = torch.full((SIZE,), 7.0, dtype=torch.bfloat16)
+    update(OptimizerConfig(), RUNS, values, gradient, out, inputs_of(1.0, True))
+    assert out.equal(values["master"].bfloat16())
