@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -125,6 +126,8 @@ class BatchReader:
         self._loader, self._data, self._eod, self._groups, self._device = loader, data, eod, groups, device
         sample = (3, data.seq_length) if data.sft else (data.seq_length + 1,)
         self._shape = (micro_batch_size, *sample)
+        self._ahead: deque[Tensor] = deque()  # microbatches that were read before they are needed
+        self._error: Exception | None = None  # that ended the reading ahead
 
     def read(self, num_microbatches: int) -> list[Batch]:
         """The next microbatches. Communication: one broadcast over tp of all samples, int64.
@@ -134,7 +137,7 @@ class BatchReader:
         """
         data, on_host = self._data, None
         if self._groups.tp.rank == 0:
-            on_host = stacked_for([self._next() for _ in range(num_microbatches)], self._device)
+            on_host = stacked_for([self._take() for _ in range(num_microbatches)], self._device)
             ids = on_host.to(self._device, non_blocking=True)
         else:
             ids = torch.empty((num_microbatches, *self._shape), dtype=torch.int64, device=self._device)
@@ -145,6 +148,26 @@ class BatchReader:
         if data.sft:
             return [make_sft_batch(*pair) for pair in pairs]
         return [make_batch(samples, self._eod, data, here) for samples, here in pairs]
+
+    def read_ahead(self, num_microbatches: int) -> None:
+        """Reads the samples of the next `read` while the device computes. An error is raised when they are needed.
+
+        No communication.
+        """
+        if self._groups.tp.rank > 0:
+            return
+        try:
+            while len(self._ahead) < num_microbatches:
+                self._ahead.append(self._next())
+        except Exception as error:
+            self._error = error
+
+    def _take(self) -> Tensor:
+        if self._ahead:
+            return self._ahead.popleft()
+        if self._error is not None:
+            raise self._error
+        return self._next()
 
     def _next(self) -> Tensor:
         assert self._loader is not None

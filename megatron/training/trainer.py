@@ -123,6 +123,8 @@ class Trainer:
             self._pending = PendingStep(
                 state.iteration, samples, state.consumed_samples, started, timers, objective, copies
             )
+        if self.reads_late and not self.finished:
+            self.readers.train.read_ahead(self.batches.num_microbatches(state.consumed_samples))
 
     def reports(self, *, wait: bool) -> Iterator[StepReport]:
         """Yields the reports of steps that are known and were not yielded before, in order; with `wait` of all steps."""

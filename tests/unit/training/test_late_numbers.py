@@ -217,3 +217,21 @@ def test_the_step_that_is_not_finite_is_named(tmp_path, late, limit):
         fit(trainer, [Checkpoint(), NotFinite()])
     assert trainer.state.iteration == 2 + limit
     assert max(path.name for path in (tmp_path / "run").glob("iter_*")) == "iter_0000002"
+
+
+def test_an_error_of_reading_ahead_waits_for_its_step():
+    """The step before is complete, and its report comes."""
+    trainer, recorder = made(DENSE), Recorder(due=(1, 2))
+    reader = trainer.readers.train
+    plain, taken = reader._next, []
+
+    def fails_at_the_third_step():
+        taken.append(0)
+        if len(taken) > 4:  # two microbatches per step
+            raise OSError("the disk is gone")
+        return plain()
+
+    reader._next = fails_at_the_third_step
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(trainer, [recorder])
+    assert [report.iteration for _, report in recorder.found] == [1, 2]
