@@ -65,6 +65,11 @@ CASES: dict[str, tuple[int, str]] = {
     "lora": (1, LLAMA + "--lora-rank 4 --lora-dropout 0.1"),
     "bf16": (1, LLAMA + "--bf16"),
     "fp16": (1, LLAMA + "--fp16 --initial-loss-scale 1024"),
+    # Two steps are skipped: the scale is halved until gradients fit.
+    "fp16 overflow": (2, LLAMA + f"--fp16 --initial-loss-scale {2**24} --hysteresis 1 --use-distributed-optimizer "
+                      + OVERLAP),
+    "experts": (2, LLAMA + "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --bf16 "
+                "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-ffn-hidden-size 24"),
     "bf16 residual fp32": (1, GPT + "--bf16 --fp32-residual-connection --hidden-dropout 0.1"),
     "sgd": (1, LLAMA + "--optimizer sgd --no-gradient-accumulation-fusion"),
     "precision-aware": (1, LLAMA + "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16"),
