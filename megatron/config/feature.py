@@ -1,4 +1,4 @@
-"""A row of the start-up table."""
+"""A row of the start-up table, and the facts that rows state."""
 
 from __future__ import annotations
 
@@ -13,3 +13,32 @@ class Feature:
     asked: str
     in_effect: str
     why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Facts about this machine and the objects that set-up has built."""
+
+    device: str  # device type: "cpu" or "cuda"
+    backend: str | None  # "nccl" or "gloo"; None in a world of one process
+    attention_choice: str  # "kernel (why this one)", as kernels.choose words it
+    block_choice: str  # the same of blocks, under context parallelism
+    fusion_missing: str | None  # why weight gradients are not accumulated inside the GEMM; None when they are
+    grouped_missing: str | None  # why the experts' products are not one grouped product; None when they are
+    upcast_products: bool  # the device is slow at products of the parameters' dtype, so they are taken in fp32
+    separate_main_grads: bool  # the fp32 gradient buffer has another dtype than the parameters
+    buckets: int  # gradient buckets of this rank
+    shards: (
+        int  # ranks that share the optimizer's state, and perhaps gradients and parameters; 1 when nothing is shared
+    )
+    tp_overlap: str  # how products and tensor-parallel communication are interleaved; "off" when they are not
+    tp_overlap_why: str  # why not better; empty when it is the best there is, or was not asked for
+    recomputed: str = ""  # the recompute of this rank's layers, if they differ
+    cpu_chunks: tuple[int, int] = (0, 0)  # chunks of optimizer state that the CPU updates, and all
+    allocator: str = ""  # settings of torch's allocator on CUDA, from the environment; "" without CUDA
+    deterministic: str = ""  # environment variables of --deterministic-mode on CUDA, with their values
+
+
+def on_or_off(state: bool) -> str:
+    """Returns the word for a feature that is asked for, or in effect, or not."""
+    return "on" if state else "off"

@@ -1,7 +1,7 @@
 import dataclasses
 
-from megatron.config.feature import Feature
-from megatron.config.features import Facts, features, format_table, worth_a_line
+from megatron.config.feature import Facts, Feature
+from megatron.config.features import features, format_table, worth_a_line
 from megatron.config.mesh import mesh_of, smallest_world
 from megatron.config.note import Note
 from megatron.config.rules.check import check

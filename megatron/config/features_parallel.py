@@ -1,0 +1,148 @@
+"""The rows of the start-up table about communication: of layers, stages and sequences, and of gradients and parameters."""
+
+from __future__ import annotations
+
+from megatron.base.mesh import Mesh
+from megatron.config.data_parallel import AUTO, EVERY, DataParallelSettings
+from megatron.config.feature import Facts, Feature, on_or_off
+from megatron.config.parallel import ParallelConfig
+from megatron.config.settings import RunSettings
+from megatron.schedule.simulate import Costs, simulate
+
+
+def parallel_features(
+    parallel: ParallelConfig, transformer_impl: str, settings: RunSettings, facts: Facts
+) -> list[Feature]:
+    """Returns the rows about the backend, and about layers, stages and sequences that are divided."""
+    mesh = settings.mesh
+    return [
+        _backend(parallel.distributed_backend, facts),
+        _tensor_parallelism(mesh),
+        _sequence_parallelism(parallel.sequence_parallel, settings.sequence_parallel),
+        _tensor_overlap(parallel, transformer_impl, facts),
+        _tensor_bulk_overlap(parallel, mesh),
+        _pipeline(settings),
+        _pipeline_overlap(parallel),
+        _context(mesh.cp, settings.attention_comm_types, facts),
+    ]
+
+
+def reduction_features(settings: RunSettings, facts: Facts) -> list[Feature]:
+    """Returns the rows about sums of gradients over replicas, and about gathered parameters."""
+    data_parallel, replicas = settings.data_parallel, settings.mesh.dp * settings.mesh.cp
+    return [
+        _gradient_reduction(data_parallel, replicas, facts),
+        _gradient_mode(data_parallel, replicas),
+        _parameter_gather(data_parallel, facts),
+    ]
+
+
+def _backend(asked: str | None, facts: Facts) -> Feature:
+    name = "communication backend"
+    if facts.backend is None:
+        return Feature(name, asked or "auto", "off", "one process")
+    why = "" if asked in (None, facts.backend) else "no CUDA device"
+    return Feature(name, asked or "auto", facts.backend, why)
+
+
+def _tensor_parallelism(mesh: Mesh) -> Feature:
+    asked = f"tp {mesh.tp}" if mesh.tp > 1 else "off"
+    return Feature("tensor parallelism", asked, asked, "")
+
+
+def _sequence_parallelism(asked: bool, in_effect: bool) -> Feature:
+    return Feature(
+        "sequence parallelism", on_or_off(asked), on_or_off(in_effect), "tp = 1" if asked and not in_effect else ""
+    )
+
+
+def _tensor_overlap(parallel: ParallelConfig, transformer_impl: str, facts: Facts) -> Feature:
+    """GEMMs that need the data that is communicated."""
+    name = "tensor-parallel overlap"
+    if not parallel.tp_comm_overlap:
+        return Feature(name, "off", "off", "")
+    # Without sequence parallelism nothing is gathered, and the reduced tensor is not sharded.
+    gather = parallel.tp_comm_overlap_ag and parallel.sequence_parallel
+    reduction = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
+    asked = " + ".join(["all-gather"] * gather + [reduction] * parallel.tp_comm_overlap_rs)
+    if facts.tp_overlap == "off":
+        return Feature(name, asked, "off", facts.tp_overlap_why)
+    why = facts.tp_overlap_why
+    if why:
+        why += f"; no user buffers: --transformer-impl {transformer_impl}"
+    return Feature(name, asked, f"{asked}: {facts.tp_overlap}", why)
+
+
+def _tensor_bulk_overlap(parallel: ParallelConfig, mesh: Mesh) -> Feature:
+    """Communication overlapped with a GEMM that does not need its data."""
+    name = "tensor-parallel bulk overlap"
+    asked = " + ".join(["dgrad"] * parallel.tp_comm_bulk_dgrad + ["wgrad"] * parallel.tp_comm_bulk_wgrad) or "off"
+    if mesh.tp == 1:
+        return Feature(name, asked, "off", "tp = 1" if asked != "off" else "")
+    if parallel.tp_comm_bulk_dgrad and not parallel.sequence_parallel:
+        in_effect = "wgrad" if parallel.tp_comm_bulk_wgrad else "off"
+        return Feature(name, asked, in_effect, "without --sequence-parallel nothing is gathered")
+    return Feature(name, asked, asked, "")
+
+
+def _pipeline(settings: RunSettings) -> Feature:
+    """Returns the row with the bubble of a step, assuming that each gradient takes as long as the forward."""
+    name, pipeline, p = "pipeline", settings.pipeline, settings.mesh.pp
+    if p == 1:
+        return Feature(name, "off", "off", "")
+    chunks = pipeline.placement.num_stages // p
+    asked = f"pp {p}, {pipeline.schedule.name}" + (f", {chunks} stages per rank" if chunks > 1 else "")
+    m = settings.batches.final_num_microbatches
+    timeline = simulate(pipeline.schedule_of(m), Costs.uniform(pipeline.placement.num_stages))
+    bubble = max(timeline.bubble(rank) for rank in range(p))
+    return Feature(name, asked, asked, f"bubble {bubble:.0%} with {m} microbatch{'es' if m > 1 else ''} per step")
+
+
+def _pipeline_overlap(parallel: ParallelConfig) -> Feature:
+    asked = parallel.overlap_p2p_communication
+    if parallel.pipeline_model_parallel_size == 1:
+        return Feature("pipeline communication overlap", on_or_off(asked), "off", "pp = 1")
+    return Feature("pipeline communication overlap", on_or_off(asked), on_or_off(asked), "")
+
+
+def _context(cp: int, types: tuple[str, ...], facts: Facts) -> Feature:
+    name = "context parallelism"
+    if cp == 1:
+        return Feature(name, "off", "off", "")
+    asked = f"cp {cp}, {', '.join(dict.fromkeys(types))}"
+    kernel, _, why = facts.block_choice.partition(" (")
+    if set(types) == {"a2a"}:
+        return Feature(name, asked, asked, "")
+    return Feature(name, asked, f"{asked}: {kernel}", why.removesuffix(")"))
+
+
+def _gradient_reduction(settings: DataParallelSettings, replicas: int, facts: Facts) -> Feature:
+    """replicas: ranks whose gradients of a parameter are added up."""
+    name = "gradient reduction"
+    asked = "overlapped" if settings.overlap_reduce else "after backward"
+    if replicas == 1:
+        return Feature(name, asked, "off", "dp = 1")
+    op = "all-reduce" if facts.shards == 1 else "reduce-scatter"
+    if 1 < facts.shards < replicas:
+        op += " + all-reduce between instances"
+    plural = "" if facts.buckets == 1 else "s"
+    dtype = ", bf16 on the wire" if settings.reduce_in_bf16 else ""
+    return Feature(name, asked, f"{asked}: {op}, {facts.buckets} bucket{plural}, {facts.backend}{dtype}", "")
+
+
+def _gradient_mode(settings: DataParallelSettings, replicas: int) -> Feature:
+    mode = settings.mode
+    if replicas == 1:
+        return Feature("gradients reduced", mode, "off", "dp = 1")
+    if mode == AUTO:
+        return Feature("gradients reduced", mode, f"{EVERY} at first", "decided after the first steps, and logged")
+    return Feature("gradients reduced", mode, mode, "")
+
+
+def _parameter_gather(settings: DataParallelSettings, facts: Facts) -> Feature:
+    if settings.shards == "no_shard":
+        return Feature("parameter gather", "off", "off", "")
+    asked = "overlapped" if settings.overlap_gather else "after the update"
+    if facts.shards == 1:
+        return Feature("parameter gather", asked, "off", "nothing is shared")
+    return Feature("parameter gather", asked, asked, "")
