@@ -9,8 +9,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.recompute import MLP_ACT, NORM, WHOLE_MLP, RecomputeConfig
-from megatron.config.rules.model import shape_is_pending
 from megatron.config.rules.rule import ConfigRule
+from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
 
 _OF_MLP = {"mlp_fc1", "mlp_act", "mlp_fc2"}

@@ -9,10 +9,12 @@ from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.rules import activation_offload as rules_activation_offload
 from megatron.config.rules import files as rules_files
+from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
 from megatron.config.rules import moe as rules_moe
 from megatron.config.rules import optimizer_offload as rules_optimizer_offload
 from megatron.config.rules import recompute as rules_recompute
+from megatron.config.rules import sources as rules_sources
 from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
@@ -28,7 +30,9 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
     return [
         partial(values_are_known, run),
         partial(numbers_are_in_range, run),
-        *rules_model.rules(run, world_size),
+        *rules_sources.rules(run),
+        *rules_model.rules(run),
+        *rules_layout.rules(run, world_size),
         *rules_moe.rules(run, world_size),
         *rules_training.rules(run, world_size),
         *rules_files.rules(run),
@@ -76,6 +80,6 @@ def check_vocabulary(model: ModelConfig, tp: int, tokenizer_vocab_size: int) -> 
             f"{tokenizer_vocab_size} or more, or another tokenizer"
         )
     known = dataclasses.replace(model, vocab_size=model.vocab_size or tokenizer_vocab_size)
-    for problem in (rules_model.padding_holds_vocabulary(known), rules_model.tp_divides_vocabulary(known, tp)):
+    for problem in (rules_model.padding_holds_vocabulary(known), rules_layout.tp_divides_vocabulary(known, tp)):
         if problem is not None:
             raise ConfigError(problem)

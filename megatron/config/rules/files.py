@@ -10,8 +10,8 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import ScheduleConfig
-from megatron.config.rules.model import shape_is_pending
 from megatron.config.rules.rule import ConfigRule
+from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
 from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.config.train import TrainConfig

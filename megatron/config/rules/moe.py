@@ -9,8 +9,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID
 from megatron.config.moe_training import NONE, MoEConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.rules.model import shape_is_pending
 from megatron.config.rules.rule import ConfigRule
+from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
 from megatron.config.train import TrainConfig
 

@@ -17,8 +17,8 @@ from megatron.config.recompute import (
     WHOLE_MOE,
     RecomputeConfig,
 )
-from megatron.config.rules.model import shape_is_pending
 from megatron.config.rules.rule import ConfigRule
+from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
 
 

@@ -2,6 +2,7 @@
 test_rules_needs.py.
 """
 
+from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
 from megatron.config.rules import moe as rules_moe
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
@@ -26,7 +27,7 @@ MOE_CASES = [
         ["--expert-model-parallel-size 2 and --expert-tensor-parallel-size 2", "--num-experts"],
     ),
     (
-        rules_model.world_is_divisible,
+        rules_layout.world_is_divisible,
         {**TP2, "expert_model_parallel_size": 2},
         {**TP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
         2,
@@ -68,7 +69,7 @@ MOE_CASES = [
         ["--ffn-hidden-size 15", "--tensor-model-parallel-size 2", "give --expert-tensor-parallel-size 1"],
     ),
     (
-        rules_model.tp_divides_layers,
+        rules_layout.tp_divides_layers,
         {**TP2, "ffn_hidden_size": 15, "moe_ffn_hidden_size": 16, "moe_layer_freq": "[0,1]"},
         {**TP2, "ffn_hidden_size": 15, "moe_ffn_hidden_size": 16},
         2,

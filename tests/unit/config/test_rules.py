@@ -3,7 +3,9 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.config.rules import check as rules
 from megatron.config.rules import files as rules_files
+from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
+from megatron.config.rules import sources as rules_sources
 from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
@@ -47,28 +49,28 @@ CASES = [
     (numbers_are_in_range, {"iterations_to_skip": (3, 0)}, {"iterations_to_skip": (3, 1)}, 1, ["got 0"]),
     (rules_model.shape_is_given, {"num_layers": None}, {}, 1, ["--num-layers", "--preset"]),
     (
-        rules_model.batch_shape_is_given,
+        rules_sources.batch_shape_is_given,
         {"seq_length": None, "micro_batch_size": None},
         {},
         1,
         ["--seq-length and --mi"],
     ),
     (
-        rules_model.heads_fit_context_parallelism,
+        rules_layout.heads_fit_context_parallelism,
         {**CP2, "cp_comm_type": ("a2a", "p2p", "p2p")},
         {**CP2, "cp_comm_type": ("a2a", "p2p")},
         2,
         ["3 values for 2 layers"],
     ),
     (
-        rules_model.heads_fit_context_parallelism,
+        rules_layout.heads_fit_context_parallelism,
         {**CP2, "context_parallel_size": 3, "cp_comm_type": ("a2a",)},
         {**CP2, "context_parallel_size": 3, "cp_comm_type": ("allgather",)},
         3,
         ["4 query heads", "between 3 ranks"],
     ),
     (
-        rules_model.heads_fit_context_parallelism,
+        rules_layout.heads_fit_context_parallelism,
         {**CP2, "context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",)},
         {
             **CP2,
@@ -80,7 +82,7 @@ CASES = [
         ["--hierarchical-context-parallel-sizes"],
     ),
     (
-        rules_model.heads_fit_context_parallelism,
+        rules_layout.heads_fit_context_parallelism,
         {
             **CP2,
             "context_parallel_size": 4,
@@ -91,9 +93,9 @@ CASES = [
         4,
         ["2 3", "--context-parallel-size 4"],
     ),
-    (rules_model.world_is_divisible, {"tensor_model_parallel_size": 2}, {}, 3, ["3", "tp 2"]),
+    (rules_layout.world_is_divisible, {"tensor_model_parallel_size": 2}, {}, 3, ["3", "tp 2"]),
     (
-        rules_model.backend_fits_device,
+        rules_layout.backend_fits_device,
         {"distributed_backend": "nccl", "device": "cpu"},
         {"distributed_backend": "nccl"},
         1,
@@ -133,14 +135,14 @@ CASES = [
         ["16", "--ffn-hidden-size"],
     ),
     (
-        rules_model.tp_divides_layers,
+        rules_layout.tp_divides_layers,
         {"tensor_model_parallel_size": 8},
         {"tensor_model_parallel_size": 4},
         8,
         ["--num-attention-heads 4", "8"],
     ),
     (
-        rules_model.tp_divides_layers,
+        rules_layout.tp_divides_layers,
         {
             "tensor_model_parallel_size": 4,
             "num_attention_heads": 12,
@@ -153,14 +155,14 @@ CASES = [
         ["-size 4 neither divides the 6 key/value heads", "multiple"],
     ),
     (
-        rules_model.tp_divides_layers,
+        rules_layout.tp_divides_layers,
         {"tensor_model_parallel_size": 4, "ffn_hidden_size": 90},
         {"tensor_model_parallel_size": 2, "ffn_hidden_size": 90},
         4,
         ["--ffn-hidden-size 90"],
     ),
     (
-        rules_model.sequence_parallel_divides_sequence,
+        rules_layout.sequence_parallel_divides_sequence,
         {"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 30},
         {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 30},
         4,
@@ -279,14 +281,14 @@ CASES = [
     ),
     (rules_model.rotary_bands_are_ordered, {**YARN, "yarn_beta_slow": 40.0}, YARN, 1, ["40.0", "32.0"]),
     (
-        rules_model.tp_divides_vocabulary,
+        rules_layout.tp_divides_vocabulary,
         {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 2, "vocab_size": 1001},
         {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 2, "vocab_size": 1000},
         4,
         ["1002", "--make-vocab-size-divisible-by 8"],
     ),
     (
-        rules_model.tp_divides_vocabulary,
+        rules_layout.tp_divides_vocabulary,
         {"tensor_model_parallel_size": 4, "fixed_padded_vocab_size": 1002},
         {"tensor_model_parallel_size": 4, "fixed_padded_vocab_size": 1004},
         4,
@@ -317,44 +319,44 @@ CASES = [
         1,
         ["--mock-data", "preprocess_sft.py"],
     ),
-    (rules_model.layers_fill_the_pipeline, {**PP2, "num_layers": 7}, PP2, 2, ["7 layers", "2 pipeline ranks"]),
+    (rules_layout.layers_fill_the_pipeline, {**PP2, "num_layers": 7}, PP2, 2, ["7 layers", "2 pipeline ranks"]),
     (
-        rules_model.layers_fill_the_pipeline,
+        rules_layout.layers_fill_the_pipeline,
         {**PP2, "pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 3},
         {**PP2, "pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 2},
         2,
         ["zb-v", "not 3"],
     ),
     (
-        rules_model.layers_fill_the_pipeline,
+        rules_layout.layers_fill_the_pipeline,
         {**PP2, "pipeline_schedule": "interleaved"},
         {**PP2, "pipeline_schedule": "interleaved", "num_layers_per_virtual_pipeline_stage": 2},
         2,
         ["2 or more virtual stages"],
     ),
     (
-        rules_model.layers_fill_the_pipeline,
+        rules_layout.layers_fill_the_pipeline,
         {**PP2, "num_layers_per_virtual_pipeline_stage": 3},
         {**PP2, "num_layers_per_virtual_pipeline_stage": 1},
         2,
         ["3 on 2 pipeline ranks does not divide 8 layers"],
     ),
     (
-        rules_model.layers_fill_the_pipeline,
+        rules_layout.layers_fill_the_pipeline,
         {**PP2, "num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2},
         {**PP2, "num_layers_per_virtual_pipeline_stage": 2},
         2,
         ["set the same"],
     ),
     (
-        rules_model.layers_fill_the_pipeline,
+        rules_layout.layers_fill_the_pipeline,
         {**PP2, "num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_virtual_pipeline_stage": 1},
         {**PP2, "num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_virtual_pipeline_stage": 3},
         2,
         ["--microbatch-group-size-per-virtual-pipeline-stage 1"],
     ),
     (
-        rules_model.layers_fill_the_pipeline,
+        rules_layout.layers_fill_the_pipeline,
         {**PP2, "pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*8||L"},
         {**PP2, "pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*7|t|L"},
         3,
@@ -374,9 +376,9 @@ CASES = [
         2,
         ["zb-h1", "last-microbatch"],
     ),
-    (rules_model.adapters_have_a_place, {"lora_rank": 4}, {"lora_rank": 4, "load_hf": "a"}, 1, ["--load-hf"]),
+    (rules_sources.adapters_have_a_place, {"lora_rank": 4}, {"lora_rank": 4, "load_hf": "a"}, 1, ["--load-hf"]),
     (
-        rules_model.adapters_have_a_place,
+        rules_sources.adapters_have_a_place,
         {"lora_rank": 4, "load": "a", "lora_target_modules": ("gate_proj",)},
         {"lora_rank": 4, "load": "a", "lora_target_modules": ("gate_proj",), "swiglu": True},
         1,
@@ -461,8 +463,8 @@ def test_a_rule_stops_the_bad_run_and_passes_the_good_one(rule, bad, good, world
 def test_every_rule_has_a_row():
     elsewhere = {
         own_flags_have_an_effect,
-        rules_model.one_source_of_shape,
-        rules_model.one_source_of_adapters,
+        rules_sources.one_source_of_shape,
+        rules_sources.one_source_of_adapters,
     }  # what was typed matters to these
     runs = make_run(), make_run(**MOE)
     assert {rule.func for run in runs for rule in rules.rules(run, 1)} == {case[0] for case in CASES} | elsewhere
