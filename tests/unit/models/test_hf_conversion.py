@@ -17,11 +17,11 @@ from megatron.core.models.source import fill
 from megatron.core.parameter import local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
-from megatron.core.transformer.moe.router import Router
 from megatron.kernels.choose import choose_kernels
 from tests import pool
 from tests.unit.models.builds import CPU, assert_gradients, losses, make_ids, sections
 from tests.unit.models.hf_models import EXPERTS, MODELS, save_hf_model
+from tests.unit.models.hf_routing import of_ours, of_theirs
 
 LENGTH = 40  # longer than any window
 
@@ -108,38 +108,17 @@ def test_bf16_takes_the_same_first_choices(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2 moe", "qwen3 moe", "olmoe"])
 def test_bf16_takes_the_same_experts_and_first_choices(tmp_path, name):
-    """At the positions where no choice of experts, there or before in the sample, is a matter of rounding: their routers
-    round their logits to bf16, and ours do not. A margin of 0.02 standard deviations is about two roundings.
-    """
     save_hf_model(name, tmp_path, torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
     )
-    ours, _ = load(tmp_path, bf16=True, attention_backend="unfused")
-    samples, length = 400, 8
-    tokens, clear, chosen = make_ids(samples, length)[:, :-1], [], {"ours": [], "theirs": []}
-
-    def on_theirs(gate, args, out):
-        logits = out[0].float()
-        best = logits.topk(gate.top_k + 1).values
-        clear.append((best[:, -2] - best[:, -1] > 0.02 * logits.std()).view(samples, length))
-        chosen["theirs"].append(out[2].sort(1).values.view(samples, length, -1))
-
-    def on_ours(router, args, out):
-        chosen["ours"].append(out[0].sort(1).values.view(length, samples, -1).transpose(0, 1))
-
-    for module in theirs.modules():
-        if type(module).__name__.endswith("TopKRouter"):
-            module.register_forward_hook(on_theirs)
-    for module in ours.modules():
-        if isinstance(module, Router):
-            module.register_forward_hook(on_ours)
-    with torch.no_grad():
-        logits, expected = logits_of(ours, tokens, theirs.config.vocab_size), theirs(tokens).logits
-    judged = torch.stack(clear).all(0).long().cummin(1).values.bool()
+    model, _ = load(tmp_path, bf16=True, attention_backend="unfused")
+    tokens = make_ids(400, 8)[:, :-1]
+    expected, theirs_chosen, judged = of_theirs(theirs, tokens)
+    logits, ours_chosen = of_ours(model, tokens, theirs.config.vocab_size)
     found = first_choices(logits[judged], expected[judged])
     assert judged.float().mean() > 0.3
-    for mine, other in zip(chosen["ours"], chosen["theirs"], strict=True):
+    for mine, other in zip(ours_chosen, theirs_chosen, strict=True):
         assert torch.equal(mine[judged], other[judged])
     assert found.same + found.ties >= 0.999 * found.positions
 
