@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.nn.attention as torch_attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,9 +18,12 @@ from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.measure import Timing, check_error, package, poison, random, timed
 from benchmarks.gpu.record import NotRunError
 from benchmarks.gpu.runs import DECODER, configured, device_of
+from megatron.kernels.backends import flash3
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops import attention
+from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import with_lengths
 
 HEADS, GROUPS = 32, 8
 CHANNELS = (64, 128)
@@ -35,13 +37,14 @@ Kernel = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
 def cases(setting: Setting) -> list[Case]:
     """Returns the cases of this part."""
     kernels: dict[str, Callable[[Setting], AbstractContextManager[Kernel]]] = {
-        "framework, auto": framework,
+        "framework, auto": functools.partial(framework, False),
+        "framework, auto, documents": functools.partial(framework, True),
         "FlashAttention-2": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
         "cuDNN": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
         "memory-efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
-        "FlashAttention-3": functools.partial(with_flash_3, functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)),
+        "FlashAttention-3": functools.partial(flash_3, False),
         "varlen, FlashAttention-2": varlen,
-        "varlen, FlashAttention-3": functools.partial(with_flash_3, varlen),
+        "varlen, FlashAttention-3": functools.partial(flash_3, True),
     }
     return [Case(name, functools.partial(measure, setting, kernel), 8.0, 45.0) for name, kernel in kernels.items()]
 
@@ -108,20 +111,25 @@ def times(kernel: Kernel, setting: Setting, length: int, channels: int) -> tuple
 
 
 @contextlib.contextmanager
-def framework(setting: Setting) -> Iterator[Kernel]:
-    """Yields the kernel that a run with --attention-backend auto takes."""
+def framework(packed: bool, setting: Setting) -> Iterator[Kernel]:
+    """Yields the kernel that a run with --attention-backend auto takes. packed: one whose samples hold several documents."""
     heads = f"--num-attention-heads {HEADS} --num-query-groups {GROUPS} --kv-channels {max(CHANNELS)}"
-    kernels = choose_kernels(configured(f"{DECODER} --bf16 {heads}", setting).model, device_of(setting))
+    model = configured(f"{DECODER} --bf16 {heads}", setting).model
+    kernels = choose_kernels(model, device_of(setting), documents=packed)
     print(f"framework: {kernels.attention_choice}")
+    yield called(kernels.attention, packed=packed)
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        scores = Scores(q.shape[-1] ** -0.5)
-        return kernels.attention(q, k, v, scores=scores, segments=None, window=window, dropout=0.0)
 
-    try:
-        yield kernel
-    finally:
-        without_flash_3()
+def called(kernel: AttentionKernel, *, packed: bool) -> Kernel:
+    """Returns a kernel of the framework as one of this part. packed: a sample is told to be one document."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        s, b, _, d = q.shape
+        ids = torch.zeros(b, s, dtype=torch.int64, device=q.device)
+        segments = with_lengths(ids, [s] * b) if packed else None
+        return kernel(q, k, v, scores=Scores(d**-0.5), segments=segments, window=window, dropout=0.0)
+
+    return attend
 
 
 @contextlib.contextmanager
@@ -145,25 +153,14 @@ def sdpa(backend: SDPBackend, setting: Setting) -> Iterator[Kernel]:
 
 
 @contextlib.contextmanager
-def with_flash_3(opened: Callable[[Setting], AbstractContextManager[Kernel]], setting: Setting) -> Iterator[Kernel]:
-    """Yields a kernel with FlashAttention-3 behind torch's flash operators."""
+def flash_3(packed: bool, setting: Setting) -> Iterator[Kernel]:
+    """Yields FlashAttention-3's own operators. packed: that for documents of different lengths."""
     setting.needs_cuda("FlashAttention-3")
     package("flash_attn_interface")
-    activate = getattr(torch_attention, "activate_flash_attention_impl", None)
-    if activate is None:
-        raise NotRunError(f"torch {torch.__version__} cannot exchange the kernel of SDPA; 2.11 can")
-    activate("FA3")
-    try:
-        with opened(setting) as kernel:
-            yield kernel
-    finally:
-        without_flash_3()
-
-
-def without_flash_3() -> None:
-    """Takes FlashAttention-3 away from torch's flash operators, if it is behind them."""
-    if hasattr(torch_attention, "restore_flash_attention_impl"):
-        torch_attention.restore_flash_attention_impl()
+    reason = flash3.missing(device_of(setting), torch.bfloat16, max(CHANNELS), 0.0)
+    if reason is not None:
+        raise NotRunError(reason)
+    yield called(flash3.attention(attention.fused), packed=packed)
 
 
 @contextlib.contextmanager

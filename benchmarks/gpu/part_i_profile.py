@@ -33,7 +33,7 @@ def cases(setting: Setting) -> list[Case]:
     """Returns the cases of this part."""
     of = functools.partial
     flags = f"{TOY} --bf16" if setting.toy else f"{SLICE_8B} --global-batch-size 2"
-    ways = {"baseline": "", "torch chooses attention": "--attention-backend fused"}
+    ways = {"baseline": "", **({} if setting.toy else {"cuDNN": "--attention-backend fused"})}
     return [
         Case(f"8B slice, {name}", of(measure, setting, name, f"{flags} {more}"), 20.0, 90.0)
         for name, more in ways.items()

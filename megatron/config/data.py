@@ -133,6 +133,11 @@ class DataConfig:
     )
 
     @property
+    def separate_documents(self) -> bool:
+        """Whether attention stays inside the documents, or conversations, of a sample."""
+        return self.sft or self.reset_attention_mask
+
+    @property
     def can_validate(self) -> bool:
         """Whether there may be validation data: training data that is split, or validation data of its own."""
         return self.train_data_path is None or self.valid_data_path is not None

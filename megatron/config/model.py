@@ -311,8 +311,9 @@ class ModelConfig(MoEModel):
     )
     attention_backend: str = flag(
         "auto",
-        "attention kernel: auto takes the fastest that fits; flash = FlashAttention, fused = torch SDPA, "
-        "unfused = plain torch",
+        "attention kernel: auto takes the first that can run of FlashAttention-3, cuDNN, FlashAttention-2, torch's "
+        "memory-efficient one and plain torch; flash = FlashAttention, fused = cuDNN, unfused (or local) = plain torch. "
+        "One that is named and cannot run is refused",
         choices=("auto", "flash", "fused", "unfused"),
     )
     transformer_impl: str = flag(

@@ -275,7 +275,7 @@ class _Probe:
             frequencies, factor = rotary_frequencies(build.spec.rotary, build.device)
             rotary = rotary_tables(places, frequencies, factor, build.dtype)
         segments = None
-        if data.reset_attention_mask or data.sft:
+        if data.separate_documents:
             whole = torch.zeros(b, places.shape[1] * groups.cp.size, dtype=torch.int64)
             segments = segments_of(whole, build.device)
         self._positions = Positions(rotary, segments)

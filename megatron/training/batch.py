@@ -142,7 +142,7 @@ class BatchReader:
         else:
             ids = torch.empty((num_microbatches, *self._shape), dtype=torch.int64, device=self._device)
         broadcast(ids, self._groups.tp)
-        if not data.sft and not data.reset_attention_mask:
+        if not data.separate_documents:
             return [make_batch(samples, self._eod, data) for samples in ids]
         pairs = zip(ids, ids.cpu() if on_host is None else on_host, strict=True)
         if data.sft:

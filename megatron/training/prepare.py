@@ -52,9 +52,13 @@ def prepare(
     groups: Groups,
     device: torch.device,
     *,
+    documents: bool,
     seed: int,
 ) -> Prepared:
-    """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`."""
+    """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`.
+
+    documents: attention stays inside the documents of a sample. Raises ConfigError: see `choose_kernels`.
+    """
     streams = Streams(device, Timeline(device))
     backend = backend_for(device, parallel.distributed_backend) if groups.world.size > 1 else None
     overlap, overlap_why = choose_overlap(parallel, groups.tp, backend, streams)
@@ -62,7 +66,7 @@ def prepare(
         model,
         groups,
         settings.sequence_parallel,
-        choose_kernels(model, device, blocks=groups.cp.size > 1, etp=groups.etp.size),
+        choose_kernels(model, device, blocks=groups.cp.size > 1, documents=documents, etp=groups.etp.size),
         RngTracker(seed, groups, device),
         device,
         overlap,

@@ -87,7 +87,17 @@ def assemble(
         groups = with_experts(groups, timeout_seconds)
         connect_all(groups.etp_ep, device)
         barrier(groups.tp_cp)
-    prepared = prepare(run.model, run.moe, run.parallel, run.recompute, settings, groups, device, seed=run.train.seed)
+    prepared = prepare(
+        run.model,
+        run.moe,
+        run.parallel,
+        run.recompute,
+        settings,
+        groups,
+        device,
+        documents=run.data.separate_documents,
+        seed=run.train.seed,
+    )
     prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
     model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))
     parameters, rng = local_parameters(model), prepared.shared.rng

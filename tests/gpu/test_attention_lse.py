@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.kernels.backends import flash
+from megatron.kernels.backends import flash, flash3
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_rule import Rule
 from megatron.kernels.ops.attention_scores import Scores
@@ -12,16 +12,20 @@ from tests.unit.context_parallel import simulated
 from tests.unit.kernels.close import random
 
 pytestmark = NEEDS_CUDA
-FLASH, EFFICIENT = attention_lse.flash_attention, attention_lse.efficient
+THIRD, FLASH, EFFICIENT = attention_lse.flash_attention_3, attention_lse.flash_attention, attention_lse.efficient
 SCORES = Scores(0.1)
 HALVES = [torch.bfloat16, torch.float16]
-KERNELS = [(FLASH, dtype) for dtype in HALVES] + [(EFFICIENT, dtype) for dtype in (*HALVES, torch.float32)]
-IDS = [f"{'flash' if kernel is FLASH else 'efficient'}-{str(dtype)[6:]}" for kernel, dtype in KERNELS]
+NAMES = {"flash 3": THIRD, "flash": FLASH, "efficient": EFFICIENT}
+KERNELS = [(kernel, dtype) for kernel in (THIRD, FLASH) for dtype in HALVES]
+KERNELS += [(EFFICIENT, dtype) for dtype in (*HALVES, torch.float32)]
+IDS = [f"{next(name for name in NAMES if NAMES[name] is kernel)}-{str(dtype)[6:]}" for kernel, dtype in KERNELS]
 
 
 @pytest.fixture(autouse=True)
-def needs_ampere():
-    reason = flash.missing(CUDA, torch.bfloat16)
+def needs_ampere(request):
+    reason, given = flash.missing(CUDA, torch.bfloat16), getattr(request.node, "callspec", None)
+    if given is not None and given.params.get("kernel") is THIRD:
+        reason = flash3.missing(CUDA, torch.bfloat16, given.params.get("d", 64), 0.0)
     if reason:
         pytest.skip(f"no FlashAttention: {reason}")
 

@@ -4,14 +4,16 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.kernels.backends import flash
 from megatron.kernels.choose import choose_kernels
+from megatron.kernels.choose_attention import Needs, candidates
 from megatron.kernels.ops import activation, attention, cross_entropy, norm, weight_grad
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments, segments_of
 from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA
-from tests.unit.kernels.close import NO_FLASH, outputs_and_gradients, random
+from tests.unit.kernels.close import outputs_and_gradients, random
 
 pytestmark = NEEDS_CUDA
 HALVES = [torch.bfloat16, torch.float16]
@@ -101,7 +103,7 @@ class TestFlash:
     @pytest.mark.parametrize(("s", "d"), [(128, 64), (200, 128)])
     def test_against_the_reference(self, dtype, n, g, s, d):
         kernel, said = chosen(dtype, n, g, d)
-        assert said.startswith("flash (FlashAttention-")
+        assert said.startswith("FlashAttention-")
         data = attention_inputs(s, n, g, d, dtype)
         upstream = random(s, 2, n * d, seed=9).to(CUDA)
         options = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
@@ -115,9 +117,9 @@ class TestFlash:
     @pytest.mark.parametrize("d", [64, 128, 20])
     @pytest.mark.parametrize("window", [1, 50, 199, 200])
     def test_window(self, dtype, n, g, d, window):
-        """20 channels are no multiple of 8: by the other kernel."""
-        kernel, said = chosen(dtype, n, g, d, window_size=f"{window - 1},0")
-        assert said.startswith("flash (FlashAttention-")
+        """20 channels are no multiple of 8: by another kernel."""
+        kernel, said = chosen(dtype, n, g, d, asked="auto", window_size=f"{window - 1},0")
+        assert said.startswith("FlashAttention-") == (d != 20)
         data, upstream = attention_inputs(200, n, g, d, dtype), random(200, 2, n * d, seed=9).to(CUDA)
         options = {"scores": SCORES, "segments": None, "window": window, "dropout": 0.0}
         found = outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream)
@@ -126,15 +128,16 @@ class TestFlash:
             assert off_by(a, b) < 4 * torch.finfo(dtype).eps
 
     def test_auto_takes_it(self):
-        assert chosen(torch.bfloat16, asked="auto")[1].startswith("flash")
-        for asked in ("auto", "flash"):
-            said = chosen(torch.float32, asked=asked)[1]
-            assert said == "fused (torch SDPA; no flash: the dtype is float32, it needs bf16 or fp16)"
+        """Where samples hold several documents. It has no fp32."""
+        assert chosen(torch.bfloat16, asked="auto")[1].startswith("FlashAttention-")
+        assert chosen(torch.float32, asked="auto")[1].startswith("memory-efficient (")
+        with pytest.raises(ConfigError, match="the dtype is float32, it needs bf16 or fp16"):
+            chosen(torch.float32)
 
     def test_heads_that_no_flash_takes(self):
         """With the reason, and the other kernel runs: forward and backward."""
-        kernel, said = chosen(torch.bfloat16, 4, 4, 320)
-        assert "no flash: FlashAttention-2 failed" in said
+        kernel, said = chosen(torch.bfloat16, 4, 4, 320, asked="auto")
+        assert "FlashAttention-2: " in said
         data, upstream = attention_inputs(64, 4, 4, 320, torch.bfloat16), random(64, 2, 1280, seed=9).to(CUDA)
         options = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
         found = outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream)
@@ -154,7 +157,7 @@ class TestFlash:
 
     def test_dropout_follows_the_generator(self):
         kernel, said = chosen(torch.bfloat16, 4, 2, attention_dropout=0.5)
-        assert said.startswith("flash (FlashAttention-2")
+        assert said.startswith("FlashAttention-2")
         data = attention_inputs(64, 4, 2, 64, torch.bfloat16)
         results = []
         for seed in (1, 1, 2):
@@ -185,6 +188,27 @@ def test_deterministic_mode_has_a_gradient_for_everything(dtype, segmented, wind
     assert all(a.equal(b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("number", range(4), ids=[each.name for each in candidates("auto")])
+@pytest.mark.parametrize("segmented", [True, False])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("g", [8, 2])
+def test_every_candidate(number, dtype, segmented, window, g):
+    """Each by itself, where it says that it can run."""
+    candidate = candidates("auto")[number]
+    needs = Needs(CUDA, dtype, 64, 8 // g, window is not None, 0.0, None, segmented)
+    reason = candidate.missing(needs)
+    if reason:
+        pytest.skip(f"{candidate.name}: {reason}")
+    data, upstream = attention_inputs(200, 8, g, 64, dtype), random(200, 2, 512, seed=9).to(CUDA)
+    segments = segments_of((torch.arange(200) // 70).expand(2, 200), CUDA) if segmented else None
+    options = {"scores": SCORES, "segments": segments, "window": window, "dropout": 0.0}
+    found = outputs_and_gradients(lambda *x: candidate.tried(*x, **options), data, upstream)
+    exact = outputs_and_gradients(lambda *x: attention.unfused(*x, **options), [x.double() for x in data], upstream)
+    for a, b in zip(found, exact, strict=True):
+        assert off_by(a, b) < max(1e-5, 4 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION])
 def test_masks_on_cuda(backend):
     """Segments through each kernel that takes masks."""
@@ -198,8 +222,8 @@ def test_masks_on_cuda(backend):
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("window", [None, 50])
 def test_capped_scores(dtype, window):
-    kernel, said = attention.choose("auto", CUDA, dtype, 1.5, NO_FLASH)
-    assert said.startswith("unfused rows")
+    kernel, said = chosen(dtype, 8, 2, asked="auto", attn_logit_softcapping=1.5)
+    assert said.startswith(("FlashAttention-3", "math ("))
     data, upstream = attention_inputs(200, 8, 2, 64, dtype), random(200, 2, 512, seed=9).to(CUDA)
     options = {"scores": Scores(0.1, 1.5), "segments": None, "window": window, "dropout": 0.0}
     found = outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.kernels.backends import flash
+from megatron.kernels.choose_attention import candidates
 from megatron.kernels.ops import attention, attention_packed
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import segments_of
@@ -25,8 +26,8 @@ def needs_ampere():
 
 
 def chosen(dtype):
-    found = flash.Flash("FlashAttention-2", "") if dtype.itemsize == 2 else flash.Flash(None, "fp32")
-    return attention.choose("auto", CUDA, dtype, None, found)[0]
+    name = "FlashAttention-2" if dtype.itemsize == 2 else "memory-efficient"
+    return next(each.kernel for each in candidates("auto") if each.name == name)
 
 
 def packed(samples):

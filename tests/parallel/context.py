@@ -5,13 +5,15 @@ import functools
 import torch
 import torch.distributed as dist
 
+from megatron.config.model import ModelConfig
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.groups import Group
+from megatron.kernels.choose_attention import choose_attention
 from megatron.kernels.ops import attention, attention_lse
 from megatron.kernels.ops.attention_scores import Scores
 from tests import pool
-from tests.unit.kernels.close import NO_FLASH, random
+from tests.unit.kernels.close import random
 
 CPU = torch.device("cpu")
 SCORES = Scores(8**-0.5)
@@ -56,9 +58,19 @@ def local_inputs(whole, cp):
 
 def part(rank, size, kind, heads, s, options, dtype=torch.float32, asked="auto"):
     """This rank's [out, dq, dk, dv]."""
-    blocks, _ = attention_lse.choose(asked, CPU, dtype, 0.0, options["scores"].softcap, NO_FLASH)
-    kernel, _ = attention.choose(asked, CPU, dtype, options["scores"].softcap, NO_FLASH)
-    attend, cp = make(kind, size, blocks, kernel)
+    chosen = choose_attention(
+        ModelConfig(
+            attention_backend=asked,
+            attention_dropout=0.0,
+            attn_logit_softcapping=options["scores"].softcap,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+        ),
+        CPU,
+        blocks=True,
+        documents=True,
+    )
+    attend, cp = make(kind, size, chosen.blocks, chosen.attention)
     leaves, grad = local_inputs(whole_inputs(s, *heads, dtype=dtype), cp)
     out = attend(*leaves, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

@@ -12,7 +12,6 @@ from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_lse import BlockKernel
 from tests import pool
 from tests.parallel.context import SCORES, local_inputs, make, whole_inputs
-from tests.unit.kernels.close import NO_FLASH
 
 PLAIN = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
 S, B, D = 48, 2, 8
@@ -45,7 +44,7 @@ def formulas(kind, size, n, g, itemsize):
 
 def measured(rank, size, kind, heads, dtype):
     """(calls of the forward, of the backward)"""
-    attend, cp = make(kind, size, attention_lse.choose("auto", torch.device("cpu"), dtype, 0.0, None, NO_FLASH)[0])
+    attend, cp = make(kind, size, attention_lse.cpu)
     leaves, grad = local_inputs(whole_inputs(S, *heads, b=B, d=D, dtype=dtype), cp)
     with cp.heartbeat.record() as forward:
         out = attend(*leaves, **PLAIN)

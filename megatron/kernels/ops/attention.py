@@ -1,8 +1,8 @@
 """Softmax attention on [s, b, heads, d] tensors with grouped key/value heads.
 
 `unfused` is the reference: plain torch, softmax in fp32. `fused` is torch's SDPA, which itself chooses the flash,
-memory-efficient or math kernel. `flash` requires FlashAttention (see backends/flash.py). Neither can cap scores: then
-`attention_rows` replaces them.
+cuDNN, memory-efficient or math kernel, unless `fused_by` names them. kernels/choose_attention.py says which kernel a run
+takes: one of these, one of kernels/backends/, or `attention_rows`, which caps scores.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.kernels.backends import flash
-from megatron.kernels.ops import attention_packed, attention_rows
+from megatron.kernels.ops import attention_rows
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments, ids_of
-from megatron.kernels.ops.gemm import slow_half
 
 
 class AttentionKernel(Protocol):
@@ -107,30 +106,40 @@ def in_fp32(kernel: AttentionKernel) -> AttentionKernel:
     return attention
 
 
-def choose(
-    asked: str, device: torch.device, dtype: torch.dtype, softcap: float | None, found: flash.Flash
-) -> tuple[AttentionKernel, str]:
-    """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table.
+def fused_by(*backends: SDPBackend) -> AttentionKernel:
+    """Returns `fused` by the first of torch's kernels that takes a call."""
 
-    `found` is the FlashAttention of this machine.
-    """
-    if asked == "unfused":
-        return unfused, "unfused (plain torch, asked for)"
-    if softcap is not None:
-        return (
-            attention_rows.attention,
-            "unfused rows (plain torch, some queries at a time: no fused kernel caps scores)",
-        )
-    if asked in ("auto", "flash"):
-        if found.name is not None:
-            kernel = attention_packed.packed(flash.attention(fused), by_flash=True)
-            return kernel, f"flash ({'; '.join(filter(None, found))})"
-        why = f"no flash: {found.why}"
-    else:
-        why = "asked for"
-    if device.type == "cuda":
-        return attention_packed.packed(fused, by_flash=False), f"fused (torch SDPA; {why})"
-    if slow_half(device, dtype):
-        name = str(dtype).removeprefix("torch.")
-        return in_fp32(fused), f"fused (torch SDPA in fp32, this CPU has no {name} products; {why})"
-    return fused, f"fused (torch SDPA; {why})"
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Segments | None,
+        window: int | None,
+        dropout: float,
+    ) -> Tensor:
+        with sdpa_kernel(list(backends), set_priority=True):
+            return fused(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+
+    return attention
+
+
+def with_equal_heads(kernel: AttentionKernel) -> AttentionKernel:
+    """Wraps `kernel` to get a copy of keys and values for every query head, because it has no grouped heads."""
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Segments | None,
+        window: int | None,
+        dropout: float,
+    ) -> Tensor:
+        if k.shape[2] != q.shape[2]:
+            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        return kernel(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+
+    return attention

@@ -20,10 +20,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.kernels.backends import flash
+from megatron.kernels.backends import flash3
 from megatron.kernels.ops import attention_lse_cpu, attention_lse_cuda
 from megatron.kernels.ops.attention_rule import Drop, Rule
-from megatron.kernels.ops.gemm import slow_half
 from megatron.spec.work_space import ATTENTION_MATRIX
 
 
@@ -53,37 +52,6 @@ class BlockKernel(NamedTuple):
 
     forward: Forward
     backward: Backward
-
-
-def choose(
-    asked: str, device: torch.device, dtype: torch.dtype, dropout: float, softcap: float | None, found: flash.Flash
-) -> tuple[BlockKernel, str]:
-    """Returns the kernel for `--attention-backend asked`, and "kernel (reason)" for the start-up table.
-
-    `found` is the FlashAttention of this machine.
-    """
-    if softcap is not None and asked != "unfused":
-        return by_rows, "unfused blocks (plain torch in fp32: no fused kernel here caps scores)"
-    kernel, choice = _choose(asked, device, dtype, found)
-    if dropout == 0.0:
-        return kernel, choice
-    if asked != "unfused":
-        choice = "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
-    return with_dropout(kernel), choice
-
-
-def _choose(asked: str, device: torch.device, dtype: torch.dtype, found: flash.Flash) -> tuple[BlockKernel, str]:
-    if asked == "unfused":
-        return reference, "unfused blocks (plain torch in fp32, asked for)"
-    if device.type == "cuda":
-        if asked != "fused" and found.name is not None:
-            return flash_attention, f"flash blocks ({'; '.join(filter(None, found))})"
-        why = "asked for" if asked == "fused" else f"no flash: {found.why}"
-        return efficient, f"memory-efficient blocks ({why})"
-    if slow_half(device, dtype):
-        name = str(dtype).removeprefix("torch.")
-        return in_fp32(cpu), f"fused blocks (torch's flash for CPUs in fp32, this one has no {name} products)"
-    return cpu, "fused blocks (torch's flash for CPUs)"
 
 
 def in_fp32(kernel: BlockKernel) -> BlockKernel:
@@ -290,8 +258,25 @@ def flash_backward(
     return attention_lse_cuda.flash_backward(grad, q, k, v, out, lse, rule)
 
 
+def flash3_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """FlashAttention-3 on Hopper, or another kernel for the unsupported cases (segments, more queries than keys)."""
+    if rule.segments is None and rule.in_reach(len(q), len(k)):
+        return flash3.block_forward(q, k, v, rule)
+    return (efficient if rule.scores.softcap is None else by_rows).forward(q, k, v, rule)
+
+
+def flash3_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `flash3_forward`."""
+    if rule.segments is None and rule.in_reach(len(q), len(k)):
+        return flash3.block_backward(grad, q, k, v, out, lse, rule)
+    return (efficient if rule.scores.softcap is None else by_rows).backward(grad, q, k, v, out, lse, rule)
+
+
 reference = BlockKernel(reference_forward, reference_backward)
 by_rows = BlockKernel(rows_forward, rows_backward)
 cpu = prefix_apart(BlockKernel(attention_lse_cpu.forward, attention_lse_cpu.backward))
 efficient = prefix_apart(BlockKernel(efficient_forward, efficient_backward))
 flash_attention = BlockKernel(flash_forward, flash_backward)
+flash_attention_3 = BlockKernel(flash3_forward, flash3_backward)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.backends.flash import LARGEST_HEAD
+from megatron.kernels.backends.flash import by_operator
 from megatron.kernels.ops.attention_rule import Rule, forget_blind
 
 _VECTOR_BYTES = 16  # the memory-efficient kernel reads heads and masks in vectors of this size
@@ -18,35 +18,21 @@ _LSE_ROWS = 32  # and pads the log-sum-exp to a multiple of this
 
 def flash_takes(q: Tensor, k: Tensor, rule: Rule) -> bool:
     """Returns whether FlashAttention supports this block."""
-    s, t, d = q.shape[0], k.shape[0], q.shape[-1]
-    if rule.segments is not None or d % 8 or d > LARGEST_HEAD:
-        return False
-    if rule.offset is None:
-        return True
-    left, right = _reach(rule, s, t)
-    # It treats a reach of t keys or more as unlimited, which is correct only if there are no more queries than keys.
-    return s <= t and right >= 0 and (left is None or left >= 0)
-
-
-def _reach(rule: Rule, s: int, t: int) -> tuple[int | None, int]:
-    """Returns the keys visible to the left and right of a query's own, counting from the ends of queries and keys."""
-    assert rule.offset is not None
-    right = rule.offset - (t - s)
-    return (None if rule.window is None else rule.window - 1 - right), right
+    return rule.segments is None and by_operator(q.shape[-1]) and rule.in_reach(len(q), len(k))
 
 
 def _window(rule: Rule, s: int, t: int) -> tuple[bool, dict[str, int]]:
     """Returns (causal, window arguments) for FlashAttention."""
     if rule.offset is None:
         return False, {}
-    left, right = _reach(rule, s, t)
+    left, right = rule.reach(s, t)
     if left is None and right == 0:
         return True, {}
     return False, {"window_size_left": -1 if left is None else left, "window_size_right": right}
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2, or 3 if active. It takes grouped heads and any strides."""
+    """FlashAttention-2. It takes grouped heads and any strides."""
     s, t = q.shape[0], k.shape[0]
     causal, window = _window(rule, s, t)
     no_packing, no_dropout, debug = (None, None), 0.0, False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.kernels.backends import flash
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.attention_segments import Segments
+from megatron.kernels.ops.attention_segments import Segments, in_order
 
 
 def packed(kernel: Callable[..., Tensor], *, by_flash: bool) -> Callable[..., Tensor]:
@@ -32,7 +32,7 @@ def packed(kernel: Callable[..., Tensor], *, by_flash: bool) -> Callable[..., Te
     ) -> Tensor:
         if segments is None or segments.starts is None or len(q) != len(k):
             return kernel(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
-        if by_flash and q.shape[-1] % 8 == 0 and q.shape[-1] <= flash.LARGEST_HEAD:
+        if by_flash and flash.by_operator(q.shape[-1]):
             return variable_length(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
         return one_by_one(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
 
@@ -53,7 +53,7 @@ def variable_length(
     around = {} if window is None or window >= longest else {"window_size_left": window - 1, "window_size_right": 0}
     causal, debug = not around, False
     out, *_ = torch.ops.aten._flash_attention_forward(
-        *_in_order(q, k, v), segments.starts, segments.starts, longest, longest, dropout, causal, debug,
+        *in_order(q, k, v), segments.starts, segments.starts, longest, longest, dropout, causal, debug,
         scale=scores.uncapped_scale, **around,
     )  # fmt: skip
     return out.view(b, s, n * d).transpose(0, 1)
@@ -71,13 +71,8 @@ def by_document(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         s, b, n, _ = q.shape
         k, v = (x if x.shape[2] == n else x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))
-        documents = zip(*(x.unsqueeze(1).split(list(segments.lengths)) for x in _in_order(q, k, v)), strict=True)
+        documents = zip(*(x.unsqueeze(1).split(list(segments.lengths)) for x in in_order(q, k, v)), strict=True)
         out = [kernel(*each, scores=scores, segments=None, window=window, dropout=dropout) for each in documents]
         return torch.cat(out).view(b, s, -1).transpose(0, 1)
 
     return attention
-
-
-def _in_order(*tensors: Tensor) -> list[Tensor]:
-    """[s, b, heads, d] -> [b * s, heads, d], one sample behind the other: a copy if b > 1."""
-    return [x.transpose(0, 1).flatten(0, 1) for x in tensors]

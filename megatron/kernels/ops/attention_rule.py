@@ -15,19 +15,21 @@ class Drop(NamedTuple):
     """Dropout of probabilities that depends only on a seed, the sample, the head, and the positions of query and key.
 
     So every rank that computes a query-key pair, in any block, drops the same. `seed` is int32 [1]. `queries` [s] and
-    `keys` [t] are int32 positions in the sequence.
+    `keys` [t] are int32 positions in the sequence. `first` is the number of the first sample.
     """
 
     rate: float
     seed: Tensor
     queries: Tensor
     keys: Tensor
+    first: int = 0
 
     def factors(self, b: int, n: int) -> Tensor:
         """Returns factors [b, n, s, t] in fp32 for b samples and n heads: 0 with probability `rate`, else 1 / (1 -
         rate).
         """
-        heads = hash32_(torch.arange(b * n, dtype=torch.int32, device=self.seed.device) ^ self.seed)
+        heads = torch.arange(self.first * n, (self.first + b) * n, dtype=torch.int32, device=self.seed.device)
+        heads = hash32_(heads ^ self.seed)
         queries, keys = (hash32_(places.clone()) for places in (self.queries, self.keys))
         rows = hash32_(heads[:, None] ^ queries)
         kept = hash32_(rows[..., None] ^ keys) >= wrapped(round(self.rate * 2**32) + 2**31)
@@ -55,13 +57,13 @@ class Rule(NamedTuple):
     segments: tuple[Tensor, Tensor] | None = None
     drop: Drop | None = None
 
-    def cut(self, queries: slice, keys: slice) -> Rule:
-        """Returns the rule for a part of the tokens, without `offset` and `window`."""
+    def cut(self, queries: slice, keys: slice, first: int = 0) -> Rule:
+        """Returns the rule for a part of the tokens, of samples from `first` on, without `offset` and `window`."""
         segments, drop = self.segments, self.drop
         if segments is not None:
             segments = segments[0][:, queries], segments[1][:, keys]
         if drop is not None:
-            drop = drop._replace(queries=drop.queries[queries], keys=drop.keys[keys])
+            drop = drop._replace(queries=drop.queries[queries], keys=drop.keys[keys], first=drop.first + first)
         return Rule(self.scores, segments=segments, drop=drop)
 
     def square(self, s: int, t: int) -> bool:
@@ -74,6 +76,24 @@ class Rule(NamedTuple):
         """
         plain = self.offset == t - s and self.window is None and self.segments is None
         return max(0, t - s) if plain else 0
+
+    def reach(self, s: int, t: int) -> tuple[int | None, int]:
+        """Returns the keys visible to the left and right of a query's own, counting from the ends of queries and keys, as
+        FlashAttention does. None is no limit. The rule has an offset.
+        """
+        assert self.offset is not None
+        right = self.offset - (t - s)
+        return (None if self.window is None else self.window - 1 - right), right
+
+    def in_reach(self, s: int, t: int) -> bool:
+        """Returns whether FlashAttention can be told which of t keys s queries see."""
+        if self.offset is None:
+            return True
+        left, right = self.reach(s, t)
+        # It treats a reach of t keys or more as unlimited, so then all keys on that side have to be visible.
+        all_left = left is None or self.window is None or self.offset + s - 1 < self.window
+        all_right = self.offset >= t - 1
+        return (all_left or (left is not None and 0 <= left < t)) and (0 <= right < t or (right >= t and all_right))
 
     def mask(self, s: int, t: int, device: torch.device) -> Tensor | None:
         """Returns True where visible, [s, t], or [b, 1, s, t] with segments; None if everything is visible."""

@@ -29,18 +29,22 @@ class Segments:
         """The tensors on the device, which all layers share."""
         return [self.ids] if self.starts is None else [self.ids, self.starts]
 
+    def by_sample(self) -> list[list[int]]:
+        """Returns the lengths of each sample's documents."""
+        b, t = self.ids.shape
+        samples, place = [list[int]() for _ in range(b)], 0
+        for length in self.lengths:
+            samples[place // t].append(length)
+            place += length
+        assert place == b * t, "the lengths of the documents are not known, only their ids"
+        return samples
+
     def padded(self, ids: Tensor) -> Segments:
         """Returns these segments with padding behind each sample, which is one more document. ids [b, t + padding]."""
-        t = self.ids.shape[1]
-        padding, lengths, place = ids.shape[1] - t, list[int](), 0
+        padding = ids.shape[1] - self.ids.shape[1]
         if padding == 0:
             return self
-        for length in self.lengths:
-            lengths.append(length)
-            place += length
-            if place % t == 0:
-                lengths.append(padding)
-        return with_lengths(ids, lengths)
+        return with_lengths(ids, [length for sample in self.by_sample() for length in (*sample, padding)])
 
 
 def segments_of(ids: Tensor, device: torch.device) -> Segments:
@@ -68,3 +72,8 @@ def _sent(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return x.to(device)
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
+
+
+def in_order(*tensors: Tensor) -> list[Tensor]:
+    """[s, b, heads, d] -> [b * s, heads, d], one sample behind the other as in `starts`: a copy if b > 1."""
+    return [x.transpose(0, 1).flatten(0, 1) for x in tensors]

@@ -27,30 +27,39 @@ def try_attention(
     queries: int,
     windowed: bool,
     dropout: float,
+    softcap: float | None = None,
+    documents: bool = True,
 ) -> None:
-    """Raises RuntimeError if the kernel cannot run, or gives wrong results, with one document or three.
+    """Raises RuntimeError if the kernel cannot run, or gives wrong results.
 
     `head` is the number of channels of a head, `queries` that of query heads per key head. `windowed`: also with a
-    sliding window. Leaves the generators of random numbers as they are.
+    sliding window; `documents`: also with three documents. Leaves the generators of random numbers as they are.
     """
     cuda = [device] if device.type == "cuda" else []
     with warnings.catch_warnings(), torch.random.fork_rng(cuda):
         warnings.simplefilter("ignore")  # torch warns of each kernel that cannot run, before it raises
-        documents = with_lengths(torch.arange(_TOKENS, device=device).unsqueeze(0) // 50, (50, 50, _TOKENS - 100))
-        windows = (None, _WINDOW) if windowed else (None,)
-        for window, segments in itertools.product(windows, (None, documents)):
+        three = with_lengths(torch.arange(_TOKENS, device=device).unsqueeze(0) // 50, (50, 50, _TOKENS - 100))
+        windows, packed = (None, _WINDOW) if windowed else (None,), (None, three) if documents else (None,)
+        for window, segments in itertools.product(windows, packed):
             q, k, v = (x.requires_grad_() for x in _inputs(device, dtype, head, queries))
-            out = kernel(q, k, v, scores=Scores(head**-0.5), segments=segments, window=window, dropout=dropout)
+            out = kernel(q, k, v, scores=Scores(head**-0.5, softcap), segments=segments, window=window, dropout=dropout)
             out.backward(torch.ones_like(out))
             assert q.grad is not None and k.grad is not None and v.grad is not None
             _check(out, q.grad, k.grad, v.grad, queries, exact=dropout == 0.0)
 
 
 def try_blocks(
-    kernel: BlockKernel, device: torch.device, dtype: torch.dtype, *, head: int, queries: int, windowed: bool
+    kernel: BlockKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head: int,
+    queries: int,
+    windowed: bool,
+    softcap: float | None = None,
 ) -> None:
     """As `try_attention`, for attention of blocks: all keys, causal, and with the rules of a window's blocks."""
-    scores = Scores(head**-0.5)
+    scores = Scores(head**-0.5, softcap)
     rules = [Rule(scores), Rule(scores, 0)]
     if windowed:
         rules += [Rule(scores, 0, _WINDOW), Rule(scores, _TOKENS // 2, _TOKENS // 2 + 1)]

@@ -96,7 +96,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         settings,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
-        documents=run.data.sft or run.data.reset_attention_mask,
+        documents=run.data.separate_documents,
         target=target,
         moe=run.moe,
         imbalance=imbalance,

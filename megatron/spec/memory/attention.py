@@ -103,6 +103,9 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
     if wide > 1:  # fp32 copies of queries, keys, values and output
         copies = wide * 2 * (heads.queries + heads.keys)
         return KernelMemory(lse + mask + copies, wide * heads.queries, 0, False, False, False)
+    if heads.keys < heads.queries and sizes.e == FP32 and not sizes.target.cpu:
+        # The memory-efficient kernel, which gets keys and values of every query head.
+        return KernelMemory(lse + 2 * heads.queries, keeps_keys=False, keeps_values=False, keeps_output=True)
     return KernelMemory(lse + mask, keeps_output=True)
 
 

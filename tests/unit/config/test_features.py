@@ -12,7 +12,7 @@ from tests.unit.config.runs import make_run
 ALONE = Facts(
     device="cpu",
     backend=None,
-    attention_choice="fused (torch SDPA; no flash: no CUDA device)",
+    attention_choice="cuDNN (FlashAttention-3: it is not installed)",
     block_choice="fused blocks (torch's flash for CPUs)",
     fusion_missing=None,
     grouped_missing="torch's grouped product needs widths that are multiples of 4, not 22",
@@ -168,7 +168,7 @@ def test_parameter_gather():
 
 
 def test_attention_kernel_is_split_from_its_reason():
-    assert row("attention kernel") == ("auto", "fused", "torch SDPA; no flash: no CUDA device")
+    assert row("attention kernel") == ("auto", "cuDNN", "FlashAttention-3: it is not installed")
     plain = dataclasses.replace(ALONE, attention_choice="unfused")
     assert row("attention kernel", plain, attention_backend="unfused") == ("unfused", "unfused", "")
 

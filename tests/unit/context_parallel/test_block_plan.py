@@ -6,7 +6,7 @@ import torch
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.block_plan import Block, other_blocks, own_blocks, own_in_two, ring_blocks
 from megatron.kernels.ops.attention import causal_mask
-from megatron.kernels.ops.attention_lse_cuda import _reach, flash_takes
+from megatron.kernels.ops.attention_lse_cuda import flash_takes
 from megatron.kernels.ops.attention_rule import Rule
 from megatron.kernels.ops.attention_scores import Scores
 
@@ -127,7 +127,7 @@ def test_flash_says_the_same(plan, size, chunk, window):
             assert flash_takes(torch.empty(s, 1, 1, 8), torch.empty(t, 1, 1, 8), rule)
             if rule.offset is None:
                 continue
-            left, right = _reach(rule, s, t)
+            left, right = rule.reach(s, t)
             place, key = torch.arange(s)[:, None] + t - s, torch.arange(t)[None, :]
             reached = key <= place + right if right < t else torch.ones(s, t, dtype=torch.bool)
             if left is not None and left < t:

@@ -1,11 +1,16 @@
+import dataclasses
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.config.model import ModelConfig
 from megatron.core.inference.generate import CachedDecoder
 from megatron.core.inference.sampling import Sampling
 from megatron.core.parameter import local_parameters
+from megatron.kernels import choose
+from megatron.kernels.choose_attention import choose_attention
 from megatron.kernels.ops import attention, attention_packed
 from tests import pool
 from tests.unit.inference.small import (
@@ -109,7 +114,8 @@ def test_prompts_of_different_lengths_need_no_mask_on_a_gpu(monkeypatch):
 
     kernel = attention_packed.packed(whole, by_flash=False)
     expected = run(*small_model(pool.groups(), **LLAMA), PROMPTS[:3])
-    monkeypatch.setattr(attention, "choose", lambda *_: (kernel, "a GPU's"))
+    chosen = choose_attention(ModelConfig(**LLAMA), torch.device("cpu"), blocks=False, documents=True)
+    monkeypatch.setattr(choose, "choose_attention", lambda *_, **__: dataclasses.replace(chosen, attention=kernel))
     assert run(*small_model(pool.groups(), **LLAMA), PROMPTS[:3]) == expected
     assert (1, True) in asked and all(queries == 1 for queries, masked in asked if masked)
     assert any(queries > 1 for queries, _ in asked)

@@ -2,10 +2,6 @@
 
 import torch
 
-from megatron.kernels.backends.flash import Flash
-
-NO_FLASH = Flash(None, "the device is cpu")  # what set-up finds on a CPU
-
 
 def random(*shape, dtype=torch.float32, seed=0, scale=1.0):
     """Normal numbers, the same for the same arguments."""

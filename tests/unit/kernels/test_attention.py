@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.backends import flash
-from megatron.kernels.ops import attention, attention_rows, gemm
+from megatron.kernels.ops import attention, attention_rows
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments
-from tests.unit.kernels.close import NO_FLASH, assert_same, outputs_and_gradients, random
+from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
 KERNELS = {"unfused": attention.unfused, "fused": attention.fused, "rows": attention_rows.attention}
 SCORES, CAPPED = Scores(8**-0.5), Scores(1.3, 1.5)
@@ -200,61 +201,11 @@ class TestWhatSdpaIsAsked:
         assert asked == [(4, (2, 4), False)]
 
 
-@pytest.fixture
-def slow_dtypes(monkeypatch):
-    """What this CPU has no instructions for, as the test says: machines differ."""
-    return lambda *dtypes: monkeypatch.setattr(gemm, "_SLOW_ON_CPU", set(dtypes))
-
-
-class TestChoose:
-    @pytest.mark.parametrize(
-        ("asked", "kernel", "said"),
-        [
-            ("unfused", attention.unfused, "unfused (plain torch, asked for)"),
-            ("fused", attention.fused, "fused (torch SDPA; asked for)"),
-            ("auto", attention.fused, "fused (torch SDPA; no flash: the device is cpu)"),
-        ],
-    )
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_on_cpu(self, asked, kernel, said, dtype, slow_dtypes):
-        slow_dtypes(torch.float16)
-        assert attention.choose(asked, CPU, dtype, None, NO_FLASH) == (kernel, said)
-
-    @pytest.mark.parametrize(("asked", "why"), [("fused", "asked for"), ("auto", "no flash: the device is cpu")])
-    def test_on_a_cpu_without_bf16(self, asked, why, slow_dtypes):
-        """In fp32: the result is rounded once, where the native kernel rounds in between."""
-        slow_dtypes(torch.bfloat16)
-        kernel, said = attention.choose(asked, CPU, torch.bfloat16, None, NO_FLASH)
-        assert said == f"fused (torch SDPA in fp32, this CPU has no bfloat16 products; {why})"
-        data = inputs(8, 8, 4, 2, dtype=torch.bfloat16)
-        expected = attention.fused(*(x.float() for x in data), **PLAIN).bfloat16()
-        assert kernel(*data, **PLAIN).equal(expected)
-        assert_same(lambda *x: kernel(*x, **PLAIN), slow, data, rtol=1e-2, atol=1e-2)
-        segments = Segments(torch.zeros(2, 8, dtype=torch.long))
-        windowed = attention.fused(
-            *(x.float() for x in data), scores=SCORES, segments=segments, window=3, dropout=0.0
-        ).bfloat16()
-        assert kernel(*data, scores=SCORES, segments=segments, window=3, dropout=0.0).equal(windowed)
-        assert not windowed.equal(expected)
-
-    def test_with_a_cap(self):
-        """Also where a fused kernel is asked for: there is none."""
-        for asked in ("auto", "flash", "fused"):
-            kernel, said = attention.choose(asked, CPU, torch.bfloat16, 30.0, NO_FLASH)
-            assert kernel is attention_rows.attention
-            assert said == "unfused rows (plain torch, some queries at a time: no fused kernel caps scores)"
-        assert attention.choose("unfused", CPU, torch.bfloat16, 30.0, NO_FLASH)[0] is attention.unfused
-
-    def test_flash_on_a_cpu_falls_back_with_the_reason(self):
-        kernel, said = attention.choose("flash", CPU, torch.float32, None, NO_FLASH)
-        assert kernel is attention.fused and said == "fused (torch SDPA; no flash: the device is cpu)"
-
-    def test_why_flash_is_missing(self):
+class TestFlash:
+    def test_why_it_is_missing(self):
         """The dtype is judged before the device is asked for its age, so this needs no GPU."""
         assert flash.missing(torch.device("cuda"), torch.float32) == "the dtype is float32, it needs bf16 or fp16"
 
-
-class TestFlash:
     @pytest.fixture
     def calls(self):
         """(kernel, what it asked the other kernel for: lengths, segments, window, dropout, "by flash or not at all")"""
@@ -268,21 +219,12 @@ class TestFlash:
         return flash.attention(otherwise), calls
 
     def test_what_it_cannot_do_is_left_to_the_other_kernel(self, calls):
-        """Segments, queries that continue a cache, and windows with dropout or odd heads."""
+        """Segments, and queries that continue a cache."""
         kernel, asked = calls
         one = Segments(torch.zeros(2, 6, dtype=torch.long))
         kernel(*inputs(6, 6, 4, 2), scores=SCORES, segments=one, window=4, dropout=0.0)
         kernel(*inputs(2, 6, 4, 2), scores=SCORES, segments=None, window=4, dropout=0.0)
-        kernel(*inputs(6, 6, 4, 2), scores=SCORES, segments=None, window=4, dropout=0.1)
-        kernel(*inputs(6, 6, 4, 2, d=12), scores=SCORES, segments=None, window=4, dropout=0.0)
-        kernel(*inputs(6, 6, 4, 2, d=200), scores=SCORES, segments=None, window=4, dropout=0.0)
-        assert asked == [
-            (6, 6, True, 4, 0.0, False),
-            (2, 6, False, 4, 0.0, False),
-            (6, 6, False, 4, 0.1, False),
-            (6, 6, False, 4, 0.0, False),
-            (6, 6, False, 4, 0.0, False),
-        ]
+        assert asked == [(6, 6, True, 4, 0.0, False), (2, 6, False, 4, 0.0, False)]
 
     def test_a_window_as_long_as_the_sequence_is_none(self, calls):
         kernel, asked = calls
@@ -304,15 +246,47 @@ class TestFlash:
         """Shapes only: what autograd asks of the operator's backward."""
         data = [x.to("meta", torch.bfloat16).requires_grad_() for x in inputs(6, 6, 4, 2, b=3)]
         with FlashOperator() as operator:
-            out = flash.windowed(*data, 0.3, 4)
+            out = flash.windowed(*data, 0.3, 4, 0.25)
             gradients = torch.autograd.grad(out, data, torch.empty_like(out))
         assert out.shape == (6, 3, 32) and [g.shape for g in gradients] == [x.shape for x in data]
-        assert operator.asked_of_backward == [(0.3, 3, 0)]
+        assert operator.asked_of_backward == [(0.25, 0.3, 3, 0)]
+
+
+@pytest.mark.parametrize("backends", [[SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]])
+def test_named_kernels_of_torch(backends, monkeypatch):
+    """The first of them that takes a call, in their order, and no other."""
+    enabled, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*args, **options):
+        enabled.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()))
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    data = inputs(6, 6, 4, 2)
+    out = attention.fused_by(*backends)(*data, **PLAIN)
+    assert enabled == [(len(backends) == 2, False)]
+    torch.testing.assert_close(out, attention.fused(*data, **PLAIN))
+
+
+@pytest.mark.parametrize("g", [4, 2, 1])
+def test_a_key_head_for_every_query_head(g):
+    heads = []
+
+    def kernel(q, k, v, **options):
+        heads.append((k.shape[2], v.shape[2]))
+        return attention.unfused(q, k, v, **options)
+
+    assert_same(
+        lambda *x: attention.with_equal_heads(kernel)(*x, **PLAIN),
+        lambda *x: attention.unfused(*x, **PLAIN),
+        inputs(5, 5, 4, g),
+    )
+    assert heads == [(4, 4)]
 
 
 class FlashOperator(TorchDispatchMode):
-    """torch's FlashAttention on [b, s, heads, d] tensors of the CPU; of its backward, the scale and the window that it was
-    given."""
+    """torch's FlashAttention on [b, s, heads, d] tensors of the CPU; of its backward, the dropout, scale and window that it
+    was given."""
 
     def __init__(self):
         super().__init__()
@@ -322,7 +296,7 @@ class FlashOperator(TorchDispatchMode):
         kwargs = kwargs or {}
         if operator is torch.ops.aten._flash_attention_backward.default:
             names = ("scale", "window_size_left", "window_size_right")
-            self.asked_of_backward.append(tuple(kwargs[name] for name in names))
+            self.asked_of_backward.append((args[10], *(kwargs[name] for name in names)))
         if operator is torch.ops.aten._flash_attention_forward.default and args[0].device.type == "cpu":
             return self.forward(*args, **kwargs)
         return operator(*args, **kwargs)

@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.backends import flash
-from megatron.kernels.ops import attention_lse, attention_lse_cuda, gemm
+from megatron.kernels.ops import attention_lse, attention_lse_cuda
 from megatron.kernels.ops.attention_rule import Drop, Rule
 from megatron.kernels.ops.attention_scores import Scores
-from tests.unit.kernels.close import NO_FLASH, random
+from tests.unit.kernels.close import random
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SCORES, CAPPED = Scores(8**-0.5), Scores(1.3, 1.5)
@@ -325,52 +324,3 @@ class TestDropout:
         kernel = attention_lse.with_dropout(fast)
         assert kernel.forward(*inputs(6, 6), Rule(SCORES, 0)) == "forward"
         assert kernel.backward(*[torch.zeros(1)] * 6, Rule(SCORES, 0)) == "backward"
-
-
-class TestChoose:
-    def test_with_dropout(self):
-        kernel, said = attention_lse.choose("auto", CPU, torch.float32, 0.1, None, NO_FLASH)
-        assert said == "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
-        dropping = Rule(SCORES, drop=drop_of(6, 6))
-        assert not kernel.forward(*inputs(6, 6), dropping)[0].equal(kernel.forward(*inputs(6, 6), Rule(SCORES))[0])
-
-    def test_with_a_cap(self):
-        """No fused kernel caps; without one asked for, the reference is what it is without a cap."""
-        for asked in ("auto", "flash", "fused"):
-            for dropout in (0.0, 0.1):
-                assert attention_lse.choose(asked, CPU, torch.float32, dropout, 30.0, NO_FLASH) == (
-                    attention_lse.by_rows,
-                    "unfused blocks (plain torch in fp32: no fused kernel here caps scores)",
-                )
-        assert attention_lse.choose("unfused", CPU, torch.float32, 0.0, 30.0, NO_FLASH)[0] is attention_lse.reference
-
-    def test_on_cpu(self, monkeypatch):
-        monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.float16})
-        assert attention_lse.choose("unfused", CPU, torch.float32, 0.0, None, NO_FLASH)[0] is attention_lse.reference
-        assert attention_lse.choose("unfused", CPU, torch.float32, 0.1, None, NO_FLASH)[1].endswith(
-            "(plain torch in fp32, asked for)"
-        )
-        for asked in ("auto", "fused"):
-            for dtype in (torch.float32, torch.bfloat16):
-                assert attention_lse.choose(asked, CPU, dtype, 0.0, None, NO_FLASH) == (
-                    attention_lse.cpu,
-                    "fused blocks (torch's flash for CPUs)",
-                )
-        kernel, said = attention_lse.choose("auto", CPU, torch.float16, 0.0, None, NO_FLASH)
-        assert said == "fused blocks (torch's flash for CPUs in fp32, this one has no float16 products)"
-        out, lse = kernel.forward(*inputs(6, 6, dtype=torch.float16), Rule(SCORES, 0))
-        assert out.dtype == lse.dtype == torch.float32
-
-    def test_flash_on_a_cpu_falls_back(self):
-        found, expected = (
-            attention_lse.choose(asked, CPU, torch.float32, 0.0, None, NO_FLASH) for asked in ("flash", "auto")
-        )
-        assert found == expected
-
-    def test_on_cuda(self):
-        """Without a GPU: fp32 needs none to know that flash cannot do it."""
-        cuda = torch.device("cuda")
-        found = flash.Flash(None, flash.missing(cuda, torch.float32))
-        kernel, said = attention_lse.choose("auto", cuda, torch.float32, 0.0, None, found)
-        assert kernel is attention_lse.efficient
-        assert said == "memory-efficient blocks (no flash: the dtype is float32, it needs bf16 or fp16)"

@@ -9,13 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.kernels.backends import flash
+from megatron.kernels.choose_attention import candidates
 from megatron.kernels.ops import attention, attention_packed, attention_rows
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments, segments_of
 from tests.unit.kernels.close import assert_same, random
 from tests.unit.kernels.variable_length import VariableLengthOperator
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 SCORES, CAPPED = Scores(0.3), Scores(1.3, 1.5)
 # Lengths of the documents of each sample: several, all of one token, one, one token at either end.
 PACKED = {
@@ -161,10 +162,8 @@ class TestOnAGpu:
         starts = torch.empty(1 + b * len(self.LENGTHS), dtype=torch.int32, device=device)
         return leaves, Segments(ids, starts, self.LENGTHS * b)
 
-    def chosen(self, asked, dtype):
-        """As on a GPU that has FlashAttention for half precision."""
-        found = flash.Flash("FlashAttention-2", "") if dtype.itemsize == 2 else flash.Flash(None, "fp32")
-        return attention.choose(asked, CUDA, dtype, None, found)[0]
+    def candidate(self, name):
+        return next(each.kernel for each in candidates("auto") if each.name == name)
 
     def test_a_mask_is_queries_times_keys(self):
         """What the kernels below avoid."""
@@ -174,22 +173,22 @@ class TestOnAGpu:
     @pytest.mark.parametrize(("dropout", "b"), [(0.0, 1), (0.1, 1), (0.0, 2)])
     def test_flash(self, window, dropout, b):
         """Nothing is larger than the queries."""
-        kernel = self.chosen("auto", torch.bfloat16)
+        kernel = self.candidate("FlashAttention-2")
         assert self.largest(kernel, torch.bfloat16, window, dropout, b) == b * self.S * self.N * self.D
 
     @torch.no_grad()
     def test_flash_on_its_device(self):
         """On fake CUDA tensors: nothing is made elsewhere."""
-        kernel = self.chosen("flash", torch.bfloat16)
+        kernel = self.candidate("FlashAttention-2")
         with FakeTensorMode():
             leaves, segments = self.inputs("cuda", torch.bfloat16, 2)
             out = kernel(*leaves, scores=SCORES, segments=segments, window=None, dropout=0.0)
         assert out.shape == (self.S, 2, self.N * self.D) and out.device == torch.device("cuda", 0)
 
-    @pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.float32), ("fused", torch.bfloat16)])
-    def test_others(self, asked, dtype):
+    @pytest.mark.parametrize(("name", "dtype"), [("memory-efficient", torch.float32), ("cuDNN", torch.bfloat16)])
+    def test_others(self, name, dtype):
         """Nothing is larger than the queries, even where torch computes all scores of a document at once."""
-        assert self.largest(self.chosen(asked, dtype), dtype) == self.S * self.N * self.D
+        assert self.largest(self.candidate(name), dtype) == self.S * self.N * self.D
 
 
 def test_documents_have_no_part_in_each_other():

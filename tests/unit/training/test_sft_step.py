@@ -1,9 +1,13 @@
 """Instruction data in a step: the batch by rules written out, and one objective, packed or not, in any microbatches."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron.config.data import DataConfig
+from megatron.kernels import choose
+from megatron.kernels.choose_attention import choose_attention
 from megatron.kernels.ops import attention, attention_packed
 from megatron.training.batch import BatchReader, make_batch, make_sft_batch
 from megatron.training.logging.timers import Timers
@@ -119,6 +123,11 @@ def test_objective_and_gradient(fields, per_token, layout):
     assert_gradients(gradients(data_parallel), {n: p.grad for n, p in plain.named_parameters()})
 
 
+def of_a_gpu(kernel):
+    """Chooses `kernel` for whole sequences."""
+    return lambda *args, **options: dataclasses.replace(choose_attention(*args, **options), attention=kernel)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_a_mask(monkeypatch, layout):
     """The kernels of a GPU: conversations in one call, by a stand-in for its operator, or one after the other."""
@@ -128,7 +137,7 @@ def test_without_a_mask(monkeypatch, layout):
         with monkeypatch.context() as patched:
             if by_flash is not None:
                 kernel = attention_packed.packed(attention.fused, by_flash=by_flash)
-                patched.setattr(attention, "choose", lambda *_: (kernel, "a GPU's"))  # noqa: B023
+                patched.setattr(choose, "choose_attention", of_a_gpu(kernel))
             data_parallel, step = setting({**LLAMA, "num_attention_heads": 4})
         with VariableLengthOperator() as operator:
             loss = step.forward_backward([make_sft_batch(part) for part in rows.split(sizes)]).read()

@@ -149,7 +149,7 @@ class TestAttention:
         torch.testing.assert_close(torch.cat(parts), whole)
 
     @pytest.mark.parametrize("fields", [LLAMA, GPT, NO_ROPE], ids=["llama", "gpt", "rms without rope"])
-    @pytest.mark.parametrize("kernel", ["fused", "unfused"])
+    @pytest.mark.parametrize("kernel", ["auto", "unfused"])
     def test_gradients_reach_everything(self, fields, kernel):
         layer, x = built(SelfAttention, {**fields, "attention_backend": kernel}), hidden().requires_grad_()
         layer(x, positions(fields, 0, 6)).square().sum().backward()

@@ -10,13 +10,12 @@ from megatron.core.parameter import initialize, local_parameters
 from megatron.core.recompute.saved_bytes import saved_bytes
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Positions
-from megatron.kernels.ops import attention, attention_packed
+from megatron.kernels.ops import attention, attention_packed, attention_rows
 from megatron.kernels.ops.attention_segments import segments_of
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import EXPERTS, PARTS, ROUTER, ROUTING, SHARED_EXPERTS
 from tests import pool
-from tests.unit.kernels.close import NO_FLASH
 from tests.unit.kernels.variable_length import VariableLengthOperator
 from tests.unit.models.builds import CPU, FACTORS, GEMMA2, GPT, LLAMA, LONGROPE, make_build
 from tests.unit.recompute.test_rerun import MODES, UNFUSED, selective
@@ -90,9 +89,7 @@ MODELS = {
 def kernel_of(fields, config, upcast):
     """A kernel in the place of this machine's choice."""
     if config.attn_logit_softcapping is not None:
-        return attention.choose(config.attention_backend, CPU, torch.float32, config.attn_logit_softcapping, NO_FLASH)[
-            0
-        ]
+        return attention.unfused if config.attention_backend == "unfused" else attention_rows.attention
     if fields.get("attention_backend") == "unfused":
         return attention.unfused
     return attention.in_fp32(attention.fused) if upcast else attention.fused
@@ -187,6 +184,15 @@ def test_documents_on_cuda(name, half, samples):
         with VariableLengthOperator() as operator:
             found, expected = measured(pool.groups(), fields, WAYS[way], ids=DOCUMENTS[:samples], cuda_kernel=kernel)
         assert found == expected and bool(operator.calls) == half, way
+
+
+@pytest.mark.parametrize("name", ["llama", "one kv head, no positions"])
+def test_grouped_heads_in_fp32_on_cuda(name):
+    """The memory-efficient kernel gets a copy of keys and values for every query head; that of the CPU stands in."""
+    kernel = attention.with_equal_heads(attention.fused)
+    for way in ("none", "core_attn", "GEMM-last"):
+        found, expected = measured(pool.groups(), MODELS[name], WAYS[way], cuda_kernel=kernel)
+        assert found == expected, way
 
 
 def over_tp(rank, size, name, sequence_parallel):

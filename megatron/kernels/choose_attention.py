@@ -1,0 +1,271 @@
+"""Chooses the attention kernel of a run: of the candidates that --attention-backend allows, the first that can run.
+
+A candidate cannot run for a reason that is known beforehand, or because its trial fails: which head sizes, windows and
+rates of dropout a build supports on a GPU is known for certain only then. `auto` falls back to the next candidate. A
+backend that is asked for by name runs, or the run stops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from megatron.base.errors import ConfigError, first_line
+from megatron.config.model import ModelConfig
+from megatron.kernels.backends import flash, flash3
+from megatron.kernels.ops import attention, attention_lse, attention_rows
+from megatron.kernels.ops.attention import AttentionKernel, fused, fused_by, in_fp32, with_equal_heads
+from megatron.kernels.ops.attention_lse import BlockKernel
+from megatron.kernels.ops.attention_packed import packed
+from megatron.kernels.ops.attention_trial import try_attention, try_blocks
+from megatron.kernels.ops.gemm import slow_half
+
+AUTO, FLASH, FUSED, UNFUSED = "auto", "flash", "fused", "unfused"
+_CUDNN, _EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+_MATH = "math"  # plain torch, some queries at a time: that of torch's SDPA computes all probabilities at once
+Kernel = TypeVar("Kernel")
+_OTHERS = (SDPBackend.FLASH_ATTENTION, _EFFICIENT, SDPBackend.MATH)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Attention of a run on a GPU. head: channels of a head; queries: query heads per key head; windowed: in some layers;
+    documents: samples hold several, to which the kernel should attend in one call."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head: int
+    queries: int
+    windowed: bool
+    dropout: float
+    softcap: float | None
+    documents: bool
+
+
+@dataclass(frozen=True)
+class AttentionCandidate(Generic[Kernel]):
+    """A kernel that may be chosen. missing: returns the reason why it cannot run, if that is known without a trial.
+
+    tried: what the trial calls, where `kernel` leaves some calls to others.
+    """
+
+    name: str
+    missing: Callable[[Needs], str | None]
+    kernel: Kernel
+    tried: Kernel
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Kernels for whole sequences and for blocks, each with "kernel (reason)" for the start-up table."""
+
+    attention: AttentionKernel
+    attention_choice: str
+    blocks: BlockKernel
+    block_choice: str
+
+
+def choose_attention(config: ModelConfig, device: torch.device, *, blocks: bool, documents: bool) -> Chosen:
+    """Returns the kernels for `--attention-backend`. All compute the same function.
+
+    blocks: whether attention runs in blocks; else their kernels are not tried. documents: see `Needs`. Raises ConfigError
+    if a backend that is asked for by name cannot run.
+    """
+    asked, dtype = config.attention_backend, getattr(torch, config.dtype_name)
+    if asked == UNFUSED:
+        return Chosen(
+            attention.unfused,
+            "unfused (plain torch, asked for)",
+            *_with_dropout(attention_lse.reference, "unfused blocks (plain torch in fp32, asked for)", config),
+        )
+    if device.type != "cuda":
+        return _on_cpu(config, device, dtype)
+    assert config.num_attention_heads
+    needs = Needs(
+        device=device,
+        dtype=dtype,
+        head=config.head_dim,
+        queries=config.num_attention_heads // config.num_kv_heads,
+        windowed=any(window is not None for window in config.windows),
+        dropout=config.attention_dropout,
+        softcap=config.attn_logit_softcapping,
+        documents=documents,
+    )
+    kernel, choice = _of_sequences(asked, needs)
+    return Chosen(kernel, choice, *_with_dropout(*_of_blocks(asked, needs, needed=blocks), config))
+
+
+def _on_cpu(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Chosen:
+    asked, capped = config.attention_backend, config.attn_logit_softcapping is not None
+    if asked != AUTO:
+        raise _refusal(asked, [f"the device is {device.type}"])
+    if capped:
+        rows = "unfused blocks (plain torch in fp32: no fused kernel here caps scores)"
+        return Chosen(
+            attention_rows.attention,
+            f"{_MATH} (torch's SDPA caps no scores)",
+            *_with_dropout(attention_lse.by_rows, rows, config),
+        )
+    flash_for_cpus = "fused blocks (torch's flash for CPUs)"
+    if slow_half(device, dtype):
+        name = str(dtype).removeprefix("torch.")
+        choice = f"torch SDPA (in fp32: this CPU has no {name} products)"
+        flash_for_cpus = f"fused blocks (torch's flash for CPUs in fp32, this one has no {name} products)"
+        kernel = attention_lse.in_fp32(attention_lse.cpu)
+        return Chosen(in_fp32(fused), choice, *_with_dropout(kernel, flash_for_cpus, config))
+    return Chosen(fused, "torch SDPA", *_with_dropout(attention_lse.cpu, flash_for_cpus, config))
+
+
+def _of_sequences(asked: str, needs: Needs) -> tuple[AttentionKernel, str]:
+    def trial(kernel: AttentionKernel) -> None:
+        try_attention(
+            kernel,
+            needs.device,
+            needs.dtype,
+            head=needs.head,
+            queries=needs.queries,
+            windowed=needs.windowed,
+            dropout=needs.dropout,
+            softcap=needs.softcap,
+            documents=needs.documents,
+        )
+
+    found, reasons = _first(candidates(asked), needs, trial)
+    if found is not None:
+        return found.kernel, _choice(found.name, reasons)
+    if asked != AUTO:
+        raise _refusal(asked, reasons)
+    return attention_rows.attention, _choice(_MATH, reasons)
+
+
+def _of_blocks(asked: str, needs: Needs, *, needed: bool) -> tuple[BlockKernel, str]:
+    """Dropout and documents are no needs of blocks: see [Note: dropout in blocks], and core/context_parallel/blocks.py."""
+
+    def trial(kernel: BlockKernel) -> None:
+        try_blocks(
+            kernel,
+            needs.device,
+            needs.dtype,
+            head=needs.head,
+            queries=needs.queries,
+            windowed=needs.windowed,
+            softcap=needs.softcap,
+        )
+
+    needs = dataclasses.replace(needs, dropout=0.0, documents=False)
+    found, reasons = _first(block_candidates(asked), needs, trial if needed else None)
+    if found is not None:
+        return found.kernel, _choice(f"{found.name} blocks", reasons)
+    if asked == FLASH and needed:
+        raise _refusal(asked, reasons)
+    return attention_lse.by_rows, _choice("unfused blocks", ["plain torch in fp32", *reasons])
+
+
+def _first(
+    candidates: Sequence[AttentionCandidate[Kernel]], needs: Needs, trial: Callable[[Kernel], None] | None
+) -> tuple[AttentionCandidate[Kernel] | None, list[str]]:
+    """Returns the first candidate that can run, and the reasons why those before it cannot. None: no trial."""
+    reasons = list[str]()
+    for candidate in candidates:
+        reason = candidate.missing(needs)
+        if reason is None and trial is not None:
+            reason = _failure(partial(trial, candidate.tried))
+        if reason is None:
+            return candidate, reasons
+        reasons.append(f"{candidate.name}: {reason}")
+    return None, reasons
+
+
+def _with_dropout(kernel: BlockKernel, choice: str, config: ModelConfig) -> tuple[BlockKernel, str]:
+    """Adds dropout, which plain torch computes, to a kernel of blocks that has none."""
+    if config.attention_dropout == 0.0:
+        return kernel, choice
+    if config.attention_backend != UNFUSED:
+        choice = "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
+    return attention_lse.with_dropout(kernel), choice
+
+
+def candidates(asked: str) -> list[AttentionCandidate[AttentionKernel]]:
+    """Returns the candidates of `--attention-backend asked` on CUDA, the one to try first before the others."""
+    flash_3 = flash3.attention(fused)
+    flash_2 = packed(flash.attention(fused), by_flash=True)
+    cudnn, only_cudnn = (packed(fused_by(*kernels), by_flash=False) for kernels in ((_CUDNN, *_OTHERS), (_CUDNN,)))
+    efficient, only_efficient = (
+        packed(with_equal_heads(fused_by(*kernels)), by_flash=False)
+        for kernels in ((_EFFICIENT, SDPBackend.MATH), (_EFFICIENT,))
+    )
+    third = AttentionCandidate("FlashAttention-3", _no_flash_3, flash_3, flash_3)
+    second = AttentionCandidate("FlashAttention-2", _no_flash_2, flash_2, flash_2)
+    if asked == FLASH:
+        return [third, second]
+    if asked == FUSED:
+        return [AttentionCandidate("cuDNN", _no_cudnn, cudnn, only_cudnn)]
+    return [
+        third,
+        AttentionCandidate("cuDNN", _no_cudnn_for_all, cudnn, only_cudnn),
+        second,
+        AttentionCandidate("memory-efficient", _no_cap, efficient, only_efficient),
+    ]
+
+
+def block_candidates(asked: str) -> list[AttentionCandidate[BlockKernel]]:
+    """The same of blocks. cuDNN is none: nothing says that its backward takes the log-sum-exp of other blocks, too."""
+    third, second, efficient = (
+        AttentionCandidate(name, missing, kernel, kernel)
+        for name, missing, kernel in (
+            ("FlashAttention-3", _no_flash_3, attention_lse.flash_attention_3),
+            ("FlashAttention-2", _no_flash_2, attention_lse.flash_attention),
+            ("memory-efficient", _no_cap, attention_lse.efficient),
+        )
+    )
+    return {FLASH: [third, second], FUSED: [efficient], AUTO: [third, second, efficient]}[asked]
+
+
+def _no_flash_3(needs: Needs) -> str | None:
+    return flash3.missing(needs.device, needs.dtype, needs.head, needs.dropout)
+
+
+def _no_flash_2(needs: Needs) -> str | None:
+    """Its windows are an argument of its operator, which takes fewer heads than torch's SDPA."""
+    reason = _no_cap(needs) or flash.missing(needs.device, needs.dtype)
+    if reason is None and needs.windowed and not flash.by_operator(needs.head):
+        reason = f"it has no --window-size for heads of {needs.head} channels"
+    return reason
+
+
+def _no_cudnn(needs: Needs) -> str | None:
+    """Its windows are not in torch's SDPA, where a mask would take their place."""
+    reason = _no_cap(needs) or flash.missing(needs.device, needs.dtype)
+    return reason or ("torch's has no --window-size" if needs.windowed else None)
+
+
+def _no_cudnn_for_all(needs: Needs) -> str | None:
+    return _no_cudnn(needs) or ("it takes one document at a time" if needs.documents else None)
+
+
+def _no_cap(needs: Needs) -> str | None:
+    return None if needs.softcap is None else "it has no --attn-logit-softcapping"
+
+
+def _failure(trial: Callable[[], None]) -> str | None:
+    try:
+        trial()
+    except Exception as error:  # nothing that a kernel does in its trial ends a run
+        return first_line(error)
+    return None
+
+
+def _choice(name: str, reasons: Sequence[str]) -> str:
+    return f"{name} ({'; '.join(reasons)})" if reasons else name
+
+
+def _refusal(asked: str, reasons: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"--attention-backend {asked} cannot run here: {'; '.join(reasons)}; give --attention-backend auto"
+    )
