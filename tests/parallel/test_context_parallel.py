@@ -7,13 +7,14 @@ from megatron.base.errors import ConfigError
 from megatron.core.context_parallel import layout
 from megatron.kernels.ops import attention, attention_packed
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.attention_segments import Segments, segments_of
+from megatron.kernels.ops.attention_segments import segments_of
 from tests import pool
 from tests.parallel.context import CPU, SCORES, alone, error, joined, local_inputs, make, part, whole_inputs
 
 PLAIN = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
-# Of two samples: documents of unequal length that chunk borders cut.
-SEGMENTS = segments_of(torch.stack([torch.arange(48) // 13, torch.arange(48).sub(5).clamp(min=0) // 23]), CPU)
+# Of two samples: documents of unequal length that chunk borders cut, and some of one token.
+UNEVEN = torch.bucketize(torch.arange(48), torch.tensor([5, 6, 7, 28, 47]), right=True)
+SEGMENTS = segments_of(torch.stack([torch.arange(48) // 13, UNEVEN]), CPU)
 OPTIONS = {
     "plain": PLAIN,
     "window 7": {**PLAIN, "window": 7},  # inside a chunk and its neighbour
@@ -54,7 +55,9 @@ def test_as_one_process(kind, size, options):
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
 def test_five_ranks(kind):
-    check(5, kind, HEADS[5], {**OPTIONS["both"], "segments": Segments(torch.arange(50).expand(2, 50) // 13)}, s=50)
+    check(
+        5, kind, HEADS[5], {**OPTIONS["both"], "segments": segments_of(torch.arange(50).expand(2, 50) // 13, CPU)}, s=50
+    )
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])

@@ -27,13 +27,13 @@ from torch import Tensor
 from megatron.core.comm.collectives import Handle, all_gather_async, reduce_scatter_async
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.block_plan import Block, other_blocks, own_blocks
-from megatron.core.context_parallel.blocks import Attention, Gradient, rule_of_all, rule_of_rank, zeros_like
+from megatron.core.context_parallel.blocks import Attention, Gradient, blocks_of, rule_of_all, rule_of_rank, zeros_like
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule, draw_seed
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.attention_segments import Segments, ids_of
+from megatron.kernels.ops.attention_segments import Segments
 
 _Part = tuple[list[Block], Rule]  # blocks to attend, and the rule of all of their queries and keys
 
@@ -73,7 +73,7 @@ class AllGatherAttention:
         self._attended = gathering
         exchange, kv = gathering or self._start(k, v)
         seed = draw_seed(dropout, q.device)
-        out: Tensor = _Attend.apply(q, kv, exchange, scores, ids_of(segments), window, dropout, seed)
+        out: Tensor = _Attend.apply(q, kv, exchange, scores, segments, window, dropout, seed)
         return out.flatten(2)
 
     def gather_early(self, x: Tensor) -> Tensor:
@@ -132,11 +132,13 @@ class _Exchange:
         handle.wait()
         return total
 
-    def parts(self, length: int, rule: Rule, window: int | None) -> tuple[_Part, _Part]:
-        """The blocks of its own keys that `length` queries of this rank attend, and those of all others. `rule`: of the
-        whole sequence."""
+    def parts(self, length: int, rule: Rule, window: int | None, segments: Segments | None) -> tuple[_Part, _Part]:
+        """The blocks of its own keys that `length` queries of this rank attend, and those of all others. `rule`, `segments`:
+        of the whole sequence."""
         rank, size = self.group.rank, self.group.size
         own, others = (plan(rank, size, length // 2, window) for plan in (own_blocks, other_blocks))
+        own = blocks_of(own, segments, rank, rank, size, length)
+        others = blocks_of(others, segments, rank, None, size, length)
         return (own, rule_of_rank(rule, rank, rank, size)), (others, rule_of_rank(rule, rank, None, size))
 
 
@@ -166,29 +168,29 @@ class _Attend(torch.autograd.Function):
         kv: Tensor,
         exchange: _Exchange,
         scores: Scores,
-        ids: Tensor | None,
+        segments: Segments | None,
         window: int | None,
         dropout: float,
         seed: Tensor | None,
     ) -> Tensor:
-        whole = rule_of_all(scores, ids, dropout, seed, len(q) * exchange.group.size)
-        own, others = exchange.parts(len(q), whole, window)
+        whole = rule_of_all(scores, dropout, seed, len(q) * exchange.group.size)
+        own, others = exchange.parts(len(q), whole, window, segments)
         exchange.gather(kv)  # under way since `_Start`, unless this is done again by a recomputation
         attention = Attention(exchange.kernel, q)
         attention.add(kv, *own)
         attention.add(exchange.take_gathered(), *others)
         out = attention.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attention.lse, ids, seed)
-        ctx.exchange, ctx.scores, ctx.window, ctx.dropout = exchange, scores, window, dropout
+        ctx.save_for_backward(q, kv, out, attention.lse, seed)
+        ctx.exchange, ctx.scores, ctx.segments, ctx.window, ctx.dropout = exchange, scores, segments, window, dropout
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse, ids, seed = ctx.saved_tensors
+        q, kv, out, lse, seed = ctx.saved_tensors
         exchange: _Exchange = ctx.exchange
-        whole = rule_of_all(ctx.scores, ids, ctx.dropout, seed, len(q) * exchange.group.size)
-        own, others = exchange.parts(len(q), whole, ctx.window)
+        whole = rule_of_all(ctx.scores, ctx.dropout, seed, len(q) * exchange.group.size)
+        own, others = exchange.parts(len(q), whole, ctx.window, ctx.segments)
         gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse)
         exchange.gather(kv)
         full = exchange.take_gathered()

@@ -6,9 +6,12 @@ sees a key of it (segments aside), and the first block of a query holds its own 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.core.context_parallel.layout import chunks_of
+
+Runs = Mapping[int, slice]  # document of a sample -> its places among the tokens of a rank
 
 
 class Block(NamedTuple):
@@ -18,6 +21,64 @@ class Block(NamedTuple):
     keys: slice
     offset: int | None
     window: int | None
+    samples: slice = slice(None)
+
+
+def runs_of(lengths: Sequence[int], chunks: Sequence[int], chunk: int) -> Runs:
+    """Where documents of these lengths lie in the chunks with these numbers, which are there one behind the other.
+
+    A document that goes on in both chunks of a rank is the last of the one and the first of the other: so its tokens are
+    neighbours there.
+    """
+    runs: dict[int, slice] = {}
+    stop = 0
+    for document, length in enumerate(lengths):
+        start, stop = stop, stop + length
+        for place, number in enumerate(chunks):
+            begin, end = max(start, number * chunk), min(stop, (number + 1) * chunk)
+            if begin < end:
+                moved = (place - number) * chunk
+                first = runs[document].start if document in runs else begin + moved
+                runs[document] = slice(first, end + moved)
+    return runs
+
+
+def inside_documents(blocks: Sequence[Block], queries: Sequence[Runs], keys: Sequence[Runs]) -> list[Block]:
+    """The parts of blocks in which a query and a key are of one document. queries, keys: the documents of each sample.
+
+    Of two chunks at most one document has tokens in both, so there are hardly more parts than documents, and none needs a
+    mask for its document.
+    """
+    return [
+        part
+        for block in blocks
+        for sample, (mine, theirs) in enumerate(zip(queries, keys, strict=True))
+        for document in mine
+        if document in theirs
+        and (part := _inside(block, mine[document], theirs[document], slice(sample, sample + 1))) is not None
+    ]
+
+
+def _inside(block: Block, queries: slice, keys: slice, samples: slice) -> Block | None:
+    """The part of a block in which both lie, without queries that see no key of it, and keys that no query sees."""
+    first, last = max(block.queries.start, queries.start), min(block.queries.stop, queries.stop)
+    start, stop = max(block.keys.start, keys.start), min(block.keys.stop, keys.stop)
+    if first >= last or start >= stop or block.offset is None:
+        part = Block(slice(first, last), slice(start, stop), None, None, samples)
+        return part if first < last and start < stop else None
+    offset = block.offset + (first - block.queries.start) - (start - block.keys.start)
+    stop = min(stop, start + offset + last - first)
+    early = max(0, -offset)
+    first, offset = first + early, offset + early
+    if block.window is not None:
+        far = max(0, offset - block.window + 1)
+        start, offset = start + far, offset - far
+        last = min(last, first + block.window + stop - start - 1 - offset)
+    if first >= last or start >= stop:
+        return None
+    window = block.window if block.window is not None and offset + last - first - 1 >= block.window else None
+    everything = window is None and offset >= stop - start - 1
+    return Block(slice(first, last), slice(start, stop), None if everything else offset, window, samples)
 
 
 def ring_blocks(rank: int, source: int, size: int, chunk: int, window: int | None) -> list[Block]:

@@ -8,33 +8,42 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.block_plan import Block
+from megatron.core.context_parallel.block_plan import Block, inside_documents, runs_of
 from megatron.kernels.ops.attention_lse import BlockKernel, merge_
 from megatron.kernels.ops.attention_rule import Drop, Rule
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
 
 
-def rule_of_all(scores: Scores, ids: Tensor | None, dropout: float, seed: Tensor | None, length: int) -> Rule:
-    """The rule of all `length` queries and keys of a sequence. ids: of their segments [b, s]; seed: see `draw_seed`."""
-    segments = None if ids is None else (ids, ids)
+def rule_of_all(scores: Scores, dropout: float, seed: Tensor | None, length: int) -> Rule:
+    """The rule of all `length` queries and keys of a sequence; its blocks know the documents. seed: see `draw_seed`."""
     if seed is None:
-        return Rule(scores, segments=segments)
+        return Rule(scores)
     places = torch.arange(length, dtype=torch.int32, device=seed.device)
-    return Rule(scores, segments=segments, drop=Drop(dropout, seed, places, places))
+    return Rule(scores, drop=Drop(dropout, seed, places, places))
 
 
 def rule_of_rank(rule: Rule, rank: int, source: int | None, size: int) -> Rule:
     """The part of `rule` for the queries of `rank` and the keys of rank `source`; None: all keys."""
+    drop = rule.drop
+    if drop is None:
+        return rule
+    keys = drop.keys if source is None else layout.take(drop.keys, 0, source, size)
+    return Rule(rule.scores, drop=Drop(drop.rate, drop.seed, layout.take(drop.queries, 0, rank, size), keys))
 
-    def taken(pair: tuple[Tensor, Tensor], dim: int) -> tuple[Tensor, Tensor]:
-        queries, keys = pair
-        keys = keys if source is None else layout.take(keys, dim, source, size)
-        return layout.take(queries, dim, rank, size), keys
 
-    drop, segments = rule.drop, rule.segments
-    if drop is not None:
-        drop = Drop(drop.rate, drop.seed, *taken((drop.queries, drop.keys), 0))
-    return Rule(rule.scores, segments=None if segments is None else taken(segments, 1), drop=drop)
+def blocks_of(
+    blocks: list[Block], segments: Segments | None, rank: int, source: int | None, size: int, length: int
+) -> list[Block]:
+    """The same blocks inside the documents of the whole sequence. They are of `rank`'s queries and rank `source`'s keys,
+    or None of all keys in natural order; a rank has `length` tokens.
+    """
+    if segments is None:
+        return blocks
+    chunk, samples = length // 2, segments.by_sample()
+    theirs = range(2 * size) if source is None else layout.chunks_of(source, size)
+    queries, keys = ([runs_of(each, of, chunk) for each in samples] for of in (layout.chunks_of(rank, size), theirs))
+    return inside_documents(blocks, queries, keys)
 
 
 class Attention:
@@ -50,9 +59,10 @@ class Attention:
         """Attend `blocks` of keys and values [2, t, b, g, d] under `rule`. A query's first block must show it a key."""
         k, v = kv.unbind()
         for block in blocks:
-            queries, keys = block.queries, block.keys
-            out, lse = self._kernel.forward(self._q[queries], k[keys], v[keys], _rule(block, rule))
-            merge_(self.out[queries], self.lse[..., queries], out, lse)
+            (queries, keys), samples = block[:2], block.samples
+            q, some = self._q[queries, samples], _rule(block, rule)
+            out, lse = self._kernel.forward(q, k[keys, samples], v[keys, samples], some)
+            merge_(self.out[queries, samples], self.lse[samples, :, queries], out, lse)
 
 
 class Gradient:
@@ -66,19 +76,19 @@ class Gradient:
         """Add the gradients of `blocks` of keys and values [2, t, b, g, d] to `dq` and to fp32 `dkv`."""
         k, v = kv.unbind()
         for block in blocks:
-            queries, keys = block.queries, block.keys
+            (queries, keys), samples = block[:2], block.samples
             dq, dk, dv = self._kernel.backward(
-                self._grad[queries],
-                self._q[queries],
-                k[keys],
-                v[keys],
-                self._out[queries],
-                self._lse[..., queries],
+                self._grad[queries, samples],
+                self._q[queries, samples],
+                k[keys, samples],
+                v[keys, samples],
+                self._out[queries, samples],
+                self._lse[samples, :, queries],
                 _rule(block, rule),
             )
-            self.dq[queries] += dq
-            dkv[0, keys] += dk
-            dkv[1, keys] += dv
+            self.dq[queries, samples] += dq
+            dkv[0, keys, samples] += dk
+            dkv[1, keys, samples] += dv
 
 
 def zeros_like(x: Tensor) -> Tensor:
@@ -87,4 +97,6 @@ def zeros_like(x: Tensor) -> Tensor:
 
 
 def _rule(block: Block, rule: Rule) -> Rule:
-    return rule.cut(block.queries, block.keys)._replace(offset=block.offset, window=block.window)
+    return rule.cut(block.queries, block.keys, block.samples.start or 0)._replace(
+        offset=block.offset, window=block.window
+    )

@@ -17,13 +17,13 @@ from torch import Tensor
 from megatron.core.comm.collectives import Handle
 from megatron.core.comm.p2p import shift_async
 from megatron.core.context_parallel.block_plan import Block, own_in_two, ring_blocks
-from megatron.core.context_parallel.blocks import Attention, Gradient, rule_of_all, rule_of_rank, zeros_like
+from megatron.core.context_parallel.blocks import Attention, Gradient, blocks_of, rule_of_all, rule_of_rank, zeros_like
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule, draw_seed
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.attention_segments import Segments, ids_of
+from megatron.kernels.ops.attention_segments import Segments
 
 _KEYS, _GRADIENTS = 1, 2  # tags of messages in flight at the same time
 _NAMES = {_KEYS: "keys and values", _GRADIENTS: "their gradient"}
@@ -50,24 +50,25 @@ class RingAttention:
 
         Dropout takes its seed from the current generator.
         """
-        out: Tensor = _Ring.apply(
-            q, k, v, self, scores, ids_of(segments), window, dropout, draw_seed(dropout, q.device)
-        )
+        out: Tensor = _Ring.apply(q, k, v, self, scores, segments, window, dropout, draw_seed(dropout, q.device))
         return out.flatten(2)
 
     def shift(self, tensor: Tensor, tag: int) -> tuple[Tensor, Handle]:
         """Start to send `tensor` to the next rank, and to receive that of the rank before."""
         return self._trace(_NAMES[tag], lambda: shift_async(tensor, self.group, tag))
 
-    def steps(self, length: int, rule: Rule, window: int | None) -> list[tuple[list[Block], Rule]]:
-        """(blocks, their rule) of each step, for `length` tokens per rank; `rule` is that of the sequence. At step
-        i the keys of rank - i are here."""
+    def steps(
+        self, length: int, rule: Rule, window: int | None, segments: Segments | None
+    ) -> list[tuple[list[Block], Rule]]:
+        """(blocks, their rule) of each step, for `length` tokens per rank; `rule` and `segments` are those of the sequence.
+        At step i the keys of rank - i are here."""
         rank, size = self.group.rank, self.group.size
         assert length % 2 == 0, f"a rank's part has two equal chunks, got {length} tokens"
         steps = []
         for step in range(size):
             source = (rank - step) % size
             blocks = ring_blocks(rank, source, size, length // 2, window)
+            blocks = blocks_of(blocks, segments, rank, source, size, length)
             steps.append((blocks, rule_of_rank(rule, rank, source, size)))
         return steps
 
@@ -83,14 +84,14 @@ class _Ring(torch.autograd.Function):
         v: Tensor,
         ring: RingAttention,
         scores: Scores,
-        ids: Tensor | None,
+        segments: Segments | None,
         window: int | None,
         dropout: float,
         seed: Tensor | None,
     ) -> Tensor:
         kv = torch.stack((k, v))
         attention, here = Attention(ring.kernel, q), kv
-        steps = ring.steps(len(q), rule_of_all(scores, ids, dropout, seed, len(q) * ring.group.size), window)
+        steps = ring.steps(len(q), rule_of_all(scores, dropout, seed, len(q) * ring.group.size), window, segments)
         for step, (blocks, rule) in enumerate(steps, start=1):
             # Posted before the attention of this step, waited for after it.
             coming = ring.shift(here, _KEYS) if step < len(steps) else None
@@ -98,8 +99,8 @@ class _Ring(torch.autograd.Function):
             if coming is not None:
                 here = _arrived(coming)
         out = attention.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attention.lse, ids, seed)
-        ctx.ring, ctx.scores, ctx.window, ctx.dropout = ring, scores, window, dropout
+        ctx.save_for_backward(q, kv, out, attention.lse, seed)
+        ctx.ring, ctx.scores, ctx.segments, ctx.window, ctx.dropout = ring, scores, segments, window, dropout
         return out
 
     @staticmethod
@@ -109,13 +110,17 @@ class _Ring(torch.autograd.Function):
 
         The own keys' gradient is not sent: half of it is computed during the first message, half during the last.
         """
-        q, kv, out, lse, ids, seed = ctx.saved_tensors
+        q, kv, out, lse, seed = ctx.saved_tensors
         ring: RingAttention = ctx.ring
         gradient, here = Gradient(ring.kernel, grad.contiguous(), q, out, lse), kv
         own, late = zeros_like(kv), None
-        whole = rule_of_all(ctx.scores, ids, ctx.dropout, seed, len(q) * ring.group.size)
-        (_, own_rule), *steps = ring.steps(len(q), whole, ctx.window)
-        first, last = own_in_two(ring.group.rank, ring.group.size, len(q) // 2, ctx.window)
+        whole = rule_of_all(ctx.scores, ctx.dropout, seed, len(q) * ring.group.size)
+        (_, own_rule), *steps = ring.steps(len(q), whole, ctx.window, ctx.segments)
+        rank, size = ring.group.rank, ring.group.size
+        first, last = (
+            blocks_of(blocks, ctx.segments, rank, rank, size, len(q))
+            for blocks in own_in_two(rank, size, len(q) // 2, ctx.window)
+        )
         coming = ring.shift(here, _KEYS) if steps else None
         gradient.add(kv, own, first, own_rule)
         for left, (blocks, rule) in zip(reversed(range(len(steps))), steps, strict=True):

@@ -4,9 +4,10 @@ import torch
 
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.block_plan import other_blocks, own_blocks, ring_blocks
-from megatron.core.context_parallel.blocks import Attention, Gradient, rule_of_all, rule_of_rank, zeros_like
+from megatron.core.context_parallel.blocks import Attention, Gradient, blocks_of, rule_of_all, rule_of_rank, zeros_like
 from megatron.kernels.ops import attention
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import segments_of
 
 SCORES = Scores(0.3)
 
@@ -15,14 +16,20 @@ def cut(x, dim, size):
     return [layout.take(x, dim, rank, size) for rank in range(size)]
 
 
+def inside(blocks, ids, *where):
+    """The blocks inside documents with these ids, if there are any."""
+    return blocks_of(blocks, None if ids is None else segments_of(ids.cpu(), ids.device), *where)
+
+
 def ring(kernel, q, k, v, grad, size, segments=None, window=None, drop=None, scores=SCORES):
     """[out, dq, dk, dv] of the whole sequence; q, grad [s, b, n, d], k, v [s, b, g, d]."""
     queries, grads, keys = cut(q, 0, size), cut(grad, 0, size), cut(torch.stack((k, v)), 1, size)
-    whole = rule_of_all(scores, segments, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
+    whole = rule_of_all(scores, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
     dkv, results = [zeros_like(kv) for kv in keys], []
     for rank in range(size):
         sources = [(rank - step) % size for step in range(size)]
-        todo = [(s, ring_blocks(rank, s, size, len(queries[rank]) // 2, window)) for s in sources]
+        plans = [(s, ring_blocks(rank, s, size, len(queries[rank]) // 2, window)) for s in sources]
+        todo = [(s, inside(blocks, segments, rank, s, size, len(queries[rank]))) for s, blocks in plans]
         rules = {s: rule_of_rank(whole, rank, s, size) for s in sources}
         forward = Attention(kernel, queries[rank])
         for source, blocks in todo:
@@ -40,11 +47,13 @@ def gathered(kernel, q, k, v, grad, size, segments=None, window=None, drop=None,
     """As `ring`, for keys and values that were gathered."""
     queries, grads, kv = cut(q, 0, size), cut(grad, 0, size), torch.stack((k, v))
     keys = cut(kv, 1, size)
-    whole = rule_of_all(scores, segments, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
+    whole = rule_of_all(scores, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
     dkv, results = zeros_like(kv), []
     own_dkv = [zeros_like(x) for x in keys]
     for rank in range(size):
         own, others = (plan(rank, size, len(queries[rank]) // 2, window) for plan in (own_blocks, other_blocks))
+        own = inside(own, segments, rank, rank, size, len(queries[rank]))
+        others = inside(others, segments, rank, None, size, len(queries[rank]))
         own_rule, all_rules = rule_of_rank(whole, rank, rank, size), rule_of_rank(whole, rank, None, size)
         forward = Attention(kernel, queries[rank])
         forward.add(keys[rank], own, own_rule)

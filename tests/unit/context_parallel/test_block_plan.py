@@ -1,10 +1,20 @@
 """The blocks of all ranks together are the causal mask, each pair once, and no rank has more than another."""
 
+import itertools
+
 import pytest
 import torch
 
 from megatron.core.context_parallel import layout
-from megatron.core.context_parallel.block_plan import Block, other_blocks, own_blocks, own_in_two, ring_blocks
+from megatron.core.context_parallel.block_plan import (
+    Block,
+    inside_documents,
+    other_blocks,
+    own_blocks,
+    own_in_two,
+    ring_blocks,
+    runs_of,
+)
 from megatron.kernels.ops.attention import causal_mask
 from megatron.kernels.ops.attention_lse_cuda import flash_takes
 from megatron.kernels.ops.attention_rule import Rule
@@ -133,3 +143,70 @@ def test_flash_says_the_same(plan, size, chunk, window):
             if left is not None and left < t:
                 reached = reached & (key >= place - left)
             assert reached.equal(seen(block))
+
+
+# Lengths of documents in chunks of 5, of 1, 2 and 3 ranks: over several chunks, of one token, ends at ends of chunks.
+DOCUMENTS = {
+    1: [(10,), (1, 8, 1), (5, 5), (1,) * 10],
+    2: [(20,), (1, 3, 1, 9, 6), (15, 5), (1,) * 20, (4, 12, 4)],
+    3: [(30,), (1, 3, 1, 1, 17, 2, 5), (14, 1, 15), (1,) * 30, (7, 16, 7)],
+}
+
+
+def with_documents(plan, rank, size, samples, window):
+    """(block, places of its queries, places of its keys in the sequence): the parts of `plan` inside documents."""
+    chunk, everywhere = 5, torch.arange(10 * size)
+    places = [layout.take(everywhere, 0, r, size) for r in range(size)]
+
+    def runs(chunks):
+        return [runs_of(lengths, chunks, chunk) for lengths in samples]
+
+    parts = [(source, ring_blocks(rank, source, size, chunk, window)) for source in range(size)]
+    if plan is gathered:
+        parts = [(rank, own_blocks(rank, size, chunk, window)), (None, other_blocks(rank, size, chunk, window))]
+    found = []
+    for source, blocks in parts:
+        keys = everywhere if source is None else places[source]
+        theirs = range(2 * size) if source is None else layout.chunks_of(source, size)
+        for block in inside_documents(blocks, runs(layout.chunks_of(rank, size)), runs(theirs)):
+            found.append((block, places[rank][block.queries], keys[block.keys]))
+    return found
+
+
+@PLANS
+@pytest.mark.parametrize("size", DOCUMENTS)
+@pytest.mark.parametrize("window", [None, 1, 4, 6, 13, 1000])
+def test_documents_need_no_mask(plan, size, window):
+    """Together they are the mask of documents, and FlashAttention can be told each."""
+    samples, length = DOCUMENTS[size], 10 * size
+    times = torch.zeros(len(samples), length, length, dtype=torch.int64)
+    for rank in range(size):
+        for block, queries, keys in with_documents(plan, rank, size, samples, window):
+            visible, (s, t) = seen(block), lengths(block)
+            assert visible.any(dim=1).all(), "no query is blind"
+            assert Rule(Scores(1.0), block.offset, block.window).in_reach(s, t)
+            times[block.samples.start, queries[:, None], keys[None, :]] += visible
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(x)), torch.tensor(x)) for x in samples])
+    assert times.equal(causal_mask(length, length, ids, window, CPU).squeeze(1).long())
+
+
+@pytest.mark.parametrize("plan", [ring, gathered])
+def test_documents_save_work(plan):
+    """Pairs of different documents are not computed: hardly more parts than documents, as many products as pairs."""
+    everything = with_documents(plan, 1, 3, [(30,)], None)
+    parts = with_documents(plan, 1, 3, [(3,) * 10], None)
+    assert len(parts) == 8 and sum(s * t for s, t in (lengths(b) for b, _, _ in parts)) < 40
+    assert sum(s * t for s, t in (lengths(b) for b, _, _ in everything)) > 150
+
+
+def test_reach_of_flash():
+    """It takes t keys or more on a side for all: a rule is in reach only if they are."""
+    for s, t, offset, window in itertools.product(range(1, 6), range(1, 6), range(6), [None, 1, 2, 3, 5, 9]):
+        rule = Rule(Scores(1.0), offset, window)
+        left, right = rule.reach(s, t)
+        place, key = torch.arange(s)[:, None] + t - s, torch.arange(t)[None, :]
+        told = (key <= place + right) | (right >= t)
+        if left is not None:
+            told = told & ((key >= place - left) | (left >= t))
+        if rule.in_reach(s, t):
+            assert told.equal(rule.mask(s, t, CPU)), (s, t, offset, window)

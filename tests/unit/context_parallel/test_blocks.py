@@ -18,9 +18,24 @@ def inputs(s, n, g, dtype=torch.float32):
     return [random(s, 2, heads, 8, dtype=dtype, seed=seed) for seed, heads in enumerate((n, g, g, n))]
 
 
+def ids_of(*samples):
+    """Of documents of these lengths in each sample."""
+    return torch.stack([torch.repeat_interleave(torch.arange(len(each)), torch.tensor(each)) for each in samples])
+
+
+# Documents over several chunks of 4 and more tokens, of one token, in the middle of a chunk, and one for each token.
+DOCUMENTS = {
+    "": None,
+    "eleven": torch.arange(40).expand(2, 40) // 11,
+    "uneven": ids_of((1, 3, 1, 1, 23, 2, 9), (39, 1)),
+    "tokens": ids_of((1,) * 40, (20, 1, 19)),
+}
+SEGMENTS = pytest.mark.parametrize("segments", DOCUMENTS.values(), ids=DOCUMENTS)
+
+
 @pytest.mark.parametrize(("kernel", "size"), KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("run", [simulated.ring, simulated.gathered])
-@pytest.mark.parametrize("segments", [None, torch.arange(40).expand(2, 40) // 11], ids=["", "segments"])
+@SEGMENTS
 @pytest.mark.parametrize("window", [None, 1, 9])
 def test_as_one_process(kernel, size, run, segments, window):
     data = inputs(40, 4, 2)
@@ -43,7 +58,7 @@ def test_capped_scores_as_one_process(size, run, window):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("run", [simulated.ring, simulated.gathered])
-@pytest.mark.parametrize("segments", [None, torch.arange(40).expand(2, 40) // 11], ids=["", "segments"])
+@SEGMENTS
 @pytest.mark.parametrize("window", [None, 9])
 def test_dropout_as_one_process(size, run, segments, window):
     """The same pairs are dropped however the sequence is cut: output and gradients are those of one mask."""
