@@ -18,9 +18,9 @@ first communicator that is not made yet wait for no other. The groups along one 
 even pairs of neighbours, nor the odd ones: these are made at the same time, and the number of rounds does not grow with
 the world.
 
-A communicator connects the neighbours of its ring when it is made, and any other two ranks when they first exchange
-something (ncclTransportP2pSetup). Ranks that send each other tokens for their experts are connected by an exchange as small
-as can be, in place of the barrier; their groups are known with the model, so this follows (`connect_all`).
+A barrier connects the neighbours in the rings and trees of a communicator; any other two of its ranks are connected when
+they first send each other something (ncclTransportP2pSetup). So ranks that exchange tokens of experts do so once with a
+single number, in place of a barrier, as soon as the model is known (`connect_all`).
 
 A communicator takes device memory. So only those pairs are connected that exchange messages, and dp, model and `ends` are
 left to their first use: only some runs use them, at the beginning or the end of a step, where no message is in flight.
