@@ -46,7 +46,6 @@ AUTOGRAD = "autograd"  # the gradients of torch's own operations
 ATTENTION = "kernels.ops.attention"
 LARGE = (ATTENTION, "kernels.ops.gemm", "kernels.ops.weight_grad")  # the products of a layer
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-aten = torch.ops.aten
 # Without a kernel: they take memory, or are about the tensor and not its elements.
 _NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "record_stream", "lift",
@@ -126,6 +125,10 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     changes = func._schema.is_mutable
     if not changes and results and all(each.untyped_storage()._cdata in given for each in results):
         return Work()  # a view
+    if kwargs.get("found_inf") is not None and kwargs.get("grad_scale") is None:
+        return Work(
+            1
+        )  # of the two updates that are queued (core/optimizer/update_rule.py), clipping needs the other one
     if name in ("fill_", "zero_", "copy_"):
         read = read[1:]
     sizes = [nbytes(each) for each in read]
