@@ -206,6 +206,9 @@ _DERIVED = {
     "add_qkv_bias": "qkv_bias",
     "softmax_scale": "attention_scale",
     "lora_target_modules": "lora_projections",
+    "moe_layer_freq": "moe_layers",
+    "moe_ffn_hidden_size": "moe_ffn_dim",
+    "moe_router_topk_normalization": "normalizes_topk",
 }
 
 
