@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.whole import WholeTensor, write_whole
 from megatron.core.models.hf.export import HFExport
 from megatron.core.models.hf.families import CONFIG_FILE
 from megatron.core.models.hf.side_files import copy_side_files, side_files, side_folder, side_texts
-from megatron.core.models.source import Source
+from megatron.core.models.source import Source, stored_dtype
 from megatron.training.checkpoint import MODEL_PREFIX, converted_state
 from megatron.training.export import CheckpointSource, adapter_export, hf_export
 
@@ -50,8 +50,9 @@ def to_checkpoint(
     copied = root / TOKENIZER_FOLDER
     is_new = not copied.exists()
     tensors = [
-        WholeTensor(MODEL_PREFIX + name, dtype, shape, functools.partial(source.read, name, dtype=dtype))
+        WholeTensor(MODEL_PREFIX + name, own, shape, functools.partial(source.read, name, dtype=own))
         for name, shape in source.shapes.items()
+        for own in [stored_dtype(name, dtype)]
     ]
     try:
         tokenizer = portable(_copy_tokenizer(tokenizer, copied))

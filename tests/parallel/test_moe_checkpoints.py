@@ -10,6 +10,7 @@ from tests import pool
 from tests.e2e.helpers.runs import checkpoint
 from tests.unit.config.runs import SHORT_RUN, make_run
 from tests.unit.models.builds import CPU
+from tools.checkpoint import convert
 
 FIELDS = {
     **SHORT_RUN,
@@ -74,6 +75,23 @@ def test_a_chain_of_layouts_keeps_every_bit(tmp_path):
     loads = [tensor for name, tensor in before.items() if name.endswith("previous_load")]
     assert len(biases) == len(loads) == 2 and all(bias.any() for bias in biases)
     assert all(load.sum() == 8 * 16 * 3 for load in loads)
+
+
+@pytest.mark.parametrize("form", [pytest.param("torch", marks=pytest.mark.slow), "torch_dist"])
+def test_megatron_lms_folder_continues_with_every_bit(form, tmp_path):
+    """Weights, moments and biases of experts, written for ep 2 and read under another layout."""
+    ours, there, back = tmp_path / "ours", tmp_path / "there", tmp_path / "back"
+    pool.run(2, session, {"expert_model_parallel_size": 2, "save": str(ours)}, 3)
+    flags = ["--saver", "mcore", "--format", form, "--target-expert-parallel-size", "2", "--save-dir", str(there)]
+    assert convert.main(["--loader", "megatron", "--load-dir", str(ours), *flags]) == 0
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+    pool.run(2, session, {**layout, "load": str(there), "save": str(back), "data_order": "megatron"}, 0)
+    before, after = (
+        {n: t for n, t in checkpoint(find(folder, None))[0].items() if not n.startswith(("rng/", "load/"))}
+        for folder in (ours, back)
+    )
+    assert before.keys() == after.keys() and any(name.endswith("expert_bias") for name in before)
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("layout", ["ep 4"])

@@ -91,6 +91,20 @@ def build_parser() -> FlagParser:
         help="stages of --saver mcore --format torch (default 1)",
     )
     add(
+        "--target-expert-parallel-size",
+        type=within(int, RANKS),
+        metavar="N",
+        help="expert-parallel ranks of --saver mcore (default 1; torch_dist is for any number of them, but its optimizer "
+        "is either for 1 or for any above)",
+    )
+    add(
+        "--target-expert-tensor-parallel-size",
+        type=within(int, RANKS),
+        metavar="N",
+        help="ranks that share each expert, of --saver mcore --format torch; must divide --target-tensor-parallel-size, "
+        "which is the default",
+    )
+    add(
         "--format",
         choices=("torch", "torch_dist"),
         help="format of --saver mcore, with the names of Megatron-LM's --ckpt-format (default torch)",
@@ -170,22 +184,41 @@ def to_mcore(
     on_bytes: OnBytes,
 ) -> Path:
     """Writes for Megatron-LM in the requested format; returns the new checkpoint."""
-    tp, local = args.target_tensor_parallel_size or 1, args.saver_transformer_impl == "local"
+    tp, ep = args.target_tensor_parallel_size or 1, args.target_expert_parallel_size or 1
+    local = args.saver_transformer_impl == "local"
     if args.format == "torch_dist":
-        return write_torch_dist(source, target, tp=tp, local=local, dtype=dtype, training=training, on_bytes=on_bytes)
-    pp = args.target_pipeline_parallel_size or 1
+        return write_torch_dist(
+            source, target, tp=tp, ep=ep, local=local, dtype=dtype, training=training, on_bytes=on_bytes
+        )
     return write_mcore(
-        source, target, tp=tp, pp=pp, fused_norms=not local, dtype=dtype, training=training, on_bytes=on_bytes
+        source,
+        target,
+        tp=tp,
+        pp=args.target_pipeline_parallel_size or 1,
+        ep=ep,
+        etp=args.target_expert_tensor_parallel_size,
+        fused_norms=not local,
+        dtype=dtype,
+        training=training,
+        on_bytes=on_bytes,
     )
 
 
 def mcore_flags(args: argparse.Namespace, source: Source, training: TrainingState) -> list[str]:
     """Returns the flags that Megatron-LM needs in addition to --use-checkpoint-args."""
     flags = ["--ckpt-format", args.format or "torch", *flags_beside(source.model)]
-    flags += ["--transformer-impl", "local"] if args.saver_transformer_impl == "local" else []
+    local, classic = args.saver_transformer_impl == "local", args.format != "torch_dist"
+    flags += ["--transformer-impl", "local"] if local else []
+    if source.model.num_experts is not None and classic:
+        flags += [] if local else ["--moe-grouped-gemm"]
+        sizes = {
+            "--expert-model-parallel-size": args.target_expert_parallel_size,
+            "--expert-tensor-parallel-size": args.target_expert_tensor_parallel_size,
+        }
+        flags += [word for flag, size in sizes.items() if size is not None for word in (flag, str(size))]
     if training.adam is None:
         return [*flags, "--finetune"]
-    return [*flags, "--use-distributed-optimizer" if args.format == "torch_dist" else "--no-load-rng"]
+    return [*flags, "--no-load-rng" if classic else "--use-distributed-optimizer"]
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -199,6 +232,8 @@ def check_flags(args: argparse.Namespace) -> None:
         "true_vocab_size": ("--loader", args.loader, ("mcore",)),
         "ignore_arguments": ("--loader", args.loader, ("mcore",)),
         "target_pipeline_parallel_size": ("--saver", args.saver, ("mcore",)),
+        "target_expert_parallel_size": ("--saver", args.saver, ("mcore",)),
+        "target_expert_tensor_parallel_size": ("--saver", args.saver, ("mcore",)),
         "format": ("--saver", args.saver, ("mcore",)),
         "no_load_optim": ("--saver", args.saver, ("mcore",)),
         "saver_transformer_impl": ("--saver", args.saver, ("mcore",)),
@@ -212,11 +247,12 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--no-load-optim has no effect with --loader {args.loader}, which takes weights alone; remove it"
         )
-    if args.format == "torch_dist" and args.target_pipeline_parallel_size is not None:
-        raise ConfigError(
-            f"--target-pipeline-parallel-size {args.target_pipeline_parallel_size} has no effect with --format torch_dist, "
-            "which is for any layout; remove it"
-        )
+    for kind in ("pipeline", "expert_tensor") if args.format == "torch_dist" else ():
+        if (size := getattr(args, f"target_{kind}_parallel_size")) is not None:
+            raise ConfigError(
+                f"--target-{kind.replace('_', '-')}-parallel-size {size} has no effect with --format torch_dist, which is "
+                "for any layout; remove it"
+            )
 
 
 def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig, str | None]:

@@ -103,13 +103,14 @@ class StoredRun:
 class Mapping:
     """One of our parameters: its global shape, and the parts it is made of.
 
-    What no part holds is the padding of the vocabulary: zero. What several parts hold is several times in the other
-    format, as replicated parameters of its ranks are.
+    What no part holds is the padding of the vocabulary: zero. copies: further tensors of the other format that hold the
+    same elements, as those of replicated parameters on its ranks; they are written, and not read.
     """
 
     own: str
     shape: tuple[int, ...]
     parts: Sequence[Part] | Stack
+    copies: Sequence[Part] = ()
 
 
 class Table:
@@ -130,7 +131,7 @@ class Table:
                 self._stacked |= dict.fromkeys(parts.names, parts)
                 count += len(parts.names)
                 continue
-            for part in parts:
+            for part in (*parts, *mapping.copies):
                 self._by_theirs.setdefault(part.theirs, []).append(part)
                 self.theirs[part.theirs] = ()
         assert len(self._stacked) == count and not self._stacked.keys() & self._by_theirs.keys(), (

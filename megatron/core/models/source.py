@@ -10,12 +10,14 @@ from torch import Tensor
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.parameter import Parameter
+from megatron.spec.moe import EXPERT_BIAS
 
 
 class Source(Protocol):
     """A model's weights, read piece by piece.
 
-    shapes: our parameters' names and global shapes. dtype: the one that most of the weights are stored in.
+    shapes: names and global shapes of our parameters, and of the biases of experts. dtype: the one that most of the weights
+    are stored in.
     """
 
     model: ModelConfig
@@ -25,6 +27,16 @@ class Source(Protocol):
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Elements `box` of our global tensor `name`, rounded once to `dtype`, in memory that is the caller's."""
         ...
+
+
+def is_buffer(name: str) -> bool:
+    """Returns whether a tensor of a model, in any format, is no parameter: the bias of the experts, without a gradient."""
+    return name.endswith(f".{EXPERT_BIAS}")
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which a model of `dtype` stores a tensor: buffers are fp32 in all of them."""
+    return torch.float32 if is_buffer(name) else dtype
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mcore.arguments import arguments_of, flags_beside, model_of, refuse_what_has_no_argument
 from megatron.kernels.ops.rope import rotary_frequencies
-from megatron.spec.decoder import rotary_spec
+from megatron.spec.decoder import decoder_spec, rotary_spec
 from tests.unit.models.builds import CPU, GPT, LLAMA, LONGROPE
 from tests.unit.models.megatron_arguments import ARGUMENTS, megatron_arguments
 
@@ -37,7 +37,6 @@ def test_every_argument_is_decided(version):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_experts", 8),
         ("multi_latent_attention", True),
         ("mtp_num_layers", 1),
         ("is_hybrid_model", True),
@@ -226,7 +225,27 @@ def test_a_vocabulary_that_only_has_its_padded_size():
         read(vocab_size=None, padded_vocab_size=None)
 
 
+SIGMOID = {
+    **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2},
+    **{"moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 16},
+}
 EXPORTED = {
+    "mixtral": ({**LLAMA, "num_experts": 4}, ["--moe-router-dtype", "fp32"]),
+    "qwen2 moe": (
+        {
+            **{**LLAMA, "num_experts": 4, "moe_layer_freq": "[0,1]", "moe_ffn_hidden_size": 16},
+            **{
+                "moe_router_pre_softmax": True,
+                "moe_shared_expert_intermediate_size": 8,
+                "moe_shared_expert_gate": True,
+            },
+        },
+        ["--moe-shared-expert-gate", "--moe-router-dtype", "fp32"],
+    ),
+    "sigmoid": (
+        {**LLAMA, "num_experts": 4, **SIGMOID, "moe_router_dtype": "fp64"},
+        ["--moe-router-num-groups", "2", "--moe-router-group-topk", "1", "--moe-router-dtype", "fp64"],
+    ),
     "llama": (LLAMA, []),
     "llama 3.1": (
         {**LLAMA, "use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 500000.0},
@@ -276,6 +295,7 @@ def test_a_model_there_and_back(name):
         model.vocab_size,
     )
     assert found.rotary_interleaved == model.rotary_interleaved
+    assert [layer.mlp for layer in decoder_spec(found).layers] == [layer.mlp for layer in decoder_spec(model).layers]
     assert found.layers_with_rotary == model.layers_with_rotary
     assert found.tanh_gelu == model.tanh_gelu or model.swiglu or model.squared_relu
     if model.rotary_dim:
@@ -290,6 +310,7 @@ def test_a_model_there_and_back(name):
 @pytest.mark.parametrize("version", [FIRST, LATEST])
 def test_every_argument_that_is_written_is_megatrons(version):
     newer = {
+        "moe_shared_expert_gate",
         "layernorm_epsilon",
         "layernorm_zero_centered_gamma",
         "window_size",
@@ -344,6 +365,100 @@ def test_what_has_no_argument_there_is_named(fields, named):
     assert message.startswith(f"--saver mcore: Megatron-LM has no argument for {named}") and "\n" not in message
 
 
-def test_experts_are_not_written():
-    with pytest.raises(ConfigError, match="the model has --num-experts 4, and only dense models are written"):
-        refuse_what_has_no_argument(ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, num_experts=4))
+FLAT = {"num_experts": 8, "add_bias_linear": False}
+
+
+class TestExperts:
+    @pytest.mark.parametrize("version", ARGUMENTS)
+    def test_every_argument_is_decided(self, version):
+        """With experts those of experts count, and none of them is unknown."""
+        arguments = megatron_arguments(version, **FLAT)
+        assert model_of(arguments, "file").num_experts == 8
+        for name in arguments:
+            try:
+                model_of({**arguments, name: 12345}, "file")
+            except CheckpointError as error:
+                assert "not known" not in str(error), name
+        with pytest.raises(CheckpointError, match="argument moe_later is True, which is not known"):
+            model_of({**arguments, "moe_later": True}, "file")
+
+    def test_all_of_them(self):
+        found = read(
+            **FLAT,
+            **{"moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 24, "moe_router_topk": 3, "moe_router_dtype": "fp64"},
+            **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+            **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5},
+            **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+            **{"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "moe_grouped_gemm": True},
+        )
+        assert found.moe_layers == (False, True) and found.moe_ffn_dim == 24 and found.moe_router_dtype == "fp64"
+        router = decoder_spec(found).layers[1].mlp.router
+        assert (router.topk, router.score_function, router.has_bias, router.scaling) == (3, "sigmoid", True, 2.5)
+        assert (router.groups, router.group_topk, router.group_score, router.normalized) == (4, 2, "sum", True)
+        assert decoder_spec(found).layers[1].mlp.shared.width == 16 and found.moe_shared_expert_gate
+
+    def test_defaults(self):
+        """Without --moe-router-dtype theirs has logits of the model's dtype."""
+        found = read(**FLAT, moe_layer_freq=1)
+        assert found.moe_layers == (True, True) and found.moe_router_dtype == "fp32" and found.normalizes_topk
+        assert read(**FLAT, moe_layer_freq=2).moe_layers == (True, False)
+        assert not read(**FLAT, moe_router_pre_softmax=True).normalizes_topk
+
+    @pytest.mark.parametrize(
+        ("name", "value", "reason"),
+        [
+            ("num_experts", 0, "not supported"),
+            ("moe_router_topk", 9, "and there are 8 experts"),
+            ("moe_router_dtype", "bf16", "not supported"),
+            ("moe_router_score_function", "sqrtsoftplus", "not supported"),
+            ("moe_router_load_balancing_type", "sinkhorn", "and sinkhorn chooses experts in a way that is not here"),
+            ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"], "and quantile_balancing chooses"),
+            ("moe_router_enable_expert_bias", True, "not supported with softmax scores"),
+            ("moe_router_num_groups", 4, "and moe_router_group_topk is None"),
+            ("moe_shared_expert_gate", True, "and there is no shared expert"),
+            ("moe_layer_freq", "2", "not supported"),
+            ("moe_latent_size", 16, "not supported"),
+            ("moe_apply_probs_on_input", True, "not supported"),
+            ("moe_input_jitter_eps", 0.1, "not supported"),
+            ("moe_mlp_glu_interleave_size", 32, "not supported"),
+            ("moe_shared_expert_glu_interleave_size", 32, "not supported"),
+            ("moe_extended_tp", True, "not supported"),
+            ("moe_single_grouped_weight", True, "not supported"),
+            ("add_bias_linear", True, "and experts have no biases here"),
+        ],
+    )
+    def test_what_is_not_here_is_refused_by_name(self, name, value, reason):
+        with pytest.raises(CheckpointError) as caught:
+            model_of({**megatron_arguments(LATEST, **FLAT), name: value}, "file")
+        message = str(caught.value)
+        assert f"argument {name} is {value!r}" in message and reason in message and "\n" not in message
+
+    @pytest.mark.parametrize("groups", [(3, 1), (4, 5), (4, 1)], ids=["8 experts", "of 4 groups", "2 in one"])
+    def test_groups_that_do_not_fit(self, groups):
+        number, chosen = groups
+        with pytest.raises(CheckpointError, match=f"moe_router_num_groups is {number}, which does not fit 8 experts"):
+            read(**FLAT, moe_router_topk=3, moe_router_num_groups=number, moe_router_group_topk=chosen)
+
+    def test_layers_that_do_not_fit(self):
+        with pytest.raises(CheckpointError, match=r"file: --moe-layer-freq \[1, 0, 1\] is for 3 layers"):
+            read(**FLAT, moe_layer_freq=[1, 0, 1])
+
+    @pytest.mark.parametrize(
+        ("fields", "named"),
+        [
+            ({"moe_router_topk_normalization": "off"}, "--moe-router-topk-normalization off"),
+            ({"moe_router_pre_softmax": True, "moe_router_topk_normalization": "on"}, "--moe-router-topk-norm"),
+            (
+                {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_score": "max"},
+                "--moe-router-group-score max",
+            ),
+        ],
+    )
+    def test_what_has_no_argument_there_is_named(self, fields, named):
+        with pytest.raises(ConfigError, match=f"Megatron-LM has no argument for {named}"):
+            refuse_what_has_no_argument(ModelConfig(**LLAMA, num_experts=4, **fields))
+
+    def test_the_same_by_another_name(self):
+        """The best expert of a group is the sum of its best one; a normalization that follows anyway."""
+        fields = {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_group_score": "max"}
+        refuse_what_has_no_argument(ModelConfig(**LLAMA, num_experts=4, moe_router_topk_normalization="on", **fields))

@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
+from megatron.core.models.mcore import moe_arguments
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
+from megatron.core.models.mcore.moe_arguments import expert_arguments, expert_flags, experts_of, without_argument
 
 # The arguments that describe the model, by their type.
 _WHOLE = (
@@ -73,7 +75,7 @@ _OTHERS = (
     "tokenizer_type",
 )
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std")
-_READ = frozenset((*_WHOLE, *_NUMBERS, *_SWITCHES, *_OTHERS))
+_READ = moe_arguments.READ.union(_WHOLE, _NUMBERS, _SWITCHES, _OTHERS)
 _POSITIONS, _NORMS = ("learned_absolute", "rope", "yarn", "none"), ("LayerNorm", "RMSNorm")
 # The Llama-3.1 rope of Megatron-LM has these values built in; only the factor is an argument.
 _LLAMA3 = {
@@ -112,6 +114,7 @@ def model_of(
         **{name: given[name] for name in same if name in given},
         **_rotary(given, where),
         **_windows(given, where),
+        **experts_of(given, where, has_biases=has_biases),
         norm_epsilon=float(given.get("layernorm_epsilon", given.get("norm_epsilon", _EPSILON))),
         apply_layernorm_1p=given.get("layernorm_zero_centered_gamma", given.get("apply_layernorm_1p", False)),
         add_bias_linear=has_biases,
@@ -175,7 +178,9 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
     }
     if model.no_rope_freq is not None:
         fields["no_rope_freq"] = [int(not each) for each in model.layers_with_rotary]
-    return fields | (_yarn_arguments(model) if model.position_embedding_type == "yarn" else {})
+    return (
+        fields | expert_arguments(model) | (_yarn_arguments(model) if model.position_embedding_type == "yarn" else {})
+    )
 
 
 def flags_beside(model: ModelConfig) -> list[str]:
@@ -204,17 +209,12 @@ def flags_beside(model: ModelConfig) -> list[str]:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", f"{model.rope_scaling_factor!r}"]
     for flag, value in values.items():
         flags += [] if value is None else [flag, str(value).replace(" ", "").strip("()")]
-    return flags
+    return flags + expert_flags(model)
 
 
 def refuse_what_has_no_argument(model: ModelConfig) -> None:
-    """Raises ConfigError naming the fields whose values Megatron-LM has no argument for, and for experts."""
-    if model.num_experts is not None:
-        raise ConfigError(
-            f"--saver mcore: the model has --num-experts {model.num_experts}, and only dense models are written in "
-            "Megatron-LM's formats; give --saver hf, if a family has it"
-        )
-    wrong = []
+    """Raises ConfigError naming the fields whose values Megatron-LM has no argument for."""
+    wrong = without_argument(model)
     if model.use_rope_scaling:
         wrong += [
             f"--{name.replace('_', '-')} {getattr(model, name)} (Megatron-LM's Llama-3.1 rope has {built_in} built in)"
@@ -289,7 +289,7 @@ def _check_shape(model: ModelConfig, where: str) -> None:
             "channels, which is not supported"
         )
     try:
-        _ = model.windows
+        _ = model.windows, model.moe_layers
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
 

@@ -10,6 +10,7 @@ core/distributed/distributed_data_parallel.py of core 0.18).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from megatron.base.errors import CheckpointError
@@ -28,6 +29,9 @@ _PARTS = (
     "mlp.linear_fc1.layer_norm_",
     "mlp.linear_fc1.",
     "mlp.linear_fc2.",
+    "mlp.router.",
+    "mlp.experts.",
+    "mlp.shared_experts.",
 )
 _LOCAL_PARTS = ("self_attention.linear_qkv.layer_norm_", *(part for part in _PARTS if "qkv.layer" not in part))
 BucketPosition = tuple[int, int]  # (bucket, first element in it)
@@ -41,10 +45,10 @@ def in_module_order(names: Collection[str], *, local: bool) -> list[str]:
     """
     parts = _LOCAL_PARTS if local else _PARTS
 
-    def order(name: str) -> tuple[int, str]:
-        fitting = [part for part in parts if name.startswith(part)]
-        part = max(fitting, key=len)
-        return parts.index(part), {"weight": "0", "bias": "1"}[name.removeprefix(part)]
+    def order(name: str) -> tuple[int, list[int], bool]:
+        part = max((part for part in parts if name.startswith(part)), key=len)
+        inside = name.removeprefix(part)  # of experts with the numbers of expert and linear layer, the outer one first
+        return parts.index(part), [int(number) for number in re.findall(r"\d+", inside)], inside.endswith("bias")
 
     return sorted(names, key=order)
 

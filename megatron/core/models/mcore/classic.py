@@ -1,4 +1,8 @@
-"""Megatron-LM's classic layout (--ckpt-format torch): one folder mp_rank_XX[_YYY] per rank, with model_optim_rng.pt."""
+"""Megatron-LM's classic layout (--ckpt-format torch): a folder mp_rank_XX[_YYY][_ZZZ] per rank of tp, pp and ep.
+
+YYY is left out without pipeline stages, ZZZ without ranks of ep; a single number behind XX is one or the other, as the
+arguments say. Each folder holds model_optim_rng.pt.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,15 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
-from megatron.core.models.mcore.names import CheckpointLayout
+from megatron.core.models.mcore.moe_arguments import check_shares
+from megatron.core.models.mcore.names import GROUPED, SEQUENTIAL, CheckpointLayout
+from megatron.core.models.source import is_buffer
 
 FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _MODEL = re.compile(r"model\d*")
+_EXPERTS = re.compile(r"\.mlp\.experts\.(?:(local_experts\.)|(linear_fc[12]\.weight\d)|(weight[12]$))")
 
 
 class ClassicFiles:
@@ -33,18 +40,21 @@ class ClassicFiles:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError."""
         self.path = path
-        ranks = _ranks(path)
-        tp, pp = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
-        if set(ranks) != {(t, p) for t in range(tp) for p in range(pp)}:
-            raise CheckpointError(f"{path} holds {len(ranks)} folders mp_rank_..., tp {tp} x pp {pp} need {tp * pp}")
-        self._files = {folder.name: _load(folder / FILE) for folder in ranks.values()}
-        self.common: Mapping[str, Any] = self._files[ranks[0, 0].name]
+        folders = {folder.name: match for folder in path.glob("mp_rank_*") if (match := _RANK.fullmatch(folder.name))}
+        if not folders:
+            raise CheckpointError(
+                f"{path} holds no folder mp_rank_XX, with at most two numbers of three digits behind it"
+            )
+        self._files = {name: _load(path / name / FILE) for name in sorted(folders)}
+        first = next(iter(self._files))
+        self.common: Mapping[str, Any] = self._files[first]
         found = self.common.get("args")
         self.arguments: dict[str, Any] = vars(found) if isinstance(found, argparse.Namespace) else {}
         if not self.arguments:
             raise CheckpointError(
-                f"{ranks[0, 0] / FILE} holds no arguments; it is not a checkpoint of Megatron-LM's training"
+                f"{path / first / FILE} holds no arguments; it is not a checkpoint of Megatron-LM's training"
             )
+        sizes = _sizes(path, list(folders.values()), self.arguments)
         self.shapes = {
             f"{folder}/{part}/{name}": tuple(value.shape)
             for folder, content in self._files.items()
@@ -53,7 +63,7 @@ class ClassicFiles:
             for name, value in content[part].items()
             if isinstance(value, Tensor)
         }
-        self.layout = self._layout(tp, pp)
+        self.layout = self._layout(*sizes)
 
     def dtype(self, key: str) -> torch.dtype:
         """Returns the dtype of a tensor of the model."""
@@ -71,39 +81,74 @@ class ClassicFiles:
         """Returns the keys of a rank's parameters in the order of its modules, chunk by chunk, as in its optimizer."""
         parts = sorted(part for part in self._files[folder] if _MODEL.fullmatch(part))
         keys = [f"{folder}/{part}/{name}" for part in parts for name in self._files[folder][part]]
-        return [key for key in keys if key in self.shapes and "rotary_pos_emb" not in key]
+        return [key for key in keys if key in self.shapes and "rotary_pos_emb" not in key and not is_buffer(key)]
 
     def _tensor(self, key: str) -> Tensor:
         folder, part, name = key.split("/", 2)
         found: Tensor = self._files[folder][part][name]
         return found
 
-    def _layout(self, tp: int, pp: int) -> CheckpointLayout:
+    def _layout(self, tp: int, pp: int, ep: int, etp: int) -> CheckpointLayout:
         chunks = max(1, sum(bool(re.fullmatch(r"model\d+", key)) for key in self.common))
-        shape = CheckpointLayout(tp, pp, (0,) * pp * chunks, True, 0)
+        shape = CheckpointLayout(tp, pp, (0,) * pp * chunks, True, 0, ep, etp)
+        expected = {shape.folder(t, e, stage) for t, e in shape.ranks for stage in range(pp)}
+        if expected != self._files.keys():
+            wrong = sorted(expected ^ self._files.keys())
+            raise CheckpointError(
+                f"{self.path} holds {len(self._files)} folders mp_rank_..., tp {tp} x pp {pp}"
+                + (f" x ep {ep} with etp {etp}" if ep > 1 or etp < tp else "")
+                + f" need {len(expected)}: {wrong[0]} is {'missing' if wrong[0] in expected else 'too many'}"
+            )
         held: list[set[str]] = []
         for chunk in range(pp * chunks):
-            beginning = shape.key(0, chunk, "")
+            beginning = shape.key(0, 0, chunk, "")
             held.append({key.removeprefix(beginning) for key in self.shapes if key.startswith(beginning)})
         layers = tuple(len({match[1] for name in names if (match := _LAYER.match(name))}) for names in held)
         fused = any(name.endswith("linear_qkv.layer_norm_weight") for names in held for name in names)
         # The padding of the rows is not always among the arguments.
-        embedding = self.shapes.get(shape.key(0, 0, "embedding.word_embeddings.weight"))
+        embedding = self.shapes.get(shape.key(0, 0, 0, "embedding.word_embeddings.weight"))
         if embedding is None:
-            place = shape.key(0, 0, "").rstrip("/")
+            place = shape.key(0, 0, 0, "").rstrip("/")
             raise CheckpointError(f"{self.path}/{place} holds no tensor embedding.word_embeddings.weight")
-        return CheckpointLayout(tp, pp, layers, fused, embedding[0] if embedding else 0)
+        rows = embedding[0] if embedding else 0
+        return CheckpointLayout(tp, pp, layers, fused, rows, ep, etp, self._names_of_experts())
+
+    def _names_of_experts(self) -> str:
+        """Returns how the weights of experts are named. Raises CheckpointError for other names, or both at once."""
+        found = {match.lastindex: key for key in self.shapes if (match := _EXPERTS.search(key))}
+        if 3 in found:
+            raise CheckpointError(
+                f"{self.path}: {found[3]} is of --moe-use-legacy-grouped-gemm, whose weights are transposed, which is not "
+                "read; save it from Megatron-LM with --ckpt-format torch_dist"
+            )
+        if len(found) > 1:
+            raise CheckpointError(f"{self.path} holds its experts twice, as {found[1]} and as {found[2]}")
+        return SEQUENTIAL if 1 in found else GROUPED
 
 
-def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    found = {}
-    for path in folder.glob("mp_rank_*"):
-        match = _RANK.fullmatch(path.name)
-        if match and match[3]:
-            raise CheckpointError(f"{path} belongs to expert parallelism, which is not supported")
-        if match:
-            found[int(match[1]), int(match[2] or 0)] = path
-    return found
+def _sizes(path: Path, folders: list[re.Match[str]], arguments: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Returns the sizes of tp, pp, ep and etp. Raises CheckpointError for such that cannot be in a folder."""
+    tp = 1 + max(int(match[1]) for match in folders)
+    if arguments.get("num_experts") is None:
+        if triple := next((match for match in folders if match[3]), None):
+            raise CheckpointError(
+                f"{path}/{triple[0]} belongs to expert parallelism, and the arguments have no experts"
+            )
+        return tp, 1 + max(int(match[2] or 0) for match in folders), 1, tp
+    given: dict[str, Any] = {}
+    for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor"):
+        name = f"{kind}_parallel_size"
+        given[kind] = arguments.get(name) or (given["tensor_model"] if kind == "expert_tensor" else 1)
+        if not isinstance(given[kind], int) or given[kind] < 1:
+            raise CheckpointError(f"{path}: argument {name} is {given[kind]!r}, which is not supported")
+    tp, pp, ep, etp = given.values()
+    if tp % etp:
+        raise CheckpointError(
+            f"{path}: argument expert_tensor_parallel_size is {etp} and tensor_model_parallel_size {tp}; files are named by "
+            "the ranks of the latter, so that they do not hold all experts; save it with --ckpt-format torch_dist"
+        )
+    check_shares(arguments, ep, str(path))
+    return tp, pp, ep, etp
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Writes Megatron-LM's distributed checkpoints (--ckpt-format torch_dist, its default).
 
 [Note: torch_dist]
-Tensors are those of the whole model, for any layout, with the names of Transformer Engine's layers; those of all layers
-are one tensor with a leading dim of layers. The optimizer is the distributed one, as Megatron-LM saves it with
+Tensors are those of the whole model, for any layout, with the names of Transformer Engine's layers. The experts of a layer
+are one tensor. Those of all layers are one tensor with a leading dim of layers, unless only some layers have experts; then
+each layer has its own. The optimizer is the distributed one, as Megatron-LM saves it with
 --dist-ckpt-optim-fully-reshardable: `optimizer.state.KEY.` before the name of the weight. Values other than tensors are
 in common.pt, which core 0.18 and later still read. Modules of Transformer Engine have one object each for the state of
-FP8, without which a strict load fails; an empty one means that there is no such state.
+FP8, without which a strict load fails; an empty one means that there is no such state. With ep > 1 Megatron-LM has two
+optimizers, of the experts and of all else, so that the groups of both are there; their tensors have the same names as one's.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.dist_checkpointing.whole import WholeTensor
 from megatron.core.models.mapping import Read, Table, gather
 from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
+from megatron.core.models.mcore.moe_arguments import check_expert_shards
 from megatron.core.models.mcore.names import CheckpointLayout, padded_rows, table
 from megatron.core.models.mcore.publish import published
 from megatron.core.models.mcore.training_state import MOMENTS, Adam, TrainingState, arguments_for, param_groups
-from megatron.core.models.source import Source
+from megatron.core.models.source import Source, is_buffer, stored_dtype
 
 COMMON_FILE, CONFIG_FILE = "common.pt", "metadata.json"
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
+_LAYERS = "decoder.layers."
+_LAYER = re.compile(rf"({re.escape(_LAYERS)})(\d+)\.(.*)")
 _SHARDING = "fully_reshardable"
 
 
@@ -43,6 +47,7 @@ def write_torch_dist(
     root: Path,
     *,
     tp: int,
+    ep: int = 1,
     local: bool,
     dtype: torch.dtype,
     training: TrainingState,
@@ -50,24 +55,33 @@ def write_torch_dist(
 ) -> Path:
     """Writes the checkpoint of `training` under `root`, and the tracker. Memory: two chunks of tensors.
 
-    The vocabulary is padded for `tp` ranks; everything else suits any layout. `local` is for --transformer-impl local.
+    The vocabulary is padded for `tp` ranks, and the optimizer of a model with experts is for `ep` of 1 or for any above;
+    everything else suits any layout. `local` is for --transformer-impl local.
     Raises CheckpointError if the checkpoint exists, ConfigError for a model that Megatron-LM has no arguments for, and
     OSError, leaving nothing.
     """
     model = source.model
     assert model.num_layers
     refuse_what_has_no_argument(model)
-    layout = CheckpointLayout(1, 1, (model.num_layers,), True, padded_rows(model, tp) * tp)
-    names = table(model, layout)
-    tensors = _tensors(names, layout, "", dtype, lambda name, box: source.read(name, box, dtype))
+    check_expert_shards(model, tp=1, ep=ep, etp=1)
+    layout = CheckpointLayout(1, 1, (model.num_layers,), True, padded_rows(model, tp) * tp, fused_expert_norms=local)
+    names, stacked = table(model, layout), len(set(model.moe_layers)) == 1
+    held = _named(names, layout, stacked=stacked)
+    tensors = _tensors(
+        names, layout, held, "", dtype, lambda name, box: source.read(name, box, stored_dtype(name, dtype))
+    )
     if training.adam:
+        weights = {name: keys for name, keys in held.items() if not is_buffer(name)}
         for theirs, key in (("param", "master"), *zip(MOMENTS, MOMENTS)):
             read = functools.partial(_read_state, training.adam, key)
-            tensors += _tensors(names, layout, f"optimizer.state.{theirs}.", torch.float32, read)
-    common = training.common(arguments_for(model, layout, dtype, training)) | {"content_metadata": _CONTENT}
+            tensors += _tensors(names, layout, weights, f"optimizer.state.{theirs}.", torch.float32, read)
+    arguments = arguments_for(model, layout, dtype, training)
+    if model.num_experts is not None:
+        arguments.expert_model_parallel_size = ep
+    common = training.common(arguments) | {"content_metadata": _CONTENT}
     if training.adam:
-        common["optimizer"] = _optimizer(training.adam, training)
-    objects = {name: [None] for name in _extra_states(model, local=local)}
+        common["optimizer"] = _optimizer(training.adam, training, has_two=ep > 1)
+    objects = {name: [None] for name in _extra_states(model, local=local, stacked=stacked)}
     with published(root, training) as folder:
         write_dcp(folder, tensors, objects, on_bytes)
         with open(folder / COMMON_FILE, "xb") as file:
@@ -89,21 +103,28 @@ _CONTENT = {
 }
 
 
-def _tensors(names: Table, layout: CheckpointLayout, prefix: str, dtype: torch.dtype, read: Read) -> list[WholeTensor]:
-    """Returns the global tensors of the weights, or of state in the shapes of the weights."""
+def _named(names: Table, layout: CheckpointLayout, *, stacked: bool) -> dict[str, list[str]]:
+    """Returns the keys of the tensors behind each name; `stacked`: of all layers behind one."""
     held: dict[str, list[str]] = {}
-    beginning = layout.key(0, 0, "")
     for key in names.theirs:
-        name = key.removeprefix(beginning)
-        match = _LAYER.fullmatch(name)
+        name = key.removeprefix(layout.key(0, 0, 0, ""))
+        match = _LAYER.fullmatch(name) if stacked else None
         held.setdefault(f"{match[1]}{match[3]}" if match else name, []).append(key)
+    return held
+
+
+def _tensors(
+    names: Table, layout: CheckpointLayout, held: dict[str, list[str]], prefix: str, dtype: torch.dtype, read: Read
+) -> list[WholeTensor]:
+    """Returns the global tensors of the weights, or of state in the shapes of the weights. held: see `_named`."""
     found = []
     for name, keys in held.items():
+        own = stored_dtype(name, dtype)
         shape = layout.full_shape(name, names.theirs[keys[0]])
-        whole = functools.partial(_read_one, names, keys[0], dtype, read)
-        if _LAYER.fullmatch(keys[0].removeprefix(beginning)):
-            shape, whole = (len(keys), *shape), functools.partial(_read_stack, names, keys, dtype, read)
-        found.append(WholeTensor(prefix + name, dtype, shape, whole))
+        whole = functools.partial(_read_one, names, keys[0], own, read)
+        if name.startswith(_LAYERS) and not _LAYER.fullmatch(name):
+            shape, whole = (len(keys), *shape), functools.partial(_read_stack, names, keys, own, read)
+        found.append(WholeTensor(prefix + name, own, shape, whole))
     return found
 
 
@@ -124,24 +145,48 @@ def _read_state(adam: Adam, key: str, name: str, box: Box) -> Tensor:
     return adam.read(name, key, box)
 
 
-def _optimizer(adam: Adam, training: TrainingState) -> dict[str, Any]:
+def _optimizer(adam: Adam, training: TrainingState, *, has_two: bool) -> dict[Any, Any]:
     assert training.scheduler
-    found: dict[str, Any] = {
-        "optimizer": {"param_groups": param_groups(adam, training.scheduler)},
-        "param_state_sharding_type": _SHARDING,
-    }
-    return found | ({"grad_scaler": adam.loss_scale} if adam.loss_scale else {})
+    groups = param_groups(adam, training.scheduler)
+    found: dict[Any, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": _SHARDING}
+    found |= {"grad_scaler": adam.loss_scale} if adam.loss_scale else {}
+    if not has_two:
+        return found
+    of_experts = [group | {"is_expert_parallel": True} for group in groups[:1]]
+    return {0: found, 1: found | {"optimizer": {"param_groups": of_experts}}}
 
 
-def _extra_states(model: ModelConfig, *, local: bool) -> list[str]:
-    """Returns the names of the objects: module, number and count of layers. Local layers have those of matrices only."""
-    of_layers = ["self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"]
-    if not local:
-        of_layers.append("self_attention.core_attention")
-        of_layers += [f"self_attention.{x}_layernorm" for x in "qk" if model.qk_layernorm]
+def _extra_states(model: ModelConfig, *, local: bool, stacked: bool) -> list[str]:
+    """Returns the names of the objects: module, place and count, of layers if `stacked`, and of experts.
+
+    Local layers have those of matrices only.
+    """
     assert model.num_layers
-    count = model.num_layers
-    found = [
-        f"decoder.layers.{module}._extra_state/shard_{layer}_{count}" for module in of_layers for layer in range(count)
-    ]
-    return found if local else [*found, "decoder.final_layernorm._extra_state/shard_0_1"]
+    found = []
+    for layer, has_experts in enumerate(model.moe_layers):
+        name, place, count = (_LAYERS, [layer], [model.num_layers]) if stacked else (f"{_LAYERS}{layer}.", [], [])
+        for module in _modules(model, local=local, has_experts=has_experts):
+            found.append(_object(name + module, place, count))
+        for expert in range(model.num_experts or 0) if has_experts else ():
+            for matrix in ("linear_fc1", "linear_fc2"):
+                module = f"{name}mlp.experts.experts.{matrix}"
+                found.append(_object(module, [*place, expert], [*count, model.num_experts or 0]))
+    return found if local else [*found, _object("decoder.final_layernorm", [], [])]
+
+
+def _object(module: str, place: list[int], count: list[int]) -> str:
+    """The object of a module at `place` among `count`; without them it is the only one."""
+    return f"{module}._extra_state/shard_{'.'.join(map(str, place or [0]))}_{'.'.join(map(str, count or [1]))}"
+
+
+def _modules(model: ModelConfig, *, local: bool, has_experts: bool) -> list[str]:
+    """The modules of a layer that have such an object, except the experts."""
+    found = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+    if not has_experts:
+        found += ["mlp.linear_fc1", "mlp.linear_fc2"]
+    elif model.moe_shared_expert_intermediate_size is not None:
+        found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    if local:
+        return found
+    found += ["self_attention.core_attention", *(["pre_mlp_layernorm"] if has_experts else [])]
+    return found + [f"self_attention.{x}_layernorm" for x in "qk" if model.qk_layernorm]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,42 +15,55 @@ from megatron.base.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
-from megatron.core.models.mcore.buckets import bucket_sizes, default_size, in_module_order, place
+from megatron.core.models.mcore.buckets import bucket_sizes, default_size, place
 from megatron.core.models.mcore.classic import OPTIMIZER_FILE, ClassicFiles
-from megatron.core.models.mcore.names import VOCABULARY, CheckpointLayout, table
+from megatron.core.models.mcore.flat_layout import Numels, derived, own_buckets, sizes_of
+from megatron.core.models.mcore.names import is_expert
 from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, BucketState, only
 from megatron.core.models.mcore.torch_dist import TorchDistFiles
-from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS
 
 GROUP = "optimizer.distributed.dp_group_idx_"
-_BUCKET = re.compile(rf"{re.escape(GROUP)}(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.([a-z_]+)")
-_LAYER = "decoder.layers.0."
-Numels = Mapping[str, int]
-Fits = Callable[[int, Numels], bool]
+_BUCKET = re.compile(
+    rf"(?:chained_([01])\.)?{re.escape(GROUP)}(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.([a-z_]+)"
+)
 
 
 def of_buckets(files: TorchDistFiles, model: ModelConfig) -> BucketState:
-    """Opens `dp_reshardable`: one tensor per key and bucket. Raises CheckpointError."""
-    tp, pp = _sizes(files.arguments)
-    stored: dict[tuple[int, int, int, str], str] = {}
-    sizes: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    """Opens `dp_reshardable`: one tensor per key and bucket. Raises CheckpointError.
+
+    With ep > 1 the experts have an optimizer of their own, and buffers for each rank of etp x ep x pp.
+    """
+    sizes = sizes_of(files.arguments)
+    stored: dict[tuple[int, int, int, int, str], str] = {}
+    lengths: dict[tuple[int, int, int], dict[int, int]] = defaultdict(dict)
     for name, (shape, _) in files.folder.tensors.items():
         if match := _BUCKET.fullmatch(name):
-            group, buffer, bucket, key = int(match[1]), int(match[2]), int(match[4]), match[5]
-            if (group, buffer, bucket, key) in stored:
+            optimizer, group, buffer, bucket = (int(match[n] or 0) for n in (1, 2, 3, 5))
+            if (optimizer, group, buffer, bucket, match[6]) in stored:
                 raise CheckpointError(
                     f"{files.path}: its buffers are of several dtypes, which is not supported; {SAVE_AGAIN}"
                 )
-            stored[group, buffer, bucket, key] = name
-            sizes[group, buffer][bucket] = shape[0]
-    chunks = pp * _buffers({group: {b for g, b in sizes if g == group} for group, _ in sizes}, tp * pp, files)
+            stored[optimizer, group, buffer, bucket, match[6]] = name
+            lengths[optimizer, group, buffer][bucket] = shape[0]
+    apart = any(optimizer for optimizer, _, _ in lengths)
+    if sizes.ep > 1 and not apart:
+        raise CheckpointError(f"{files.path} holds one optimizer for ep {sizes.ep}, which has two; {SAVE_AGAIN}")
+    held: list[dict[int, set[int]]] = [defaultdict(set), defaultdict(set)]
+    for optimizer, group, buffer in lengths:
+        held[optimizer][group].add(buffer)
+    count = _buffers(held[0], sizes.tp * sizes.pp, files)
+    if apart and _buffers(held[1], sizes.etp * sizes.ep * sizes.pp, files) != count:
+        raise CheckpointError(f"{files.path}: only some chunks of its model have experts; {SAVE_AGAIN}")
 
-    def place_of(rank: int, chunk: int) -> tuple[int, int]:
-        return chunk % pp * tp + rank, chunk // pp
+    def place_of(rank: int, chunk: int) -> tuple[int, int, int]:
+        stage, buffer = chunk % sizes.pp, chunk // sizes.pp
+        if rank < sizes.tp:
+            return 0, stage * sizes.tp + rank, buffer
+        return 1, stage * sizes.etp * sizes.ep + rank - sizes.tp, buffer
 
     def buckets(rank: int, chunk: int, numels: Numels) -> Sequence[int]:
-        held = sizes[place_of(rank, chunk)]
-        return [held[bucket] for bucket in sorted(held)]
+        found = lengths[place_of(rank, chunk)]
+        return [found[bucket] for bucket in sorted(found)]
 
     def fetch(rank: int, chunk: int, key: str, bucket: int, part: Box) -> Tensor:
         name = stored.get((*place_of(rank, chunk), bucket, key))
@@ -61,21 +74,30 @@ def of_buckets(files: TorchDistFiles, model: ModelConfig) -> BucketState:
     def fits(chunk: int, numels: Numels) -> bool:
         return place(numels, buckets(0, chunk, numels)) is not None
 
-    layout, numels = _derived(files, model, chunks, fits)
-    return BucketState(layout, numels, buckets, fetch)
+    layout, numels = derived(files, model, sizes.pp * count, fits, experts_apart=apart)
+    holders = [next(rank for rank in layout.ranks if rank[0] == tp_rank) for tp_rank in range(sizes.tp)]
+    if apart:
+        shards = ((etp_rank, ep_rank) for ep_rank in range(sizes.ep) for etp_rank in range(sizes.etp))
+        holders += [layout.ranks_of(*shard)[0] for shard in shards]
+
+    def of_rank(rank: int, chunk: int) -> Numels:
+        found = numels(chunk)
+        return {n: size for n, size in found.items() if is_expert(n) == (rank >= sizes.tp)} if apart else found
+
+    return BucketState(layout, of_rank, buckets, fetch, holders)
 
 
 def of_gathered(files: TorchDistFiles, model: ModelConfig) -> BucketState:
     """Opens `dp_zero_gather_scatter`: one object per rank, like distrib_optim.pt. Raises CheckpointError."""
-    tp, pp = _sizes(files.arguments)
-    contents = {}
+    sizes = sizes_of(files.arguments)
+    tp, pp, contents = sizes.tp, sizes.pp, {}
     for group in range(tp * pp):
         found = files.read_object(f"{GROUP}{group}.param_state")
         contents[group % tp, group // tp] = _content(found, f"{files.path}: {GROUP}{group}.param_state")
     chunks = pp * _buffers({place: set(content) for place, content in contents.items()}, tp * pp, files)
-    gathered = _Gathered(contents, pp, files.arguments, _alone(model, pp))
-    layout, numels = _derived(files, model, chunks, gathered.fits)
-    return BucketState(layout, numels, gathered.buckets, gathered.fetch)
+    gathered = _Gathered(contents, pp, files.arguments, own_buckets(model, pp))
+    layout, numels = derived(files, model, chunks, gathered.fits)
+    return BucketState(layout, lambda rank, chunk: numels(chunk), gathered.buckets, gathered.fetch)
 
 
 def of_files(files: ClassicFiles, model: ModelConfig) -> BucketState:
@@ -83,14 +105,14 @@ def of_files(files: ClassicFiles, model: ModelConfig) -> BucketState:
     layout, contents = files.layout, {}
     for rank in range(layout.tp):
         for stage in range(layout.pp):
-            path = files.path / layout.folder(rank, stage) / OPTIMIZER_FILE
+            path = files.path / layout.folder(rank, 0, stage) / OPTIMIZER_FILE
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing; take the weights alone with --no-load-optim")
             contents[rank, stage] = _content(load_objects(path, str(path), mapped=True), str(path))
-    gathered = _Gathered(contents, layout.pp, files.arguments, _alone(model, layout.pp))
+    gathered = _Gathered(contents, layout.pp, files.arguments, own_buckets(model, layout.pp))
 
     def numels(rank: int, chunk: int) -> Numels:
-        beginning = layout.key(rank, chunk, "")
+        beginning = layout.key(rank, 0, chunk, "")
         keys = [key for key in files.parameters(beginning.partition("/")[0]) if key.startswith(beginning)]
         return {key.removeprefix(beginning): math.prod(files.shapes[key]) for key in keys}
 
@@ -168,68 +190,3 @@ def _buffers(held: Mapping[Any, set[int]], ranks: int, files: TorchDistFiles) ->
             f"{ranks}; {SAVE_AGAIN}"
         )
     return len(numbers)
-
-
-def _derived(
-    files: TorchDistFiles, model: ModelConfig, chunks: int, fits: Fits
-) -> tuple[CheckpointLayout, Callable[[int, int], Numels]]:
-    """Derives the division of the model into chunks, and the parameters of each, from the sizes of the buffers."""
-    tp, pp = _sizes(files.arguments)
-    assert model.num_layers
-    if files.layout.vocabulary % tp:
-        raise CheckpointError(
-            f"{files.path}: {files.layout.vocabulary} rows of the vocabulary cannot be cut {tp} times"
-        )
-    rows, fused = files.layout.vocabulary // tp, files.layout.fused_norms
-    whole = CheckpointLayout(tp, 1, (model.num_layers,), fused, rows)
-    beginning = whole.key(0, 0, "")
-    shapes = {
-        key.removeprefix(beginning): (rows, *shape[1:]) if key.endswith(VOCABULARY) else shape
-        for key, shape in table(model, whole).theirs.items()
-        if key.startswith(beginning)
-    }
-    if _alone(model, pp):
-        shapes[OUTPUT_LAYER] = shapes[WORD_EMBEDDINGS]
-    local = files.arguments.get("transformer_impl") == "local"
-    layer = in_module_order([n.removeprefix(_LAYER) for n in shapes if n.startswith(_LAYER)], local=local)
-
-    def numels_of(chunk: int, layers: int) -> Numels:
-        names = _chunk_names(layer, shapes, layers, first=chunk == 0, last=chunk == chunks - 1)
-        return {name: math.prod(shape) for name, shape in names.items()}
-
-    counts = []
-    for chunk in range(chunks):
-        count = next((n for n in range(model.num_layers + 1) if fits(chunk, numels_of(chunk, n))), None)
-        if count is None:
-            raise CheckpointError(
-                f"{files.path}: the optimizer's buffer of chunk {chunk} cannot be told apart into parameters; {SAVE_AGAIN}"
-            )
-        counts.append(count)
-    if sum(counts) != model.num_layers:
-        raise CheckpointError(f"{files.path}: its optimizer has {sum(counts)} layers, its model {model.num_layers}")
-    return CheckpointLayout(tp, pp, tuple(counts), fused, rows), lambda rank, chunk: numels_of(chunk, counts[chunk])
-
-
-def _chunk_names(
-    layer: Sequence[str], shapes: Mapping[str, tuple[int, ...]], layers: int, *, first: bool, last: bool
-) -> dict[str, tuple[int, ...]]:
-    """A chunk's parameters in the order of Megatron-LM's modules, with their shapes."""
-    before = [WORD_EMBEDDINGS, "embedding.position_embeddings.weight"] if first else []
-    after = ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", OUTPUT_LAYER] if last else []
-    inside = {f"decoder.layers.{number}.{name}": shapes[_LAYER + name] for number in range(layers) for name in layer}
-    outside = {name: shapes[name] for name in (*before, *after) if name in shapes}
-    return {n: s for n, s in outside.items() if n in before} | inside | {n: s for n, s in outside.items() if n in after}
-
-
-def _alone(model: ModelConfig, pp: int) -> Collection[str]:
-    """Parameters with a bucket of their own: the embedding and its copy on the last stage, when there is one."""
-    return (WORD_EMBEDDINGS, OUTPUT_LAYER) if pp > 1 and not model.untie_embeddings_and_output_weights else ()
-
-
-def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    tp, pp = (arguments.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline"))
-    if not (isinstance(tp, int) and isinstance(pp, int) and tp > 0 and pp > 0):
-        raise CheckpointError(
-            f"its arguments do not contain valid tensor and pipeline parallel sizes, but {tp} and {pp}"
-        )
-    return tp, pp

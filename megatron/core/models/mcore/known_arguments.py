@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.core.models.mcore import moe_arguments
 
 OFF: dict[str, tuple[Any, ...]] = {
     # Other kinds of layers.
-    "num_experts": (None,),
     "multi_latent_attention": (False, None),
     "mtp_num_layers": (None, 0),
     "is_hybrid_model": (False, None),
@@ -56,10 +56,11 @@ OFF: dict[str, tuple[Any, ...]] = {
     "export_kv_cache_quant": (False, None),
 }
 
-# Prefixes of names: first of arguments of a feature that OFF switches off (moe_router_topk without num_experts), then
-# of arguments of parts outside the model.
+# Prefixes of names: first of arguments of a feature that OFF switches off (mamba_num_heads without is_hybrid_model), then
+# of arguments of parts outside the model. Those of experts, which begin with moe_, are in moe_arguments.py.
+_EXPERTS = "moe_"
 _BEGINNINGS = """
-moe_ mtp_ mamba_ gdp_ dsa_ linear_ mup_ retro_ mhc_ relative_attention_
+mtp_ mamba_ gdp_ dsa_ linear_ mup_ retro_ mhc_ relative_attention_
 adam_ app_tag_ async_ bert_ biencoder_ checkpoint ckpt_ consumed_ cpu_offloading cuda_graph data_ dataloader_ ddp_
 dino_ dist_ckpt_ error_injection_ eval_ exit_ export_ fault_injector_ fim_ flight_recorder_ fp4 fp8 fsdp_ grpo_ gtp_
 ict_ inference_ inprocess_ kitchen_ langrl_ lion_ load log_ logits_ lr_ manual_gc megatron_fsdp_ muon_ nccl_ no_load_
@@ -146,17 +147,17 @@ def refuse_what_is_not_here(
 
     `ignored` are names that no table contains and that may have any value; another name raises ConfigError.
     """
-    unknown = {
-        name
-        for name in arguments
-        if not (name in read or name in OFF or name in NO_PART or name.startswith(NO_PART_OF))
-    }
+    has_experts = arguments.get("num_experts") is not None
+    no_part_of = NO_PART_OF if has_experts else (*NO_PART_OF, _EXPERTS)
+    off = OFF | moe_arguments.OFF if has_experts else OFF
+    known = {*read, *off, *NO_PART, *(moe_arguments.NO_PART if has_experts else ())}
+    unknown = {name for name in arguments if not (name in known or name.startswith(no_part_of))}
     if useless := sorted(set(ignored) - unknown):
         raise ConfigError(
             f"--ignore-arguments {' '.join(useless)}: only arguments of the checkpoint that are not known here can be "
             "ignored; remove it"
         )
-    on = {name: arguments[name] for name, off in OFF.items() if name in arguments and arguments[name] not in off}
+    on = {name: arguments[name] for name, values in off.items() if name in arguments and arguments[name] not in values}
     if on:
         raise CheckpointError(f"{where}: {listed(on)}, which is not supported")
     # A switch that is off means the behaviour before the switch was introduced.

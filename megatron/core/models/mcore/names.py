@@ -1,11 +1,19 @@
 """The tensors of Megatron-LM's classic checkpoints, and the elements of ours that they are.
 
-A rank's file holds its own shards under the names of its own stage: layers are numbered from 0 in each chunk of a stage.
-Fused weights have our order, but flattened: QKV is [groups/tp * (q + 2) d, h], gate and up are [2 * f/tp, h].
+A rank's file holds its own shards under the names of its own stage: layers are numbered from 0 in each chunk of a stage,
+experts in each rank of ep. Fused weights have our order, but flattened: QKV is [groups/tp * (q + 2) d, h], gate and up are
+[2 * f/tp, h].
+
+[Note: files of experts]
+A file is named by the ranks of tp, of the stage and, with ep > 1, of ep; its experts are those of the rank's etp shard.
+Rank r of a stage has tp rank r % tp, etp rank r % etp and ep rank r // etp % ep. So a pair of tp and ep may not occur, and
+where etp divides tp, a file's etp rank is t % etp. With more ranks of etp than of tp several would write the same file.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +29,7 @@ from megatron.spec.decoder import (
     LayerSpec,
     decoder_spec,
 )
+from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, MoESpec, RouterSpec
 from megatron.spec.parameter import ParamSpec
 
 Shape = tuple[int, ...]
@@ -34,9 +43,17 @@ ORDER = (
     "pre_mlp_layernorm",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
+    "mlp.router",
+    "mlp.experts",
+    "mlp.shared_experts",
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
 )
 ORDER_FUSED = ("self_attention.linear_proj", "input_layernorm", *ORDER[2:])
 NORM_OF = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+# Names of an expert's weight in the module of the experts: of one MLP after the other, of Transformer Engine's grouped
+# layers, and of all experts as one tensor, which torch_dist makes of both.
+SEQUENTIAL, GROUPED, GLOBAL = "local_experts.{number}.{name}.weight", "{name}.weight{number}", "experts.{name}.weight"
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # names of tensors that are padded, at their end
 
 
@@ -46,7 +63,9 @@ class CheckpointLayout:
 
     Chunk c of the model is chunk c // pp of stage c % pp (one chunk a stage without an interleaved schedule).
     fused_norms: a norm before a linear layer is stored with it, as Transformer Engine's layers do. vocabulary: rows of the
-    embedding in each tp rank's file, with padding.
+    embedding in each tp rank's file, with padding. ep, etp: ranks that share the experts, see [Note: files of experts];
+    experts: the names of their weights, SEQUENTIAL, GROUPED or GLOBAL. fused_expert_norms: the norm before experts has the
+    name that it has before a linear layer, as in torch_dist of Megatron-LM's own layers.
     """
 
     tp: int
@@ -54,6 +73,10 @@ class CheckpointLayout:
     layers: tuple[int, ...]
     fused_norms: bool
     vocabulary: int
+    ep: int = 1
+    etp: int = 1
+    experts: str = GLOBAL
+    fused_expert_norms: bool = False
 
     @property
     def chunks(self) -> int:
@@ -64,14 +87,25 @@ class CheckpointLayout:
         """Returns the shape of a tensor in a rank's file; `shape` is that without the padding of the vocabulary."""
         return (self.vocabulary, *shape[1:]) if name.endswith(VOCABULARY) else shape
 
-    def folder(self, tp_rank: int, stage: int) -> str:
-        """The rank's folder."""
-        return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
+    @functools.cached_property
+    def ranks(self) -> list[tuple[int, int]]:
+        """(tp rank, ep rank) of the files of each stage."""
+        numbers = range(math.lcm(self.tp, self.etp * self.ep))
+        return sorted({(number % self.tp, number // self.etp % self.ep) for number in numbers})
 
-    def key(self, tp_rank: int, chunk: int, name: str) -> str:
+    def ranks_of(self, etp_rank: int, ep_rank: int) -> list[tuple[int, int]]:
+        """Those that hold this shard of the experts."""
+        return [(t, e) for t, e in self.ranks if e == ep_rank and t % self.etp == etp_rank]
+
+    def folder(self, tp_rank: int, ep_rank: int, stage: int) -> str:
+        """The rank's folder."""
+        with_stage = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
+        return with_stage + (f"_{ep_rank:03d}" if self.ep > 1 else "")
+
+    def key(self, tp_rank: int, ep_rank: int, chunk: int, name: str) -> str:
         """A tensor's place as one string: folder/model key/name."""
         number = str(chunk // self.pp) if self.chunks > 1 else ""
-        return f"{self.folder(tp_rank, chunk % self.pp)}/model{number}/{name}"
+        return f"{self.folder(tp_rank, ep_rank, chunk % self.pp)}/model{number}/{name}"
 
 
 def table(model: ModelConfig, layout: CheckpointLayout, *, copies: bool = False) -> Table:
@@ -90,7 +124,7 @@ def table(model: ModelConfig, layout: CheckpointLayout, *, copies: bool = False)
     for chunk, count in enumerate(layout.layers):
         for local in range(count):
             own, theirs = f"decoder.layers.{number}.", f"decoder.layers.{local}."
-            found += _layer(namer, chunk, own, theirs, spec.layers[number], fused_norms=layout.fused_norms)
+            found += _layer(namer, chunk, own, theirs, spec.layers[number], layout)
             number += 1
     assert number == len(spec.layers), f"{number} layers in the chunks, {len(spec.layers)} in the model"
     for kind, parameter in spec.final_norm.parameters():
@@ -101,6 +135,25 @@ def table(model: ModelConfig, layout: CheckpointLayout, *, copies: bool = False)
     return Table(found)
 
 
+class _Parts:
+    """Collects the parts of one of our parameters."""
+
+    def __init__(self, own: str, shape: Shape) -> None:
+        self._own, self._shape = own, shape
+        self._parts: list[Part] = []
+        self._copies: list[Part] = []
+
+    def add(self, own_box: Box, keys: Sequence[str], their_box: Box, extra: int = 0) -> None:
+        """Elements `own_box` are elements `their_box` of each of the tensors `keys`, of which the first is read."""
+        found = [Part(self._own, own_box, key, their_box, extra) for key in keys]
+        self._parts.append(found[0])
+        self._copies += found[1:]
+
+    def mapping(self) -> Mapping:
+        """The mapping of all that was added."""
+        return Mapping(self._own, self._shape, tuple(self._parts), tuple(self._copies))
+
+
 class _Namer:
     """Makes the mappings of one layout."""
 
@@ -108,55 +161,80 @@ class _Namer:
         self._layout = layout
 
     def mapping(self, chunk: int, own: str, theirs: str, parameter: ParamSpec) -> Mapping:
-        """Any parameter but the vocabulary's. Theirs has one dim of rows where ours has two."""
+        """Any parameter but the vocabulary's and the experts'. Theirs has one dim of rows where ours has two."""
         shape = parameter.shape
         if not parameter.shards:
-            return self._replicated(chunk, own, theirs, shape)
+            return self.replicated(chunk, own, theirs, shape)
         ((_, dim),) = parameter.shards
         is_bias = len(shape) == 1 or not own.endswith("weight")
         if len(shape) > (1 if is_bias else 2):
             return self._flattened(chunk, own, theirs, shape, dim)
         return self._sharded(chunk, own, theirs, shape, dim)
 
-    def _replicated(self, chunk: int, own: str, theirs: str, shape: Shape) -> Mapping:
-        whole = Box((0,) * len(shape), shape)
-        ranks = range(self._layout.tp)
-        return Mapping(
-            own, shape, tuple(Part(own, whole, self._layout.key(rank, chunk, theirs), whole) for rank in ranks)
-        )
+    def replicated(self, chunk: int, own: str, theirs: str, shape: Shape) -> Mapping:
+        """A tensor that all ranks hold."""
+        whole, parts = Box((0,) * len(shape), shape), _Parts(own, shape)
+        parts.add(whole, [self._layout.key(*rank, chunk, theirs) for rank in self._layout.ranks], whole)
+        return parts.mapping()
+
+    def experts(self, chunk: int, own: str, theirs: str, name: str, parameter: ParamSpec) -> Mapping:
+        """The experts' `name`. Ours [E, 2, f, h], [E, f, h] or [E, h, f]; theirs lacks the dim of gate and up, and in a
+        rank's file that of the experts."""
+        layout = self._layout
+        count, *front, rows, columns = parameter.shape
+        (_, _), (_, dim) = parameter.shards
+        held = count if layout.experts == GLOBAL else 1
+        size, place = [rows, columns], dim - len(parameter.shape)
+        size[place] //= layout.etp
+        parts = _Parts(own, parameter.shape)
+        for first in range(0, count, held):
+            ep_rank, number = divmod(first, count // layout.ep)
+            their_name = theirs + layout.experts.format(name=name, number=number)
+            for etp_rank in range(layout.etp):
+                keys = [layout.key(t, e, chunk, their_name) for t, e in layout.ranks_of(etp_rank, ep_rank)]
+                start = [0, 0]
+                start[place] = etp_rank * size[place]
+                for half in range(math.prod(front)):
+                    own_box = Box((first, *(half for _ in front), *start), (held, *(1 for _ in front), *size))
+                    their_box = Box((half * size[0], 0), (size[0], size[1]))
+                    if layout.experts == GLOBAL:
+                        their_box = Box((0, *their_box.offset), (held, *their_box.shape))
+                    parts.add(own_box, keys, their_box, extra=1 if layout.experts == GLOBAL else 0)
+        return parts.mapping()
 
     def _sharded(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
         """Cut along `dim`, with the same number of dims on both sides."""
-        parts = []
+        parts = _Parts(own, shape)
         for rank, piece in enumerate(self._pieces(shape, dim)):
-            inside = Box((0,) * len(shape), piece.shape)
-            parts.append(Part(own, piece, self._layout.key(rank, chunk, theirs), inside))
-        return Mapping(own, shape, tuple(parts))
+            parts.add(piece, self._keys(rank, chunk, theirs), Box((0,) * len(shape), piece.shape))
+        return parts.mapping()
 
     def _flattened(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
         """Ours [n, rows, ...] cut along `dim`; theirs [n' * rows', ...]: a rank's first two dims as one."""
-        parts = []
+        parts = _Parts(own, shape)
         for rank, piece in enumerate(self._pieces(shape, dim)):
             rows, rest = piece.shape[1], piece.shape[2:]
-            zeros = tuple(0 for _ in rest)
+            zeros, keys = tuple(0 for _ in rest), self._keys(rank, chunk, theirs)
             for number in range(piece.shape[0]):
                 own_box = Box((piece.offset[0] + number, *piece.offset[1:]), (1, rows, *rest))
-                their_box = Box((number * rows, *zeros), (rows, *rest))
-                parts.append(Part(own, own_box, self._layout.key(rank, chunk, theirs), their_box))
-        return Mapping(own, shape, tuple(parts))
+                parts.add(own_box, keys, Box((number * rows, *zeros), (rows, *rest)))
+        return parts.mapping()
 
     def vocabulary(self, own: str, homes: Sequence[tuple[int, str]], spec: DecoderSpec) -> Mapping:
         """homes: (chunk, their name) of each copy."""
         shape, rows = spec.embedding.words.shape, self._layout.vocabulary
-        columns = shape[1]
-        parts = []
-        for chunk, theirs in homes:
-            for rank in range(self._layout.tp):
-                first = rank * rows
-                used = max(0, min(rows, spec.softmax_size - first))  # 0: a shard of padding, which is in the file, too
-                own_box, inside = Box((first, 0), (used, columns)), Box((0, 0), (used, columns))
-                parts.append(Part(own, own_box, self._layout.key(rank, chunk, theirs), inside))
-        return Mapping(own, shape, tuple(parts))
+        columns, parts = shape[1], _Parts(own, shape)
+        for rank in range(self._layout.tp):
+            first = rank * rows
+            used = max(0, min(rows, spec.softmax_size - first))  # 0: a shard of padding, which is in the file, too
+            own_box, inside = Box((first, 0), (used, columns)), Box((0, 0), (used, columns))
+            keys = [key for chunk, theirs in homes for key in self._keys(rank, chunk, theirs)]
+            parts.add(own_box, keys, inside)
+        return parts.mapping()
+
+    def _keys(self, tp_rank: int, chunk: int, theirs: str) -> list[str]:
+        """The tensor in the files of all ranks that hold this shard."""
+        return [self._layout.key(t, e, chunk, theirs) for t, e in self._layout.ranks if t == tp_rank]
 
     def _pieces(self, shape: Shape, dim: int) -> list[Box]:
         length = shape[dim] // self._layout.tp
@@ -167,6 +245,11 @@ class _Namer:
             )
             for rank in range(self._layout.tp)
         ]
+
+
+def is_expert(name: str) -> bool:
+    """Returns whether a tensor, by our name or theirs, is an expert's."""
+    return ".mlp.experts." in name
 
 
 def padded_rows(model: ModelConfig, tp: int) -> int:
@@ -183,13 +266,22 @@ def padded_rows(model: ModelConfig, tp: int) -> int:
 
 
 def _layer(
-    namer: _Namer, chunk: int, own: str, theirs: str, layer: LayerSpec, *, fused_norms: bool
+    namer: _Namer, chunk: int, own: str, theirs: str, layer: LayerSpec, layout: CheckpointLayout
 ) -> Iterator[Mapping]:
     """The tensors of a layer, in the order of Megatron-LM's modules."""
     parts = dict(layer.parts())
-    for path in ORDER_FUSED if fused_norms else ORDER:
-        for kind, parameter in parts[path].parameters() if path in parts else ():
-            their_name = f"{path}.{kind}"
-            if fused_norms and path in NORM_OF:
-                their_name = f"{NORM_OF[path]}.layer_norm_{kind}"
-            yield namer.mapping(chunk, f"{own}{path}.{kind}", theirs + their_name, parameter)
+    fused = {"input_layernorm": layout.fused_norms, "pre_mlp_layernorm": layout.fused_norms}
+    if isinstance(layer.mlp, MoESpec):
+        fused["pre_mlp_layernorm"] = layout.fused_expert_norms
+    for path in (path for path in (ORDER_FUSED if layout.fused_norms else ORDER) if path in parts):
+        part = parts[path]
+        for kind, parameter in part.parameters():
+            mine = f"{own}{path}.{kind}"
+            if isinstance(part, ExpertsSpec):
+                yield namer.experts(chunk, mine, f"{theirs}{path}.", kind.removesuffix(".weight"), parameter)
+            else:
+                their_name = f"{NORM_OF[path]}.layer_norm_{kind}" if fused.get(path) else f"{path}.{kind}"
+                yield namer.mapping(chunk, mine, theirs + their_name, parameter)
+        if isinstance(part, RouterSpec) and part.has_bias:
+            name = f"{path}.{EXPERT_BIAS}"
+            yield namer.replicated(chunk, own + name, theirs + name, (part.experts,))

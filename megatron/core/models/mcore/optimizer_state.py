@@ -20,8 +20,8 @@ from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.buckets import place
 from megatron.core.models.mcore.classic import ClassicFiles
-from megatron.core.models.mcore.names import CheckpointLayout, Shape
-from megatron.core.models.mcore.torch_dist import ModelSpace, TorchDistFiles
+from megatron.core.models.mcore.names import CheckpointLayout, Shape, is_expert
+from megatron.core.models.mcore.torch_dist import OPTIMIZERS, ModelSpace, TorchDistFiles
 
 SAVE_AGAIN = (
     "save it from Megatron-LM with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or take the weights alone "
@@ -58,17 +58,18 @@ class ModelState:
     def __init__(self, files: TorchDistFiles) -> None:
         self.layout = files.layout
         self._files = files
-        self._spaces: dict[str, ModelSpace] = {}
-        masters = [name for name in _MASTERS if files.has_tensors(_prefix(name))]
+        self._spaces: dict[str, list[ModelSpace]] = {}
+        masters = [name for name in _MASTERS if files.has_tensors(*_prefixes(name))]
         self.has_masters = bool(masters)
         self._master = masters[0] if masters else _MASTERS[0]
 
     def read(self, key: str, name: str, shape: Shape, box: Box) -> Tensor:
         """See OptimizerState."""
-        theirs = self._master if key == "master" else key
+        theirs, parameter = self._master if key == "master" else key, self._files.name(name)
         if theirs not in self._spaces:
-            self._spaces[theirs] = ModelSpace(self._files.folder, _prefix(theirs))
-        return self._spaces[theirs].read(self._files.name(name), shape, box)
+            self._spaces[theirs] = [ModelSpace(self._files.folder, prefix) for prefix in _prefixes(theirs)]
+        spaces = self._spaces[theirs]
+        return next((each for each in spaces if parameter in each.shapes), spaces[0]).read(parameter, shape, box)
 
 
 class BucketState:
@@ -82,16 +83,18 @@ class BucketState:
         numels: Callable[[int, int], Mapping[str, int]],
         buckets: Callable[[int, int, Mapping[str, int]], Sequence[int]],
         fetch: Callable[[int, int, str, int, Box], Tensor],
+        holders: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """Derives the position of every parameter. Raises CheckpointError.
 
         `numels(rank, chunk)` returns the elements of the parameters in the order of modules; `buckets(rank, chunk,
         numels)` returns the sizes of the buckets of their buffer; `fetch(rank, chunk, key, bucket, range)` returns
-        elements of one bucket.
+        elements of one bucket. A rank here is one of tp, or an index of `holders`: (tp rank, ep rank) in the names of the
+        parameters of each buffer.
         """
         self.layout, self._fetch = layout, fetch
         self._places: dict[str, tuple[int, int, int, int]] = {}
-        for rank in range(layout.tp):
+        for rank, holder in enumerate(holders or [(tp_rank, 0) for tp_rank in range(layout.tp)]):
             for chunk in range(len(layout.layers)):
                 held = numels(rank, chunk)
                 sizes = buckets(rank, chunk, held)
@@ -102,7 +105,7 @@ class BucketState:
                         f"{len(held)} parameters do not fill; {SAVE_AGAIN}"
                     )
                 for name, (bucket, start) in places.items():
-                    self._places[layout.key(rank, chunk, name)] = (rank, chunk, bucket, start)
+                    self._places[layout.key(*holder, chunk, name)] = (rank, chunk, bucket, start)
 
     def read(self, key: str, name: str, shape: Shape, box: Box) -> Tensor:
         """See OptimizerState."""
@@ -124,9 +127,16 @@ class ListState:
         """Reads the state of all ranks. Raises CheckpointError."""
         self.layout = files.layout
         self._tensors: dict[str, dict[str, Tensor]] = {}
-        ranks = [(rank, stage) for rank in range(self.layout.tp) for stage in range(self.layout.pp)]
-        for rank, stage in ranks:
-            self._take(files, self.layout.folder(rank, stage))
+        for folder in (
+            self.layout.folder(*rank, stage) for rank in self.layout.ranks for stage in range(self.layout.pp)
+        ):
+            parameters, optimizers = files.parameters(folder), optimizers_of(files.rank(folder)["optimizer"])
+            if len(optimizers) == 1:
+                self._take(files, folder, optimizers[0], parameters)
+                continue
+            for of_experts, optimizer in zip((False, True), optimizers, strict=True):
+                names = [name for name in parameters if is_expert(name) == of_experts]
+                self._take(files, folder, optimizer, names)
         self.has_masters = any("master" in held for held in self._tensors.values())
 
     def read(self, key: str, name: str, shape: Shape, box: Box) -> Tensor:
@@ -135,11 +145,9 @@ class ListState:
             raise CheckpointError(f"its optimizer holds no {key} of {name}; {SAVE_AGAIN}")
         return narrow(self._tensors[name][key], box)
 
-    def _take(self, files: ClassicFiles, folder: str) -> None:
-        outer = only(files.rank(folder)["optimizer"])
+    def _take(self, files: ClassicFiles, folder: str, outer: Mapping[str, Any], parameters: list[str]) -> None:
         inner = outer.get("optimizer", outer)
         masters = outer.get("fp32_from_fp16_params", outer.get("fp32_from_fp16"))
-        parameters = files.parameters(folder)
         kinds = {name: _kind(name, files.shapes[name], files.arguments) for name in parameters}
         for number, group in enumerate(inner["param_groups"]):
             kind = group.get("wd_mult", 1.0) != 0, _is_decoupled(group)
@@ -162,6 +170,17 @@ class ListState:
                 self._tensors[name] = held
 
 
+def optimizers_of(found: Any) -> list[Mapping[str, Any]]:
+    """Returns the only optimizer of a value, or the two of a model whose experts are shared over ep: that of the experts is
+    the second. They are in a list, or numbered. Raises CheckpointError.
+    """
+    if isinstance(found, dict) and set(found) == {0, 1}:
+        found = [found[0], found[1]]
+    if isinstance(found, list) and len(found) == 2 and all(isinstance(each, dict) for each in found):
+        return found
+    return [only(found)]
+
+
 def only(optimizer: Any) -> Mapping[str, Any]:
     """Returns the only optimizer of a value that may be a list of them. Raises CheckpointError."""
     if isinstance(optimizer, list) and len(optimizer) == 1:
@@ -171,8 +190,8 @@ def only(optimizer: Any) -> Mapping[str, Any]:
     return optimizer
 
 
-def _prefix(key: str) -> str:
-    return f"optimizer.state.{key}."
+def _prefixes(key: str) -> list[str]:
+    return [f"{optimizer}state.{key}." for optimizer in OPTIMIZERS]
 
 
 def _kind(name: str, shape: Shape, arguments: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from megatron.core.models.mcore.classic import ClassicFiles
 from megatron.core.models.mcore.flat_state import GROUP, of_buckets, of_files, of_gathered
 from megatron.core.models.mcore.folder import CLASSIC, format_of, iteration_folder
 from megatron.core.models.mcore.names import table
-from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, ListState, ModelState, OptimizerState, only
-from megatron.core.models.mcore.torch_dist import OPTIMIZER, TorchDistFiles
+from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, ListState, ModelState, OptimizerState, optimizers_of
+from megatron.core.models.mcore.torch_dist import OPTIMIZERS, TorchDistFiles
 
 _OPTIMIZERS = ("adam", "sgd")
 
@@ -102,19 +101,23 @@ class MCoreSource:
         return (
             "optimizer" in self.common
             if isinstance(files, ClassicFiles)
-            else files.has_tensors(OPTIMIZER) or bool([name for name in files.folder.objects if name.startswith(GROUP)])
+            else files.has_tensors(*OPTIMIZERS)
+            or any(name.startswith((GROUP, *OPTIMIZERS[1:])) for name in files.folder.objects)
         )
 
     def optimizer_part(self, name: str) -> Any:
         """Returns "optimizer" (groups and unsharded state) or "grad_scaler"; None if there is none."""
-        optimizer = only(self.common.get("optimizer", {}))
-        if isinstance(self._files, TorchDistFiles):
-            found = self._files.read_object(f"{GROUP}0.{name}")
-            if found is not None:
-                return found
-        if name == "optimizer" and "param_groups" in optimizer:
-            return optimizer
-        return optimizer.get(name)
+        optimizers = optimizers_of(self.common.get("optimizer", {}))
+        if isinstance(files := self._files, TorchDistFiles):
+            for chain in ("", "chained_0."):
+                if (found := files.read_object(f"{chain}{GROUP}0.{name}")) is not None:
+                    return found
+        if name != "optimizer":
+            return optimizers[0].get(name)
+        held = [each if "param_groups" in each else each.get(name, {}) for each in optimizers]
+        if len(held) == 1:
+            return held[0]
+        return {**held[0], "param_groups": [group for each in held for group in each.get("param_groups", ())]}
 
     def _read_state(self, name: str, key: str, box: Box) -> Tensor:
         state, names = self._state
@@ -136,12 +139,19 @@ class MCoreSource:
     def _open_state(self) -> OptimizerState:
         files = self._files
         distributed = bool(self.arguments.get("use_distributed_optimizer"))
-        if isinstance(files, ClassicFiles):
-            return of_files(files, self.model) if distributed else ListState(files)
-        if files.has_tensors(f"{OPTIMIZER}state."):
+        if isinstance(files, ClassicFiles) and not distributed:
+            return ListState(files)
+        if isinstance(files, TorchDistFiles) and files.has_tensors(*(f"{each}state." for each in OPTIMIZERS)):
             return ModelState(files)
-        if files.has_tensors(GROUP):
+        if isinstance(files, TorchDistFiles) and files.has_tensors(GROUP, f"chained_0.{GROUP}"):
             return of_buckets(files, self.model)
+        if self.model.num_experts is not None:
+            raise CheckpointError(
+                f"{self.path} holds the optimizer of a model with experts in a form that is read of dense models only; "
+                f"{SAVE_AGAIN}"
+            )
+        if isinstance(files, ClassicFiles):
+            return of_files(files, self.model)
         if f"{GROUP}0.param_state/shard_0_1" in files.folder.objects:
             return of_gathered(files, self.model)
         raise CheckpointError(f"{self.path} holds the optimizer's state in a form that is not known; {SAVE_AGAIN}")
@@ -167,4 +177,4 @@ class MCoreSource:
 
 def _is_spare(name: str) -> bool:
     """Returns whether this is state of Transformer Engine, or the last stage's copy of a tied embedding."""
-    return bool(re.search(r"_extra_state\b", name)) or name == "output_layer.weight" or "rotary_pos_emb" in name
+    return "_extra_state" in name or name == "output_layer.weight" or "rotary_pos_emb" in name

@@ -28,7 +28,8 @@ COMMON_FILE = "common.pt"  # until core 0.18, which stores an object instead
 _COMMON = "common_state"
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
-OPTIMIZER = "optimizer."
+# Before core 0.14 the optimizers of a model with experts had numbers: all but the experts, and the experts.
+OPTIMIZERS = ("optimizer.", "chained_0.optimizer.", "chained_1.optimizer.")
 _HALVES = ("_w", "_v")
 
 
@@ -42,7 +43,7 @@ class ModelSpace:
         self._folder, self._prefix = folder, prefix
         self.shapes: dict[str, tuple[int, ...]] = {}
         for stored, (shape, _) in folder.tensors.items():
-            if not stored.startswith(prefix) or (not prefix and stored.startswith(OPTIMIZER)):
+            if not stored.startswith(prefix) or (not prefix and stored.startswith(OPTIMIZERS)):
                 continue
             name = stored.removeprefix(prefix)
             if match := _STACKED.fullmatch(name):
@@ -128,7 +129,7 @@ class TorchDistFiles:
         if not self.arguments:
             raise CheckpointError(f"{path} holds no arguments; it is not a checkpoint of Megatron-LM's training")
         self._weights = ModelSpace(self.folder, "")
-        self._beginning = CheckpointLayout(1, 1, (0,), True, 0).key(0, 0, "")
+        self._beginning = CheckpointLayout(1, 1, (0,), True, 0).key(0, 0, 0, "")
         self.shapes = {self._beginning + name: shape for name, shape in self._weights.shapes.items()}
         self.layout = self._layout()
 
@@ -144,9 +145,9 @@ class TorchDistFiles:
         """Returns the parameter's name in the whole model."""
         return key.removeprefix(self._beginning)
 
-    def has_tensors(self, beginning: str) -> bool:
-        """Returns whether there is a tensor whose name begins with `beginning`."""
-        return any(name.startswith(beginning) for name in self.folder.tensors)
+    def has_tensors(self, *beginnings: str) -> bool:
+        """Returns whether there is a tensor whose name begins with one of `beginnings`."""
+        return any(name.startswith(beginnings) for name in self.folder.tensors)
 
     def read_object(self, name: str) -> Any:
         """Returns the object of that name, without its shard index, or None."""
@@ -172,4 +173,8 @@ class TorchDistFiles:
         if not embedding:
             raise CheckpointError(f"{self.path} holds no tensor embedding.word_embeddings.weight")
         fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in names)
-        return CheckpointLayout(1, 1, (len(layers),), fused, embedding[0])
+        routers = [name for name in names if name.endswith(".mlp.router.weight")]
+        norms = {name.replace(".router.weight", ".linear_fc1.layer_norm_weight") for name in routers}
+        return CheckpointLayout(
+            1, 1, (len(layers),), fused, embedding[0], fused_expert_norms=not norms.isdisjoint(names)
+        )

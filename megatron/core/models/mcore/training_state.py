@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.mcore.arguments import arguments_of
-from megatron.core.models.mcore.names import CheckpointLayout
+from megatron.core.models.mcore.names import SEQUENTIAL, CheckpointLayout
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -76,6 +76,7 @@ def arguments_for(
     beside = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        **_experts(model, layout),
         # for reading it back here; Megatron-LM does not know it
         "mask_padded_vocabulary": model.mask_padded_vocabulary,
         "padded_vocab_size": layout.vocabulary * layout.tp,
@@ -89,6 +90,16 @@ def arguments_for(
         "no_save_optim": training.adam is None,
     }
     return argparse.Namespace(**arguments_of(model) | beside | training.arguments)
+
+
+def _experts(model: ModelConfig, layout: CheckpointLayout) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {}
+    return {
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "moe_grouped_gemm": layout.experts != SEQUENTIAL,
+    }
 
 
 def param_groups(adam: Adam, scheduler: dict[str, Any]) -> list[dict[str, Any]]:
