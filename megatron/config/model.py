@@ -313,7 +313,7 @@ class ModelConfig(MoEModel):
         "auto",
         "attention kernel: auto takes the first that can run of FlashAttention-3, cuDNN, FlashAttention-2, torch's "
         "memory-efficient one and plain torch; flash = FlashAttention, fused = cuDNN, unfused (or local) = plain torch. "
-        "One that is named and cannot run is refused",
+        "One that is named and cannot run on a GPU is refused",
         choices=("auto", "flash", "fused", "unfused"),
     )
     transformer_impl: str = flag(

@@ -2,7 +2,7 @@
 
 A candidate cannot run for a reason that is known beforehand, or because its trial fails: which head sizes, windows and
 rates of dropout a build supports on a GPU is known for certain only then. `auto` falls back to the next candidate. A
-backend that is asked for by name runs, or the run stops.
+backend that is asked for by name runs on a GPU, or the run stops.
 """
 
 from __future__ import annotations
@@ -102,24 +102,24 @@ def choose_attention(config: ModelConfig, device: torch.device, *, blocks: bool,
 
 
 def _on_cpu(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Chosen:
-    asked, capped = config.attention_backend, config.attn_logit_softcapping is not None
-    if asked != AUTO:
-        raise _refusal(asked, [f"the device is {device.type}"])
-    if capped:
+    """A kernel of GPUs that is asked for by name ends no run here: so the command line of a cluster runs on a laptop."""
+    asked = config.attention_backend
+    reasons = [] if asked == AUTO else [f"{asked} is for GPUs"]
+    if config.attn_logit_softcapping is not None:
         rows = "unfused blocks (plain torch in fp32: no fused kernel here caps scores)"
         return Chosen(
             attention_rows.attention,
-            f"{_MATH} (torch's SDPA caps no scores)",
+            _choice(_MATH, [*reasons, "torch's SDPA caps no scores"]),
             *_with_dropout(attention_lse.by_rows, rows, config),
         )
     flash_for_cpus = "fused blocks (torch's flash for CPUs)"
     if slow_half(device, dtype):
         name = str(dtype).removeprefix("torch.")
-        choice = f"torch SDPA (in fp32: this CPU has no {name} products)"
+        choice = _choice("torch SDPA", [*reasons, f"in fp32: this CPU has no {name} products"])
         flash_for_cpus = f"fused blocks (torch's flash for CPUs in fp32, this one has no {name} products)"
         kernel = attention_lse.in_fp32(attention_lse.cpu)
         return Chosen(in_fp32(fused), choice, *_with_dropout(kernel, flash_for_cpus, config))
-    return Chosen(fused, "torch SDPA", *_with_dropout(attention_lse.cpu, flash_for_cpus, config))
+    return Chosen(fused, _choice("torch SDPA", reasons), *_with_dropout(attention_lse.cpu, flash_for_cpus, config))
 
 
 def _of_sequences(asked: str, needs: Needs) -> tuple[AttentionKernel, str]:

@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 
-from megatron.base.errors import USER_ERROR_EXIT_CODE, ConfigError
-from megatron.command_line.exits import exit_code
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.kernels import choose_attention
 from megatron.kernels.choose import choose_kernels
@@ -282,8 +281,11 @@ class TestOnACpu:
         assert found.block_choice == "unfused blocks (plain torch in fp32, asked for)"
 
     @pytest.mark.parametrize("asked", ["flash", "fused"])
-    def test_kernels_of_a_gpu(self, asked, capsys):
-        """A program ends with one line."""
-        assert exit_code(lambda: on_cpu(asked)) == USER_ERROR_EXIT_CODE
-        said = f"--attention-backend {asked} cannot run here: the device is cpu; give --attention-backend auto"
-        assert said in capsys.readouterr().err
+    def test_kernels_of_a_gpu(self, asked):
+        """The command line of a cluster runs on a laptop, and the table says by which kernel."""
+        found = on_cpu(asked)
+        assert (found.attention, found.attention_choice) == (attention.fused, f"torch SDPA ({asked} is for GPUs)")
+        assert found.blocks is attention_lse.cpu
+        assert on_cpu(asked, attn_logit_softcapping=30.0).attention_choice == (
+            f"math ({asked} is for GPUs; torch's SDPA caps no scores)"
+        )
