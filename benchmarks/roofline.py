@@ -54,6 +54,7 @@ _NO_KERNEL = {
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 # Of these the first tensor is read only where the indices say so: as many elements as there are results.
 _TAKES_SOME = {"index_select", "gather", "embedding", "index"}
+_GATED = {"_fused_adamw_", "_fused_sgd_"}
 
 
 @dataclass
@@ -135,6 +136,10 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     if name in _TAKES_SOME:
         sizes[0] = sum(map(nbytes, results))
     written = sum(map(nbytes, out or changed(func, args) or results))
+    if name == "index_add_":  # it reads and writes the rows that it adds to
+        sizes[0] = written = nbytes(args[3])
+    if name in _GATED and kwargs.get("grad_scale") is not None and kwargs.get("found_inf") is not None:
+        return Work(1)  # of two kernels one returns at once, which is this one unless gradients are scaled or clipped
     return Work(1, sum(sizes) + written, flops_of(name, func, read, results, out))
 
 

@@ -44,6 +44,10 @@ OPERATIONS = {
         lambda a, b, c: a.index_select(0, torch.empty(2, dtype=torch.int64, device=CUDA)),
         Work(1, 2 * 2 * M * 2 + 2 * 8),
     ),
+    "rows added to some": (
+        lambda a, b, c: a.index_add_(0, torch.empty(2, dtype=torch.int64, device=CUDA), c[:2]),
+        Work(1, 3 * 2 * M * 2 + 2 * 8),
+    ),
     "a product": (lambda a, b, c: a @ b, Work(1, (N * M + M * K + N * K) * 2, 2 * N * M * K)),
     "on the host": (lambda a, b, c: torch.ones(3) + 1, Work()),
 }
@@ -53,6 +57,22 @@ OPERATIONS = {
 def test_an_operation(name):
     run, expected = OPERATIONS[name]
     assert work(run) == expected
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_of_two_gated_updates_one_counts(divided):
+    """The other one returns at once."""
+
+    def update(a, b, c):
+        like = [torch.empty(M, device=CUDA) for _ in range(4)]
+        gate, step = torch.empty(2, device=CUDA), torch.empty((), device=CUDA)
+        torch._fused_adamw_(
+            *([each] for each in like), [], [step], lr=1.0, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8,
+            amsgrad=False, maximize=False, grad_scale=gate[0] if divided else None, found_inf=gate[1],
+        )  # fmt: skip
+
+    found = work(update)
+    assert found.launches == 1 and (found.nbytes == 0) == divided
 
 
 def test_a_layer_has_the_products_of_its_description():
