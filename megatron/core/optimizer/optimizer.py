@@ -85,7 +85,8 @@ class Optimizer:
     ) -> Update:
         """Updates masters and parameters from reduced gradients, unless these are not finite, which the device decides.
 
-        Then the same kernels and gathers run, and leave every value as it was. The host does not wait, if `settle` was
+        Then the same kernels and gathers run, and leave every value as it was: weights of less than fp32 are rounded from
+        their masters again. The host does not wait, if `settle` was
         called since the last step. Communication: that of grad_norm.py, then the gathers.
 
         decoupled_lr: the learning rate of the word embeddings and of the output layer; None stands for `lr`.

@@ -100,13 +100,16 @@ def dies_before_an_export(argv):
 
 
 def nan_weight(argv):
-    """One element of a weight is NaN from step FAULTY_STEP on, on the ranks that own it."""
+    """One element of a weight, and of its master, is NaN from step FAULTY_STEP on, on the ranks that own it."""
 
     def spoil(step, number):
         if number == int(os.environ["FAULTY_STEP"]):
             step._data_parallel.synchronize()
             for piece, elements in step._data_parallel.weights():
                 if piece.name == NAN_WEIGHT and piece.start == 0:
+                    elements[0] = math.nan
+            for piece, key, elements in step._optimizer.pieces():
+                if key == "master" and piece.name == NAN_WEIGHT and piece.start == 0:
                     elements[0] = math.nan
 
     before_each_step(spoil)
