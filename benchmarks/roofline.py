@@ -126,10 +126,6 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     changes = func._schema.is_mutable
     if not changes and results and all(each.untyped_storage()._cdata in given for each in results):
         return Work()  # a view
-    if kwargs.get("found_inf") is not None and kwargs.get("grad_scale") is None:
-        return Work(
-            1
-        )  # of the two updates that are queued (core/optimizer/update_rule.py), clipping needs the other one
     if name in ("fill_", "zero_", "copy_"):
         read = read[1:]
     sizes = [nbytes(each) for each in read]
