@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.spec.attention import Llama3Scaling, RotarySpec, YarnScaling
+
+Rotation = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # see `rotate_once`
 
 
 def rotary_frequencies(spec: RotarySpec, device: torch.device, *, long: bool = False) -> tuple[Tensor, float]:
@@ -66,19 +69,20 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, once: Rotation) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _rotate(x, cos, sin, interleaved)
+        ctx.interleaved, ctx.once = interleaved, once
+        return once(x, cos, sin, interleaved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
         # the transpose of a rotation is the inverse rotation
-        return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None
+        return ctx.once(grad, cos, -sin, ctx.interleaved), None, None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate_once(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Returns `rotate` of x without autograd, contiguous."""
     half = cos.shape[-1]
     firsts = slice(0, 2 * half, 2) if interleaved else slice(half)
     seconds = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
@@ -92,10 +96,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, once: Rotation = rotate_once) -> Tensor:
     """Rotates the first 2 x (size of the tables) channels of x [s, b, heads, d].
 
-    Channel i is paired with i + half, or if `interleaved` 2 i with its neighbour 2 i + 1.
+    Channel i is paired with i + half, or if `interleaved` 2 i with its neighbour 2 i + 1. once: the kernel.
     """
-    result: Tensor = _Rotate.apply(x, cos, sin, interleaved)
+    result: Tensor = _Rotate.apply(x, cos, sin, interleaved, once)
     return result
