@@ -22,3 +22,14 @@ def test_equals_its_reference(file):
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.slow
+def test_compiles_without_a_gpu():
+    """For two generations of GPUs, as the layers launch the kernels; registers hold nearly everything."""
+    command = [sys.executable, "-m", "benchmarks.triton_kernels", "compile"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("sm_")]
+    assert {row[0] for row in rows} == {"sm_90", "sm_80"} and len(rows) > 60
+    assert all(int(row[-3]) <= 128 for row in rows), "bytes of stack: registers spill"

@@ -1,0 +1,255 @@
+"""The Triton kernels without a GPU: the resources they compile to, and the bytes they move.
+
+    python -m benchmarks.triton_kernels compile   # registers, stack and shared memory for sm_90 and sm_80
+    python -m benchmarks.triton_kernels bytes     # bytes for each element, and for a layer of Llama 3 8B
+
+`compile` calls the functions that layers call, with tensors that have shapes only, and compiles what they launch as
+Triton would on the GPU; the resources are those in the compiled binary. `bytes` runs the same functions in Triton's
+interpreter on the CPU, and counts each address of device memory that a launch reads, and each that it writes, once: a
+weight that all rows read is in the cache after the first. Numbers for each token come from the difference between two
+lengths. Neither needs a GPU, both need the package triton, and neither says how fast a kernel is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TARGETS = (90, 80)
+TOKENS, HIDDEN, INNER, HEADS, GROUPS, HEAD, VOCABULARY = 8192, 4096, 14336, 32, 8, 128, 32064
+OTHER_WIDTHS = (128, 2048, 8192, 16384)  # of norms; compiled, too
+# How often a layer calls each, forward and backward. The rotation's backward is the same kernel with opposite angles.
+LAYER = {
+    "RMSNorm": 2,
+    "RMSNorm backward": 2,
+    "SwiGLU": 1,
+    "SwiGLU backward": 1,
+    "rotation of q": 2,
+    "rotation of k": 2,
+}
+
+
+class Case(NamedTuple):
+    """A call of kernels. elements: of a token, which bytes are divided by."""
+
+    call: Callable[[], object]
+    elements: int
+
+
+class Launch(NamedTuple):
+    """The resources of a compiled kernel. stack: bytes of a thread, where registers spill; shared: bytes of a program."""
+
+    target: str
+    registers: int
+    stack: int
+    shared: int
+    warps: int
+
+
+def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
+    """The calls of a layer, a head and an optimizer in bf16, for a sequence of `tokens`."""
+    norm, activation, rope, cross_entropy, adam, merge = map(_module, KERNELS)
+
+    def half(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
+
+    def full(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.float32, device=device)
+
+    x, weight, bias, rstd = half(tokens, 1, hidden), half(hidden), half(hidden), full(tokens, 1, 1)
+    inner, grad = half(tokens, 1, 2 * INNER), half(tokens, 1, INNER)
+    qkv = half(tokens, 1, GROUPS, HEADS // GROUPS + 2, HEAD)
+    q, k, table = half(tokens, 1, HEADS, HEAD), qkv[:, :, :, -2], half(tokens, 1, 1, HEAD // 2)
+    logits, targets = half(tokens, VOCABULARY), torch.zeros(tokens, dtype=torch.int64, device=device)
+    flat = [full(tokens * 1024) for _ in range(4)]
+    rates = {"step": 7, "lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    on_device = {"divisor": full(1) + 1.0, "found_inf": full(1)}
+    out, lse = full(tokens, 1, HEADS, HEAD), full(1, HEADS, tokens)
+    return {
+        "RMSNorm": Case(lambda: norm.compute_rms_norm(x, weight, 1e-5), hidden),
+        "add + RMSNorm": Case(lambda: norm.compute_add_rms_norm(x, x.clone(), weight, 1e-5), hidden),
+        "RMSNorm backward": Case(lambda: norm.gradient_rms_norm(x.clone(), x, weight, rstd), hidden),
+        "RMSNorm backward + residual": Case(
+            lambda: norm.gradient_rms_norm(x.clone(), x, weight, rstd, residual=x.clone()), hidden
+        ),
+        "LayerNorm": Case(lambda: norm.compute_layer_norm(x, weight, bias, 1e-5), hidden),
+        "LayerNorm backward": Case(
+            lambda: norm.gradient_layer_norm(x.clone(), x, weight, bias, (rstd, rstd.clone())), hidden
+        ),
+        "SwiGLU": Case(lambda: activation.swiglu.product(inner), INNER),
+        "SwiGLU backward": Case(lambda: activation.swiglu.gradient_of_input(grad, inner), INNER),
+        "GEGLU backward": Case(lambda: activation.geglu.gradient_of_input(grad, inner), INNER),
+        "GEGLU (tanh) backward": Case(lambda: activation.geglu_tanh.gradient_of_input(grad, inner), INNER),
+        "rotation of q": Case(lambda: rope.rotate_once(q, table, table.clone(), False), HEADS * HEAD),
+        "rotation of k": Case(lambda: rope.rotate_once(k, table, table.clone(), False), GROUPS * HEAD),
+        "interleaved rotation": Case(lambda: rope.rotate_once(q, table, table.clone(), True), HEADS * HEAD),
+        "cross entropy": Case(lambda: cross_entropy.local_statistics(logits, targets, 0), VOCABULARY),
+        "cross entropy backward": Case(
+            lambda: cross_entropy.gradient_(logits, targets, 0, rstd.view(-1), rstd.view(-1).clone()), VOCABULARY
+        ),
+        "AdamW": Case(lambda: adam.adamw_step(*flat, **rates, **on_device, out=half(tokens * 1024)), 1024),
+        "merge of blocks": Case(
+            lambda: merge.merge_(out, lse, half(tokens, 1, HEADS, HEAD), lse.clone()), HEADS * HEAD
+        ),
+    }
+
+
+KERNELS = ("norm", "activation", "rope", "cross_entropy", "adam", "merge")
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"megatron.kernels.backends.triton.{name}")
+
+
+class _Driver:
+    """A GPU that is not there: tells Triton which one to compile for."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return int(self._target.arch)  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+def compiled(capability: int) -> Iterator[tuple[str, Launch]]:
+    """Yields (case, resources) of each kernel that the cases launch, compiled for a compute capability such as 90."""
+    jit, compiler, runtime = (
+        importlib.import_module(f"triton.{name}") for name in ("runtime.jit", "backends.compiler", "runtime.driver")
+    )
+    run, found = jit.JITFunction.run, []
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append(run(kernel, *args, grid=grid, warmup=True, **options))
+
+    runtime.driver.set_active(_Driver(compiler.GPUTarget("cuda", capability, 32)))
+    chosen = dict(cases(TOKENS, "meta"))
+    for width in OTHER_WIDTHS:
+        chosen.update(
+            {f"{name}, {width} wide": case for name, case in cases(8, "meta", width).items() if "Norm" in name}
+        )
+    with mock.patch.object(jit.JITFunction, "run", compile_only):
+        for name, case in chosen.items():
+            found.clear()
+            case.call()
+            yield from ((name, _resources(kernel, capability)) for kernel in found)
+
+
+def _resources(kernel: Any, capability: int) -> Launch:
+    tool = importlib.import_module("triton").knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as file:
+            file.write(kernel.asm["cubin"])
+        said = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
+    stack = found["STACK"] + found["LOCAL"]
+    return Launch(f"sm_{capability}", found["REG"], stack, kernel.metadata.shared, kernel.metadata.num_warps)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Yields [bytes] that kernels move inside, in the interpreter. Each launch counts an address once for each way."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder, executor, total = interpreter.InterpreterBuilder, interpreter.GridExecutor, [0]
+    load, store, call = builder.create_masked_load, builder.create_masked_store, executor.__call__
+    seen: dict[str, list[Any]] = {"load": [], "store": []}
+
+    def note(way: str, pointers: Any, mask: Any) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        addresses, inside = np.broadcast_arrays(pointers.data, mask.data)
+        seen[way].append((size, addresses[inside]))
+
+    def noted_load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        note("load", pointers, mask)
+        return load(self, pointers, mask, *rest, **named)
+
+    def noted_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        note("store", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    def launch(self: Any, *args: Any, **named: Any) -> Any:
+        result = call(self, *args, **named)
+        for pieces in seen.values():
+            for size in {size for size, _ in pieces}:
+                total[0] += size * len(np.unique(np.concatenate([each for of, each in pieces if of == size])))
+            pieces.clear()
+        return result
+
+    with (
+        mock.patch.object(builder, "create_masked_load", noted_load),
+        mock.patch.object(builder, "create_masked_store", noted_store),
+        mock.patch.object(executor, "__call__", launch),
+    ):
+        yield total
+
+
+def bytes_per_token() -> dict[str, tuple[float, int]]:
+    """Returns {case: (bytes that each further token moves, elements of a token)}."""
+    few, many, norm = 2, 4, _module("norm")
+    found: dict[str, list[int]] = {}
+    # Every further row would be summed by a further program at such lengths; at real ones their number is fixed.
+    with mock.patch.object(norm, "WARPS", norm._tile(HIDDEN)[2]), counted() as total:
+        for tokens in (few, many):
+            for name, case in cases(tokens, "cpu").items():
+                before = total[0]
+                case.call()
+                found.setdefault(name, []).append(total[0] - before)
+    elements = {name: case.elements for name, case in cases(0, "cpu").items()}
+    return {name: ((b - a) / (many - few), elements[name]) for name, (a, b) in found.items()}
+
+
+def print_compiled() -> None:
+    """Prints the table of resources."""
+    print(f"{'target':8} {'call':40} {'registers':>9} {'stack':>6} {'shared':>7} {'warps':>6}")
+    for capability in TARGETS:
+        for name, of in compiled(capability):
+            print(f"{of.target:8} {name:40} {of.registers:9} {of.stack:6} {of.shared:7} {of.warps:6}")
+
+
+def print_bytes() -> None:
+    """Prints bytes for each element of each call, and the sum over a layer."""
+    found = bytes_per_token()
+    print(f"{'call':36} {'bytes for each element':>22}")
+    for name, (size, elements) in found.items():
+        print(f"{name:36} {size / elements:22.2f}")
+    norm = _module("norm")
+    sums = 2 * 4 * HIDDEN * (norm.WARPS // norm._tile(HIDDEN)[2])  # a weight's parts: written, and read again
+    layer = TOKENS * sum(times * found[name][0] for name, times in LAYER.items()) + LAYER["RMSNorm backward"] * sums
+    launches = sum(LAYER.values())
+    print(
+        f"a layer of Llama 3 8B, {TOKENS} tokens: norms, SwiGLU and rotation in {launches} launches, {layer / 1e9:.2f} GB"
+    )
+
+
+def main() -> None:
+    """Runs one of the two."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("compile", "bytes"))
+    if parser.parse_args().what == "compile":
+        print_compiled()
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+        print_bytes()
+
+
+if __name__ == "__main__":
+    main()
