@@ -18,6 +18,7 @@ def model_features(
         _longrope(model, length),
         _products(model, facts),
         _expert_products(model, facts),
+        _fused(facts),
         _gradient_fusion(model, facts),
         _main_gradients(model, facts),
         _dropout(model, trains=trains),
@@ -67,6 +68,11 @@ def _expert_products(model: ModelConfig, facts: Facts) -> Feature:
     if model.num_experts is None:
         return Feature(name, "off", "off", "")
     return Feature(name, "grouped", "grouped" if missing is None else "one per expert", missing or "")
+
+
+def _fused(facts: Facts) -> Feature:
+    names, _, why = facts.fused_choice.partition(" (")
+    return Feature("fused kernels", "auto", names, why.removesuffix(")"))
 
 
 def _gradient_fusion(model: ModelConfig, facts: Facts) -> Feature:

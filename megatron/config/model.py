@@ -31,6 +31,9 @@ RUNTIME_FIELDS = (
     "attention_backend",
     "transformer_impl",
     "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "bias_swiglu_fusion",
+    "apply_rope_fusion",
 )
 # Fields about the padding of the vocabulary, which a format without padding leaves to each run.
 PADDING_FIELDS = ("make_vocab_size_divisible_by", "fixed_padded_vocab_size", "mask_padded_vocabulary")
@@ -323,6 +326,16 @@ class ModelConfig(MoEModel):
     )
     gradient_accumulation_fusion: bool = on_by_default(
         when_off="do not add weight gradients to the fp32 main gradient inside the GEMM; add them after it",
+    )
+    persist_layer_norm: bool = on_by_default(
+        when_off="norms in several kernels of torch, not in one of Triton where it runs",
+    )
+    bias_swiglu_fusion: bool = on_by_default(
+        when_off="gated activations (SwiGLU, GEGLU) in several kernels of torch, not in one of Triton where it runs",
+    )
+    apply_rope_fusion: bool = on_by_default(
+        when_off="the rotation of queries and keys in several kernels of torch, not in one of Triton where it runs",
+        name="--no-rope-fusion",
     )
 
     @property

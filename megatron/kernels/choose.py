@@ -8,6 +8,7 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.choose_attention import choose_attention
+from megatron.kernels.fused import LayerKernels, choose_fused
 from megatron.kernels.ops import attention, attention_lse, grouped_gemm, weight_grad
 
 
@@ -19,10 +20,12 @@ class Kernels:
     block_attention: attention_lse.BlockKernel  # for context parallelism
     weight_grad: weight_grad.WeightGrad
     grouped: grouped_gemm.GroupedGemm  # for experts
+    fused: LayerKernels  # the small operations of a layer and of the loss
     attention_choice: str
     block_choice: str
     fusion_missing: str | None  # the reason why gradient accumulation is not fused into the weight-gradient GEMM
     grouped_missing: str | None  # the reason why experts do not use torch's grouped product
+    fused_choice: str
 
 
 def choose_kernels(
@@ -38,15 +41,18 @@ def choose_kernels(
     chosen = choose_attention(config, device, blocks=blocks, documents=documents)
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     grouped, grouped_missing = _choose_grouped(config, device, dtype, etp)
+    fused, fused_choice = choose_fused(config, device, dtype)
     return Kernels(
         chosen.attention,
         chosen.blocks,
         weight_grad_kernel,
         grouped,
+        fused,
         chosen.attention_choice,
         chosen.block_choice,
         missing,
         grouped_missing,
+        fused_choice,
     )
 
 

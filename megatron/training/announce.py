@@ -37,6 +37,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         block_choice=kernels.block_choice,
         fusion_missing=kernels.fusion_missing,
         grouped_missing=kernels.grouped_missing,
+        fused_choice=kernels.fused_choice,
         upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
         separate_main_grads=dtypes != {torch.float32},
         buckets=len(buckets),

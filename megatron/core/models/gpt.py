@@ -86,7 +86,13 @@ class GPTModel(nn.Module):
         spec, tp = self._build.spec, self._build.groups.tp
         logits = self.output_layer(hidden)
         loss = vocab_parallel_cross_entropy(
-            logits, labels.t(), spec.softmax_size, tp, spec.logits_scaling, spec.logits_softcap
+            logits,
+            labels.t(),
+            spec.softmax_size,
+            tp,
+            spec.logits_scaling,
+            spec.logits_softcap,
+            self._build.kernels.fused.cross_entropy,
         )
         return loss.t()
 

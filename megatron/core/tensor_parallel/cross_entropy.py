@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Group
-from megatron.kernels.ops import cross_entropy
+from megatron.kernels.ops.cross_entropy import CrossEntropyKernel, separate
 from megatron.kernels.ops.softcap import softcap_
 
 
@@ -24,6 +24,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         tp: Group,
         scaling: float,
         softcap: float | None,
+        kernel: CrossEntropyKernel,
     ) -> Tensor:
         # Contiguous, because backward writes the gradient through a flat view: of a copy it would be lost. Detached, because
         # with --tp-comm-overlap the linear layer returns a view, and autograd saves none that was changed.
@@ -33,7 +34,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if softcap is not None:
             softcap_(logits, softcap)
         flat, ids = logits.flatten(0, -2), targets.flatten()
-        largest, exp_sum, target = cross_entropy.local_statistics(flat[:, :valid], ids, first)
+        largest, exp_sum, target = kernel.local_statistics(flat[:, :valid], ids, first)
         if tp.size > 1:
             local_largest = largest.clone()
             all_reduce(largest, tp, "max")
@@ -41,22 +42,28 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             exp_sum, target = all_reduce(sums, tp)
         log_sum_exp = exp_sum.log() + largest
         ctx.save_for_backward(logits, ids, log_sum_exp)
-        ctx.first, ctx.valid, ctx.scaling, ctx.softcap = first, valid, scaling, softcap
+        ctx.first, ctx.valid, ctx.scaling, ctx.softcap, ctx.kernel = first, valid, scaling, softcap, kernel
         return (log_sum_exp - target).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
         logits, ids, log_sum_exp = ctx.saved_tensors
         flat = logits.flatten(0, -2)
         flat[:, ctx.valid :] = 0.0
         if ctx.scaling != 1.0:
             grad = grad / ctx.scaling
-        cross_entropy.gradient_(flat[:, : ctx.valid], ids, ctx.first, log_sum_exp, grad.flatten(), ctx.softcap)
-        return logits, None, None, None, None, None, None
+        ctx.kernel.gradient_(flat[:, : ctx.valid], ids, ctx.first, log_sum_exp, grad.flatten(), ctx.softcap)
+        return logits, None, None, None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, size: int, tp: Group, scaling: float = 1.0, softcap: float | None = None
+    logits: Tensor,
+    targets: Tensor,
+    size: int,
+    tp: Group,
+    scaling: float = 1.0,
+    softcap: float | None = None,
+    kernel: CrossEntropyKernel = separate,
 ) -> Tensor:
     """logits [s, b, padded vocab / tp], targets [s, b] -> loss per token [s, b] of logits / scaling, capped smoothly at
     `softcap` unless that is None, in fp32.
@@ -68,5 +75,5 @@ def vocab_parallel_cross_entropy(
     local = logits.shape[-1]
     first = tp.rank * local
     valid = max(0, min(local, size - first))
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, first, valid, tp, scaling, softcap)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, first, valid, tp, scaling, softcap, kernel)
     return loss

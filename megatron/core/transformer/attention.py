@@ -8,6 +8,7 @@ copies' gradient that comes from its own query heads: see `Section.partial`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -43,7 +44,8 @@ class SelfAttention(nn.Module):
         self.k_layernorm = build.optional_norm(spec.k_norm)
         self._local_groups, self._d = spec.local_groups(tp), spec.head_dim
         self._per_group = spec.heads // spec.groups // spec.group_holders(tp)
-        self.core, self.rotate, self._prefetch = core, rotate, prefetch
+        self.core, self._prefetch = core, prefetch
+        self.rotate = functools.partial(rotate, once=build.kernels.fused.rotate_once)
         self._scores = Scores(spec.softmax_scale, spec.softcap)
         self._spec, self._rng = spec, build.rng
 

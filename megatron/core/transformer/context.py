@@ -66,7 +66,14 @@ class Build:
 
     def norm(self, spec: NormSpec) -> Norm:
         """A normalization layer."""
-        return Norm(spec, self.groups, sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device)
+        return Norm(
+            spec,
+            self.groups,
+            sequence_parallel=self.sequence_parallel,
+            dtype=self.dtype,
+            device=self.device,
+            kernel=self.kernels.fused.norm,
+        )
 
     def optional_norm(self, spec: NormSpec | None) -> Norm | None:
         """A normalization layer, if there is one."""

@@ -5,17 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.core.transformer.context import Build
-from megatron.kernels.ops import activation
-from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec
-
-ACTIVATIONS: dict[str, activation.Activation] = {
-    SWIGLU: activation.swiglu,
-    GEGLU: activation.geglu,
-    GEGLU_TANH: activation.geglu_tanh,
-    SQUARED_RELU: activation.squared_relu,
-    GELU: activation.gelu,
-    GELU_TANH: activation.gelu_tanh,
-}
+from megatron.kernels.ops.activation import Activation
+from megatron.spec.mlp import MLPSpec
 
 
 class MLP(nn.Module):
@@ -26,7 +17,7 @@ class MLP(nn.Module):
         super().__init__()
         self.linear_fc1 = build.column(spec.linear_fc1)
         self.linear_fc2 = build.row(spec.linear_fc2)
-        self.activation: activation.Activation | None = ACTIVATIONS[spec.activation]
+        self.activation: Activation | None = build.kernels.fused.activations[spec.activation]
         if recompute_activation:
             self.activation, self.linear_fc2.prologue = None, self.activation
 

@@ -12,15 +12,7 @@ from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Group, Groups
 from megatron.core.parameter import make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
-from megatron.kernels.ops.norm import (
-    compute_layer_norm,
-    compute_rms_norm,
-    gradient_layer_norm,
-    gradient_rms_norm,
-    layer_norm,
-    own,
-    rms_norm,
-)
+from megatron.kernels.ops.norm import NormKernel, layer_norm, own, rms_norm, separate
 from megatron.spec.norm import NormSpec
 
 
@@ -32,7 +24,14 @@ class Norm(nn.Module):
     """
 
     def __init__(
-        self, spec: NormSpec, groups: Groups, *, sequence_parallel: bool, dtype: torch.dtype, device: torch.device
+        self,
+        spec: NormSpec,
+        groups: Groups,
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: NormKernel = separate,
     ) -> None:
         super().__init__()
         made = {
@@ -44,7 +43,7 @@ class Norm(nn.Module):
         self._average = (
             own if spec.heads is None or groups.tp.size == 1 else functools.partial(_average_over, groups.tp)
         )
-        self._deferred = False
+        self._deferred, self.kernel = False, kernel
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape; the weight's dtype. A norm that a linear layer applies itself returns x unchanged."""
@@ -57,8 +56,8 @@ class Norm(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """The norm itself."""
         if self.bias is None:
-            return rms_norm(x, self.factor(), self.epsilon, self._average)
-        return layer_norm(x, self.factor(), self.bias, self.epsilon)
+            return rms_norm(x, self.factor(), self.epsilon, self._average, self.kernel)
+        return layer_norm(x, self.factor(), self.bias, self.epsilon, self.kernel)
 
     def factor(self) -> Tensor:
         """The weight that x is multiplied by."""
@@ -86,14 +85,14 @@ class NormPrologue:
 
     def compute(self, *operands: Tensor) -> tuple[Tensor, Any]:
         """See Prologue."""
-        x, weight, *bias = operands
+        (x, weight, *bias), kernel = operands, self._norm.kernel
         if not bias:
-            return compute_rms_norm(x, weight, self._norm.epsilon)
-        return compute_layer_norm(x, weight, bias[0], self._norm.epsilon)
+            return kernel.compute_rms_norm(x, weight, self._norm.epsilon, own)
+        return kernel.compute_layer_norm(x, weight, bias[0], self._norm.epsilon)
 
     def gradient(self, grad: Tensor, rest: Any, *operands: Tensor) -> tuple[Tensor | None, ...]:
         """See Prologue."""
-        x, weight, *bias = operands
+        (x, weight, *bias), kernel = operands, self._norm.kernel
         if not bias:
-            return gradient_rms_norm(grad, x, weight, rest)
-        return gradient_layer_norm(grad, x, weight, bias[0], rest)
+            return kernel.gradient_rms_norm(grad, x, weight, rest, own)
+        return kernel.gradient_layer_norm(grad, x, weight, bias[0], rest)

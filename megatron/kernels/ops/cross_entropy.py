@@ -5,13 +5,21 @@ Rows are processed in blocks, so that the fp32 copy of half-precision logits is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.ops.softcap import slope
 from megatron.spec.work_space import CROSS_ENTROPY_BLOCK
+
+
+class CrossEntropyKernel(NamedTuple):
+    """The functions of this file, or others with their contract."""
+
+    local_statistics: Callable[[Tensor, Tensor, int], Tensor]
+    gradient_: Callable[[Tensor, Tensor, int, Tensor, Tensor, float | None], Tensor]
 
 
 def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -70,3 +78,6 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     n, v = logits.shape
     rows = max(1, CROSS_ENTROPY_BLOCK.get(logits.device.type, 1 << 22) // v)
     return (slice(start, min(start + rows, n)) for start in range(0, n, rows))
+
+
+separate = CrossEntropyKernel(local_statistics, gradient_)

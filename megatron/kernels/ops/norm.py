@@ -16,13 +16,24 @@ backward the dot product adds up the parts, and each rank gets its part of the g
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Average = Callable[[Tensor], Tensor]
+
+
+class NormKernel(NamedTuple):
+    """The norms without autograd. Each field is a function of this file, or another one with its contract."""
+
+    compute_rms_norm: Callable[[Tensor, Tensor, float, Average], tuple[Tensor, Tensor]]
+    gradient_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, Average], tuple[Tensor, Tensor]]
+    compute_layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], tuple[Tensor, tuple[Tensor, Tensor]]]
+    gradient_layer_norm: Callable[
+        [Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor | None]
+    ]
 
 
 def own(numbers: Tensor) -> Tensor:
@@ -69,30 +80,55 @@ def gradient_rms_norm(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, average: Average) -> Tensor:
-        out, rstd = compute_rms_norm(x, weight, epsilon, average)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, average: Average, kernel: NormKernel) -> Tensor:
+        out, rstd = kernel.compute_rms_norm(x, weight, epsilon, average)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.average = average
+        ctx.average, ctx.kernel = average, kernel
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight, rstd = ctx.saved_tensors
-        return *gradient_rms_norm(grad, x, weight, rstd, ctx.average), None, None
+        return *ctx.kernel.gradient_rms_norm(grad, x, weight, rstd, ctx.average), None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average = own) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, average: Average = own, kernel: NormKernel | None = None
+) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight, in the weight's dtype (Zhang and Sennrich, arXiv 1910.07467).
 
-    The mean is over the dims that the weight has. average: see the note.
+    The mean is over the dims that the weight has. average: see the note. kernel: default `separate`.
     """
-    result: Tensor = _RMSNorm.apply(x, weight, epsilon, average)
+    result: Tensor = _RMSNorm.apply(x, weight, epsilon, average, kernel or separate)
     return result
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """(x - mean) / sqrt(var + epsilon) * weight + bias, in the weight's dtype (Ba et al., arXiv 1607.06450)."""
-    return F.layer_norm(x.to(weight.dtype), x.shape[-1:], weight, bias, epsilon)
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, kernel: NormKernel) -> Tensor:
+        out, statistics = kernel.compute_layer_norm(x, weight, bias, epsilon)
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x, weight, bias, *statistics = ctx.saved_tensors
+        return *ctx.kernel.gradient_layer_norm(grad, x, weight, bias, tuple(statistics)), None, None
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, kernel: NormKernel | None = None
+) -> Tensor:
+    """(x - mean) / sqrt(var + epsilon) * weight + bias, in the weight's dtype (Ba et al., arXiv 1607.06450).
+
+    kernel: default torch's operator.
+    """
+    x = x.to(weight.dtype)
+    if kernel is None or kernel is separate:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+    result: Tensor = _LayerNorm.apply(x, weight, bias, epsilon, kernel)
+    return result
 
 
 def compute_layer_norm(
@@ -112,3 +148,6 @@ def gradient_layer_norm(
         grad, x, x.shape[-1:], *statistics, weight, bias, wanted
     )
     return grad_x, grad_weight, grad_bias
+
+
+separate = NormKernel(compute_rms_norm, gradient_rms_norm, compute_layer_norm, gradient_layer_norm)

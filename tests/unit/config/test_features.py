@@ -16,6 +16,7 @@ ALONE = Facts(
     block_choice="fused blocks (torch's flash for CPUs)",
     fusion_missing=None,
     grouped_missing="torch's grouped product needs widths that are multiples of 4, not 22",
+    fused_choice="none (the device is cpu)",
     upcast_products=False,
     separate_main_grads=False,
     buckets=3,
@@ -189,6 +190,14 @@ def test_attention_window():
     assert row(name, **window, num_layers=4, window_attn_skip_freq="4") == (some, some, "")
     assert row(name, **window, seq_length=8)[1:] == ("off", "a sample of 8 tokens fits in it")
     assert row(name, **window, seq_length=9)[1:] == ("8 tokens, 2 of 2 layers", "")
+
+
+def test_fused_kernels():
+    assert row("fused kernels") == ("auto", "none", "the device is cpu")
+    on_cuda = dataclasses.replace(ALONE, fused_choice="norms, rotation (cross entropy not: no compiler)")
+    assert row("fused kernels", on_cuda) == ("auto", "norms, rotation", "cross entropy not: no compiler")
+    all_of_them = dataclasses.replace(ALONE, fused_choice="norms, rotation ()")
+    assert row("fused kernels", all_of_them) == ("auto", "norms, rotation", "")
 
 
 def test_gradient_accumulation_fusion():

@@ -256,6 +256,7 @@ ALWAYS = """
     init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by
     fixed_padded_vocab_size mask_padded_vocabulary fp16 bf16
     attention_backend transformer_impl gradient_accumulation_fusion
+    persist_layer_norm bias_swiglu_fusion apply_rope_fusion
     tensor_model_parallel_size sequence_parallel tp_comm_bulk_wgrad pipeline_model_parallel_size context_parallel_size
     ddp_bucket_size device distributed_backend
     use_distributed_optimizer overlap_grad_reduce overlapped_distributed_optimizer data_parallel_sharding_strategy

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from megatron.kernels.ops.norm import layer_norm, rms_norm
+from megatron.kernels.ops.norm import layer_norm, rms_norm, separate
 from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
 EPSILON = 1e-5
@@ -34,6 +34,16 @@ class TestFormula:
 def test_layer_norm_without_bias():
     x, weight = random(4, 8), random(8, seed=1)
     assert_same(lambda x, w: layer_norm(x, w, None, EPSILON), lambda x, w: plain_layer_norm(x, w, 0.0), (x, weight))
+
+
+def test_layer_norm_by_another_kernel():
+    """Its halves are called, and not torch's operator for both."""
+    kernel = separate._replace(compute_layer_norm=lambda *inputs: separate.compute_layer_norm(*inputs))
+    inputs = random(5, 3, 32), random(32, seed=1), random(32, seed=2)
+    assert_same(lambda x, w, b: layer_norm(x, w, b, EPSILON, kernel), plain_layer_norm, inputs)
+    assert_same(
+        lambda x, w: layer_norm(x, w, None, EPSILON, kernel), lambda x, w: plain_layer_norm(x, w, 0.0), inputs[:2]
+    )
 
 
 def test_a_row_of_zeros_stays_finite():

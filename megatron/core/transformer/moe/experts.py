@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megatron.core.parameter import Parameter
 from megatron.core.transformer.context import Build
-from megatron.core.transformer.mlp import ACTIVATIONS
 from megatron.kernels.ops import grouped_mlp
 from megatron.kernels.ops.assignments import Assignments
 from megatron.kernels.ops.grouped_mlp import Deliver, ExpertKernels, SavedExperts
@@ -31,7 +30,8 @@ class Experts(nn.Module):
         super().__init__()
         self.linear_fc1 = _Stack(build.parameter(spec.linear_fc1))
         self.linear_fc2 = _Stack(build.parameter(spec.linear_fc2))
-        kernels = ExpertKernels(build.kernels.grouped, build.kernels.weight_grad, ACTIVATIONS[spec.activation])
+        activation = build.kernels.fused.activations[spec.activation]
+        kernels = ExpertKernels(build.kernels.grouped, build.kernels.weight_grad, activation)
         self._call = _Call(kernels, keep_activation=not recompute_activation)
         self._skip_fc2 = False
 

@@ -1,0 +1,188 @@
+"""The small operations of a layer and of the loss: each in several kernels of torch, or in one fused kernel each way."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron.base.errors import first_line
+from megatron.config.model import ROTARY, ModelConfig
+from megatron.kernels.ops import activation, cross_entropy, norm, rope
+from megatron.kernels.ops.activation import Activation
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU
+
+_TOKENS = 64
+_TOLERANCE = 0.02  # results are rounded to half precision; those of a broken kernel are not close
+
+
+class LayerKernels(NamedTuple):
+    """The kernels of a run. activations: by the name that the model's specification gives them."""
+
+    norm: norm.NormKernel
+    activations: Mapping[str, Activation]
+    rotate_once: rope.Rotation
+    cross_entropy: cross_entropy.CrossEntropyKernel
+
+
+SEPARATE = LayerKernels(
+    norm.separate,
+    MappingProxyType(
+        {
+            SWIGLU: activation.swiglu,
+            GEGLU: activation.geglu,
+            GEGLU_TANH: activation.geglu_tanh,
+            SQUARED_RELU: activation.squared_relu,
+            GELU: activation.gelu,
+            GELU_TANH: activation.gelu_tanh,
+        }
+    ),
+    rope.rotate_once,
+    cross_entropy.separate,
+)
+
+
+def choose_fused(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[LayerKernels, str]:
+    """Returns the fused kernels that run here, SEPARATE's elsewhere, and "those fused (why not the others)" for the
+    start-up table.
+
+    Each is tried on a few tokens: whether Triton can compile for a GPU, and whether a row of the model fits into a program,
+    is known for certain only then. Kernels with equal tasks give equal results up to the order of sums.
+    """
+    why = _missing(device)
+    if why is not None:
+        return SEPARATE, f"none ({why})"
+    found, gated, rotary = load(), config.swiglu or config.geglu, config.position_embedding_type in ROTARY
+    trials: dict[str, tuple[str, str | None, Callable[[], None]]] = {
+        "norm": (
+            "norms",
+            None if config.persist_layer_norm else "--no-persist-layer-norm",
+            lambda: _try_norm(found.norm, config, device, dtype),
+        ),
+        "activations": (
+            "gated activation",
+            _first(("the model has none", not gated), ("--no-bias-swiglu-fusion", not config.bias_swiglu_fusion)),
+            lambda: _try_gated(found.activations, config, device, dtype),
+        ),
+        "rotate_once": (
+            "rotation",
+            _first(("the model has none", not rotary), ("--no-rope-fusion", not config.apply_rope_fusion)),
+            lambda: _try_rotation(found.rotate_once, config, device, dtype),
+        ),
+        "cross_entropy": ("cross entropy", None, lambda: _try_loss(found.cross_entropy, device, dtype)),
+    }
+    chosen, names, reasons = SEPARATE, [], []
+    for field, (name, refused, trial) in trials.items():
+        failure = refused or _failure(trial)
+        if failure is None:
+            chosen = chosen._replace(**{field: getattr(found, field)})
+            names.append(name)
+        else:
+            reasons.append(f"{name} not: {failure}")
+    return chosen, f"{', '.join(names) or 'none'} ({'; '.join(reasons)})"
+
+
+def load() -> LayerKernels:
+    """Returns the kernels in Triton, which is imported here."""
+    name = "megatron.kernels.backends.triton"
+    gated, norms, rotation, loss = (
+        importlib.import_module(f"{name}.{each}") for each in ("activation", "norm", "rope", "cross_entropy")
+    )
+    activations = {SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}
+    return LayerKernels(
+        norm.NormKernel(*(getattr(norms, field) for field in norm.NormKernel._fields)),
+        MappingProxyType({**SEPARATE.activations, **activations}),
+        rotation.rotate_once,
+        cross_entropy.CrossEntropyKernel(loss.local_statistics, loss.gradient_),
+    )
+
+
+def _missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if isinstance(torch.empty(0), FakeTensor):
+        return "the run is only traced"  # --dry-run: its tensors have no memory
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than Ampere"
+    return None
+
+
+def _first(*reasons: tuple[str, bool]) -> str | None:
+    """Returns the first reason that holds."""
+    return next((reason for reason, holds in reasons if holds), None)
+
+
+def _failure(trial: Callable[[], None]) -> str | None:
+    try:
+        trial()
+    except Exception as error:  # Triton, its compiler or the driver: each has errors of its own
+        return first_line(error)
+    return None
+
+
+def _numbers(device: torch.device, dtype: torch.dtype, *shape: int, turns: float = 0.7) -> Tensor:
+    """Returns numbers from -1 to 1 that differ from their neighbours."""
+    count = int(torch.Size(shape).numel())
+    return torch.arange(count, device=device, dtype=torch.float32).mul_(turns).sin_().view(shape).to(dtype)
+
+
+def _compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        scale = b.float().abs().max().clamp(min=1e-6)
+        if not bool((a.float() - b.float()).abs().max() <= _TOLERANCE * scale):
+            raise RuntimeError("its results are wrong")
+
+
+def _try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    assert config.hidden_size
+    for width in {config.hidden_size, config.head_dim if config.qk_layernorm else config.hidden_size}:
+        x, grad = _numbers(device, dtype, _TOKENS, width), _numbers(device, dtype, _TOKENS, width, turns=1.1)
+        weight = bias = torch.ones(width, device=device, dtype=dtype)
+        results: list[tuple[Tensor, ...]] = []
+        for each in (kernel, norm.separate):
+            if config.normalization == "RMSNorm":
+                out, rstd = each.compute_rms_norm(x, weight, 1e-5, norm.own)
+                results.append((out, *each.gradient_rms_norm(grad, x, weight, rstd, norm.own)))
+            else:
+                out, statistics = each.compute_layer_norm(x, weight, bias, 1e-5)
+                results.append((out, *each.gradient_layer_norm(grad, x, weight, bias, statistics)[:2]))
+        _compare(*results)
+
+
+def _try_gated(
+    activations: Mapping[str, Activation], config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    x, grad = _numbers(device, dtype, _TOKENS, 256), _numbers(device, dtype, _TOKENS, 128, turns=1.1)
+    for name in (SWIGLU,) if config.swiglu else (GEGLU, GEGLU_TANH):
+        found, expected = (
+            (each.compute(x)[0], each.gradient_of_input(grad, x))
+            for each in (activations[name], SEPARATE.activations[name])
+        )
+        _compare(found, expected)
+
+
+def _try_rotation(once: rope.Rotation, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    x, angles = (_numbers(device, dtype, _TOKENS, 1, heads, config.head_dim // 2 * 2) for heads in (3, 1))
+    cos, sin = (each[..., ::2].contiguous() for each in (angles.cos(), angles.sin()))
+    _compare(
+        (once(x, cos, sin, config.rotary_interleaved),), (rope.rotate_once(x, cos, sin, config.rotary_interleaved),)
+    )
+
+
+def _try_loss(kernel: cross_entropy.CrossEntropyKernel, device: torch.device, dtype: torch.dtype) -> None:
+    logits, targets = _numbers(device, dtype, _TOKENS, 1000), torch.arange(_TOKENS, device=device)
+    results = []
+    for each in (kernel, cross_entropy.separate):
+        statistics = each.local_statistics(logits, targets, 0)
+        log_sum_exp = statistics[1].log() + statistics[0]
+        ones = torch.ones_like(log_sum_exp)
+        results.append((statistics, each.gradient_(logits.clone(), targets, 0, log_sum_exp, ones, 30.0)))
+    _compare(*results)

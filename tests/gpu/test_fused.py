@@ -1,0 +1,84 @@
+"""The Triton kernels on a GPU, in half precision, against plain torch; tests/unit/kernels/triton has their logic in fp32."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.kernels import fused
+from megatron.kernels.ops.norm import own
+from tests.gpu.cuda import CUDA, NEEDS_CUDA
+from tests.unit.kernels.close import random
+from tests.unit.models.builds import GPT, LLAMA
+
+WITHOUT_TRITON = importlib.util.find_spec("triton") is None
+pytestmark = [*NEEDS_CUDA, pytest.mark.skipif(WITHOUT_TRITON, reason="Triton is not installed")]
+HALVES = [torch.bfloat16, torch.float16]
+ROUNDING = 2e-2  # of the largest element; sums in another order round to the other neighbour in half precision
+
+
+def draw(*shape, dtype, seed=0):
+    return random(*shape, dtype=dtype, seed=seed).to(CUDA)
+
+
+def assert_near(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert float((a.float() - b.float()).abs().max()) <= ROUNDING * float(b.float().abs().max())
+
+
+@pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_all_kernels_of_a_model_are_taken(fields, dtype):
+    _, choice = fused.choose_fused(ModelConfig(**fields), CUDA, dtype)
+    assert "not: " not in choice.replace("not: the model has none", ""), choice
+
+
+@pytest.mark.parametrize("width", [128, 4096, 5000, 16384])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norms(width, dtype):
+    x, grad = draw(700, width, dtype=dtype), draw(700, width, dtype=dtype, seed=1)
+    weight, bias = draw(width, dtype=dtype, seed=2), draw(width, dtype=dtype, seed=3)
+    results = []
+    for kernel in (fused.load().norm, fused.SEPARATE.norm):
+        out, rstd = kernel.compute_rms_norm(x, weight, 1e-5, own)
+        centered, statistics = kernel.compute_layer_norm(x, weight, bias, 1e-5)
+        results.append(
+            (
+                *(out, centered),
+                *kernel.gradient_rms_norm(grad, x, weight, rstd, own),
+                *kernel.gradient_layer_norm(grad, x, weight, bias, statistics),
+            )
+        )
+    assert_near(*results)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gated_activations(name, dtype):
+    x, grad = draw(300, 2 * 1376, dtype=dtype), draw(300, 1376, dtype=dtype, seed=1)
+    kernels = (fused.load().activations[name], fused.SEPARATE.activations[name])
+    assert_near(*((each.compute(x)[0], each.gradient_of_input(grad, x)) for each in kernels))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rotation(interleaved, dtype):
+    """Each product is rounded on its own, so that the results are equal."""
+    keys, angles = draw(64, 2, 3, 6, 128, dtype=dtype)[:, :, :, -2], draw(64, 1, 1, 64, dtype=torch.float32, seed=1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    found, expected = (each.rotate_once(keys, cos, sin, interleaved) for each in (fused.load(), fused.SEPARATE))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_cross_entropy(dtype):
+    logits, targets = draw(200, 40000, dtype=dtype), torch.arange(200, device=CUDA) * 190
+    grad = draw(200, dtype=torch.float32, seed=1)
+    results = []
+    for kernel in (fused.load().cross_entropy, fused.SEPARATE.cross_entropy):
+        statistics = kernel.local_statistics(logits, targets, 0)
+        log_sum_exp = statistics[1].log() + statistics[0]
+        results.append((statistics, kernel.gradient_(logits.clone(), targets, 0, log_sum_exp, grad, 30.0)))
+    assert_near(*results)

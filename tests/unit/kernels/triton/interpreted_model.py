@@ -1,0 +1,79 @@
+"""Whole models with the Triton kernels, in Triton's interpreter, against the same models without them; run by
+tests/unit/kernels/test_triton.py.
+"""
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.kernels import fused
+from tests import pool
+from tests.unit.kernels.close import random
+from tests.unit.models.builds import (
+    CPU,
+    GEMMA2,
+    GPT,
+    LLAMA,
+    accumulate,
+    assert_gradients,
+    gradients,
+    losses,
+    make_data_parallel,
+    make_ids,
+    make_model,
+)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Models get the Triton kernels, as on CUDA."""
+    monkeypatch.setattr(fused, "_missing", lambda device: None)
+
+
+def test_the_kernels_are_tried_and_taken(interpreted):
+    chosen, choice = fused.choose_fused(ModelConfig(**LLAMA), CPU, torch.float32)
+    assert choice == "norms, gated activation, rotation, cross entropy ()"
+    assert all(found is not plain for found, plain in zip(chosen, fused.SEPARATE, strict=True))
+
+
+def test_a_model_names_what_it_lacks(interpreted):
+    _, choice = fused.choose_fused(ModelConfig(**GPT), CPU, torch.float32)
+    assert choice == (
+        "norms, cross entropy (gated activation not: the model has none; rotation not: the model has none)"
+    )
+
+
+def test_flags_leave_kernels_out(interpreted):
+    config = ModelConfig(**LLAMA, persist_layer_norm=False, bias_swiglu_fusion=False, apply_rope_fusion=False)
+    chosen, choice = fused.choose_fused(config, CPU, torch.float32)
+    flags = ("norms", "persist-layer-norm"), ("gated activation", "bias-swiglu-fusion"), ("rotation", "rope-fusion")
+    reasons = "; ".join(f"{name} not: --no-{flag}" for name, flag in flags)
+    assert choice == f"cross entropy ({reasons})"
+    assert chosen == fused.SEPARATE._replace(cross_entropy=chosen.cross_entropy)
+
+
+def test_a_kernel_that_fails_or_is_wrong_is_left_out(interpreted, monkeypatch):
+    def broken(x, cos, sin, interleaved):
+        raise ValueError("no such instruction\non this GPU")
+
+    wrong = fused.load().cross_entropy._replace(local_statistics=lambda logits, targets, first: random(3, len(logits)))
+    monkeypatch.setattr(fused, "load", lambda: fused.SEPARATE._replace(rotate_once=broken, cross_entropy=wrong))
+    chosen, choice = fused.choose_fused(ModelConfig(**LLAMA), CPU, torch.float32)
+    reasons = "rotation not: no such instruction; cross entropy not: its results are wrong"
+    assert choice == f"norms, gated activation ({reasons})"
+    assert chosen.rotate_once is fused.SEPARATE.rotate_once and chosen.cross_entropy == fused.SEPARATE.cross_entropy
+
+
+@pytest.mark.parametrize("fields", [LLAMA, GPT, GEMMA2], ids=["llama", "gpt", "gemma2"])
+def test_a_model_computes_the_same(monkeypatch, fields):
+    groups, ids = pool.groups(), make_ids(2, 10)
+    found = []
+    for why in ("not asked for", None):
+        monkeypatch.setattr(fused, "_missing", lambda device, why=why: why)
+        model = make_model(fields, groups, spread=0.1)
+        data_parallel = make_data_parallel(model, groups)
+        accumulate(model, data_parallel, [ids])
+        found.append((losses(model, ids).detach(), gradients(data_parallel)))
+    (expected, expected_gradients), (loss, found_gradients) = found
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    assert_gradients(found_gradients, expected_gradients)
