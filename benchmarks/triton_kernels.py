@@ -60,8 +60,8 @@ class Launch(NamedTuple):
 
 
 def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
-    """The calls of a layer, a head and an optimizer in bf16, for a sequence of `tokens`."""
-    norm, activation, rope, cross_entropy, adam, merge = map(_module, KERNELS)
+    """The calls of a layer and of the loss in bf16, for a sequence of `tokens`."""
+    norm, activation, rope, cross_entropy = map(_module, KERNELS)
 
     def half(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
@@ -74,17 +74,9 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
     qkv = half(tokens, 1, GROUPS, HEADS // GROUPS + 2, HEAD)
     q, k, table = half(tokens, 1, HEADS, HEAD), qkv[:, :, :, -2], half(tokens, 1, 1, HEAD // 2)
     logits, targets = half(tokens, VOCABULARY), torch.zeros(tokens, dtype=torch.int64, device=device)
-    flat = [full(tokens * 1024) for _ in range(4)]
-    rates = {"step": 7, "lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    on_device = {"divisor": full(1) + 1.0, "found_inf": full(1)}
-    out, lse = full(tokens, 1, HEADS, HEAD), full(1, HEADS, tokens)
     return {
         "RMSNorm": Case(lambda: norm.compute_rms_norm(x, weight, 1e-5), hidden),
-        "add + RMSNorm": Case(lambda: norm.compute_add_rms_norm(x, x.clone(), weight, 1e-5), hidden),
         "RMSNorm backward": Case(lambda: norm.gradient_rms_norm(x.clone(), x, weight, rstd), hidden),
-        "RMSNorm backward + residual": Case(
-            lambda: norm.gradient_rms_norm(x.clone(), x, weight, rstd, residual=x.clone()), hidden
-        ),
         "LayerNorm": Case(lambda: norm.compute_layer_norm(x, weight, bias, 1e-5), hidden),
         "LayerNorm backward": Case(
             lambda: norm.gradient_layer_norm(x.clone(), x, weight, bias, (rstd, rstd.clone())), hidden
@@ -100,14 +92,10 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
         "cross entropy backward": Case(
             lambda: cross_entropy.gradient_(logits, targets, 0, rstd.view(-1), rstd.view(-1).clone()), VOCABULARY
         ),
-        "AdamW": Case(lambda: adam.adamw_step(*flat, **rates, **on_device, out=half(tokens * 1024)), 1024),
-        "merge of blocks": Case(
-            lambda: merge.merge_(out, lse, half(tokens, 1, HEADS, HEAD), lse.clone()), HEADS * HEAD
-        ),
     }
 
 
-KERNELS = ("norm", "activation", "rope", "cross_entropy", "adam", "merge")
+KERNELS = ("norm", "activation", "rope", "cross_entropy")
 
 
 def _module(name: str) -> ModuleType:

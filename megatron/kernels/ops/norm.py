@@ -53,16 +53,10 @@ def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average
     return normalized.mul_(weight), rstd
 
 
-def compute_add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (x + branch, and of this sum what `compute_rms_norm` returns)."""
-    total = x + branch
-    return total, *compute_rms_norm(total, weight, epsilon)
-
-
 def gradient_rms_norm(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, average: Average = own, residual: Tensor | None = None
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, average: Average = own
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x and of the weight. residual: a further gradient of x, which is added."""
+    """Returns the gradients of x and of the weight."""
     h = weight.numel()
     # Use reshape, not view: without rotary embedding, attention returns the gradient of q and k with its own strides.
     grad = grad.reshape(-1, h).float()
@@ -74,8 +68,7 @@ def gradient_rms_norm(
     # dx = rstd * (g - n * mean(g * n)) with g = grad * w and n the normalised input; g * n = product * w.
     projection = average(product.mv(w).div_(h)).unsqueeze(-1)
     grad_x = (grad * w).addcmul_(normalized, projection, value=-1).mul_(rstd)
-    grad_x = grad_x.view_as(x).to(x.dtype)
-    return grad_x if residual is None else grad_x + residual, grad_weight.to(weight.dtype)
+    return grad_x.view_as(x).to(x.dtype), grad_weight.to(weight.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

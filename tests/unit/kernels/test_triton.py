@@ -31,5 +31,5 @@ def test_compiles_without_a_gpu():
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("sm_")]
-    assert {row[0] for row in rows} == {"sm_90", "sm_80"} and len(rows) > 60
+    assert {row[0] for row in rows} == {"sm_90", "sm_80"} and len(rows) > 50
     assert all(int(row[-3]) <= 128 for row in rows), "bytes of stack: registers spill"

@@ -29,16 +29,6 @@ class TestParity:
         assert_near((out, rstd), reference.compute_rms_norm(x, weight, EPSILON))
         assert_near(norm.gradient_rms_norm(grad, x, weight, rstd), reference.gradient_rms_norm(grad, x, weight, rstd))
 
-    def test_with_the_additions_of_a_residual_stream(self, rows, channels):
-        x, branch, grad, residual = (random(*rows, *channels, seed=seed) for seed in range(4))
-        weight = random(*channels, seed=5)
-        total, out, rstd = norm.compute_add_rms_norm(x, branch, weight, EPSILON)
-        assert torch.equal(total, x + branch)
-        assert_near((out, rstd), reference.compute_rms_norm(x + branch, weight, EPSILON))
-        grad_x, grad_weight = reference.gradient_rms_norm(grad, total, weight, rstd)
-        found = norm.gradient_rms_norm(grad, total, weight, rstd, residual=residual)
-        assert_near(found, (grad_x + residual, grad_weight))
-
     @pytest.mark.parametrize("biased", [True, False])
     def test_layer_norm(self, rows, channels, biased):
         if len(channels) > 1:
@@ -68,13 +58,6 @@ def test_keys_inside_the_projection_are_read_in_place():
     keys, weight = random(5, 2, 3, 6, 16)[:, :, :, -2], random(16, seed=1)
     assert as_rows(keys, 16).data_ptr() == keys.data_ptr()
     assert_near(norm.compute_rms_norm(keys, weight, EPSILON), reference.compute_rms_norm(keys, weight, EPSILON))
-
-
-def test_a_sum_takes_the_wider_dtype():
-    x, branch, weight = random(4, 32), random(4, 32, dtype=torch.float16, seed=1), random(32, dtype=torch.float16)
-    total, out, _ = norm.compute_add_rms_norm(x, branch, weight, EPSILON)
-    assert (total.dtype, out.dtype) == (torch.float32, torch.float16)
-    assert torch.equal(total, x + branch)
 
 
 def test_programs_go_through_the_rows(monkeypatch):
