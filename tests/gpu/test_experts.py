@@ -40,7 +40,7 @@ def run(kernel, device, dtype, case, kernel_of_weights=weight_grad.separate):
 
 
 def assign_on(device, case):
-    rows, sizes = assign(choices(case, ROWS, E), E)
+    rows, _, sizes = assign(choices(case, ROWS, E), E)
     return rows.to(device), random(len(rows), seed=2).abs().to(device), sizes
 
 

@@ -1,6 +1,7 @@
 """The exchange of tokens between the ranks that share experts."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -110,8 +111,9 @@ def parameters(experts):
 
 def run_experts(dispatched, first, second):
     """The rows' sums of w * second @ first @ row over the local experts."""
-    rows, weights, (places, sizes) = dispatched[:3]
+    rows, weights, (places, ends, sizes) = dispatched[:3]
     assert sum(sizes) == len(places) == len(weights) and len(sizes) == len(first)
+    assert ends.dtype == torch.int32 and ends.tolist() == list(itertools.accumulate(sizes))
     out, done = torch.zeros_like(rows), 0
     for expert, size in enumerate(sizes):
         mine, weight = places[done : done + size], weights[done : done + size].unsqueeze(1)
