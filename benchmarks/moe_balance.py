@@ -1,19 +1,24 @@
 """How evenly the experts of a small model are used under each way to balance them, on text.
 
-Trains the same model (16 experts, 4 per token) on the sources of Python's standard library, as bytes, once per way: without
-any balance, by a bias, and by each kind of balance loss. Prints one table, of the load summed over the last steps, and draws
-the largest load of an expert in a step divided by the mean, of the worst layer.
+Trains the same model (16 experts, 4 per token) on English text, once per way: without any balance, by a bias, and by each
+kind of balance loss. The text is on every machine: the documentation strings of Python's standard library and the topics of
+its help, as byte pairs. Prints one table, of the load summed over the last steps, and draws the largest load of an expert in
+a step divided by the mean, of the worst layer.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import statistics
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
+import tokenizers
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -25,19 +30,20 @@ from megatron.core.transformer.moe.router import Router
 from megatron.training.process import start_process
 from megatron.training.setup import build
 
-SIGMOID = "--moe-router-score-function sigmoid"
+VOCABULARY = 1024  # byte pairs
+SHORT = 200  # characters; documentation strings up to this length are left out
+SIGMOID, SOFTMAX = "--moe-router-score-function sigmoid", "--moe-router-pre-softmax"
 WAYS = {
-    "none": "--moe-router-load-balancing-type none",
+    "none": f"{SOFTMAX} --moe-router-load-balancing-type none",
     "bias": f"{SIGMOID} --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01",
-    "aux_loss": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
-    "seq_aux_loss": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
-    "global_aux_loss": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01",
 }
-MODEL = """
+for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
+    WAYS[kind] = f"{SOFTMAX} --moe-router-load-balancing-type {kind} --moe-aux-loss-coeff 0.01"
+MODEL = f"""
     --device cpu --num-layers 4 --hidden-size 64 --num-attention-heads 4 --swiglu --disable-bias-linear
     --normalization RMSNorm --position-embedding-type rope --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 64
-    --attention-dropout 0 --hidden-dropout 0 --vocab-size 257 --tokenizer-type NullTokenizer --seq-length 128
-    --micro-batch-size 16 --global-batch-size 16 --lr 2e-3 --lr-decay-style constant --lr-warmup-iters 10
+    --attention-dropout 0 --hidden-dropout 0 --vocab-size {VOCABULARY + 1} --tokenizer-type NullTokenizer --seq-length 128
+    --micro-batch-size 16 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --lr-warmup-iters 10
     --eval-iters 4 --eval-interval 100000 --num-workers 0 --split 95,5,0
 """
 
@@ -52,7 +58,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "stdlib"
-        write_bytes(prefix)
+        write_text(prefix)
         runs = {name: train(f"{MODEL} {flags} --data-path {prefix}", args.steps) for name, flags in WAYS.items()}
     print(
         f"load max/mean per layer, of the last {args.last} of {args.steps} steps together; one step: the mean over them"
@@ -68,12 +74,25 @@ def main() -> int:
     return 0
 
 
-def write_bytes(prefix: Path) -> None:
-    """The sources of the standard library's top level as a dataset; 256 ends a document."""
+def write_text(prefix: Path) -> None:
+    """The text as a dataset of byte pairs; the last token of the vocabulary ends a document."""
+    documents = [*topics.values(), *documentation()]
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(documents, vocab_size=VOCABULARY, show_progress=False)
     with IndexedDatasetWriter(prefix, "uint16") as writer:
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-            writer.add_document([*path.read_bytes(), 256])
+        for document in documents:
+            writer.add_document([*tokenizer.encode(document).ids, VOCABULARY])
         writer.finalize()
+
+
+def documentation() -> Iterator[str]:
+    """The longer documentation strings of Python's standard library."""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node)
+                if text and len(text) > SHORT:
+                    yield text
 
 
 def imbalance(loads: Tensor) -> Tensor:
