@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.base.log import get_logger
+from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.device import memory_report, peak_tflops
 from megatron.spec.decoder import decoder_spec
@@ -236,9 +237,11 @@ class Exit(Callback):
 
     def start(self, trainer: Trainer) -> None:
         """Lets the steps of the trainer ask all ranks whether one of them shall stop."""
-        train = trainer.run.train
+        train, rank = trainer.run.train, trainer.groups.rank
         if train.exit_duration_in_mins is not None or train.exit_signal_handler:
-            trainer.stop_wanted = lambda: self._wanted(trainer) is not None
+            # Without the trainer itself: in a cycle of references its processes that load data would outlive it, and
+            # this process would wait for them at its end, as they ignore SIGTERM.
+            trainer.stop_wanted = lambda: self._wanted(train, rank) is not None
 
     def is_due(self, trainer: Trainer) -> bool:
         """When the interval is full."""
@@ -251,13 +254,17 @@ class Exit(Callback):
             return f"--exit-interval {interval}"
         if not report.stop_wanted:
             return None
-        return next(reason for reason in gather_objects(self._wanted(trainer), trainer.groups.world) if reason)
+        return next(
+            reason
+            for reason in gather_objects(self._wanted(trainer.run.train, trainer.groups.rank), trainer.groups.world)
+            if reason
+        )
 
-    def _wanted(self, trainer: Trainer) -> str | None:
+    def _wanted(self, train: TrainConfig, rank: int) -> str | None:
         """Why this rank shall stop. Once there is a reason, there is one in every later call."""
-        limit = trainer.run.train.exit_duration_in_mins
+        limit = train.exit_duration_in_mins
         if self._signals.received is not None:
-            return f"{self._signals.received} to rank {trainer.groups.rank}"
+            return f"{self._signals.received} to rank {rank}"
         if limit is not None and time.monotonic() - self._started >= limit * 60:
             return f"--exit-duration-in-mins {limit:g}"
         return None

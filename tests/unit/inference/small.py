@@ -54,7 +54,14 @@ def small_model(groups, device=None, seed=3, **fields):
     """(model in evaluation mode, how it was built)."""
     device = device or torch.device("cpu")
     config = ModelConfig(**fields)
-    build = Build(config, groups, False, choose_kernels(config, device), RngTracker(0, groups, device), device)
+    build = Build(
+        config,
+        groups,
+        False,
+        choose_kernels(config, device, etp=groups.etp.size),
+        RngTracker(0, groups, device),
+        device,
+    )
     model = GPTModel(build).eval()
     initialize(local_parameters(model), seed)
     return model, build

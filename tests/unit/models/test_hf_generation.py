@@ -28,7 +28,9 @@ def continue_greedily(folder, groups, new):
     """The new tokens of each prompt."""
     source = HFSource(folder)
     config = source.model
-    build = Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU)
+    build = Build(
+        config, groups, False, choose_kernels(config, CPU, etp=groups.etp.size), RngTracker(1, groups, CPU), CPU
+    )
     model = GPTModel(build).eval().requires_grad_(False)
     fill(local_parameters(model), source)
     steps = generate(
