@@ -32,7 +32,7 @@ from megatron.core.timeline import Timeline
 from megatron.core.transformer.block import TransformerLayer
 from megatron.core.transformer.context import Build, Positions
 from megatron.kernels.choose import choose_kernels
-from megatron.kernels.ops.gemm import input_grad, linear
+from megatron.kernels.ops.linear import LinearKernel, OutputGrad
 
 TIMEOUT_SECONDS = 600.0
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -63,22 +63,26 @@ WAYS: dict[str, tuple[str, dict[str, bool] | None]] = {
 class Silent(Plain):
     """The same GEMMs of the same shapes on local tensors, without communication."""
 
-    def gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+    def gather_linear(self, kernel: LinearKernel, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
         """See Plain."""
-        return linear(_repeated(x, tp), weight, bias)
+        return kernel.output(_repeated(x, tp), weight, bias)
 
-    def linear_sum(self, x: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> Tensor:
+    def linear_sum(self, kernel: LinearKernel, x: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> Tensor:
         """See Plain."""
-        return linear(x, weight)[: x.shape[0] // tp.size]
+        return kernel.output(x, weight)[: x.shape[0] // tp.size]
 
-    def gather_input_grad(self, grad: Tensor, weight: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+    def gather_input_grad(
+        self, kernel: LinearKernel, grad: Tensor, weight: Tensor, tp: Group, *, for_weight: bool
+    ) -> tuple[OutputGrad, Tensor]:
         """See Plain."""
-        full = _repeated(grad, tp)
-        return full, input_grad(full, weight)
+        full = kernel.prepare(_repeated(grad, tp), for_weight=for_weight)
+        return full, kernel.input_grad(full, weight)
 
-    def input_grad_sum(self, grad: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> tuple[Tensor, list[Handle]]:
+    def input_grad_sum(
+        self, kernel: LinearKernel, grad: OutputGrad, weight: Tensor, tp: Group, *, scatter: bool
+    ) -> tuple[Tensor, list[Handle]]:
         """See Plain."""
-        return input_grad(grad, weight)[: grad.shape[0] // tp.size], []
+        return kernel.input_grad(grad, weight)[: grad.tensor.shape[0] // tp.size], []
 
     def gather_input(self, x: Tensor, tp: Group) -> tuple[Tensor, list[Handle]]:
         """See Plain."""

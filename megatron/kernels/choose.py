@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.kernels.choose_attention import choose_attention
 from megatron.kernels.fused import LayerKernels, choose_fused
 from megatron.kernels.ops import attention, attention_lse, grouped_gemm, weight_grad
+from megatron.kernels.ops.linear import LinearKernel, PlainLinear
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Kernels:
 
     attention: attention.AttentionKernel
     block_attention: attention_lse.BlockKernel  # for context parallelism
-    weight_grad: weight_grad.WeightGrad
+    linear: LinearKernel  # the products of linear layers without FP8
+    weight_grad: weight_grad.WeightGrad  # that of experts
     grouped: grouped_gemm.GroupedGemm  # for experts
     fused: LayerKernels  # the small operations of a layer and of the loss
     attention_choice: str
@@ -45,6 +47,7 @@ def choose_kernels(
     return Kernels(
         chosen.attention,
         chosen.blocks,
+        PlainLinear(weight_grad_kernel),
         weight_grad_kernel,
         grouped,
         fused,

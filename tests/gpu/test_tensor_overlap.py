@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearCon
 from megatron.core.tensor_parallel.overlap import PLAIN, InChunks, choose_overlap
 from megatron.core.timeline import Timeline
 from megatron.kernels.ops import weight_grad
+from megatron.kernels.ops.linear import PlainLinear
 from megatron.spec.linear import COLUMN, ROW, LinearSpec
 from tests import pool
 from tests.gpu.cuda import NEEDS_CUDA
@@ -30,7 +31,7 @@ ASKED = ParallelConfig(tp_comm_overlap=True, sequence_parallel=True)
 
 def passes(groups, how, device, dtype, sequence_parallel):
     """Output and gradients of a column layer, an activation and a row layer, after two passes."""
-    context = LinearContext(groups, sequence_parallel, weight_grad.separate, dtype, device, how)
+    context = LinearContext(groups, sequence_parallel, PlainLinear(weight_grad.separate), dtype, device, how)
     layers = torch.nn.Sequential(
         ColumnParallelLinear(LinearSpec(WIDTH, (4 * WIDTH,), COLUMN, ()), context),
         torch.nn.GELU(),

@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearCon
 from megatron.core.tensor_parallel.overlap import PLAIN, Fused, InChunks, Plain, choose_overlap
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.lora import freeze_all_but_adapters
-from megatron.kernels.ops import weight_grad
+from megatron.kernels.ops import gemm, weight_grad
+from megatron.kernels.ops.linear import PlainLinear
 from megatron.spec.linear import COLUMN, ROW, LinearSpec
 from megatron.spec.parameter import Init
 from tests import pool
@@ -54,7 +55,7 @@ def in_chunks(tp, *, least_rows=4, timeline=None, **switches):
 
 def layer_of(kind, tp, sequence_parallel, how, dtype=torch.float32, frozen=False):
     kernel = weight_grad.fused if dtype == torch.float32 else weight_grad.fused_upcast
-    context = LinearContext(pool.groups(tp=tp.size), sequence_parallel, kernel, dtype, CPU, how)
+    context = LinearContext(pool.groups(tp=tp.size), sequence_parallel, PlainLinear(kernel), dtype, CPU, how)
     init = Init("normal", 1.0)
     if kind == "column":
         spec = LinearSpec(IN, (2, OUT // 2), COLUMN, (), has_bias=True, init=init, dim=1)
@@ -199,25 +200,25 @@ def order(rank, size, kind, direction):
     """What happens in a pass: "send" for a message of a piece, the number of rows of a product."""
     tp = pool.groups(tp=size).tp
     x, upstream = inputs_of(kind, tp, True)
-    events, send, gemm = [], transport.send, overlap.RowGemm
+    events, send, row_gemm = [], transport.send, gemm.RowGemm
 
     def noted(group, outgoing, *args):
         events.append("send")
         return send(group, outgoing, *args)
 
-    class Noted(gemm):
+    class Noted(row_gemm):
         def __call__(self, x, out):
             events.append(len(x))
             super().__call__(x, out)
 
-    transport.send, overlap.RowGemm = noted, Noted
+    transport.send, gemm.RowGemm = noted, Noted
     try:
         out = layer_of(kind, tp, True, in_chunks(tp, least_rows=7))(x.requires_grad_())
         if direction == "backward":
             events.clear()
             out.backward(upstream)
     finally:
-        transport.send, overlap.RowGemm = send, gemm
+        transport.send, gemm.RowGemm = send, row_gemm
     return events
 
 

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearCon
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops import weight_grad
+from megatron.kernels.ops.linear import PlainLinear
 from megatron.spec.linear import COLUMN, ROW, LinearSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
@@ -96,7 +97,9 @@ def column(rank, size, sequence_parallel, slots, bias, out_shape, shard_dim):
     groups = pool.groups(tp=size)
     tp = groups.tp
     spec = LinearSpec(IN, out_shape, COLUMN, (), has_bias=bias, init=Init("normal", 1.0), dim=shard_dim)
-    layer = ColumnParallelLinear(spec, LinearContext(groups, sequence_parallel, weight_grad.fused, torch.float32, CPU))
+    layer = ColumnParallelLinear(
+        spec, LinearContext(groups, sequence_parallel, PlainLinear(weight_grad.fused), torch.float32, CPU)
+    )
     parameters = prepare(layer, slots)
     x = normal(S, B, IN)
     x = (shard(x, 0, tp) if sequence_parallel else x).requires_grad_()
@@ -111,7 +114,7 @@ def row(rank, size, sequence_parallel, slots, bias, kernel):
     groups = pool.groups(tp=size)
     tp = groups.tp
     spec = LinearSpec(IN, (OUT,), ROW, (), has_bias=bias, init=Init("normal", 1.0))
-    context = LinearContext(groups, sequence_parallel, getattr(weight_grad, kernel), torch.float32, CPU)
+    context = LinearContext(groups, sequence_parallel, PlainLinear(getattr(weight_grad, kernel)), torch.float32, CPU)
     layer = RowParallelLinear(spec, context)
     parameters = prepare(layer, slots)
     x = shard(normal(S, B, IN), 2, tp).clone().requires_grad_()

@@ -25,8 +25,7 @@ from megatron.core.groups import Group, Groups
 from megatron.core.parameter import GradSlot, Parameter, make_parameter
 from megatron.core.tensor_parallel.gemm_last import Kept, Prologue
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain, wait
-from megatron.kernels.ops.gemm import input_grad, linear
-from megatron.kernels.ops.weight_grad import WeightGrad
+from megatron.kernels.ops.linear import LinearKernel, OutputGrad, new_weight_grad
 from megatron.spec.linear import LinearSpec
 from megatron.spec.parameter import ParamSpec
 
@@ -37,7 +36,7 @@ class LinearContext:
 
     groups: Groups
     sequence_parallel: bool  # in effect: tp is larger than 1
-    weight_grad: WeightGrad
+    kernel: LinearKernel  # of every layer that is given no other
     dtype: torch.dtype
     device: torch.device
     overlap: Plain = PLAIN
@@ -53,7 +52,7 @@ class _ParallelLinear(nn.Module, ABC):
 
     lora: a module of the same input and output whose output is added (core/transformer/lora.py). prologue: a norm or an
     activation that this layer applies to its input first, and computes again in its backward instead of keeping the result
-    (gemm_last.py).
+    (gemm_last.py). kernel: the layer's products; an FP8 layer gets one of its own after it is built.
     """
 
     def __init__(self, spec: LinearSpec, context: LinearContext, weight: Parameter | None = None) -> None:
@@ -72,6 +71,7 @@ class _ParallelLinear(nn.Module, ABC):
         self.bias = None if spec.bias is None else parameter(spec.bias)
         self.lora: nn.Module | None = None
         self.prologue: Prologue | None = None
+        self.kernel = context.kernel
         self._skip_gemm = False
         self._context = context
 
@@ -111,7 +111,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     def _base(self, x: Tensor, prologue: Prologue | None) -> Tensor:
-        call = _Call(self._context, prologue, self._skip_gemm)
+        call = _Call(self._context, self.kernel, prologue, self._skip_gemm)
         out: Tensor = _Column.apply(self.weight, self.bias, call, *_operands(x, prologue))
         return out
 
@@ -123,7 +123,7 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     def _base(self, x: Tensor, prologue: Prologue | None) -> Tensor:
-        call, operands = _Call(self._context, prologue, self._skip_gemm), _operands(x, prologue)
+        call, operands = _Call(self._context, self.kernel, prologue, self._skip_gemm), _operands(x, prologue)
         if self._context.tp.size == 1:
             # Nothing to sum: the bias goes into the GEMM and is rounded with it, as in any linear layer.
             whole: Tensor = _Column.apply(self.weight, self.bias, call, *operands)
@@ -137,6 +137,7 @@ class _Call:
     """The arguments of one call that are no tensors."""
 
     context: LinearContext
+    kernel: LinearKernel
     prologue: Prologue | None
     skip_gemm: bool
 
@@ -158,27 +159,29 @@ class _Column(torch.autograd.Function):
         x = Kept(call.prologue, operands).input()
         matrix, added = weight.flatten(0, -2), None if bias is None else bias.flatten()
         if call.context.sequence_parallel and call.context.tp.size > 1:
-            return call.context.overlap.gather_linear(x, matrix, added, call.context.tp)
-        return linear(x, matrix, added)
+            return call.context.overlap.gather_linear(call.kernel, x, matrix, added, call.context.tp)
+        return call.kernel.output(x, matrix, added)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: LinearContext = ctx.call.context
+        kernel: LinearKernel = ctx.call.kernel
         tp, overlap = context.tp, context.overlap
         gathered = context.sequence_parallel and tp.size > 1
         kept, x = _kept(ctx, wanted=ctx.needs_input_grad[0])
         gathering: list[Handle] = []
         if x is not None and gathered:
             x, gathering = overlap.gather_input(x, tp)
-        grad_x, reducing = None, list[Handle]()
+        grad_x, reducing, prepared = None, list[Handle](), OutputGrad(grad)
         if any(ctx.needs_input_grad[3:]):
             matrix = ctx.weight.flatten(0, -2)
+            prepared = kernel.prepare(grad, for_weight=_computed_now(ctx.weight, ctx.needs_input_grad[0]))
             if tp.size > 1:
-                grad_x, reducing = overlap.input_grad_sum(grad, matrix, tp, scatter=gathered)
+                grad_x, reducing = overlap.input_grad_sum(kernel, prepared, matrix, tp, scatter=gathered)
             else:
-                grad_x = input_grad(grad, matrix)
+                grad_x = kernel.input_grad(prepared, matrix)
         wait(gathering)
-        grad_weight = None if x is None else _deliver_weight(ctx.weight, grad, x, context.weight_grad)
+        grad_weight = None if x is None else _deliver_weight(ctx.weight, prepared, x, kernel)
         grad_bias = _deliver(ctx.bias, grad.flatten(0, -2).sum(0)) if ctx.needs_input_grad[1] else None
         wait(reducing)
         return grad_weight, grad_bias, None, *kept.gradients(grad_x)
@@ -195,20 +198,25 @@ class _Row(torch.autograd.Function):
         if call.skip_gemm:
             return _undefined(weight, operands[0], shards=tp.size if scatter else 1)
         x = Kept(call.prologue, operands).input()
-        return call.context.overlap.linear_sum(x, weight, tp, scatter=scatter)
+        return call.context.overlap.linear_sum(call.kernel, x, weight, tp, scatter=scatter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: LinearContext = ctx.call.context
-        grad_x, wants_input = None, any(ctx.needs_input_grad[2:])
+        kernel: LinearKernel = ctx.call.kernel
+        for_weight = _computed_now(ctx.weight, ctx.needs_input_grad[0])
+        grad_x, wants_input, prepared = None, any(ctx.needs_input_grad[2:]), OutputGrad(grad)
         if context.sequence_parallel and wants_input:
-            grad, grad_x = context.overlap.gather_input_grad(grad, ctx.weight, context.tp)
+            prepared, grad_x = context.overlap.gather_input_grad(
+                kernel, grad, ctx.weight, context.tp, for_weight=for_weight
+            )
         elif context.sequence_parallel:
-            grad = all_gather(grad, context.tp)
+            prepared = OutputGrad(all_gather(grad, context.tp))
         elif wants_input:
-            grad_x = input_grad(grad, ctx.weight)
+            prepared = kernel.prepare(grad, for_weight=for_weight)
+            grad_x = kernel.input_grad(prepared, ctx.weight)
         kept, x = _kept(ctx, wanted=ctx.needs_input_grad[0])
-        grad_weight = None if x is None else _deliver_weight(ctx.weight, grad, x, context.weight_grad)
+        grad_weight = None if x is None else _deliver_weight(ctx.weight, prepared, x, kernel)
         return grad_weight, None, *kept.gradients(grad_x)
 
 
@@ -231,16 +239,21 @@ def _kept(ctx: Any, *, wanted: bool) -> tuple[Kept, Tensor | None]:
     return kept, x if wanted else None
 
 
-def _deliver_weight(weight: Parameter, grad: Tensor, x: Tensor, kernel: WeightGrad) -> Tensor | None:
+def _computed_now(weight: Parameter, wanted: bool) -> bool:
+    """Whether the weight's gradient is computed in this backward, and not later, or never."""
+    return wanted and (weight.slot is None or weight.slot.deferred is None)
+
+
+def _deliver_weight(weight: Parameter, grad: OutputGrad, x: Tensor, kernel: LinearKernel) -> Tensor | None:
     """Accumulate the weight's gradient into its slot, or return it for autograd when no buffer owns it.
 
-    The slot may defer the GEMM: then it keeps `grad` and `x`.
+    The slot may defer the GEMM: then it keeps the gradient and `x`.
     """
-    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     slot: GradSlot | None = weight.slot
     if slot is None:
-        return (grad.t() @ x).view(weight.shape)
-    slot.write(lambda main_grad, overwrite: kernel(main_grad.flatten(0, -2), grad, x, overwrite))
+        return new_weight_grad(kernel, weight, grad, x)
+    operand = grad if slot.deferred is None else grad.plain
+    slot.write(lambda main_grad, overwrite: kernel.weight_grad(main_grad.flatten(0, -2), operand, x, overwrite))
     return None
 
 

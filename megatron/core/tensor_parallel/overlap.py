@@ -29,7 +29,7 @@ from megatron.core.comm.collectives import (
 )
 from megatron.core.groups import Group
 from megatron.core.streams.streams import Streams
-from megatron.kernels.ops.gemm import RowGemm, input_grad, linear
+from megatron.kernels.ops.linear import LinearKernel, OutputGrad, RowProduct
 
 # Of a chunk: enough for an efficient GEMM, and to be worth a message to every other rank.
 LEAST_ROWS = {"cpu": 64, "cuda": 512}
@@ -45,29 +45,36 @@ class Plain:
     def __init__(self, parallel: ParallelConfig) -> None:
         self._bulk_dgrad, self._bulk_wgrad = parallel.tp_comm_bulk_dgrad, parallel.tp_comm_bulk_wgrad
 
-    def gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+    def gather_linear(self, kernel: LinearKernel, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
         """x [s/tp, b, in] -> [s, b, out]. Communication: an all-gather of x."""
-        return linear(all_gather(x, tp), weight, bias)
+        return kernel.output(all_gather(x, tp), weight, bias)
 
-    def linear_sum(self, x: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> Tensor:
+    def linear_sum(self, kernel: LinearKernel, x: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> Tensor:
         """x [s, b, in] -> the sum over tp of [s, b, out], or this rank's [s/tp, b, out] of it.
 
         Communication: a reduce-scatter (`scatter`) or an all-reduce of the product.
         """
-        out = linear(x, weight)
+        out = kernel.output(x, weight)
         return reduce_scatter(out, tp) if scatter else all_reduce(out, tp)
 
-    def gather_input_grad(self, grad: Tensor, weight: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
-        """grad [s/tp, b, out] -> (gathered [s, b, out], its product [s, b, in]). Communication: an all-gather of grad."""
-        full = all_gather(grad, tp)
-        return full, input_grad(full, weight)
+    def gather_input_grad(
+        self, kernel: LinearKernel, grad: Tensor, weight: Tensor, tp: Group, *, for_weight: bool
+    ) -> tuple[OutputGrad, Tensor]:
+        """grad [s/tp, b, out] -> (gathered [s, b, out], its product [s, b, in]). Communication: an all-gather of grad.
 
-    def input_grad_sum(self, grad: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> tuple[Tensor, list[Handle]]:
+        for_weight: whether the weight's gradient is computed next, so that operands for it are made at the same time.
+        """
+        full = kernel.prepare(all_gather(grad, tp), for_weight=for_weight)
+        return full, kernel.input_grad(full, weight)
+
+    def input_grad_sum(
+        self, kernel: LinearKernel, grad: OutputGrad, weight: Tensor, tp: Group, *, scatter: bool
+    ) -> tuple[Tensor, list[Handle]]:
         """grad [s, b, out] -> the sum over tp of [s, b, in], or [s/tp, b, in] of it, there after the handles' `wait`.
 
         Communication: a reduce-scatter (`scatter`) or an all-reduce of the product.
         """
-        total = input_grad(grad, weight)
+        total = kernel.input_grad(grad, weight)
         if scatter:
             total, handle = reduce_scatter_async(total, tp)
         else:
@@ -99,88 +106,93 @@ class InChunks(Plain):
         self._gather, self._reduce = parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs
         self._comm, self._least_rows = comm, least_rows
 
-    def gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+    def gather_linear(self, kernel: LinearKernel, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
         """See Plain."""
         if not self._gather:
-            return super().gather_linear(x, weight, bias, tp)
-        _, out = self._gathered_product(x, RowGemm(weight.t(), bias), weight.shape[0])
+            return super().gather_linear(kernel, x, weight, bias, tp)
+        _, out = self._gathered_product(x, kernel.output_rows(weight, bias))
         return _like(out, x)
 
-    def linear_sum(self, x: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> Tensor:
+    def linear_sum(self, kernel: LinearKernel, x: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> Tensor:
         """See Plain."""
         if not self._reduce:
-            return super().linear_sum(x, weight, tp, scatter=scatter)
-        gemm, columns = RowGemm(weight.t()), weight.shape[0]
+            return super().linear_sum(kernel, x, weight, tp, scatter=scatter)
         if scatter:
-            return _like(self._scattered_product(x, gemm, columns), x)
-        total, handles = self._reduced_product(x, gemm, columns, tp)
+            return _like(self._scattered_product(x, kernel, weight), x)
+        total, handles = self._reduced_product(x, kernel.output_rows(weight), tp)
         wait(handles)
         return _like(total, x)
 
-    def gather_input_grad(self, grad: Tensor, weight: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+    def gather_input_grad(
+        self, kernel: LinearKernel, grad: Tensor, weight: Tensor, tp: Group, *, for_weight: bool
+    ) -> tuple[OutputGrad, Tensor]:
         """See Plain."""
         if not self._gather:
-            return super().gather_input_grad(grad, weight, tp)
-        full, out = self._gathered_product(grad, RowGemm(weight), weight.shape[1])
-        return _like(full, grad), _like(out, grad)
+            return super().gather_input_grad(kernel, grad, weight, tp, for_weight=for_weight)
+        full, out = self._gathered_product(grad, kernel.input_grad_rows(weight))
+        return OutputGrad(_like(full, grad)), _like(out, grad)
 
-    def input_grad_sum(self, grad: Tensor, weight: Tensor, tp: Group, *, scatter: bool) -> tuple[Tensor, list[Handle]]:
+    def input_grad_sum(
+        self, kernel: LinearKernel, grad: OutputGrad, weight: Tensor, tp: Group, *, scatter: bool
+    ) -> tuple[Tensor, list[Handle]]:
         """As in Plain, which overlaps the reduce-scatter with the weight gradient; an all-reduce, which takes twice
         as long, starts with the first rows of the product."""
         if scatter or not self._reduce:
-            return super().input_grad_sum(grad, weight, tp, scatter=scatter)
-        total, handles = self._reduced_product(grad, RowGemm(weight), weight.shape[1], tp)
-        return _like(total, grad), self._beside(handles, self._bulk_wgrad)
+            return super().input_grad_sum(kernel, grad, weight, tp, scatter=scatter)
+        total, handles = self._reduced_product(grad.tensor, kernel.input_grad_rows(weight), tp)
+        return _like(total, grad.tensor), self._beside(handles, self._bulk_wgrad)
 
-    def _gathered_product(self, x: Tensor, gemm: RowGemm, columns: int) -> tuple[Tensor, Tensor]:
+    def _gathered_product(self, x: Tensor, product: RowProduct) -> tuple[Tensor, Tensor]:
         x = x.flatten(0, -2)
         full, arriving = self._comm.gather(x, self._least_rows)
-        out = x.new_empty((full.shape[0], columns))
+        out = x.new_empty((full.shape[0], product.columns))
         for rows in arriving:
-            gemm(full[rows], out[rows])
+            product(full[rows], out[rows])
         return full, out
 
-    def _scattered_product(self, x: Tensor, gemm: RowGemm, columns: int) -> Tensor:
-        x = x.flatten(0, -2)
-        shard, leaving = self._comm.scatter(x.shape[0], columns, x, self._least_rows)
+    def _scattered_product(self, x: Tensor, kernel: LinearKernel, weight: Tensor) -> Tensor:
+        x, product = x.flatten(0, -2), kernel.output_rows(weight)
+        shard, leaving = self._comm.scatter(x.shape[0], product.columns, x, self._least_rows)
         for rows, out in leaving:
-            gemm(x[rows], out)
+            product(x[rows], out)
         return shard
 
-    def _reduced_product(self, x: Tensor, gemm: RowGemm, columns: int, tp: Group) -> tuple[Tensor, list[Handle]]:
+    def _reduced_product(self, x: Tensor, product: RowProduct, tp: Group) -> tuple[Tensor, list[Handle]]:
         x = x.flatten(0, -2)
-        out = x.new_empty((x.shape[0], columns))
+        out = x.new_empty((x.shape[0], product.columns))
         handles = []
         chunks = max(1, min(MOST_CHUNKS, x.shape[0] // self._least_rows))
-        for source, product in zip(x.tensor_split(chunks), out.tensor_split(chunks), strict=True):
-            gemm(source, product)
-            handles.append(all_reduce_async(product, tp))
+        for source, result in zip(x.tensor_split(chunks), out.tensor_split(chunks), strict=True):
+            product(source, result)
+            handles.append(all_reduce_async(result, tp))
         return out, handles
 
 
 class Fused(InChunks):
     """torch's fused operations on symmetric memory, for what they do; all-reduces in chunks. CUDA only.
 
-    They take no bias: it is added to the rounded product.
+    They take no bias: it is added to the rounded product. They multiply in the activation dtype, whatever the kernel.
     """
 
-    def gather_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+    def gather_linear(self, kernel: LinearKernel, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
         """See Plain."""
         if not self._gather:
-            return super().gather_linear(x, weight, bias, tp)
+            return super().gather_linear(kernel, x, weight, bias, tp)
         _, out = symmetric.gather_matmul(x.flatten(0, -2), weight.t(), tp, keep=False)
         return _like(out if bias is None else out.add_(bias), x)
 
-    def gather_input_grad(self, grad: Tensor, weight: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+    def gather_input_grad(
+        self, kernel: LinearKernel, grad: Tensor, weight: Tensor, tp: Group, *, for_weight: bool
+    ) -> tuple[OutputGrad, Tensor]:
         """See Plain."""
         if not self._gather:
-            return super().gather_input_grad(grad, weight, tp)
+            return super().gather_input_grad(kernel, grad, weight, tp, for_weight=for_weight)
         full, out = symmetric.gather_matmul(grad.flatten(0, -2), weight, tp, keep=True)
         assert full is not None
-        return _like(full, grad), _like(out, grad)
+        return OutputGrad(_like(full, grad)), _like(out, grad)
 
-    def _scattered_product(self, x: Tensor, gemm: RowGemm, columns: int) -> Tensor:
-        return symmetric.matmul_scatter(x.flatten(0, -2), gemm.matrix, self._comm.group)
+    def _scattered_product(self, x: Tensor, kernel: LinearKernel, weight: Tensor) -> Tensor:
+        return symmetric.matmul_scatter(x.flatten(0, -2), weight.t(), self._comm.group)
 
 
 def choose_overlap(parallel: ParallelConfig, tp: Group, backend: str | None, streams: Streams) -> tuple[Plain, str]:

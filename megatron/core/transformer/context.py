@@ -90,7 +90,7 @@ class Build:
         return LinearContext(
             self.groups,
             self.sequence_parallel,
-            self.kernels.weight_grad,
+            self.kernels.linear,
             self.dtype,
             self.device,
             self.overlap,

@@ -35,6 +35,11 @@ class RowGemm:
         self.matrix = matrix.float() if self._wide else matrix
         self._bias = bias.float() if self._wide and bias is not None else bias
 
+    @property
+    def columns(self) -> int:
+        """Number of columns of the result."""
+        return self.matrix.shape[1]
+
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Writes the result into `out` [rows, out]. Not differentiable."""
         if self._wide:
