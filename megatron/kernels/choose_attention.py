@@ -29,6 +29,7 @@ from megatron.kernels.ops.gemm import slow_half
 AUTO, FLASH, FUSED, UNFUSED = "auto", "flash", "fused", "unfused"
 _CUDNN, _EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 _MATH = "math"  # plain torch, some queries at a time: that of torch's SDPA computes all probabilities at once
+fused_on_cpu = packed(fused, by_flash=False, grouped=True)  # torch's SDPA, one document after the other
 Kernel = TypeVar("Kernel")
 _OTHERS = (SDPBackend.FLASH_ATTENTION, _EFFICIENT, SDPBackend.MATH)
 
@@ -113,13 +114,15 @@ def _on_cpu(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ch
             *_with_dropout(attention_lse.by_rows, rows, config),
         )
     flash_for_cpus = "fused blocks (torch's flash for CPUs)"
+    # torch's kernel for CPUs has no dropout. Plain torch in its place keeps all probabilities of a sample anyway.
+    kernel = fused_on_cpu if config.attention_dropout == 0.0 else fused
     if slow_half(device, dtype):
         name = str(dtype).removeprefix("torch.")
         choice = _choice("torch SDPA", [*reasons, f"in fp32: this CPU has no {name} products"])
         flash_for_cpus = f"fused blocks (torch's flash for CPUs in fp32, this one has no {name} products)"
-        kernel = attention_lse.in_fp32(attention_lse.cpu)
-        return Chosen(in_fp32(fused), choice, *_with_dropout(kernel, flash_for_cpus, config))
-    return Chosen(fused, _choice("torch SDPA", reasons), *_with_dropout(attention_lse.cpu, flash_for_cpus, config))
+        blocks = attention_lse.in_fp32(attention_lse.cpu)
+        return Chosen(in_fp32(kernel), choice, *_with_dropout(blocks, flash_for_cpus, config))
+    return Chosen(kernel, _choice("torch SDPA", reasons), *_with_dropout(attention_lse.cpu, flash_for_cpus, config))
 
 
 def _of_sequences(asked: str, needs: Needs) -> tuple[AttentionKernel, str]:

@@ -12,13 +12,13 @@ from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments, in_order
 
 
-def packed(kernel: Callable[..., Tensor], *, by_flash: bool) -> Callable[..., Tensor]:
+def packed(kernel: Callable[..., Tensor], *, by_flash: bool, grouped: bool = False) -> Callable[..., Tensor]:
     """Returns an AttentionKernel that passes packed documents to one of those below, and all else to `kernel`.
 
-    by_flash: FlashAttention can run here; else `kernel` attends to one document after the other. New queries to a cache of
-    keys are all else: their documents are known by their ids alone.
+    by_flash: FlashAttention can run here; else `kernel` attends to one document after the other. grouped: see `by_document`.
+    New queries to a cache of keys are all else: their documents are known by their ids alone.
     """
-    one_by_one = by_document(kernel)
+    one_by_one = by_document(kernel, grouped=grouped)
 
     def attention(
         q: Tensor,
@@ -59,18 +59,19 @@ def variable_length(
     return out.view(b, s, n * d).transpose(0, 1)
 
 
-def by_document(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def by_document(kernel: Callable[..., Tensor], *, grouped: bool = False) -> Callable[..., Tensor]:
     """Returns an AttentionKernel that calls `kernel` for each document as if it were alone: the meaning of segments.
 
-    `kernel` gets as many heads of keys as of queries, because the memory-efficient kernel in torch's SDPA has no grouped
-    heads, and the plain kernel that remains without it computes all scores of a document at once.
+    grouped: `kernel` is efficient with fewer heads of keys than of queries. Else it gets as many of them, because the
+    memory-efficient kernel in torch's SDPA has no grouped heads, and the plain kernel that remains without it computes all
+    scores of a document at once.
     """
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Segments, window: int | None, dropout: float
     ) -> Tensor:
         s, b, n, _ = q.shape
-        k, v = (x if x.shape[2] == n else x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))
+        k, v = (x if grouped or x.shape[2] == n else x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))
         documents = zip(*(x.unsqueeze(1).split(list(segments.lengths)) for x in in_order(q, k, v)), strict=True)
         out = [kernel(*each, scores=scores, segments=None, window=window, dropout=dropout) for each in documents]
         return torch.cat(out).view(b, s, -1).transpose(0, 1)

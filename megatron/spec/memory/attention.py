@@ -62,7 +62,7 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
     for the CPU knows no dropout; then, as in the reference, the matrix is kept: of the softmax, and with dropout of its
     factors and of the product. Both of those work on copies of keys (and values) for every query head. No fused kernel
     caps scores: plain torch computes some queries at a time, and the reference keeps the hyperbolic tangents, too.
-    Documents are a mask, which is kept as numbers, or on CUDA none: see `_packed_memory`.
+    Documents are a mask where the matrix is kept, and else see `_packed_memory`.
     """
     heads, dropout, capped = heads_of(spec, sizes), spec.dropout > 0, spec.softcap is not None
     lse = sizes.tokens * heads.number * FP32
@@ -90,39 +90,39 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes) -> KernelMemory:
         return KernelMemory(kept, FP32 * matrix, 2 * FP32 * matrix, True, False, False, strided=False)
     if capped:
         return _rows_memory(heads, sizes, matrix, lse, dropout=dropout)
-    if sizes.documents and not sizes.target.cpu:
-        return _packed_memory(heads, sizes, lse)
     width = FP32 if sizes.target.wide else sizes.e
-    mask = masked * width if sizes.documents else 0
     wide = width // sizes.e
     if dropout and sizes.target.cpu:
         repeated = heads.queries * wide if heads.keys < heads.queries else 0
         kept = 3 * matrix * width + 2 * heads.queries * wide + (repeated or (wide > 1) * heads.keys * wide)
         whole = not repeated and wide == 1
         return KernelMemory(kept, matrix * width, 2 * matrix * width, False, False, whole, strided=False)
-    if wide > 1:  # fp32 copies of queries, keys, values and output
+    if wide > 1:  # fp32 copies of queries, keys, values and output; the output of documents is put together
         copies = wide * 2 * (heads.queries + heads.keys)
-        return KernelMemory(lse + mask + copies, wide * heads.queries, 0, False, False, False)
+        return KernelMemory(lse + copies, wide * heads.queries, 0, False, False, False)
+    if sizes.documents:
+        return _packed_memory(heads, sizes, lse)
     if heads.keys < heads.queries and sizes.e == FP32 and not sizes.target.cpu:
         # The memory-efficient kernel, which gets keys and values of every query head.
         return KernelMemory(lse + 2 * heads.queries, keeps_keys=False, keeps_values=False, keeps_output=True)
-    return KernelMemory(lse + mask, keeps_output=True)
+    return KernelMemory(lse, keeps_output=True)
 
 
 def _packed_memory(heads: Heads, sizes: Sizes, lse: int) -> KernelMemory:
-    """The memory of documents on CUDA (kernels/ops/attention_packed.py), which needs no mask.
+    """The memory of documents without a mask (kernels/ops/attention_packed.py).
 
-    Several samples are copied into one row. FlashAttention takes halves. The kernel for fp32 gets keys and values of every
-    query head, and keeps the output of each document, which are put together afterwards.
+    Several samples are copied into one row. FlashAttention on CUDA takes halves, and all documents at once. Other kernels
+    take one document after the other and keep the output of each, which are put together afterwards; that for fp32 on CUDA
+    gets keys and values of every query head.
     """
     one = sizes.b == 1
     copied = 0 if one else heads.queries
-    if sizes.e < FP32:
+    if not sizes.target.cpu and sizes.e < FP32:
         kept = lse + copied + (0 if one else 2 * heads.keys)
         return KernelMemory(kept, 0, 0, one, one, one, keeps_output=True)
-    grouped = heads.keys < heads.queries
-    pairs = 2 * heads.queries if grouped or not one else 0
-    as_given = one and not grouped
+    repeated = heads.keys < heads.queries and not sizes.target.cpu
+    pairs = 2 * heads.queries if repeated else 0 if one else 2 * heads.keys
+    as_given = one and not repeated
     return KernelMemory(lse + heads.queries + copied + pairs, 0, 0, one, as_given, as_given)
 
 

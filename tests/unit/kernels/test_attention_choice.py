@@ -245,7 +245,7 @@ class TestOnACpu:
     def test_auto(self, bf16, monkeypatch):
         monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.float16})
         found = on_cpu(bf16=bf16)
-        assert (found.attention, found.attention_choice) == (attention.fused, "torch SDPA")
+        assert (found.attention, found.attention_choice) == (choose_attention.fused_on_cpu, "torch SDPA")
         assert (found.blocks, found.block_choice) == (attention_lse.cpu, "fused blocks (torch's flash for CPUs)")
 
     def test_without_products_of_halves(self, monkeypatch):
@@ -284,7 +284,10 @@ class TestOnACpu:
     def test_kernels_of_a_gpu(self, asked):
         """The command line of a cluster runs on a laptop, and the table says by which kernel."""
         found = on_cpu(asked)
-        assert (found.attention, found.attention_choice) == (attention.fused, f"torch SDPA ({asked} is for GPUs)")
+        assert (found.attention, found.attention_choice) == (
+            choose_attention.fused_on_cpu,
+            f"torch SDPA ({asked} is for GPUs)",
+        )
         assert found.blocks is attention_lse.cpu
         assert on_cpu(asked, attn_logit_softcapping=30.0).attention_choice == (
             f"math ({asked} is for GPUs; torch's SDPA caps no scores)"
