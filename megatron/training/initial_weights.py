@@ -55,6 +55,8 @@ def initial_weights(
 
 def _load_hf(folder: str, adapter: str | None, parameters: dict[str, Parameter], groups: Groups) -> None:
     source = together(groups.world, lambda: HFSource(Path(folder), adapter))
+    if source.weights.scales:
+        log.info("%s: %d tensors are in FP8 and are multiplied by their scales", folder, len(source.weights.scales))
     _fill(folder, source, parameters, groups)
 
 

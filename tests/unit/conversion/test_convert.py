@@ -184,7 +184,7 @@ def test_a_packed_tensor_of_queries_keys_and_values(tmp_path):
         ({"num_hidden_layers": "three"}, "num_hidden_layers is 'three', not a value of type int"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_key_value_heads": True}, "num_key_value_heads is True, not a value of type int"),
-        ({"quantization_config": {"bits": 4}}, "unknown field quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method is missing"),
     ],
 )
 def test_a_config_that_would_change_the_maths_is_refused_by_name(tmp_path, changes, problem):

@@ -88,6 +88,10 @@ class JsonFields:
         if value != supported:
             raise self.error(f"{name} is {value!r}; only {supported!r} is supported")
 
+    def below(self, name: str, values: dict[str, Any]) -> JsonFields:
+        """Returns the fields of an object in the field `name`; their messages name the file and that field."""
+        return JsonFields(values, f"{self._where}: {name}")
+
     def finish(
         self,
         harmless: frozenset[str] = HARMLESS,

@@ -25,6 +25,7 @@ from megatron.core.models.hf.family.qwen import QWEN2, QWEN3
 from megatron.core.models.hf.family.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megatron.core.models.hf.family.refused import REFUSED
 from megatron.core.models.hf.family.smollm3 import SMOLLM3
+from megatron.core.models.hf.fp8 import QUANTIZATION, Scaling, parse_scaling
 from megatron.core.models.hf.rotary import attention_factor, read_rotary, write_rotary
 
 CONFIG_FILE = "config.json"
@@ -37,17 +38,7 @@ def read_config(folder: Path) -> tuple[Family, ModelConfig]:
 
     Precision, kernels and dropout of hidden states are not in the file: they have their defaults, dropout is 0.
     """
-    path = folder / CONFIG_FILE
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is not there; give a folder in Hugging Face format: config.json and *.safetensors"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
+    path, values = folder / CONFIG_FILE, _values(folder)
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -56,9 +47,18 @@ def read_config(folder: Path) -> tuple[Family, ModelConfig]:
     return family, parse_config(family, values, str(path))
 
 
+def read_scaling(folder: Path) -> Scaling | None:
+    """Returns how the FP8 weights of `folder` are scaled; None if its config.json says nothing about it.
+
+    No communication. Raises CheckpointError, see parse_scaling.
+    """
+    return parse_scaling(JsonFields(_values(folder), str(folder / CONFIG_FILE)))
+
+
 def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelConfig:
     """Returns the model that the content of a config.json describes. Raises CheckpointError naming unknown fields."""
     fields = JsonFields(values, where)
+    parse_scaling(fields)  # which numbers the weights are, not which model
     common = _read_common(fields, where, family)
     found = {**common, **family.read(fields, common)}
     fields.finish()
@@ -76,7 +76,8 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
     if like is not None and described is not None:
         family, other = described
         if family.write is not None and _maths(other) == _maths(model):
-            return family, json.loads((like / CONFIG_FILE).read_bytes())
+            # What is written has no FP8 weights, whatever that folder has.
+            return family, {name: value for name, value in _values(like).items() if name != QUANTIZATION}
     family = _family_of(model)
     assert family.write is not None
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
@@ -90,6 +91,21 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
             "in that format"
         )
     return family, values
+
+
+def _values(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is not there; give a folder in Hugging Face format: config.json and *.safetensors"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return values
 
 
 def _read_if_known(folder: Path) -> tuple[Family, ModelConfig] | None:

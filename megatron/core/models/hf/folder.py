@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -64,14 +64,21 @@ class HFFolder:
                     f"{self.path}: tensor {name} is {list(entry.shape)}, its config.json requires {list(shape)}"
                 )
 
-    def check(self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None) -> None:
+    def view(self, name: str) -> Tensor:
+        """Returns the whole tensor in mapped memory; do not write to it."""
+        return self._files[self._place[name]].view(name)
+
+    def check(
+        self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None, unread: Collection[str] = ()
+    ) -> None:
         """Raises CheckpointError unless the folder holds exactly the `expected` tensors in these shapes.
 
-        Two leftovers of older models are allowed: rotary frequencies, which follow from config.json, and a `tied_head`
-        that equals the embedding.
+        It may hold those named in `unread`. Two leftovers of older models are allowed: rotary frequencies, which follow
+        from config.json, and a `tied_head` that equals the embedding.
         """
         self.require(expected)
-        extra = [name for name in self.entries if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+        known = {*expected, *unread}
+        extra = [name for name in self.entries if name not in known and not name.endswith("rotary_emb.inv_freq")]
         if tied_head in extra:
             self._check_tied(tied_head)
             extra.remove(tied_head)
@@ -81,16 +88,16 @@ class HFFolder:
                 "them; it is another model than the file says"
             )
 
-    def dtype(self) -> torch.dtype:
-        """The dtype of most elements."""
+    def dtype(self, names: Iterable[str]) -> torch.dtype:
+        """The dtype of most elements of these tensors."""
         sizes: dict[torch.dtype, int] = {}
-        for entry in self.entries.values():
+        for entry in (self.entries[name] for name in names):
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
         return max(sizes, key=lambda dtype: sizes[dtype])
 
     def _check_tied(self, head: str) -> None:
         embedding = "model.embed_tokens.weight"
-        both = [self._files[self._place[name]].view(name) for name in (head, embedding)]
+        both = [self.view(name) for name in (head, embedding)]
         if both[0].dtype != both[1].dtype or not torch.equal(*both):
             raise CheckpointError(
                 f"{self.path}: config.json ties the head to the embedding, but {head} differs from {embedding}"

@@ -11,17 +11,21 @@ from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.hf.adapter import check_no_adapter
-from megatron.core.models.hf.families import read_config
+from megatron.core.models.hf.families import read_config, read_scaling
 from megatron.core.models.hf.folder import HFFolder
+from megatron.core.models.hf.fp8 import ScaledWeights
 from megatron.core.models.hf.names import first_router, stacked_experts, table
 
 
 class HFSource:
-    """A folder in Hugging Face format. Everything except the tensors' elements is checked when it is opened."""
+    """A folder in Hugging Face format. Everything except the tensors' elements is checked when it is opened.
+
+    `dtype` is the one that most weights outside FP8 are stored in: it is what FP8 weights stand for.
+    """
 
     def __init__(self, path: Path, adapter: str | None = None) -> None:
-        """`adapter` is the folder of the adapter to be applied. Raises CheckpointError, see read_config, HFFolder and
-        check_no_adapter.
+        """`adapter` is the folder of the adapter to be applied. Raises CheckpointError, see read_config, HFFolder,
+        ScaledWeights and check_no_adapter.
         """
         self.path = path
         check_no_adapter(path, adapter)
@@ -32,10 +36,15 @@ class HFSource:
         self.folder.require(_last_layer(self.model))
         self.folder.require(first_router(family, self.model, stacked=stacked))
         self.table = table(family, self.model, stacked=stacked)
+        self.weights = ScaledWeights(self.folder, read_scaling(path), self.table.theirs)
         untied = self.model.untie_embeddings_and_output_weights
-        self.folder.check(self.table.theirs, tied_head=None if untied else "lm_head.weight")
+        self.folder.check(
+            self.table.theirs | self.weights.scale_shapes,
+            tied_head=None if untied else "lm_head.weight",
+            unread=self.weights.unread,
+        )
         self.shapes = self.table.own
-        self.dtype = self.folder.dtype()
+        self.dtype = self.folder.dtype(name for name in self.table.theirs if name not in self.weights.scales)
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Reads elements of a parameter; see Source. Rows of the vocabulary's padding are zero."""
@@ -43,7 +52,7 @@ class HFSource:
         is_covered = sum(run.box.numel for run in runs) == box.numel
         out = (torch.empty if is_covered else torch.zeros)(box.shape, dtype=dtype)
         for run in runs:
-            self.folder.fill(narrow(out, run.box.within(box)), run.names, run.there)
+            self.weights.fill(narrow(out, run.box.within(box)), run.names, run.there)
         return out
 
 
