@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.base.mesh import Mesh
+from megatron.config.communicators import CommunicatorSettings
 from megatron.config.data_parallel import AUTO, EVERY, DataParallelSettings
 from megatron.config.feature import Facts, Feature, on_or_off
 from megatron.config.parallel import ParallelConfig
@@ -17,6 +18,7 @@ def parallel_features(
     mesh = settings.mesh
     return [
         _backend(parallel.distributed_backend, facts),
+        _communicators(settings.communicators, facts),
         _tensor_parallelism(mesh),
         _sequence_parallelism(parallel.sequence_parallel, settings.sequence_parallel),
         _tensor_overlap(parallel, transformer_impl, facts),
@@ -43,6 +45,17 @@ def _backend(asked: str | None, facts: Facts) -> Feature:
         return Feature(name, asked or "auto", "off", "one process")
     why = "" if asked in (None, facts.backend) else "no CUDA device"
     return Feature(name, asked or "auto", facts.backend, why)
+
+
+def _communicators(settings: CommunicatorSettings, facts: Facts) -> Feature:
+    """Options of NCCL, by Megatron-LM's names of groups."""
+    name, asked = "NCCL options", ", ".join(settings.named) or "off"
+    if not settings.named or facts.backend != "nccl":
+        why = "one process" if facts.backend is None else f"{facts.backend} has no such options"
+        return Feature(name, asked, "off", why if settings.named else "")
+    missing = settings.without_group
+    why = f"no group of this task here: {', '.join(missing)}" if missing else ""
+    return Feature(name, asked, ", ".join(n for n in settings.named if n not in missing) or "off", why)
 
 
 def _tensor_parallelism(mesh: Mesh) -> Feature:

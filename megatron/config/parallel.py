@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import COUNT, COUNT_OR_NONE, LAYERS, MINUTES, RANKS
 from megatron.config.moe import EXPERTS
+from megatron.config.stream_groups import GROUPS
 from megatron.schedule.registry import SCHEDULES
 
 _PIPELINE = Need(
@@ -197,6 +198,20 @@ class ParallelConfig:
     )
     distributed_backend: str | None = flag(
         None, "collective library; default nccl on CUDA; always gloo on CPU", choices=("nccl", "gloo")
+    )
+    nccl_communicator_config_path: str | None = flag(
+        None,
+        "YAML file with options of NCCL's communicators by group, as {dp_cp: {max_ctas: 16}}: cga_cluster_size, min_ctas, "
+        "max_ctas, net_name, is_high_priority_stream",
+        metavar="FILE",
+    )
+    high_priority_stream_groups: tuple[str, ...] = flag(
+        (),
+        "groups, by Megatron-LM's names, whose NCCL kernels run on streams of high priority, in addition to those whose "
+        "messages are overlapped with compute",
+        choices=tuple(GROUPS),
+        nargs="+",
+        metavar="GROUP",
     )
     distributed_timeout_minutes: float = flag(
         10.0, "a collective that waits longer ends the job and names the missing ranks", within=MINUTES

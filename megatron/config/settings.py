@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.base.mesh import Mesh
 from megatron.config.batch_schedule import BatchSchedule
+from megatron.config.communicators import CommunicatorSettings, communicator_settings
 from megatron.config.context_parallel import attention_comm_types, inner_size
 from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.optimizer_offload import OffloadSettings, offload_settings
@@ -19,6 +20,7 @@ class RunSettings:
     optimizer_offload: where the optimizer's state lives. attention_comm_types: how the attention of each layer
     communicates under context parallelism. context_inner: neighbouring ranks that exchange heads under a2a+p2p.
     sequence_parallel: whether it is in effect: asked for, and tp > 1. batches: samples and microbatches of every step.
+    communicators: options of NCCL.
     """
 
     mesh: Mesh
@@ -29,10 +31,14 @@ class RunSettings:
     context_inner: int
     sequence_parallel: bool
     batches: BatchSchedule
+    communicators: CommunicatorSettings
 
 
 def resolve(run: RunConfig, mesh: Mesh) -> RunSettings:
-    """Returns the settings of a run that `config.rules` accept, once its model's shape is known. Pure."""
+    """Returns the settings of a run that `config.rules` accept, once its model's shape is known.
+
+    Pure but for one file: --nccl-communicator-config-path.
+    """
     assert run.model.num_layers
     return RunSettings(
         mesh=mesh,
@@ -43,4 +49,5 @@ def resolve(run: RunConfig, mesh: Mesh) -> RunSettings:
         context_inner=inner_size(run.parallel),
         sequence_parallel=run.parallel.sequence_parallel and mesh.tp > 1,
         batches=BatchSchedule(run.train, mesh.dp, run.data.seq_length),
+        communicators=communicator_settings(run.parallel),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,6 +19,7 @@ from megatron.base.errors import CommError, ConfigError, first_line
 from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import DENSE, EXPERT, Mesh
 from megatron.base.rendezvous import agree_on_attempt
+from megatron.config.communicators import CommunicatorSettings
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,9 @@ _VIEWS = {DENSE: ("model", "dp_cp"), EXPERT: ("expert_model", "edp")}
 # occupies the device. torch takes all streams, NCCL's and those of core/streams, in turn from 32 per device and priority
 # (c10/cuda/CUDAStream.h). Two that get the same one wait for each other, and a receive that is posted early would then hold
 # up the message that it is the answer to. So a rank has far fewer communicators of either priority.
+# --high-priority-stream-groups and --nccl-communicator-config-path have the last word (config/communicators.py).
+_OF_EXPERTS = f"{EXPERT}_"  # begins the names of groups of the view of experts
+_NO_OPTIONS = CommunicatorSettings()
 _OVERLAPPED = {"tp", "cp", "cp_inner", "cp_outer", "shard", "gather", "replicas", "up", "down", "etp_ep"}
 
 
@@ -184,33 +188,38 @@ def create_groups(
     *,
     optimizer_instances: int | None = 1,
     context_inner: int = 1,
+    options: CommunicatorSettings = _NO_OPTIONS,
 ) -> Groups:
     """Creates every group of the mesh. Collective over the world: all ranks create all groups in the same order.
 
     `optimizer_instances` divides dp x cp, and edp; an instance is a run of neighbouring ranks. None makes every rank an
-    instance, so that nothing is sharded. `context_inner` is the size of cp_inner. For tp_inner see `with_shared_heads`, for
-    etp_ep and tp_cp `with_experts`.
+    instance, so that nothing is sharded. `context_inner` is the size of cp_inner. `options`: of NCCL's communicators; one
+    that several groups share has those of all of them. For tp_inner see `with_shared_heads`, for etp_ep and tp_cp
+    `with_experts`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     groups: dict[str, Group] = {}
     shared = {name: mesh.groups(*axes) for name, axes in _AXES.items()} | mesh.context_groups(context_inner)
-    overlapped = {ranks for name in _OVERLAPPED & set(shared) for ranks in shared[name]}
+    # Axes that vary over the same ranks (dp and dp_cp at cp 1) share one communicator: fewer buffers on NCCL.
+    names: dict[tuple[int, ...], list[str]] = {}
     for name, lists in shared.items():
         for ranks in lists:
-            # Axes that vary over the same ranks (dp and dp_cp at cp 1) share one communicator: fewer buffers on NCCL.
+            names.setdefault(ranks, []).append(name)
+    for name, lists in shared.items():
+        for ranks in lists:
             if ranks not in made:
-                made[ranks] = _new_group(ranks, name, timeout, overlapped=ranks in overlapped)
+                made[ranks] = _new_group(ranks, names[ranks], timeout, options)
             if rank in ranks:
                 groups[name] = Group(name, ranks, ranks.index(rank), made[ranks], heartbeat)
     views = {}
     for view in mesh.views:
-        prefix = "" if view == DENSE else f"{view}_"
+        prefix = "" if view == DENSE else _OF_EXPERTS
         cut = mesh.optimizer_groups(optimizer_instances, view)
-        parts = _with_own_connections(cut, rank, heartbeat, timeout, prefix=prefix)
+        parts = _with_own_connections(cut, rank, heartbeat, timeout, options, prefix=prefix)
         model, copies = _VIEWS[view]
         views[view] = View(view, groups[model], groups[copies], **parts)
-    groups |= _with_own_connections(mesh.pipeline_groups(), rank, heartbeat, timeout)
+    groups |= _with_own_connections(mesh.pipeline_groups(), rank, heartbeat, timeout, options)
     for name in ("tp_inner", "etp_ep", "tp_cp"):
         groups[name] = Group(name, (rank,), 0, None, heartbeat)
     everyone = tuple(range(mesh.world_size))
@@ -219,7 +228,13 @@ def create_groups(
 
 
 def _with_own_connections(
-    lists: dict[str, list[tuple[int, ...]]], rank: int, heartbeat: Heartbeat, timeout: timedelta, *, prefix: str = ""
+    lists: dict[str, list[tuple[int, ...]]],
+    rank: int,
+    heartbeat: Heartbeat,
+    timeout: timedelta,
+    options: CommunicatorSettings,
+    *,
+    prefix: str = "",
 ) -> dict[str, Group]:
     """This rank's group of each of `lists`, on connections that no other group uses. Collective over the world.
 
@@ -228,13 +243,15 @@ def _with_own_connections(
     groups = {}
     for name, each in lists.items():
         for ranks in each:
-            made = _new_group(ranks, prefix + name, timeout, overlapped=name in _OVERLAPPED)
+            made = _new_group(ranks, [prefix + name], timeout, options)
             if rank in ranks:
                 groups[name] = Group(prefix + name, ranks, ranks.index(rank), made, heartbeat)
     return groups
 
 
-def with_shared_heads(groups: Groups, holders: int, timeout_seconds: float) -> Groups:
+def with_shared_heads(
+    groups: Groups, holders: int, timeout_seconds: float, options: CommunicatorSettings = _NO_OPTIONS
+) -> Groups:
     """Returns the groups with a tp_inner of `holders` neighbours, which divide tp. Collective over the world.
 
     The number follows from the model: it is above one if there are fewer key/value heads than tp ranks.
@@ -245,46 +262,63 @@ def with_shared_heads(groups: Groups, holders: int, timeout_seconds: float) -> G
     elif holders > 1:
         timeout = timedelta(seconds=timeout_seconds)
         for ranks in groups.mesh.tensor_groups(holders):
-            made = _new_group(ranks, "tp_inner", timeout, overlapped=False)
+            made = _new_group(ranks, ["tp_inner"], timeout, options)
             if groups.rank in ranks:
                 inner = Group("tp_inner", ranks, ranks.index(groups.rank), made, groups.heartbeat)
     return dataclasses.replace(groups, tp_inner=inner)
 
 
-def with_experts(groups: Groups, timeout_seconds: float) -> Groups:
+def with_experts(groups: Groups, timeout_seconds: float, options: CommunicatorSettings = _NO_OPTIONS) -> Groups:
     """Returns the groups with the etp_ep and tp_cp of a model with experts. Collective over the world.
 
     etp_ep has connections of its own: no short message waits behind an exchange of tokens.
     """
     mesh, timeout = groups.mesh, timedelta(seconds=timeout_seconds)
     exchange = {"etp_ep": mesh.groups("etp", "ep")}
-    made = _with_own_connections(exchange, groups.rank, groups.heartbeat, timeout)
+    made = _with_own_connections(exchange, groups.rank, groups.heartbeat, timeout, options)
     if mesh.cp == 1:
         made["tp_cp"] = dataclasses.replace(groups.tp, name="tp_cp")
     elif mesh.tp == 1:
         made["tp_cp"] = dataclasses.replace(groups.cp, name="tp_cp")
     else:
         parts = {"tp_cp": mesh.groups("tp", "cp")}
-        made |= _with_own_connections(parts, groups.rank, groups.heartbeat, timeout)
+        made |= _with_own_connections(parts, groups.rank, groups.heartbeat, timeout, options)
     return dataclasses.replace(groups, etp_ep=made["etp_ep"], tp_cp=made["tp_cp"])
 
 
-def _new_group(ranks: tuple[int, ...], name: str, timeout: timedelta, *, overlapped: bool) -> dist.ProcessGroup | None:
+def _new_group(
+    ranks: tuple[int, ...], names: Sequence[str], timeout: timedelta, options: CommunicatorSettings
+) -> dist.ProcessGroup | None:
     """A communicator of these ranks, or None for one rank. Collective over the world, not over these ranks alone: torch
     would then name the group after the number of groups that this rank is in, which differs between its members.
 
-    overlapped: with compute, see [Note: priority of messages]. On NCCL nothing is connected yet: see comm/connections.py.
+    names: of the groups that it serves. On NCCL nothing is connected yet: see comm/connections.py.
     """
     if len(ranks) == 1:
         return None
-    backend, options = None, None
+    backend, of_group = None, None
     if dist.get_backend() == "gloo":
         backend = _SHARED_GLOO
         _register_shared_gloo()
-    elif dist.get_backend() == "nccl" and overlapped:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout
-    return dist.new_group(list(ranks), timeout, backend, options, group_desc=name)
+    elif dist.get_backend() == "nccl":
+        of_group = _nccl_options(names, timeout, options)
+    return dist.new_group(list(ranks), timeout, backend, of_group, group_desc=names[0])
+
+
+def _nccl_options(
+    names: Sequence[str], timeout: timedelta, options: CommunicatorSettings
+) -> dist.ProcessGroupNCCL.Options | None:
+    """Returns what torch passes to NCCL for a communicator of these groups; None where all is NCCL's own choice."""
+    given = options.of(names).given()
+    # See [Note: priority of messages].
+    high = given.pop("is_high_priority_stream", any(name.removeprefix(_OF_EXPERTS) in _OVERLAPPED for name in names))
+    if not high and not given:
+        return None
+    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(high))
+    made._timeout = timeout
+    for name, value in given.items():
+        setattr(made.config, name, value)
+    return made
 
 
 # [Note: one gloo device]

@@ -15,6 +15,7 @@ from megatron.base.errors import ConfigError, UserError
 from megatron.base.heartbeat import Heartbeat
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.communicators import communicator_settings
 from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
@@ -75,6 +76,7 @@ def groups_of(parallel: ParallelConfig, world_size: int, rank: int, heartbeat: H
         parallel.distributed_timeout_minutes * 60,
         optimizer_instances=data_parallel_settings(parallel).optimizer_instances,
         context_inner=inner_size(parallel),
+        options=communicator_settings(parallel),
     )
 
 

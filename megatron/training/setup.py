@@ -81,10 +81,10 @@ def assemble(
     settings, offload_dir = resolve(run, groups.mesh), run.optimizer_offload.offload_dir
     holders = decoder_spec(run.model).layers[0].attention.group_holders(groups.tp.size)
     timeout_seconds = run.parallel.distributed_timeout_minutes * 60
-    groups = with_shared_heads(groups, holders, timeout_seconds)
+    groups = with_shared_heads(groups, holders, timeout_seconds, settings.communicators)
     barrier(groups.tp_inner)  # connects it: [Note: when NCCL makes a communicator] in comm/connections.py
     if run.model.num_experts:
-        groups = with_experts(groups, timeout_seconds)
+        groups = with_experts(groups, timeout_seconds, settings.communicators)
         connect_all(groups.etp_ep, device)
         barrier(groups.tp_cp)
     prepared = prepare(

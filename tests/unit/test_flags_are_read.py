@@ -35,6 +35,7 @@ MAKERS = (
     "megatron/config/optimizer_offload.py",
     "megatron/config/context_parallel.py",
     "megatron/config/batch_schedule.py",
+    "megatron/config/communicators.py",
     "megatron/config/settings.py",
 )
 

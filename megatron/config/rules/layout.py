@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.base.errors import ConfigError
+from megatron.config.communicators import communicator_settings
 from megatron.config.context_parallel import attention_comm_types, copies_of_keys, inner_size
 from megatron.config.data import DataConfig
 from megatron.config.mesh import mesh_of
@@ -33,6 +34,15 @@ def backend_fits_device(parallel: ParallelConfig) -> str | None:
     """NCCL only supports CUDA memory. If --device auto finds none, gloo replaces it, and the table reports it."""
     if parallel.distributed_backend == "nccl" and parallel.device == "cpu":
         return "--distributed-backend nccl cannot run on --device cpu; use gloo"
+    return None
+
+
+def communicators_are_known(parallel: ParallelConfig) -> str | None:
+    """The file of NCCL's options names groups and options that exist."""
+    try:
+        communicator_settings(parallel)
+    except ConfigError as error:
+        return str(error)
     return None
 
 
@@ -117,7 +127,11 @@ def tp_divides_vocabulary(model: ModelConfig, tp: int) -> str | None:
 def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
     """Returns the rules about the layout: those about parts of the model only once its shape is known."""
     model, parallel = run.model, run.parallel
-    processes = [partial(world_is_divisible, parallel, world_size), partial(backend_fits_device, parallel)]
+    processes = [
+        partial(world_is_divisible, parallel, world_size),
+        partial(backend_fits_device, parallel),
+        partial(communicators_are_known, parallel),
+    ]
     if shape_is_pending(model, run.checkpoint):
         return processes
     return [

@@ -68,6 +68,25 @@ class Queued:
         return True
 
 
+class Config:
+    """Stands for torch's NCCLConfig: takes the options that NCCL has, and no other."""
+
+    __slots__ = ("blocking", "cga_cluster_size", "max_ctas", "min_ctas", "net_name")
+
+
+class Options:
+    """Stands for ProcessGroupNCCL.Options."""
+
+    __slots__ = ("_timeout", "config", "is_high_priority_stream")
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream, self.config = is_high_priority_stream, Config()
+
+    def given(self):
+        """The options of `config` that somebody has set."""
+        return {name: getattr(self.config, name) for name in Config.__slots__ if hasattr(self.config, name)}
+
+
 class FakeNccl:
     """Stands for torch.distributed on one rank; notes its calls, and the process groups in the order of their making."""
 
@@ -75,7 +94,8 @@ class FakeNccl:
         self._rank, self.calls = rank, []
         self.process_groups = [ProcessGroup(0, "world", tuple(range(world_size)))]
         self.group = SimpleNamespace(WORLD=self.process_groups[0])
-        self.ProcessGroupNCCL = SimpleNamespace(Options=SimpleNamespace)
+        self.ProcessGroupNCCL = SimpleNamespace(Options=Options)
+        self.options = {}  # of each process group; None for NCCL's own
 
     def get_backend(self, group=None):
         return "nccl"
@@ -83,6 +103,7 @@ class FakeNccl:
     def new_group(self, ranks, timeout, backend, options, group_desc):
         high = options is not None and options.is_high_priority_stream
         self.process_groups.append(ProcessGroup(len(self.process_groups), group_desc, tuple(ranks), high))
+        self.options[self.process_groups[-1]] = options
         return self.process_groups[-1]
 
     def barrier(self, group, device_ids):

@@ -1,15 +1,18 @@
 """Communicators of NCCL are made at set-up, in an order in which no host waits for ever, and none during a step."""
 
+import ast
 import functools
 import itertools
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
+from megatron.config.communicators import CommunicatorOptions, CommunicatorSettings
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import passes_around
 from megatron.core.comm.all_to_all import all_to_all_v
@@ -23,7 +26,7 @@ from megatron.kernels.ops.attention_scores import Scores
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.schedule import SENDS, TRANSFERS
-from tests.unit.comm.hosts import Call, ProcessGroup, Queued, Stuck, nccl, play
+from tests.unit.comm.hosts import Call, Config, ProcessGroup, Queued, Stuck, nccl, play
 
 CPU = torch.device("cpu")
 STREAMS = 32  # that torch has of each priority on a device
@@ -278,3 +281,56 @@ def test_messages_during_compute_have_high_priority():
 )
 def test_messages_from_the_last_rank_to_the_first(around, fields):
     assert passes_around(ParallelConfig(pipeline_model_parallel_size=4, **fields)) is around
+
+
+def test_options_of_nccl():
+    """A communicator gets the options of all groups that it serves; those of messages beside compute have high priority."""
+    named = {
+        "dp": CommunicatorOptions(max_ctas=4, net_name="IB"),
+        "dp_cp": CommunicatorOptions(max_ctas=16, cga_cluster_size=2),
+        "pp": CommunicatorOptions(max_ctas=2),
+        "cp": CommunicatorOptions(is_high_priority_stream=False),
+        "mp": CommunicatorOptions(is_high_priority_stream=True),
+        "ep_dp": CommunicatorOptions(min_ctas=3),
+        "tp_ep_mp": CommunicatorOptions(max_ctas=8),
+    }
+    mesh = Mesh.create(32, tp=2, cp=2, pp=2, ep=4, etp=2)
+    with nccl(0, 32) as fake:
+        groups = create_groups(mesh, 0, Heartbeat(0), 1.0, options=CommunicatorSettings(named))
+        with_experts(groups, 1.0, CommunicatorSettings(named))
+    found = {made.name: options for made, options in fake.options.items() if made.ranks[0] == 0}
+    given = {name: {} if options is None else options.given() for name, options in found.items()}
+    wide = {"max_ctas": 16, "cga_cluster_size": 2}
+    assert given["dp"] == {"max_ctas": 4, "net_name": "IB"}
+    assert given["dp_cp"] == given["gather"] == wide
+    assert given["up"] == given["down"] == {"max_ctas": 2}
+    assert given["expert_gather"] == given["edp"] == {"min_ctas": 3}
+    assert given["etp_ep"] == {"max_ctas": 8}
+    assert given["tp"] == given["cp"] == given["model"] == {}
+    high = {name for name, options in found.items() if options is not None and options.is_high_priority_stream}
+    assert {"tp", "model", "up", "down", "gather", "expert_gather", "etp_ep"} <= high
+    assert not {"cp", "dp", "dp_cp", "edp"} & high
+    assert found["cp"] is None or not found["cp"].is_high_priority_stream
+
+
+def test_options_of_a_shared_communicator():
+    """Without context parallelism the ranks of dp and dp_cp are the same: one communicator, and the wider name's options
+    unless the narrower one has its own.
+    """
+    named = {"dp": CommunicatorOptions(max_ctas=4, min_ctas=2), "dp_cp": CommunicatorOptions(max_ctas=16)}
+    with nccl(0, 4) as fake:
+        create_groups(Mesh.create(4, tp=2), 0, Heartbeat(0), 1.0, options=CommunicatorSettings(named))
+    (made,) = [made for made in fake.options if made.ranks == (0, 2) and made.name == "dp"]
+    assert fake.options[made].given() == {"max_ctas": 16, "min_ctas": 2}
+
+
+def test_the_stand_in_has_the_attributes_of_torch():
+    stub = Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi"
+    (nccl_class,) = [n for n in ast.walk(ast.parse(stub.read_text())) if getattr(n, "name", "") == "ProcessGroupNCCL"]
+    inner = {node.name: node for node in nccl_class.body if isinstance(node, ast.ClassDef)}
+    declared = {
+        name: {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)} for name, node in inner.items()
+    }
+    # torch binds net_name as well (torch/csrc/distributed/c10d/init.cpp); its stub leaves it out.
+    assert set(Config.__slots__) - declared["NCCLConfig"] == {"net_name"}
+    assert {"config", "is_high_priority_stream"} <= declared["Options"]

@@ -50,6 +50,17 @@ def test_sequence_parallelism_says_why_it_is_off():
     assert row("sequence parallelism", **TP, sequence_parallel=True) == ("on", "on", "")
 
 
+def test_options_of_nccl(tmp_path):
+    nccl, gloo = (dataclasses.replace(ALONE, backend=each) for each in ("nccl", "gloo"))
+    name = "NCCL options"
+    (tmp_path / "nccl.yaml").write_text("dp_cp: {max_ctas: 16}\npos_embd: {max_ctas: 1}\n")
+    asked = {"nccl_communicator_config_path": str(tmp_path / "nccl.yaml"), "high_priority_stream_groups": ("mp",)}
+    assert row(name) == row(name, nccl) == ("off", "off", "")
+    assert row(name, **asked) == ("dp_cp, pos_embd, mp", "off", "one process")
+    assert row(name, gloo, **asked)[1:] == ("off", "gloo has no such options")
+    assert row(name, nccl, **asked)[1:] == ("dp_cp, mp", "no group of this task here: pos_embd")
+
+
 def test_pipeline_with_its_bubble():
     two = {"pipeline_model_parallel_size": 2, "num_layers": 8, "global_batch_size": 16}
     assert row("pipeline") == ("off", "off", "")

@@ -56,6 +56,13 @@ CASES = [
         ["--seq-length and --mi"],
     ),
     (
+        rules_layout.communicators_are_known,
+        {"nccl_communicator_config_path": "missing.yaml"},
+        {"high_priority_stream_groups": ("dp",)},
+        1,
+        ["--nccl-communicator-config-path missing.yaml", "No such file"],
+    ),
+    (
         rules_layout.heads_fit_context_parallelism,
         {**CP2, "cp_comm_type": ("a2a", "p2p", "p2p")},
         {**CP2, "cp_comm_type": ("a2a", "p2p")},

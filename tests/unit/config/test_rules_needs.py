@@ -258,7 +258,7 @@ ALWAYS = """
     attention_backend transformer_impl gradient_accumulation_fusion
     persist_layer_norm bias_swiglu_fusion apply_rope_fusion
     tensor_model_parallel_size sequence_parallel tp_comm_bulk_wgrad pipeline_model_parallel_size context_parallel_size
-    ddp_bucket_size device distributed_backend
+    ddp_bucket_size device distributed_backend high_priority_stream_groups nccl_communicator_config_path
     use_distributed_optimizer overlap_grad_reduce overlapped_distributed_optimizer data_parallel_sharding_strategy
     grad_reduce_in_bf16
     distributed_timeout_minutes heartbeat_dir
