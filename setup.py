@@ -38,6 +38,7 @@ setup(
         "sentencepiece>=0.2",
         "tiktoken>=0.7",
         "jinja2>=3.1",
+        "pyyaml>=6",
         "tensorboard>=2.16",
         "rich>=13",
         "matplotlib>=3.8",

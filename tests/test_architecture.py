@@ -55,6 +55,7 @@ OPTIONAL = {
     "lm_eval": ("megatron.core.inference.harness",),
 }
 BACKENDS = "megatron.kernels.backends"
+IMPORTED_AS = {"pyyaml": "yaml"}  # packages that are imported under another name than they are installed by
 
 
 def module_of(path: Path) -> str:
@@ -156,7 +157,8 @@ def installed_packages() -> set[str]:
     for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == "install_requires":
             wanted = ast.literal_eval(node.value)
-            return {re.split(r"[^A-Za-z0-9_.-]", name)[0].replace("-", "_") for name in wanted}
+            names = {re.split(r"[^A-Za-z0-9_.-]", name)[0].replace("-", "_") for name in wanted}
+            return {IMPORTED_AS.get(name, name) for name in names}
     raise AssertionError("setup.py has no install_requires")
 
 

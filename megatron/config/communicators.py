@@ -1,7 +1,6 @@
 """Options of NCCL's communicators: --nccl-communicator-config-path and --high-priority-stream-groups.
 
-The file is YAML as Megatron-LM reads it, restricted to what such a file needs: the names of groups, and under each of them
-options with plain values, on lines of their own or in braces.
+The file is YAML as Megatron-LM reads it: the names of groups, and options under each of them.
 
     dp_cp:
       cga_cluster_size: 2
@@ -16,24 +15,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron.base.errors import ConfigError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.stream_groups import GROUPS
 
-Value = int | bool | str
 _FLAG = "--nccl-communicator-config-path"
 _LEAST_AND_MOST = {"cga_cluster_size": (0, 8), "min_ctas": (1, 64), "max_ctas": (1, 64)}  # NCCL's own limits
 _NETWORKS = ("IB", "Socket")  # as NCCL spells them
-_WORD = r"[A-Za-z_][\w-]*"
-_PAIR = re.compile(rf"({_WORD})\s*:\s+(\S.*)")
-_BRACES = re.compile(rf"({_WORD})\s*:\s*\{{(.*)\}}")
-_NAME = re.compile(rf"({_WORD})\s*:")
+_EXAMPLE = "'dp_cp: {max_ctas: 16}'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,79 +83,47 @@ def communicator_settings(parallel: ParallelConfig) -> CommunicatorSettings:
 
 
 def _read(path: Path) -> dict[str, CommunicatorOptions]:
+    where = f"{_FLAG} {path}"
     try:
-        text = path.read_text(encoding="utf-8")
+        groups = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{_FLAG} {path} cannot be read ({error.strerror}); give a file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{_FLAG} {path} is not text; give a YAML file of groups and options") from error
-    options: dict[str, dict[str, Any]] = {}
-    for number, group, pair in _lines(path, text):
-        where = f"{_FLAG} {path}, line {number}"
-        if group not in GROUPS:
-            raise ConfigError(f"{where}: no group is called {group}; give one of {', '.join(GROUPS)}")
-        if pair is None:
-            if group in options:
-                raise ConfigError(f"{where}: {group} stands there twice; write its options in one place")
-            options[group] = {}
-        else:
-            name, value = pair
-            if name in options[group]:
-                raise ConfigError(f"{where}: {name} of {group} stands there twice; remove one")
-            options[group][name] = _checked(where, name, value)
-    for group, found in options.items():
-        least, most = found.get("min_ctas", 1), found.get("max_ctas", math.inf)
-        if least > most:
-            raise ConfigError(f"{_FLAG} {path}: {group} has min_ctas {least} above max_ctas {most}; lower the first")
-    return {group: CommunicatorOptions(**found) for group, found in options.items()}
+        raise ConfigError(f"{where} cannot be read ({error.strerror}); give a file") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{where} is not YAML ({problem}); write groups and options as {_EXAMPLE}") from error
+    if not isinstance(groups or {}, dict):
+        raise ConfigError(f"{where} holds no groups; write groups and options as {_EXAMPLE}")
+    return {str(group): _options(where, group, options) for group, options in (groups or {}).items()}
 
 
-def _lines(path: Path, text: str) -> Iterator[tuple[int, str, tuple[str, str] | None]]:
-    """Yields (line number, group, None) where a group begins, and (line number, group, (option, value)) of its options."""
-    group: str | None = None
-    for number, full in enumerate(text.splitlines(), start=1):
-        line = re.sub(r"(^|\s)#.*", "", full).rstrip()
-        if not line or (line == "---" and group is None):
-            continue
-        where, inner = f"{_FLAG} {path}, line {number}", line.lstrip(" ")
-        if inner != line:
-            found = _PAIR.fullmatch(inner)
-            if group is None or found is None:
-                raise ConfigError(
-                    f"{where}: {full.strip()!r} is not an option of a group; write 'max_ctas: 16' below one"
-                )
-            yield number, group, (found[1], found[2])
-        elif braces := _BRACES.fullmatch(line):
-            group = braces[1]
-            yield number, group, None
-            for part in filter(None, map(str.strip, braces[2].split(","))):
-                found = _PAIR.fullmatch(part)
-                if found is None:
-                    raise ConfigError(f"{where}: {part!r} is not an option; write 'max_ctas: 16'")
-                yield number, group, (found[1], found[2])
-        elif name := _NAME.fullmatch(line):
-            group = name[1]
-            yield number, group, None
-        else:
-            raise ConfigError(f"{where}: {full.strip()!r} is not the name of a group; write 'dp_cp:'")
+def _options(where: str, group: object, options: object) -> CommunicatorOptions:
+    if group not in GROUPS:
+        raise ConfigError(f"{where}: no group is called {group}; give one of {', '.join(GROUPS)}")
+    if not isinstance(options or {}, dict):
+        raise ConfigError(f"{where}: {group} is {options!r}, not options; write {_EXAMPLE}")
+    assert isinstance(options, dict | None)
+    found = {name: _checked(f"{where}: {name} of {group}", name, value) for name, value in (options or {}).items()}
+    least, most = found.get("min_ctas", 1), found.get("max_ctas", math.inf)
+    if least > most:
+        raise ConfigError(f"{where}: {group} has min_ctas {least} above max_ctas {most}; lower the first")
+    return CommunicatorOptions(**found)
 
 
-def _checked(where: str, name: str, word: str) -> Value:
+def _checked(where: str, name: object, value: object) -> Any:
     """Returns the value of an option. Raises ConfigError for a name or value that NCCL does not have."""
-    word = word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
     if name in _LEAST_AND_MOST:
-        least, most = _LEAST_AND_MOST[name]
-        if not re.fullmatch(r"\d{1,9}", word) or not least <= int(word) <= most:
-            raise ConfigError(f"{where}: {name} {word} is not a whole number from {least} to {most}; change it")
-        return int(word)
+        least, most = _LEAST_AND_MOST[str(name)]
+        if type(value) is not int or not least <= value <= most:
+            raise ConfigError(f"{where} is {value!r}, not a whole number from {least} to {most}; change it")
+        return value
     if name == "is_high_priority_stream":
-        if word.lower() not in ("true", "false"):
-            raise ConfigError(f"{where}: {name} {word} is neither true nor false; change it")
-        return word.lower() == "true"
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} is {value!r}, neither true nor false; change it")
+        return value
     if name == "net_name":
-        network = next((each for each in _NETWORKS if each.lower() == word.lower()), None)
+        network = next((each for each in _NETWORKS if each.lower() == str(value).lower()), None)
         if network is None:
-            raise ConfigError(f"{where}: net_name {word} is not a network; give {' or '.join(_NETWORKS)}")
+            raise ConfigError(f"{where} is {value!r}, not a network; give {' or '.join(_NETWORKS)}")
         return network
     known = ", ".join(each.name for each in dataclasses.fields(CommunicatorOptions))
-    raise ConfigError(f"{where}: no option is called {name}; give one of {known}")
+    raise ConfigError(f"{where} is not an option of NCCL; give one of {known}")

@@ -18,8 +18,7 @@ dp_cp:
   max_ctas: 16
 
 tp: {min_ctas: 4, net_name: "ib"}
-'pp': {}
-pp:
+'pp':
     is_high_priority_stream: false
 """
 
@@ -33,7 +32,7 @@ def settings(tmp_path, text, *groups):
 
 
 def test_both_spellings(tmp_path):
-    assert settings(tmp_path, TEXT.replace("'pp': {}\n", "")).named == {
+    assert settings(tmp_path, TEXT).named == {
         "dp_cp": CommunicatorOptions(cga_cluster_size=2, max_ctas=16),
         "tp": CommunicatorOptions(min_ctas=4, net_name="IB"),
         "pp": CommunicatorOptions(is_high_priority_stream=False),
@@ -60,21 +59,21 @@ def test_the_narrower_name_takes_precedence(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dpcp:\n  max_ctas: 2\n", "line 1: no group is called dpcp; give one of dp, dp_cp, "),
-        ("tp:\n  max_cta: 2\n", "line 2: no option is called max_cta; give one of cga_cluster_size, "),
-        ("tp: {max_ctas: 65}\n", "line 1: max_ctas 65 is not a whole number from 1 to 64; change it"),
-        ("tp:\n  cga_cluster_size: -1\n", "line 2: cga_cluster_size -1 is not a whole number from 0 to 8; change it"),
-        ("tp: {min_ctas: 1.5}\n", "line 1: min_ctas 1.5 is not a whole number"),
-        ("tp:\n  net_name: ethernet\n", "line 2: net_name ethernet is not a network; give IB or Socket"),
-        ("tp:\n  is_high_priority_stream: 1\n", "line 2: is_high_priority_stream 1 is neither true nor false"),
+        ("dpcp:\n  max_ctas: 2\n", "no group is called dpcp; give one of dp, dp_cp, "),
+        ("5: {max_ctas: 2}\n", "no group is called 5; give one of dp, dp_cp, "),
+        ("tp:\n  max_cta: 2\n", "max_cta of tp is not an option of NCCL; give one of cga_cluster_size, "),
+        ("tp: {max_ctas: 65}\n", "max_ctas of tp is 65, not a whole number from 1 to 64; change it"),
+        ("tp: {max_ctas: true}\n", "max_ctas of tp is True, not a whole number"),
+        ("tp:\n  cga_cluster_size: -1\n", "cga_cluster_size of tp is -1, not a whole number from 0 to 8; change it"),
+        ("tp: {min_ctas: 1.5}\n", "min_ctas of tp is 1.5, not a whole number"),
+        ("tp: {min_ctas: [1]}\n", "min_ctas of tp is [1], not a whole number"),
+        ("tp:\n  net_name: ethernet\n", "net_name of tp is 'ethernet', not a network; give IB or Socket"),
+        ("tp:\n  is_high_priority_stream: 1\n", "is_high_priority_stream of tp is 1, neither true nor false"),
         ("tp: {min_ctas: 8, max_ctas: 4}\n", "tp has min_ctas 8 above max_ctas 4; lower the first"),
-        ("tp:\n  max_ctas: 1\n  max_ctas: 2\n", "line 3: max_ctas of tp stands there twice; remove one"),
-        ("tp:\n  max_ctas: 1\npp:\ntp:\n", "line 4: tp stands there twice; write its options in one place"),
-        ("  max_ctas: 1\n", "line 1: 'max_ctas: 1' is not an option of a group"),
-        ("tp:\n\tmax_ctas: 1\n", "is not the name of a group; write 'dp_cp:'"),
-        ("tp: 5\n", "line 1: 'tp: 5' is not the name of a group; write 'dp_cp:'"),
-        ("tp: {max_ctas 5}\n", "line 1: 'max_ctas 5' is not an option; write 'max_ctas: 16'"),
-        ("tp:\n  max_ctas:\n    least: 1\n", "line 2: 'max_ctas:' is not an option of a group"),
+        ("tp:\n\tmax_ctas: 1\n", "is not YAML (while scanning for the next token"),
+        ("tp: 5\n", "tp is 5, not options; write 'dp_cp: {max_ctas: 16}'"),
+        ("tp\n", "holds no groups; write groups and options as 'dp_cp: {max_ctas: 16}'"),
+        ("tp: {max_ctas: {least: 1}}\n", "max_ctas of tp is {'least': 1}, not a whole number"),
     ],
 )
 def test_what_is_wrong(tmp_path, text, message):
@@ -86,7 +85,7 @@ def test_what_is_wrong(tmp_path, text, message):
 
 def test_a_file_that_cannot_be_read_is_a_mistake_of_the_command_line(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name, why in (("missing", "cannot be read (No such file"), ("binary", "is not text"), (".", "(Is a directory")):
+    for name, why in (("missing", "cannot be read (No such file"), ("binary", "is not YAML"), (".", "(Is a directory")):
         (found,) = problems(make_run(nccl_communicator_config_path=str(tmp_path / name)), 1)
         assert why in found
 
@@ -107,7 +106,7 @@ run_of(sys.argv[1:], "")
     for typed, line in (
         (
             ["--nccl-communicator-config-path", str(path)],
-            f"{path}, line 2: max_ctas many is not a whole number from 1 to",
+            f"{path}: max_ctas of tp is 'many', not a whole number from 1 to",
         ),
         (["--high-priority-stream-groups", "dp", "up"], "--high-priority-stream-groups"),
         (["--use-nccl-ub"], "--use-nccl-ub"),
