@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.kernels.ops.adam import AdamRun, Coefficients
+
 TARGETS = (90, 80)
 TOKENS, HIDDEN, INNER, HEADS, GROUPS, HEAD, VOCABULARY = 8192, 4096, 14336, 32, 8, 128, 32064
 OTHER_WIDTHS = (128, 2048, 8192, 16384)  # of norms; compiled, too
@@ -61,7 +63,7 @@ class Launch(NamedTuple):
 
 def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
     """The calls of a layer and of the loss in bf16, for a sequence of `tokens`."""
-    norm, activation, rope, cross_entropy = map(_module, KERNELS)
+    norm, activation, rope, cross_entropy, adam = map(_module, KERNELS)
 
     def half(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
@@ -73,6 +75,10 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
     inner, grad = half(tokens, 1, 2 * INNER), half(tokens, 1, INNER)
     qkv = half(tokens, 1, GROUPS, HEADS // GROUPS + 2, HEAD)
     q, k, table = half(tokens, 1, HEADS, HEAD), qkv[:, :, :, -2], half(tokens, 1, 1, HEAD // 2)
+    states, weights = [full(tokens, 1024).view(-1) for _ in range(4)], half(tokens, 1024).view(-1)
+    runs = [AdamRun(0, 512, True, False), AdamRun(512, len(weights), False, False)]
+    adamw = adam.OnePassAdamW(runs, torch.device(device))
+    gate, numbers = full(3), Coefficients(1, 1e-4, 1e-4, 0.9, 0.95, 1e-8, 0.1)
     logits, targets = half(tokens, VOCABULARY), torch.zeros(tokens, dtype=torch.int64, device=device)
     return {
         "RMSNorm": Case(lambda: norm.compute_rms_norm(x, weight, 1e-5), hidden),
@@ -92,10 +98,12 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
         "cross entropy backward": Case(
             lambda: cross_entropy.gradient_(logits, targets, 0, rstd.view(-1), rstd.view(-1).clone()), VOCABULARY
         ),
+        "AdamW": Case(lambda: adamw.step(*states, weights, gate, numbers), 1024),
+        "AdamW, fp32 weights": Case(lambda: adamw.step(*states, None, gate, numbers), 1024),
     }
 
 
-KERNELS = ("norm", "activation", "rope", "cross_entropy")
+KERNELS = ("norm", "activation", "rope", "cross_entropy", "adam")
 
 
 def _module(name: str) -> ModuleType:

@@ -20,11 +20,14 @@ from benchmarks.gpu.record import LaterError
 from benchmarks.gpu.runs import device_of
 from benchmarks.gpu.shapes import layer_shape
 from megatron.base.heartbeat import Heartbeat
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.groups import Group
-from megatron.core.optimizer.update_rule import Inputs, Run, update
+from megatron.core.optimizer.update_rule import Inputs, update
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.kernels.fused import choose_fused
 from megatron.kernels.ops import activation, norm, rope, weight_grad
+from megatron.kernels.ops.adam import AdamRun
 
 EPSILON = 1e-5  # of norms
 BETAS, EPS = (0.9, 0.95), 1e-8  # of AdamW
@@ -244,7 +247,10 @@ def adamw(setting: Setting) -> Result:
     poison(setting)
     values_of = dict(zip(("master", "exp_avg", "exp_avg_sq"), (state[0], *state[2:]), strict=True))
     config = OptimizerConfig(adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS)
-    step = functools.partial(update, config, [Run(0, numel, True, False)], values_of, state[1], weights, inputs)
+    runs = [AdamRun(0, numel, True, False)]
+    make = choose_fused(ModelConfig(hidden_size=256), setting.device, torch.bfloat16, config)[0].make_adamw
+    one_pass = None if make is None else make(runs, setting.device)
+    step = functools.partial(update, config, runs, values_of, state[1], weights, inputs, one_pass)
     step()
     values = {"error": check_error(state[0][few], exact, 1e-5, "masters"), "weights_error": error(weights[few], exact)}
     check(values["weights_error"] <= 2.0**-8, f"bf16 weights: error {values['weights_error']:.1e}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.kernels.choose_attention import choose_attention
 from megatron.kernels.fused import LayerKernels, choose_fused
 from megatron.kernels.ops import attention, attention_lse, grouped_gemm, weight_grad
@@ -22,7 +23,7 @@ class Kernels:
     linear: LinearKernel  # the products of linear layers without FP8
     weight_grad: weight_grad.WeightGrad  # that of experts
     grouped: grouped_gemm.GroupedGemm  # for experts
-    fused: LayerKernels  # the small operations of a layer and of the loss
+    fused: LayerKernels  # the small operations of a layer and of the loss, and the update
     attention_choice: str
     block_choice: str
     fusion_missing: str | None  # the reason why gradient accumulation is not fused into the weight-gradient GEMM
@@ -31,19 +32,26 @@ class Kernels:
 
 
 def choose_kernels(
-    config: ModelConfig, device: torch.device, *, blocks: bool = False, documents: bool = True, etp: int = 1
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    blocks: bool = False,
+    documents: bool = True,
+    etp: int = 1,
+    optimizer: OptimizerConfig | None = None,
 ) -> Kernels:
     """Returns the requested kernels, or the closest ones that can run here. All compute the same function.
 
     On CUDA the chosen kernels are tried on a few tokens, because builds of torch and of FlashAttention differ in what
     they support. `blocks`: whether attention runs in blocks, for context parallelism. `documents`: whether samples may
-    hold several. `etp`: ranks that share an expert. Raises ConfigError for an --attention-backend that cannot run.
+    hold several. `etp`: ranks that share an expert. `optimizer`: None where nothing is trained. Raises ConfigError for an
+    --attention-backend that cannot run.
     """
     dtype = getattr(torch, config.dtype_name)
     chosen = choose_attention(config, device, blocks=blocks, documents=documents)
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     grouped, grouped_missing = _choose_grouped(config, device, dtype, etp)
-    fused, fused_choice = choose_fused(config, device, dtype)
+    fused, fused_choice = choose_fused(config, device, dtype, optimizer)
     return Kernels(
         chosen.attention,
         chosen.blocks,

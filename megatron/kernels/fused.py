@@ -1,4 +1,6 @@
-"""The small operations of a layer and of the loss: each in several kernels of torch, or in one fused kernel each way."""
+"""The small operations of a layer and of the loss: each in several kernels of torch, or in one fused kernel each way; and
+the update.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.base.errors import first_line
 from megatron.config.model import ROTARY, ModelConfig
-from megatron.kernels.ops import activation, cross_entropy, norm, rope
+from megatron.config.optimizer import OptimizerConfig
+from megatron.kernels.ops import activation, adam, cross_entropy, norm, rope
 from megatron.kernels.ops.activation import Activation
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU
 
@@ -23,12 +26,15 @@ _TOLERANCE = 0.02  # results are rounded to half precision; those of a broken ke
 
 
 class LayerKernels(NamedTuple):
-    """The kernels of a run. activations: by the name that the model's specification gives them."""
+    """The kernels of a run. activations: by the name that the model's specification gives them. make_adamw: None stands for
+    torch's kernels.
+    """
 
     norm: norm.NormKernel
     activations: Mapping[str, Activation]
     rotate_once: rope.Rotation
     cross_entropy: cross_entropy.CrossEntropyKernel
+    make_adamw: adam.MakeAdamW | None
 
 
 SEPARATE = LayerKernels(
@@ -45,12 +51,15 @@ SEPARATE = LayerKernels(
     ),
     rope.rotate_once,
     cross_entropy.separate,
+    None,
 )
 
 
-def choose_fused(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[LayerKernels, str]:
+def choose_fused(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, optimizer: OptimizerConfig | None = None
+) -> tuple[LayerKernels, str]:
     """Returns the fused kernels that run here, SEPARATE's elsewhere, and "those fused (why not the others)" for the
-    start-up table.
+    start-up table. optimizer: None where nothing is trained.
 
     Each is tried on a few tokens: whether Triton can compile for a GPU, and whether a row of the model fits into a program,
     is known for certain only then. Kernels with equal tasks give equal results up to the order of sums.
@@ -76,6 +85,7 @@ def choose_fused(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
             lambda: _try_rotation(found.rotate_once, config, device, dtype),
         ),
         "cross_entropy": ("cross entropy", None, lambda: _try_loss(found.cross_entropy, device, dtype)),
+        "make_adamw": ("AdamW", _no_adamw(optimizer), lambda: _try_adamw(found.make_adamw, device, dtype)),
     }
     chosen, names, reasons = SEPARATE, [], []
     for field, (name, refused, trial) in trials.items():
@@ -91,8 +101,8 @@ def choose_fused(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
 def load() -> LayerKernels:
     """Returns the kernels in Triton, which is imported here."""
     name = "megatron.kernels.backends.triton"
-    gated, norms, rotation, loss = (
-        importlib.import_module(f"{name}.{each}") for each in ("activation", "norm", "rope", "cross_entropy")
+    gated, norms, rotation, loss, adamw = (
+        importlib.import_module(f"{name}.{each}") for each in ("activation", "norm", "rope", "cross_entropy", "adam")
     )
     activations = {SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}
     return LayerKernels(
@@ -100,6 +110,7 @@ def load() -> LayerKernels:
         MappingProxyType({**SEPARATE.activations, **activations}),
         rotation.rotate_once,
         cross_entropy.CrossEntropyKernel(loss.local_statistics, loss.gradient_),
+        adamw.OnePassAdamW,
     )
 
 
@@ -113,6 +124,12 @@ def _missing(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than Ampere"
     return None
+
+
+def _no_adamw(optimizer: OptimizerConfig | None) -> str | None:
+    if optimizer is None:
+        return "nothing is trained"
+    return None if optimizer.rule == "adam" else f"--optimizer is {optimizer.optimizer}"
 
 
 def _first(*reasons: tuple[str, bool]) -> str | None:
@@ -186,3 +203,24 @@ def _try_loss(kernel: cross_entropy.CrossEntropyKernel, device: torch.device, dt
         ones = torch.ones_like(log_sum_exp)
         results.append((statistics, each.gradient_(logits.clone(), targets, 0, log_sum_exp, ones, 30.0)))
     _compare(*results)
+
+
+def _try_adamw(make: adam.MakeAdamW | None, device: torch.device, dtype: torch.dtype) -> None:
+    """With two runs, of which one has no weight decay, against the kernel of the CPU."""
+    assert make is not None
+    size, half, host = 4096, 2048, torch.device("cpu")
+    runs = [adam.AdamRun(0, half, decay=True, decoupled=False), adam.AdamRun(half, size, decay=False, decoupled=True)]
+    numbers = adam.Coefficients(3, 0.1, 0.2, 0.9, 0.95, 1e-8, 0.1)
+    states = [_numbers(host, torch.float32, size, turns=each) for each in (0.7, 1.1, 1.3, 1.7)]
+    states[3].abs_()
+    param, grad, exp_avg, exp_avg_sq = (each.to(device, copy=True) for each in states)
+    out = torch.empty(size, dtype=dtype, device=device)
+    gate = torch.tensor([2.0, 1.0, 0.0], device=device)
+    make(runs, device).step(param, grad, exp_avg, exp_avg_sq, out, gate, numbers)
+    for run in runs:
+        adam.separate(
+            *(each[run.start : run.stop] for each in states),
+            step=3, lr=0.2 if run.decoupled else 0.1, beta1=0.9, beta2=0.95, eps=1e-8,
+            weight_decay=0.1 if run.decay else 0.0, divisor=2.0,
+        )  # fmt: skip
+    _compare((param.to(host), exp_avg.to(host), exp_avg_sq.to(host), out.to(host)), (states[0], *states[2:], states[0]))

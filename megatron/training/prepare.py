@@ -10,6 +10,7 @@ import torch
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.config.settings import RunSettings
@@ -54,10 +55,12 @@ def prepare(
     *,
     documents: bool,
     seed: int,
+    optimizer: OptimizerConfig | None = None,
 ) -> Prepared:
     """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`.
 
-    documents: attention stays inside the documents of a sample. Raises ConfigError: see `choose_kernels`.
+    documents: attention stays inside the documents of a sample. optimizer: None where nothing is trained. Raises
+    ConfigError: see `choose_kernels`.
     """
     streams = Streams(device, Timeline(device))
     backend = backend_for(device, parallel.distributed_backend) if groups.world.size > 1 else None
@@ -66,7 +69,14 @@ def prepare(
         model,
         groups,
         settings.sequence_parallel,
-        choose_kernels(model, device, blocks=groups.cp.size > 1, documents=documents, etp=groups.etp.size),
+        choose_kernels(
+            model,
+            device,
+            blocks=groups.cp.size > 1,
+            documents=documents,
+            etp=groups.etp.size,
+            optimizer=optimizer,
+        ),
         RngTracker(seed, groups, device),
         device,
         overlap,

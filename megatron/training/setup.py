@@ -97,6 +97,7 @@ def assemble(
         device,
         documents=run.data.separate_documents,
         seed=run.train.seed,
+        optimizer=None if run.train.skip_train else run.optimizer,
     )
     prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
     model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))
@@ -107,7 +108,12 @@ def assemble(
     optimizer = together(
         groups.world,
         lambda: Optimizer(
-            run.optimizer, data_parallel, groups, fp16=run.model.fp16, offload=settings.optimizer_offload
+            run.optimizer,
+            data_parallel,
+            groups,
+            fp16=run.model.fp16,
+            offload=settings.optimizer_offload,
+            make_adamw=prepared.shared.kernels.fused.make_adamw,
         ),
     )
     schedule = build_schedule(run.schedule, run.optimizer, run.train.train_samples, settings.batches)

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.optimizer.update_rule import Inputs, gate_of, update
 from megatron.kernels import fused
+from megatron.kernels.ops.adam import AdamRun
 from megatron.kernels.ops.norm import own
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import random
@@ -31,7 +34,7 @@ def assert_near(found, expected):
 @pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_all_kernels_of_a_model_are_taken(fields, dtype):
-    _, choice = fused.choose_fused(ModelConfig(**fields), CUDA, dtype)
+    _, choice = fused.choose_fused(ModelConfig(**fields), CUDA, dtype, OptimizerConfig())
     assert "not: " not in choice.replace("not: the model has none", ""), choice
 
 
@@ -82,3 +85,22 @@ def test_cross_entropy(dtype):
         log_sum_exp = statistics[1].log() + statistics[0]
         results.append((statistics, kernel.gradient_(logits.clone(), targets, 0, log_sum_exp, grad, 30.0)))
     assert_near(*results)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [1 << 20, 100_001])
+@pytest.mark.parametrize("found_inf", [False, True])
+def test_adamw(dtype, size, found_inf):
+    """Against torch's kernels, with runs of two kinds."""
+    runs = [AdamRun(0, 4160, True, False), AdamRun(4160, size, False, True)]
+    gate = gate_of(torch.tensor(3.7, dtype=torch.float64, device=CUDA), torch.tensor(found_inf, device=CUDA))
+    results = []
+    for one_pass in (fused.load().make_adamw(runs, CUDA), None):
+        names = ("master", "exp_avg", "exp_avg_sq")
+        values = {name: draw(size, dtype=torch.float32, seed=seed).abs() for seed, name in enumerate(names)}
+        out = torch.empty(size, dtype=dtype, device=CUDA)
+        gradient = draw(size, dtype=torch.float32, seed=3)
+        update(OptimizerConfig(), runs, values, gradient, out, Inputs(3, 0.1, 0.2, 0.1, gate), one_pass)
+        results.append((*values.values(), out))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5 if found.dtype == torch.float32 else 2**-7, atol=1e-6)

@@ -18,7 +18,8 @@ from megatron.core.offload.host_pool import HostPool
 from megatron.core.optimizer.cpu_optimizer import CpuOptimizer
 from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.optimizer.placement import Candidate, Rates, delay, place
-from megatron.core.optimizer.update_rule import Inputs, Run, update
+from megatron.core.optimizer.update_rule import Inputs, update
+from megatron.kernels.ops.adam import AdamRun
 from megatron.spec.optimizer_state import state_bytes, state_layout
 
 log = get_logger(__name__)
@@ -104,7 +105,7 @@ def measure_update(config: OptimizerConfig, size: int) -> float:
     """Returns the elements per second that the CPU updates in chunks of `size` elements: the best of a few tries."""
     size = min(size, _MAX_ELEMENTS)
     values = {key: torch.zeros(size) for key in state_layout(config, half=True, on_cpu=True)}
-    gradient, runs = torch.zeros(size), [Run(0, size, decay=False, decoupled=False)]
+    gradient, runs = torch.zeros(size), [AdamRun(0, size, decay=False, decoupled=False)]
     inputs = Inputs(step=1, lr=0.0, decoupled_lr=0.0, weight_decay=0.0, gate=torch.tensor([1.0, 0.0, 1.0]))
     best = float("inf")
     for _ in range(1 + _REPEATS):  # the first one also touches the memory for the first time

@@ -32,6 +32,7 @@ from megatron.core.optimizer.precision import Scratch
 from megatron.core.optimizer.update_rule import Inputs, gate_of
 from megatron.core.optimizer.weight_prefetch import WeightPrefetch
 from megatron.core.parameter import ParamInfo, Section
+from megatron.kernels.ops.adam import MakeAdamW
 from megatron.spec.buckets import Piece
 from megatron.spec.optimizer_state import chunks_to_offload, cut, is_cut, optimizer_bytes
 
@@ -58,12 +59,14 @@ class Optimizer:
         *,
         fp16: bool,
         offload: OffloadSettings = ON_DEVICE,
+        make_adamw: MakeAdamW | None = None,
     ) -> None:
-        """Raises ConfigError when --offload-dir has too little room. No communication."""
+        """make_adamw: see OptimizerChunk. Raises ConfigError when --offload-dir has too little room. No communication."""
         self.loss_scale = LossScale(config, fp16, data_parallel.device)
         self._config, self._data_parallel, self._groups = config, data_parallel, groups
         self._device = data_parallel.device
         self._scratch = Scratch(self._device)
+        self._make_adamw = make_adamw
         self._steps = 0
         self._undecided: Update | None = None  # the last one, until the host knows whether it was applied
         self.chunks = self._split(offload.chunk_size if is_cut(config, offload) else None)
@@ -187,7 +190,7 @@ class Optimizer:
         """Returns the chunks of every bucket's slice, by the bucket's index."""
         return [
             [
-                OptimizerChunk(self._config, bucket, *each)
+                OptimizerChunk(self._config, bucket, *each, self._make_adamw)
                 for each in cut(len(bucket.param_shard), chunk_size or bucket.size)
             ]
             for bucket in self._data_parallel.buckets

@@ -11,7 +11,8 @@ from torch import Tensor
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.optimizer.precision import DTYPES, Scratch, random_bits, read, split, write
-from megatron.core.optimizer.update_rule import Inputs, Run, update
+from megatron.core.optimizer.update_rule import Inputs, update
+from megatron.kernels.ops.adam import AdamRun, MakeAdamW
 from megatron.spec.buckets import Piece
 from megatron.spec.optimizer_state import state_layout
 
@@ -24,17 +25,21 @@ class OptimizerChunk:
     CPU updates the chunk, in host memory.
     """
 
-    def __init__(self, config: OptimizerConfig, bucket: Bucket, start: int, stop: int) -> None:
+    def __init__(
+        self, config: OptimizerConfig, bucket: Bucket, start: int, stop: int, make_adamw: MakeAdamW | None = None
+    ) -> None:
+        """make_adamw: makes the AdamW with which the device updates its chunks; None stands for torch's kernels."""
         self.bucket, self.start, self.stop = bucket, start, stop
         self.half = bucket.param_shard.dtype != torch.float32
         self.on_cpu = False
         self.state: dict[str, Tensor] = {}
         self.runs = [
-            Run(max(first, start) - start, min(last, stop) - start, *kind)
+            AdamRun(max(first, start) - start, min(last, stop) - start, *kind)
             for first, last, kind in bucket.runs(lambda info, section: (info.spec.decay, info.spec.embedding_or_output))
             if max(first, start) < min(last, stop)
         ]
         self._config = config
+        self._one_pass = None if make_adamw is None else make_adamw(self.runs, bucket.device)
 
     @property
     def label(self) -> str:
@@ -93,7 +98,8 @@ class OptimizerChunk:
         """
         values = read(stored, parameters, scratch.take)
         out = None if values["master"] is parameters else parameters
-        update(self._config, self.runs, values, gradient, out, inputs)
+        one_pass = None if self.on_cpu else self._one_pass
+        update(self._config, self.runs, values, gradient, out, inputs, one_pass)
         write(stored, values, functools.partial(self._random_bits, inputs.step, gradient.device))
 
     def master(self) -> Tensor:

@@ -1,4 +1,5 @@
-"""AdamW and SGD over flat tensors, in one pass: of torch's fused kernels on CUDA, and of kernels/ops/adam.py on the CPU.
+"""AdamW and SGD over flat tensors. AdamW takes one pass: of a Triton kernel on CUDA, and of kernels/ops/adam.py on the CPU.
+SGD, and CUDA without Triton, take two kernels of torch, of which one returns at once.
 
 Loss unscaling and clipping need no further pass: both are part of one divisor of the gradients. The device that updates
 decides itself whether it does: the host does not wait for the gradient's norm.
@@ -8,25 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.kernels.ops.adam import adamw_step
-
-
-class Run(NamedTuple):
-    """The elements from start to stop, which have the same learning rate and weight decay.
-
-    decay: weight decay applies. decoupled: they are of the word embeddings or of the output layer.
-    """
-
-    start: int
-    stop: int
-    decay: bool
-    decoupled: bool
+from megatron.kernels.ops.adam import AdamRun, Coefficients, DeviceAdamW, adamw_step
 
 
 def gate_of(divisor: Tensor, found_inf: Tensor) -> Tensor:
@@ -43,7 +31,8 @@ def gate_of(divisor: Tensor, found_inf: Tensor) -> Tensor:
 class Inputs:
     """The scalars of one step. step: 1 for the first update.
 
-    decoupled_lr: the learning rate of the word embeddings and of the output layer; lr is that of all others.
+    decoupled_lr: the learning rate of the word embeddings and of the output layer, whose runs are decoupled; lr is that of
+    all others.
     gate: fp32 [3], where the update takes place; see `gate_of`.
     """
 
@@ -53,23 +42,29 @@ class Inputs:
     weight_decay: float
     gate: Tensor
 
-    def rates(self, run: Run) -> tuple[float, float]:
+    def rates(self, run: AdamRun) -> tuple[float, float]:
         """Returns (learning rate, weight decay) of a run."""
         return self.decoupled_lr if run.decoupled else self.lr, self.weight_decay if run.decay else 0.0
 
 
 def update(
     config: OptimizerConfig,
-    runs: Sequence[Run],
+    runs: Sequence[AdamRun],
     values: Mapping[str, Tensor],
     gradient: Tensor,
     out: Tensor | None,
     inputs: Inputs,
+    one_pass: DeviceAdamW | None = None,
 ) -> None:
     """Updates `values` ("master" and moments, flat and in fp32) in place with a gradient; all are on the same device.
 
-    out: receives the masters, rounded to its dtype, if it is given. On CUDA the gradient is undefined afterwards.
+    out: receives the masters, rounded to its dtype, if it is given. one_pass: the device's AdamW of these runs. On CUDA the
+    gradient is undefined afterwards.
     """
+    if one_pass is not None:
+        master, moments = values["master"], (values["exp_avg"], values["exp_avg_sq"])
+        one_pass.step(master, gradient, *moments, out, inputs.gate, _coefficients(config, inputs))
+        return
     divisor, not_plain, not_divided = inputs.gate.unbind()
     if gradient.is_cuda:
         gated(config, runs, values, gradient, inputs)
@@ -82,8 +77,20 @@ def update(
         out.copy_(values["master"])
 
 
+def _coefficients(config: OptimizerConfig, inputs: Inputs) -> Coefficients:
+    return Coefficients(
+        inputs.step,
+        inputs.lr,
+        inputs.decoupled_lr,
+        config.adam_beta1,
+        config.adam_beta2,
+        config.adam_eps,
+        inputs.weight_decay,
+    )
+
+
 def gated(
-    config: OptimizerConfig, runs: Sequence[Run], values: Mapping[str, Tensor], gradient: Tensor, inputs: Inputs
+    config: OptimizerConfig, runs: Sequence[AdamRun], values: Mapping[str, Tensor], gradient: Tensor, inputs: Inputs
 ) -> None:
     """Updates `values` by torch's kernels, without the host knowing the gate: both are queued, and at most one of them
     does anything."""
@@ -95,7 +102,7 @@ def gated(
 
 def _adamw_on_cpu(
     config: OptimizerConfig,
-    runs: Sequence[Run],
+    runs: Sequence[AdamRun],
     values: Mapping[str, Tensor],
     gradient: Tensor,
     out: Tensor | None,
@@ -124,7 +131,7 @@ def _adamw_on_cpu(
 
 def _adamw(
     config: OptimizerConfig,
-    runs: Sequence[Run],
+    runs: Sequence[AdamRun],
     values: Mapping[str, Tensor],
     gradient: Tensor,
     inputs: Inputs,
@@ -154,7 +161,7 @@ def _adamw(
 
 def _sgd(
     config: OptimizerConfig,
-    runs: Sequence[Run],
+    runs: Sequence[AdamRun],
     values: Mapping[str, Tensor],
     gradient: Tensor,
     inputs: Inputs,
@@ -179,7 +186,7 @@ def _sgd(
         )
 
 
-def _by_rates(runs: Sequence[Run], inputs: Inputs) -> dict[tuple[float, float], list[slice]]:
+def _by_rates(runs: Sequence[AdamRun], inputs: Inputs) -> dict[tuple[float, float], list[slice]]:
     """Groups the runs by learning rate and weight decay: a kernel takes many tensors but one value of each."""
     found: dict[tuple[float, float], list[slice]] = {}
     for run in runs:

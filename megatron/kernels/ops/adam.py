@@ -1,14 +1,16 @@
-"""AdamW on flat tensors in host memory (Loshchilov and Hutter, arXiv 1711.05101), at the bandwidth of the memory.
+"""AdamW on flat tensors (Loshchilov and Hutter, arXiv 1711.05101), at the bandwidth of the memory.
 
-With fp32 tensors only, torch's fused kernel already reaches that bandwidth. With half-precision gradients or a
-half-precision copy of the parameters it needs conversions before and after; backends/cpu_adam.cpp does everything in
-one pass, with the same arithmetic.
+In host memory: with fp32 tensors only, torch's fused kernel already reaches that bandwidth. With half-precision gradients
+or a half-precision copy of the parameters it needs conversions before and after; backends/cpu_adam.cpp does everything in
+one pass, with the same arithmetic. On a GPU backends/triton/adam.py does.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +21,54 @@ from megatron.kernels.backends import cpu_adam
 PIECE = 1 << 18  # elements converted at a time: 5 MB of all the tensors, which stay in cache between torch's passes
 GRADIENTS = (torch.float32, torch.bfloat16)
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class AdamRun(NamedTuple):
+    """The elements from start to stop, which have the same learning rate and weight decay.
+
+    decay: weight decay applies. decoupled: the other learning rate of a step applies.
+    """
+
+    start: int
+    stop: int
+    decay: bool
+    decoupled: bool
+
+
+class Coefficients(NamedTuple):
+    """The scalars of one step. step: 1 for the first update. decoupled_lr: the learning rate of runs that are decoupled."""
+
+    step: int
+    lr: float
+    decoupled_lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class DeviceAdamW(Protocol):
+    """AdamW of flat tensors on a device, whose runs never change, in one pass."""
+
+    def step(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        out: Tensor | None,
+        gate: Tensor,
+        numbers: Coefficients,
+    ) -> None:
+        """Updates `param` and its moments, all fp32, in place; `out`, if given, receives the rounded parameters.
+
+        grad: fp32; it is divided by the first number of the gate, and not overwritten. gate: fp32 [3] on the device. Nothing
+        changes if the second and the third number are both not 0, but `out` is written all the same.
+        """
+        ...
+
+
+MakeAdamW = Callable[[Sequence[AdamRun], torch.device], DeviceAdamW]
 
 
 def adamw_step(

@@ -119,8 +119,9 @@ def make_data_parallel(model, groups, bucket_size=3000, late_updates=False, **se
     return DataParallel(model, groups, settings, device, late_updates=late_updates)
 
 
-def make_optimizer(data_parallel, groups, *, fp16=False, offload=ON_DEVICE, **fields):
-    return Optimizer(OptimizerConfig(**fields), data_parallel, groups, fp16=fp16, offload=offload)
+def make_optimizer(data_parallel, groups, *, fp16=False, offload=ON_DEVICE, make_adamw=None, **fields):
+    config = OptimizerConfig(**fields)
+    return Optimizer(config, data_parallel, groups, fp16=fp16, offload=offload, make_adamw=make_adamw)
 
 
 def accumulate(model, data_parallel, batches):

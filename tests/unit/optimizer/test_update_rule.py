@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.optimizer.update_rule import Inputs, Run, gate_of, gated, update
+from megatron.core.optimizer.update_rule import Inputs, gate_of, gated, update
+from megatron.kernels.ops.adam import AdamRun
 
 SIZE = 1000
-RUNS = [Run(0, 640, decay=True, decoupled=False), Run(640, SIZE, decay=False, decoupled=True)]
+RUNS = [AdamRun(0, 640, decay=True, decoupled=False), AdamRun(640, SIZE, decay=False, decoupled=True)]
 
 
 def made():

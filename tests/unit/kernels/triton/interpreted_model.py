@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.kernels import fused
+from megatron.kernels.backends.triton.adam import OnePassAdamW
 from tests import pool
 from tests.unit.kernels.close import random
 from tests.unit.models.builds import (
@@ -31,25 +33,35 @@ def interpreted(monkeypatch):
 
 
 def test_the_kernels_are_tried_and_taken(interpreted):
-    chosen, choice = fused.choose_fused(ModelConfig(**LLAMA), CPU, torch.float32)
-    assert choice == "norms, gated activation, rotation, cross entropy ()"
+    chosen, choice = fused.choose_fused(ModelConfig(**LLAMA), CPU, torch.float32, OptimizerConfig())
+    assert choice == "norms, gated activation, rotation, cross entropy, AdamW ()"
     assert all(found is not plain for found, plain in zip(chosen, fused.SEPARATE, strict=True))
 
 
 def test_a_model_names_what_it_lacks(interpreted):
     _, choice = fused.choose_fused(ModelConfig(**GPT), CPU, torch.float32)
     assert choice == (
-        "norms, cross entropy (gated activation not: the model has none; rotation not: the model has none)"
+        "norms, cross entropy (gated activation not: the model has none; rotation not: the model has none; "
+        "AdamW not: nothing is trained)"
     )
 
 
 def test_flags_leave_kernels_out(interpreted):
+    sgd = OptimizerConfig(optimizer="sgd")
     config = ModelConfig(**LLAMA, persist_layer_norm=False, bias_swiglu_fusion=False, apply_rope_fusion=False)
-    chosen, choice = fused.choose_fused(config, CPU, torch.float32)
+    chosen, choice = fused.choose_fused(config, CPU, torch.float32, sgd)
     flags = ("norms", "persist-layer-norm"), ("gated activation", "bias-swiglu-fusion"), ("rotation", "rope-fusion")
     reasons = "; ".join(f"{name} not: --no-{flag}" for name, flag in flags)
-    assert choice == f"cross entropy ({reasons})"
+    assert choice == f"cross entropy ({reasons}; AdamW not: --optimizer is sgd)"
     assert chosen == fused.SEPARATE._replace(cross_entropy=chosen.cross_entropy)
+
+
+class Swapped(OnePassAdamW):
+    """Updates the second of two runs with the numbers of the first."""
+
+    def __init__(self, runs, device):
+        first, second = runs
+        super().__init__([first, second._replace(decay=first.decay, decoupled=first.decoupled)], device)
 
 
 def test_a_kernel_that_fails_or_is_wrong_is_left_out(interpreted, monkeypatch):
@@ -57,11 +69,14 @@ def test_a_kernel_that_fails_or_is_wrong_is_left_out(interpreted, monkeypatch):
         raise ValueError("no such instruction\non this GPU")
 
     wrong = fused.load().cross_entropy._replace(local_statistics=lambda logits, targets, first: random(3, len(logits)))
-    monkeypatch.setattr(fused, "load", lambda: fused.SEPARATE._replace(rotate_once=broken, cross_entropy=wrong))
-    chosen, choice = fused.choose_fused(ModelConfig(**LLAMA), CPU, torch.float32)
-    reasons = "rotation not: no such instruction; cross entropy not: its results are wrong"
+    found = fused.SEPARATE._replace(rotate_once=broken, cross_entropy=wrong, make_adamw=Swapped)
+    monkeypatch.setattr(fused, "load", lambda: found)
+    chosen, choice = fused.choose_fused(ModelConfig(**LLAMA), CPU, torch.float32, OptimizerConfig())
+    wrong_results = "not: its results are wrong"
+    reasons = f"rotation not: no such instruction; cross entropy {wrong_results}; AdamW {wrong_results}"
     assert choice == f"norms, gated activation ({reasons})"
     assert chosen.rotate_once is fused.SEPARATE.rotate_once and chosen.cross_entropy == fused.SEPARATE.cross_entropy
+    assert chosen.make_adamw is None
 
 
 @pytest.mark.parametrize("fields", [LLAMA, GPT, GEMMA2], ids=["llama", "gpt", "gemma2"])
