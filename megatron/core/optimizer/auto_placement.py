@@ -19,6 +19,7 @@ from megatron.core.optimizer.cpu_optimizer import CpuOptimizer
 from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.optimizer.placement import Candidate, Rates, delay, place
 from megatron.core.optimizer.update_rule import Inputs, update
+from megatron.core.timeline import Stopwatch
 from megatron.kernels.ops.adam import AdamRun
 from megatron.spec.optimizer_state import state_bytes, state_layout
 
@@ -53,13 +54,17 @@ class AutoPlacement:
         if chunks:
             to_host, to_device = measure_bandwidth(engine, pool, data_parallel.device)
             self._rates = Rates(to_host, to_device, measure_update(config, max(chunk.size for chunk in chunks)))
-        self._step_ended: float | None = None
+        self._passes = Stopwatch(data_parallel.device)  # from the end of a step to the next gradients
 
     def adjust(self) -> None:
-        """Moves chunks according to the memory and times of the last forward and backward. Gradients must be final."""
-        if self._step_ended is None or self._rates is None:
+        """Moves chunks according to the memory and the time of the last forward and backward. Gradients must be final.
+
+        On CUDA the host queues the update while the device is still busy with these. Then the time is that of the last ones
+        that are over; steps of a run are alike.
+        """
+        passes = self._passes.stop()
+        if passes is None or self._rates is None:
             return  # no step has been measured from its beginning
-        passes = time.perf_counter() - self._step_ended
         candidates = self._candidates(passes / (_PASSES * max(1, self._data_parallel.microbatches)))
         before, free = [chunk.on_cpu for chunk in self._chunks], self.meter.free()
         after = place(candidates, before, free, self._settings.threshold)
@@ -81,7 +86,7 @@ class AutoPlacement:
 
     def end_step(self) -> None:
         """Call at the end of a step."""
-        self._step_ended = time.perf_counter()
+        self._passes.start()
         self.meter.reset()
 
     def _candidates(self, forward_seconds: float) -> list[Candidate]:

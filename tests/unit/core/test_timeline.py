@@ -3,9 +3,10 @@
 import json
 import time
 
+import pytest
 import torch
 
-from megatron.core.timeline import FinishedSpan, Timeline, in_sequence, write_chrome_trace
+from megatron.core.timeline import FinishedSpan, Stopwatch, Timeline, in_sequence, write_chrome_trace
 
 CPU = torch.device("cpu")
 
@@ -76,3 +77,55 @@ def test_trace(tmp_path):
         (1, "compute", "forward 0", 2.5e5, 7.5e5),
     ]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
+
+
+class Device:
+    """A CUDA device that is `behind` seconds late: it passes an event that long after the host has recorded it."""
+
+    def __init__(self, behind):
+        self.now, self.behind = 0.0, behind
+
+    def event(self, *, enable_timing):
+        assert enable_timing
+        return DeviceEvent(self)
+
+
+class DeviceEvent:
+    def __init__(self, device):
+        self._device = device
+
+    def record(self):
+        self.at = self._device.now + self._device.behind
+
+    def query(self):
+        return self._device.now >= self.at
+
+    def elapsed_time(self, later):
+        assert later.query(), "the host would wait for the device"
+        return 1e3 * (later.at - self.at)
+
+
+class TestStopwatch:
+    def test_the_host_answers_at_once(self):
+        watch = Stopwatch(CPU)
+        assert watch.stop() is None
+        for _ in range(2):
+            watch.start()
+            time.sleep(0.02)
+            assert 0.02 <= watch.stop() < 5
+
+    @pytest.mark.parametrize("behind", [0.0, 1.5, 7.0])
+    def test_the_device_is_never_waited_for(self, behind, monkeypatch):
+        """Intervals of 1, 2, 3, ... seconds, with a second between them, on a device that is late: each is told in turn."""
+        device = Device(behind)
+        monkeypatch.setattr(torch.cuda, "Event", device.event)
+        watch, seen, ends = Stopwatch(torch.device("cuda")), [], []
+        for seconds in range(1, 8):
+            watch.start()
+            device.now += seconds
+            ends.append(device.now)
+            over = [number for number, end in enumerate(ends, 1) if end + behind <= device.now]
+            seen.append((watch.stop(), over[-1] if over else None))
+            device.now += 1
+        assert all(found == expected for found, expected in seen), seen
+        assert (seen[0][0] is None) == (behind > 0) and seen[-1][0] is not None
