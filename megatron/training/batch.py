@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -161,6 +161,13 @@ class BatchReader:
                 self._ahead.append(self._next())
         except Exception as error:
             self._error = error
+
+    def close(self) -> None:
+        """Ends the processes that load data. Nothing can be read afterwards."""
+        self._ahead.clear()
+        if isinstance(self._loader, Generator):
+            self._loader.close()
+        self._loader = None
 
     def _take(self) -> Tensor:
         if self._ahead:

@@ -239,8 +239,6 @@ class Exit(Callback):
         """Lets the steps of the trainer ask all ranks whether one of them shall stop."""
         train, rank = trainer.run.train, trainer.groups.rank
         if train.exit_duration_in_mins is not None or train.exit_signal_handler:
-            # Without the trainer itself: in a cycle of references its processes that load data would outlive it, and
-            # this process would wait for them at its end, as they ignore SIGTERM.
             trainer.stop_wanted = lambda: self._wanted(train, rank) is not None
 
     def is_due(self, trainer: Trainer) -> bool:

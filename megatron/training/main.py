@@ -111,6 +111,7 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
                 callbacks = build_callbacks(trainer, signals, progress, started, peak)
                 with groups.heartbeat.phase("train"):
                     reason = fit(trainer, callbacks)
+            trainer.close()
             if reason:
                 log.info("stopped at iteration %d: %s", trainer.state.iteration, reason)
             barrier(groups.world)

@@ -142,6 +142,13 @@ class Trainer:
                 self.model, lambda: reader.read(microbatches), iterations, self.groups, self.settings.pipeline
             )
 
+    def close(self) -> None:
+        """Ends the processes that load data, which would hold up the end of this one: they ignore SIGTERM. No step and no
+        evaluation can follow."""
+        for _, reader in self.readers.items():
+            if reader is not None:
+                reader.close()
+
     def _update(self, objective: Objective) -> dict[str, Tensor]:
         """Updates parameters and the biases of experts. Returns what the host wants to know about the step."""
         position = self.state.schedule_position

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -56,12 +56,12 @@ def build_loader(
     seed: int,
     cyclic: bool = False,
     sharding: bool = True,
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor, None, None]:
     """Yields token ids, int64 [micro_batch_size, seq_length + 1], starting at sample `consumed_samples`.
 
     Samples come in the order of their numbers, or with `cyclic` as CyclicSampler draws them, with or without
-    `sharding`. `num_workers` processes prepare microbatches ahead as long as the iterator lives; with 0 this process
-    prepares each microbatch on request. `seed` seeds the workers' generators; without it, starting the workers would
+    `sharding`. `num_workers` processes prepare microbatches ahead until the iterator is closed or freed; with 0 this
+    process prepares each microbatch on request. `seed` seeds the workers' generators; without it, starting the workers would
     draw from the caller's random state. No communication. Raises DataError after the last complete microbatch, and the
     dataset's errors for a sample that it cannot return.
     """

@@ -1,6 +1,8 @@
 """From token ids to a batch, against rules written out token by token."""
 
 import itertools
+import time
+from multiprocessing import active_children
 
 import pytest
 import torch
@@ -8,11 +10,14 @@ import torch.nn.functional as F
 
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
+from megatron.core.datasets.loader import build_loader
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_segments import segments_of
+from megatron.training import main
 from megatron.training.batch import BatchReader, make_batch, make_sft_batch, part_of_batch, stacked_for
 from megatron.training.step import tensors_of
 from tests import pool
+from tests.unit.config.runs import SHORT_RUN, make_run
 
 EOD = 0
 CPU = torch.device("cpu")
@@ -118,6 +123,52 @@ def test_reads_in_order():
     read = reader(iter(samples))
     batches = [*read.read(3), *read.read(1)]
     assert torch.stack([b.tokens for b in batches]).equal(samples[:, :, :-1])
+
+
+def test_closing_ends_the_processes_that_load():
+    """At once, although they ignore SIGTERM and a cycle of references keeps the reader alive."""
+    before = set(active_children())
+    samples = torch.arange(400).view(80, 5)
+    numbers = {"consumed_samples": 0, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "num_workers": 2, "seed": 1}
+    read = reader(build_loader(Rows(samples.numpy()), **numbers))
+    kept: list = [read]
+    kept.append(kept)
+    read.read(1)
+    workers = set(active_children()) - before
+    assert len(workers) == 2
+    read.close()
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_run_leaves_no_process_that_loads(monkeypatch):
+    before, trainers, build = set(active_children()), [], main.build
+
+    def keep(*args):
+        trainers.append(build(*args))
+        return trainers[-1]
+
+    monkeypatch.setattr(main, "build", keep)
+    short = {
+        **SHORT_RUN,
+        "num_workers": 1,
+        "num_layers": 1,
+        "train_iters": 1,
+        "global_batch_size": 2,
+        "progress_bar": False,
+    }
+    main.pretrain(make_run(**short), 0, 1, 0, time.monotonic())
+    assert trainers[0].state.iteration == 1 and not set(active_children()) - before
+
+
+class Rows:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        return self.rows[number]
 
 
 def test_samples_for_cuda_are_in_page_locked_memory(monkeypatch):
