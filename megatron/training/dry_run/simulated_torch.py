@@ -42,6 +42,11 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return moved
 
 
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Tensor.contiguous. The tensor itself if it is."""
+    return tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """CUDA's dropout keeps a mask of one byte per element."""
     assert not inplace
@@ -80,6 +85,12 @@ def _attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
+def _scaled_mm(a: Tensor, b: Tensor, *args: Any, out: Tensor, **options: Any) -> Tensor:
+    """A product in FP8 takes no memory but that of its result."""
+    assert out.shape == (a.shape[0], b.shape[1])
+    return out
+
+
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """One kernel on CUDA. torch builds without CUDA compute it from others."""
     return torch.empty_like(grad)
@@ -88,8 +99,13 @@ def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
 _FUNCTIONS: dict[Any, Any] = {
     torch.Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
     torch.Tensor.to: _to,
+    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.copy_: torch.ops.aten.copy_.default,
+    torch._scaled_mm: _scaled_mm,
     F.dropout: _dropout,
     torch.ops.aten.silu_backward: _silu_backward,
     torch.ops.aten.silu_backward.default: _silu_backward,
     F.scaled_dot_product_attention: _attention,
 }
+if hasattr(torch, "_scaled_mm_v2"):  # since torch 2.10
+    _FUNCTIONS[torch._scaled_mm_v2] = _scaled_mm
