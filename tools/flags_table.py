@@ -26,11 +26,15 @@ def table() -> str:
     """Returns the whole page as Markdown, with a final newline."""
     lines = [HEADER.format(presets=", ".join(f"`{name}`" for name in PRESETS))]
     for part, cls in PARTS.items():
-        lines += [f"## {GROUP_TITLES[part].capitalize()}", "", "| flag | type | default | help |", "|---|---|---|---|"]
+        lines += [f"## {_heading(GROUP_TITLES[part])}", "", "| flag | type | default | help |", "|---|---|---|---|"]
         hints = typing.get_type_hints(cls)
         lines += [_row(spec, hints[spec.name]) for holder, spec in flag_fields().values() if holder == part]
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _heading(title: str) -> str:
+    return title[0].upper() + title[1:]
 
 
 def _row(spec: Field[Any], hint: Any) -> str:

@@ -26,6 +26,7 @@ from megatron.config.run import PARTS, RunConfig, flag_fields
 GROUP_TITLES = {
     "model": "model",
     "moe": "training of experts",
+    "fp8": "FP8",
     "parallel": "parallelism and communication",
     "optimizer": "optimizer",
     "optimizer_offload": "optimizer offload",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron.base.cuda_environment import ALLOCATOR
 from megatron.config.feature import Facts, Feature, on_or_off
+from megatron.config.features_fp8 import fp8_features
 from megatron.config.features_memory import memory_features
 from megatron.config.features_model import model_features
 from megatron.config.features_moe import moe_features
@@ -24,6 +25,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         *moe_features(model, run.moe, settings.mesh, trains=trains),
         *memory_features(run, settings, facts),
         *reduction_features(settings, facts),
+        *fp8_features(run.fp8, model, facts),
         *model_features(model, run.optimizer, run.data.seq_length, facts, trains=trains),
         _allocator(facts),
         _deterministic(run.train, facts),

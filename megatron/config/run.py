@@ -13,6 +13,7 @@ from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
 from megatron.config.dry_run import DryRunConfig
 from megatron.config.flag import flag_of, spelling
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
 from megatron.config.note import Note
@@ -30,6 +31,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     optimizer_offload: OptimizerOffloadConfig = field(default_factory=OptimizerOffloadConfig)
@@ -69,6 +71,7 @@ class RunConfig:
 PARTS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "moe": MoEConfig,
+    "fp8": Fp8Config,
     "parallel": ParallelConfig,
     "optimizer": OptimizerConfig,
     "optimizer_offload": OptimizerOffloadConfig,

@@ -38,6 +38,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         fusion_missing=kernels.fusion_missing,
         grouped_missing=kernels.grouped_missing,
         fused_choice=kernels.fused_choice,
+        fp8_choice="" if trainer.step.fp8 is None else trainer.step.fp8.choice,
         upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
         separate_main_grads=dtypes != {torch.float32},
         buckets=len(buckets),

@@ -1,8 +1,9 @@
 """The content of a checkpoint, and how a run continues from one, under any layout.
 
 Tensors: "model/NAME" (weights, and the bias of experts), "optimizer/NAME/exp_avg" ... (fp32, in the weight's global shape),
-"load/NAME" (of experts in the batch before), "rng/STREAM/RANK".
-State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved.
+"load/NAME" (of experts in the batch before), "rng/STREAM/RANK", "fp8/LAYER" (largest values in earlier steps).
+State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved, and
+the FP8 layers with largest values.
 """
 
 from __future__ import annotations
@@ -35,8 +36,16 @@ from megatron.spec.decoder import decoder_spec
 from megatron.spec.lora import is_adapter
 from megatron.spec.moe import EXPERT_BIAS
 from megatron.training.data_order import warn_of_another_order
+from megatron.training.fp8 import Fp8Layers
 from megatron.training.logging.line import format_loaded, format_loading, format_saved, format_saving
-from megatron.training.saved_run import LOAD_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX, open_saved_run, read_run_state
+from megatron.training.saved_run import (
+    FP8_PREFIX,
+    LOAD_PREFIX,
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    open_saved_run,
+    read_run_state,
+)
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
@@ -62,6 +71,7 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
         tensors += optimizer_tensors(trainer.optimizer.pieces(), trainer.parameters, groups)
     if run.checkpoint.save_rng:
         tensors += _rng_tensors(trainer.rng.state(), groups.rank, writer=True)
+    tensors += _fp8_tensors(_fp8_histories(trainer.step.fp8), groups)
     keep = run.checkpoint.save_retain if prune else None
     path = save(root, iteration, tensors, _state(trainer), group=groups.world, keep=keep)
     log.info(format_saved(iteration, root, groups.tp.size, groups.pp.size, datetime.now()))
@@ -80,6 +90,7 @@ def load_checkpoint(
     *,
     rng: RngTracker,
     schedule: ParamSchedule,
+    fp8: Fp8Layers | None = None,
 ) -> TrainState:
     """Loads the checkpoint in `path` into the built objects and returns its progress.
 
@@ -123,6 +134,8 @@ def load_checkpoint(
     random = rng.state()
     if with_rng:
         tensors += _rng_tensors(random, groups.rank, writer=False)
+    histories = {} if finetune else _saved_histories(path, state, fp8)
+    tensors += _fp8_tensors(histories, groups)
     run_there.fill(tensors, groups.world)
     if with_optimizer:
         optimizer.load(pieces)
@@ -131,6 +144,8 @@ def load_checkpoint(
             optimizer.loss_scale.load_state(state["optimizer"]["loss_scale"])
     else:
         optimizer.masters_from_parameters()
+    if fp8 is not None:
+        fp8.load(histories)
     if with_rng:
         rng.load_state(random)
     elif run_there.is_foreign and run.checkpoint.load_rng and not finetune:
@@ -323,6 +338,38 @@ def _rng_tensors(states: dict[str, Tensor], rank: int, *, writer: bool) -> list[
     ]
 
 
+def _fp8_histories(fp8: Fp8Layers | None) -> dict[str, Tensor]:
+    return {} if fp8 is None or fp8.scales is None else fp8.scales.histories()
+
+
+def _fp8_tensors(histories: Mapping[str, Tensor], groups: Groups) -> list[ShardedTensor]:
+    """The histories [3, length] of layers of the whole model, which all ranks hold."""
+    return [
+        ShardedTensor(FP8_PREFIX + name, history, tuple(history.shape), (0, 0), groups.world.rank == 0)
+        for name, history in histories.items()
+    ]
+
+
+def _saved_histories(path: Path, state: dict[str, Any], fp8: Fp8Layers | None) -> dict[str, Tensor]:
+    """Returns memory for the saved histories that this run uses, and says where saved and used ones differ."""
+    used, saved = _fp8_histories(fp8), state.get("fp8") or {"layers": [], "length": 0}
+    missing = [name for name in used if name not in saved["layers"]]
+    if missing:
+        log.info(
+            "%s holds no largest values of %d FP8 layers (%s ...): their first step is not in FP8 and finds them",
+            path,
+            len(missing),
+            missing[0],
+        )
+    elif saved["layers"] and not used:
+        log.info("%s holds largest values of FP8 layers, which this run has no use for", path)
+    return {
+        name: history.new_empty(history.shape[0], saved["length"])
+        for name, history in used.items()
+        if name in saved["layers"]
+    }
+
+
 def model_config_of(state: dict[str, Any]) -> ModelConfig:
     """Returns the model configuration in a checkpoint's state."""
     known = {field.name for field in dataclasses.fields(ModelConfig)}
@@ -342,7 +389,7 @@ def _generators(device: torch.device, groups: Groups) -> dict[str, Any]:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    optimizer = trainer.optimizer
+    optimizer, histories = trainer.optimizer, _fp8_histories(trainer.step.fp8)
     return {
         "format": FORMAT,
         "config": trainer.run.to_dict(),
@@ -356,4 +403,5 @@ def _state(trainer: Trainer) -> dict[str, Any]:
             if trainer.run.checkpoint.save_optim
             else None
         ),
+        "fp8": ({"layers": list(histories), "length": trainer.run.fp8.fp8_amax_history_len} if histories else None),
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.data import DataConfig
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -47,6 +48,7 @@ class Prepared:
 def prepare(
     model: ModelConfig,
     moe: MoEConfig,
+    fp8: Fp8Config,
     parallel: ParallelConfig,
     recompute: RecomputeConfig,
     settings: RunSettings,
@@ -64,7 +66,7 @@ def prepare(
     """
     streams = Streams(device, Timeline(device))
     backend = backend_for(device, parallel.distributed_backend) if groups.world.size > 1 else None
-    overlap, overlap_why = choose_overlap(parallel, groups.tp, backend, streams)
+    overlap, overlap_why = choose_overlap(parallel, groups.tp, backend, streams, fp8=fp8.enabled)
     shared = Build(
         model,
         groups,

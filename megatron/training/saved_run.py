@@ -18,7 +18,7 @@ from megatron.core.groups import Group
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.training.megatron_lm import state_of
 
-MODEL_PREFIX, OPTIMIZER_PREFIX, LOAD_PREFIX = "model/", "optimizer/", "load/"
+MODEL_PREFIX, OPTIMIZER_PREFIX, LOAD_PREFIX, FP8_PREFIX = "model/", "optimizer/", "load/", "fp8/"
 
 
 @dataclass(frozen=True)

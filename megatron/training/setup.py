@@ -10,6 +10,7 @@ import torch
 
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.batch_schedule import BatchSchedule
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.rules.check import check
@@ -31,6 +32,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.lora import freeze_all_but_adapters
+from megatron.kernels.choose_fp8 import choose_fp8
 from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
 from megatron.training.announce import announce
@@ -38,6 +40,7 @@ from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
 from megatron.training.data_order import dataset_sizes
 from megatron.training.expert_load import ExpertLoad
+from megatron.training.fp8 import Fp8Layers
 from megatron.training.initial_weights import initial_weights
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.logging.timers import Timers
@@ -90,6 +93,7 @@ def assemble(
     prepared = prepare(
         run.model,
         run.moe,
+        run.fp8,
         run.parallel,
         run.recompute,
         settings,
@@ -129,6 +133,7 @@ def assemble(
         pipeline=settings.pipeline,
         offload=build_offload(run.activation_offload, offload_dir, groups, model, data_parallel, prepared),
         experts=ExpertLoad(model, groups, run.moe, device) if run.model.num_experts else None,
+        fp8=build_fp8(run.fp8, groups, model, data_parallel, prepared),
     )
     state = TrainState()
     if checkpoint is not None:
@@ -144,6 +149,7 @@ def assemble(
                 optimizer,
                 rng=rng,
                 schedule=schedule,
+                fp8=step.fp8,
             )
     settings.batches.check_from(state.consumed_samples)
     check_schedules(settings, state.consumed_samples, evaluates=run.eval.eval_iters > 0)
@@ -260,6 +266,19 @@ def build_offload(
     return together(
         groups.world,
         lambda: build_step_offload(activation_offload, offload_dir, model, groups, streams, parameter_of, chosen),
+    )
+
+
+def build_fp8(
+    fp8: Fp8Config, groups: Groups, model: GPTModel, data_parallel: DataParallel, prepared: Prepared
+) -> Fp8Layers | None:
+    """Gives the FP8 layers their kernels, and returns them; None if there are none. Raises ConfigError, on all ranks."""
+    if not fp8.enabled:
+        return None
+    shared = prepared.shared
+    chosen = together(groups.world, lambda: choose_fp8(fp8, shared.device))
+    return Fp8Layers(
+        fp8, shared.spec, model, groups, shared.kernels, chosen, data_parallel.sharded_names, shared.device
     )
 
 

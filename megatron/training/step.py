@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.schedule.schedule import Action, Kind
 from megatron.training.batch import Batch, part_of, part_of_batch
 from megatron.training.expert_load import ExpertLoad, routing_of
+from megatron.training.fp8 import Fp8Layers
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import StepOffload
 
@@ -82,12 +83,15 @@ class TrainStep:
         pipeline: PipelineSettings = ONE_STAGE,
         offload: StepOffload | None = None,
         experts: ExpertLoad | None = None,
+        fp8: Fp8Layers | None = None,
     ) -> None:
-        """`offload`: of activations, or None where they stay. `experts`: their load, or None for a dense model."""
+        """`offload`: of activations, or None where they stay. `experts`: their load, or None for a dense model. `fp8`: the
+        layers with FP8 products, or None where there are none."""
         self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
         self.offload = offload
         self._groups, self._timers, self._pipeline = groups, timers, pipeline
         self._per_token, self._count_zeros, self.experts = per_token, count_zeros, experts
+        self.fp8 = fp8
         self._mailbox = Mailbox(groups, data_parallel.streams)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Objective:
@@ -97,6 +101,8 @@ class TrainStep:
         """
         heartbeat, timers, scale = self._groups.heartbeat, self._timers, self._optimizer.loss_scale.value
         self._data_parallel.begin_step(len(batches))
+        if self.fp8 is not None:
+            self.fp8.begin_step()
         weights = token_weights(batches, self._groups, self._per_token)
         parts = parts_here(batches, [each * scale for each in weights], self._model, self._groups)
         offload, rank = self.offload, self._groups.pp.rank
@@ -113,6 +119,8 @@ class TrainStep:
                 offload.end_step()
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
             objective = self._over_replicas(_sum(losses, self._data_parallel.device), scale)
+            if self.fp8 is not None:
+                self.fp8.end_step()
             self._data_parallel.finish_reduction()
         return objective
 

@@ -138,9 +138,12 @@ class Trainer:
         microbatches = self.batches.final_num_microbatches
         iterations = self.run.eval.eval_iters
         with self.groups.heartbeat.phase("evaluate"):
-            return evaluate(
+            loss = evaluate(
                 self.model, lambda: reader.read(microbatches), iterations, self.groups, self.settings.pipeline
             )
+        if self.step.fp8 is not None:
+            self.step.fp8.forget()
+        return loss
 
     def close(self) -> None:
         """Ends the processes that load data, which would hold up the end of this one: they ignore SIGTERM. No step and no

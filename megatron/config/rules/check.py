@@ -9,6 +9,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.rules import activation_offload as rules_activation_offload
 from megatron.config.rules import files as rules_files
+from megatron.config.rules import fp8 as rules_fp8
 from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
 from megatron.config.rules import moe as rules_moe
@@ -34,6 +35,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         *rules_model.rules(run),
         *rules_layout.rules(run, world_size),
         *rules_moe.rules(run, world_size),
+        *rules_fp8.rules(run),
         *rules_training.rules(run, world_size),
         *rules_files.rules(run),
         *rules_recompute.rules(run),

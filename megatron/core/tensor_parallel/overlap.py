@@ -195,10 +195,13 @@ class Fused(InChunks):
         return symmetric.matmul_scatter(x.flatten(0, -2), weight.t(), self._comm.group)
 
 
-def choose_overlap(parallel: ParallelConfig, tp: Group, backend: str | None, streams: Streams) -> tuple[Plain, str]:
+def choose_overlap(
+    parallel: ParallelConfig, tp: Group, backend: str | None, streams: Streams, *, fp8: bool = False
+) -> tuple[Plain, str]:
     """How this run interleaves, and why it is not the best way there is ("" when it is, or nothing was asked for).
 
-    `backend`: "gloo", "nccl" or None in a world of one. Communication: small gathers over tp, when CUDA is asked.
+    `backend`: "gloo", "nccl" or None in a world of one. `fp8`: layers have FP8 products. Communication: small gathers over
+    tp, when CUDA is asked.
     """
     plain = Plain(parallel)
     if not parallel.tp_comm_overlap:
@@ -208,7 +211,13 @@ def choose_overlap(parallel: ParallelConfig, tp: Group, backend: str | None, str
     if streams.device.type == "cuda" and backend != "nccl":
         return plain, f"{backend} sends no chunks from GPU memory"
     comm, least_rows = ChunkComm(tp, streams), LEAST_ROWS[streams.device.type]
-    missing = symmetric.why_not(tp, streams.device) if parallel.sequence_parallel else "it needs --sequence-parallel"
+    missing: str | None
+    if fp8:
+        missing = "its products are not in FP8"
+    elif not parallel.sequence_parallel:
+        missing = "it needs --sequence-parallel"
+    else:
+        missing = symmetric.why_not(tp, streams.device)
     if missing is None:
         return Fused(parallel, comm, "fused, symmetric memory", least_rows), ""
     return InChunks(parallel, comm, f"in chunks, {backend}", least_rows), f"no symmetric memory: {missing}"

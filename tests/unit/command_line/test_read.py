@@ -168,7 +168,11 @@ class TestRefusals:
                 "--first-k-dense-replace 1 is not available here (dense layers before those with experts); give "
                 "--moe-layer-freq with a number per layer, such as ([0]*3+[1]*58) for 3 dense layers of 61",
             ),
-            ("--fp8-format e4m3", "--fp8-format e4m3 is not available here (FP8); train in --bf16"),
+            (
+                "--fp8-format e4m3 --fp8-recipe custom",
+                "--fp8-recipe custom is not available here (quantizers from a module of the user); give --fp8-recipe "
+                "delayed or blockwise",
+            ),
         ],
     )
     def test_one_line_says_what_to_write(self, line, message):
@@ -295,21 +299,21 @@ class TestOtherMegatrons:
         assert parsed("--async-save false --perform-rl-step false").notes == ()
 
     def test_a_family_depends_on_the_flag_that_turns_it_on(self):
-        assert [note.flag for note in parsed("--moe-input-jitter-eps 0.1 --fp8-margin 1").notes] == [
+        assert [note.flag for note in parsed("--moe-input-jitter-eps 0.1 --fp8-interval 1").notes] == [
             "--moe-input-jitter-eps",
-            "--fp8-margin",
+            "--fp8-interval",
         ]
         refused = (
             "--moe-input-jitter-eps 0.1 is not available here (random factors on the inputs of routers and experts); "
             "remove it"
         )
         for turned_on in ("--num-experts 8", "--preset mixtral-8x7b", "--load-hf d", "--use-checkpoint-args"):
-            assert refusal(f"{turned_on} --moe-input-jitter-eps 0.1 --fp8-margin 1") == refused
+            assert refusal(f"{turned_on} --moe-input-jitter-eps 0.1 --fp8-interval 1") == refused
         assert parsed("--preset llama3-8b --moe-input-jitter-eps 0.1").notes
 
     def test_outcomes_are_in_the_order_of_the_line(self):
         line = read(
-            ["--lr", "1", "--rms-norm", "--use-mcore-models", "--async-save", "--fp8-format", "x", "--lrr", "1"]
+            ["--lr", "1", "--rms-norm", "--use-mcore-models", "--async-save", "--fp4-format", "x", "--lrr", "1"]
         )
         assert [outcome.kind for outcome in line.outcomes] == ["read", "alias", "same", "noop", "refuse", "unknown"]
         assert line.run.schedule.lr == 1 and len(line.problems) == 2

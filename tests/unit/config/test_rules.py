@@ -9,6 +9,7 @@ from megatron.config.rules import sources as rules_sources
 from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
+from tests.unit.config.fp8_cases import FP8, FP8_CASES
 from tests.unit.config.memory_cases import MEMORY_CASES
 from tests.unit.config.moe_cases import MOE, MOE_CASES
 from tests.unit.config.runs import make_run
@@ -310,6 +311,7 @@ CASES = [
     ),
     *TRAINING_CASES,
     *MOE_CASES,
+    *FP8_CASES,
     (rules_files.one_data_source, {"data_path": ("a",)}, FILES, 1, ["--mock-data and --data-path"]),
     (rules_files.one_data_source, {"mock_data": None}, FILES, 1, ["--data-path"]),
     (
@@ -473,5 +475,5 @@ def test_every_rule_has_a_row():
         rules_sources.one_source_of_shape,
         rules_sources.one_source_of_adapters,
     }  # what was typed matters to these
-    runs = make_run(), make_run(**MOE)
+    runs = make_run(), make_run(**MOE), make_run(**FP8)
     assert {rule.func for run in runs for rule in rules.rules(run, 1)} == {case[0] for case in CASES} | elsewhere

@@ -6,6 +6,7 @@ from megatron.config.flag_table import read_flags
 from megatron.config.rules import check as rules
 from megatron.config.rules.needs import notes, unneeded
 from megatron.config.run import flag_fields, flag_name
+from tests.unit.config.fp8_cases import FP8_NEEDS
 from tests.unit.config.moe_cases import MOE_NEEDS
 from tests.unit.config.runs import make_run
 
@@ -54,6 +55,7 @@ RS_OFF = {"tp_comm_overlap_rs": False}
 # field, value that was typed, fields beside which it has no effect, fields beside which it has one, part of the message
 CASES = [
     *MOE_NEEDS,
+    *FP8_NEEDS,
     ("optimizer_offload_policy", "auto", STATES, CPU_OFFLOAD, "the device updates"),
     ("optimizer_offload_policy", "static", {}, HYBRID, "the device updates"),
     ("optimizer_offload_fraction", 0.5, {}, CPU_OFFLOAD, "the device updates"),
@@ -246,7 +248,7 @@ ALWAYS = """
     recompute_policy recompute_granularity recompute_activations kaimm_recompute_norm kaimm_recompute_mlp_activation_func
     optimizer_cpu_offload offload_optimizer_states exp_avg_dtype exp_avg_sq_dtype main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
-    num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention lora_rank
+    fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention lora_rank
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu

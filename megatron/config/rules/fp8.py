@@ -1,0 +1,84 @@
+"""Rules about FP8 products."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron.config.fp8 import MULTIPLE, TENSORWISE, Fp8Config
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.rules.rule import ConfigRule
+from megatron.config.rules.sources import shape_is_pending
+from megatron.config.run import RunConfig
+
+
+def fp8_has_no_loss_scale(fp8: Fp8Config, model: ModelConfig) -> str | None:
+    """Gradients in FP8 have scales of their own, which the loss scale of fp16 would work against."""
+    if model.fp16:
+        return f"--fp8-format {fp8.fp8_format} trains with --bf16 and not with --fp16; give --bf16"
+    return None
+
+
+def fp8_layers_are_left(fp8: Fp8Config, model: ModelConfig) -> str | None:
+    """Not all layers stay in bf16."""
+    assert model.num_layers
+    if len(fp8.layers(model.num_layers)) == 0:
+        return (
+            f"--first-last-layers-bf16 with --num-layers-at-start-in-bf16 {fp8.num_layers_at_start_in_bf16} and "
+            f"--num-layers-at-end-in-bf16 {fp8.num_layers_at_end_in_bf16} leaves none of the {model.num_layers} layers in "
+            "FP8; lower them, or remove --fp8-format"
+        )
+    return None
+
+
+def fp8_sizes_are_multiples(model: ModelConfig, tp: int) -> str | None:
+    """Inputs and outputs of every FP8 layer, as a tensor-parallel rank holds them, are multiples of 16."""
+    assert model.num_attention_heads and model.hidden_size
+    h, d = model.hidden_size, model.head_dim
+    groups = max(1, model.num_kv_heads // tp)
+    queries, shares = model.num_attention_heads // tp * d, f"tp {tp}"
+    widths = {"linear_fc2": model.ffn_dim} if not all(model.moe_layers) else {}
+    if model.moe_shared_expert_intermediate_size is not None and any(model.moe_layers):
+        widths["shared_experts.linear_fc2"] = model.moe_shared_expert_intermediate_size
+    sizes = {
+        "the inputs of linear_qkv (--hidden-size)": (h, ""),
+        "the outputs of linear_qkv (heads and key/value heads times --kv-channels)": (queries + 2 * groups * d, shares),
+        "the inputs of linear_proj (heads times --kv-channels)": (queries, shares),
+    } | {f"the inputs of {name}": (width // tp, shares) for name, width in widths.items()}
+    for name, (size, where) in sizes.items():
+        if size % MULTIPLE:
+            ranks = f" of a rank with {where}" if where and tp > 1 else ""
+            return (
+                f"FP8 products need sizes that are multiples of {MULTIPLE}: {name}{ranks} are {size}; change the size"
+                + (", or lower --tensor-model-parallel-size" if ranks else "")
+                + ", or remove --fp8-format"
+            )
+    return None
+
+
+def fp8_scale_is_known_before_chunks(fp8: Fp8Config, parallel: ParallelConfig) -> str | None:
+    """The scale of a whole tensor is known when all of it has arrived, and chunks are multiplied before."""
+    tp = parallel.tensor_model_parallel_size
+    if fp8.fp8_recipe == TENSORWISE and parallel.tp_comm_overlap and tp > 1:
+        return (
+            f"--fp8-recipe {TENSORWISE} needs a whole tensor for its scale, and --tp-comm-overlap multiplies the chunks of "
+            "one as they arrive; give --fp8-recipe delayed or blockwise, or remove --tp-comm-overlap"
+        )
+    return None
+
+
+def rules(run: RunConfig) -> list[ConfigRule]:
+    """Returns the rules about FP8, if it is asked for: those about the layers only once their shape is known."""
+    if not run.fp8.enabled:
+        return []
+    always = [
+        partial(fp8_has_no_loss_scale, run.fp8, run.model),
+        partial(fp8_scale_is_known_before_chunks, run.fp8, run.parallel),
+    ]
+    if shape_is_pending(run.model, run.checkpoint):
+        return always
+    return [
+        *always,
+        partial(fp8_layers_are_left, run.fp8, run.model),
+        partial(fp8_sizes_are_multiples, run.model, run.parallel.tensor_model_parallel_size),
+    ]
