@@ -1,0 +1,153 @@
+"""FP8 products are the same under every layout: scales, quantized weights, losses and gradients.
+
+Layouts add in another order, so activations differ in their last bits. Some of them then round to the neighbouring FP8
+number, 6 % away, which is why losses differ by more than those of other parity tests.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config.fp8 import Fp8Config
+from megatron.config.rules.check import check
+from megatron.tooling.layout_parity import assemble, compare, measure, reduced
+from megatron.tooling.layouts import Layout, under
+from megatron.training.setup import build
+from tests import pool
+from tests.unit.config.runs import make_run
+
+STEPS, LOSS, GRADIENT = 6, 1e-4, 0.05
+CPU = torch.device("cpu")
+# A quarter of the MLP's width is a block of weights.
+LLAMA = {
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 512,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+RECIPES = {
+    "blockwise": Fp8Config(fp8_format="hybrid", fp8_recipe="blockwise"),
+    "delayed": Fp8Config(fp8_format="hybrid", fp8_amax_history_len=3, fp8_amax_compute_algo="max"),
+    "tensorwise": Fp8Config(fp8_format="e4m3", fp8_recipe="tensorwise"),
+}
+LAYOUTS = [
+    Layout(2, 1),
+    Layout(2, 1, True),
+    Layout(4, 1, True),
+    Layout(1, 2),
+    Layout(1, 1, pp=2, schedule="zb-h1"),
+    Layout(1, 1, cp=2),
+    Layout(2, 1, True, pp=2),
+]
+SHARDED = ["optim", "optim_grads", "optim_grads_params"]
+QUICK = {("blockwise", LAYOUTS[1]), ("delayed", LAYOUTS[4]), ("tensorwise", LAYOUTS[1])}
+
+
+def groups_of(layout):
+    return pool.groups(tp=layout.tp, pp=layout.pp, cp=layout.cp)
+
+
+def run_of(recipe, **parallel):
+    run = reduced(make_run(**LLAMA), STEPS)
+    train = dataclasses.replace(run.train, global_batch_size=4)
+    parallel = dataclasses.replace(run.parallel, **parallel)
+    return dataclasses.replace(run, train=train, parallel=parallel, fp8=RECIPES[recipe])
+
+
+def measured(rank, size, run, layout):
+    return measure(under(run, layout), groups_of(layout), CPU).as_arrays()
+
+
+@functools.cache
+def reference(recipe):
+    return assemble(pool.run(1, measured, run_of(recipe), Layout(1, 1)))
+
+
+def assert_same(recipe, run, layout):
+    check(under(run, layout), layout.world_size)
+    difference = compare(reference(recipe), assemble(pool.run(layout.world_size, measured, run, layout)))
+    assert difference.loss <= LOSS, f"losses differ by {difference.loss:.1e}"
+    assert difference.gradient <= GRADIENT, f"{difference.parameter} differs by {difference.gradient:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        pytest.param(recipe, layout, marks=[] if (recipe, layout) in QUICK else [pytest.mark.slow])
+        for recipe in RECIPES
+        for layout in LAYOUTS
+    ],
+    ids=str,
+)
+def test_losses_and_gradients(recipe, layout):
+    assert_same(recipe, run_of(recipe), layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_sharded_parameters(recipe, strategy):
+    assert_same(recipe, run_of(recipe, data_parallel_sharding_strategy=strategy), Layout(1, 2))
+
+
+def state(rank, size, run, layout, steps):
+    """(histories after each of some steps; name -> (place, FP8 numbers as bytes) of this rank's weights after them)"""
+    trainer = build(under(run, layout), groups_of(layout), CPU)
+    histories = []
+    for _ in range(steps):
+        trainer.train_step()
+        if trainer.step.fp8.scales is not None:
+            histories.append(trainer.step.fp8.scales.history.numpy().copy())
+    weights = {}
+    for name, (module, kernel) in trainer.step.fp8._layers.items():
+        quantized = kernel._matrix(module.weight.detach().flatten(0, -2), transposed=False)
+        data = quantized.data.view(torch.uint8).view(module.weight.shape)
+        (section,) = module.weight.info.sections
+        weights[name] = section.offset, data.numpy()
+    return histories, weights
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[] if layout is LAYOUTS[6] else [pytest.mark.slow]) for layout in LAYOUTS],
+    ids=str,
+)
+def test_histories(layout):
+    """Every rank has those of the whole model."""
+    run = run_of("delayed")
+    ((expected, _),) = pool.run(1, state, run, Layout(1, 1), 3)
+    (found, _), *others = pool.run(layout.world_size, state, run, layout, 3)
+    for other, _ in others:
+        assert all(np.array_equal(here, there) for here, there in zip(found, other, strict=True))
+    assert (found[2] > 0).all(), "three steps of three"
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)  # before any FP8 product
+    np.testing.assert_allclose(found[2], expected[2], rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        pytest.param(recipe, layout, marks=[] if layout is LAYOUTS[1] else [pytest.mark.slow])
+        for recipe in ("blockwise", "tensorwise")
+        for layout in (LAYOUTS[1], LAYOUTS[2])
+    ],
+    ids=str,
+)
+def test_the_weights_of_a_shard_are_quantized_as_in_the_whole(recipe, layout):
+    run = run_of(recipe)
+    ((_, whole),) = pool.run(1, state, run, Layout(1, 1), 0)
+    compared = 0
+    for _, weights in pool.run(layout.world_size, state, run, layout, 0):
+        for name, (offset, data) in weights.items():
+            if recipe == "blockwise" and "self_attention" in name:
+                continue  # a rank's heads are narrower than a block
+            place = tuple(slice(start, start + n) for start, n in zip(offset, data.shape, strict=True))
+            assert np.array_equal(whole[name][1][place], data), name
+            compared += data.size
+    assert compared >= sum(data.size for name, (_, data) in whole.items() if "mlp" in name)
