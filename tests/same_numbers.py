@@ -49,6 +49,8 @@ BIASED = EXPERTS + (
 )
 PP = "--pipeline-model-parallel-size 2 --pipeline-schedule "
 TP = "--tensor-model-parallel-size 2 "
+DELAYED = "--bf16 --fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max "
+BLOCKWISE = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise "
 EP = "--expert-model-parallel-size 2 "
 CP = "--context-parallel-size 2 --cp-comm-type "
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
@@ -125,6 +127,25 @@ CASES: dict[str, tuple[int, str]] = {
                    "--hierarchical-context-parallel-sizes 2 2"),
     "cp core_attn again": (2, LLAMA + CP + "p2p " + SELECTIVE + "core_attn"),
     "tp pp cp": (8, LLAMA + TP + PP + "1f1b " + CP + "p2p --sequence-parallel --use-distributed-optimizer"),
+    "fp8 tensorwise": (1, GPT + "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --no-fp8-wgrad"),
+    "fp8 mxfp8": (1, GPT + "--fp8-format hybrid --fp8-recipe mxfp8"),
+    "fp8 lora": (1, GPT + DELAYED + "--lora-rank 4 --kaimm-recompute-norm"),
+    "fp8 full uniform": (1, GPT + DELAYED + "--recompute-granularity full --recompute-method uniform "
+                         "--recompute-num-layers 2"),
+    "fp8 gemm-last": (1, GPT + BLOCKWISE + "--kaimm-recompute-norm --kaimm-recompute-mlp-activation-func"),
+    "fp8 cpu offload": (1, GPT + DELAYED + "--cpu-offloading --cpu-offloading-num-layers 2"),
+    "fp8 fine offload": (1, GPT + BLOCKWISE + "--fine-grained-activation-offloading --offload-modules qkv_linear mlp_act"),
+    "fp8 optimizer chunks": (1, GPT + DELAYED + "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 "
+                             "--optimizer-offload-chunk-size 1024 --overlap-cpu-optimizer-d2h-h2d"),
+    "fp8 dp optim_grads_params": (2, GPT + BLOCKWISE + "--data-parallel-sharding-strategy optim_grads_params " + OVERLAP),
+    "fp8 dp weights offloaded": (2, GPT + DELAYED + "--use-distributed-optimizer --cpu-offloading-weights "
+                                 "--cpu-offloading-num-layers 2"),
+    "fp8 tp sp overlap": (2, GPT + DELAYED + TP + "--sequence-parallel --tp-comm-overlap "
+                          "--kaimm-recompute-mlp-activation-func"),
+    "fp8 pp zb-h1": (2, GPT + DELAYED + PP + "zb-h1 --first-last-layers-bf16"),
+    "fp8 pp zb-v": (2, GPT + BLOCKWISE + PP + "zb-v"),
+    "fp8 cp p2p": (2, GPT + BLOCKWISE + CP + "p2p"),
+    "fp8 experts": (2, EXPERTS + EP + DELAYED + "--moe-layer-freq 2 --moe-shared-expert-intermediate-size 16"),
     "dp experts": (4, EXPERTS + EP + "--use-distributed-optimizer " + OVERLAP),
     "tp sp experts": (2, EXPERTS + TP + EP + "--sequence-parallel --expert-tensor-parallel-size 1 " + SELECTIVE + "moe"),
     "pp experts, bias": (4, BIASED + EP + PP + "zb-h1 --bf16 --use-distributed-optimizer"),

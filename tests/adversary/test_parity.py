@@ -25,6 +25,8 @@ QUICK = (
     "cp p2p",
     "cp all_gather",
     "cp a2a",
+    "fp8 dp optim_grads_params",
+    "fp8 tp sp overlap",
 )
 # In random order, too: of each axis one, and an offload.
 QUICK_SHUFFLED = ("cpu offload", "dp optim_grads_params", "tp sp overlap", "pp zb-h1", "cp p2p")

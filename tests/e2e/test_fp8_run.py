@@ -80,3 +80,17 @@ def test_fp8_is_turned_on_and_off_between_runs(tmp_path):
     assert "holds largest values of FP8 layers, which this run has no use for" in stopped.text
     _, state = checkpoint(tmp_path / "off" / "iter_0000006")
     assert state["fp8"] is None
+
+
+@pytest.mark.slow
+def test_adapters_on_a_base_in_fp8(tmp_path):
+    """Adapters are in bf16. The gradient of the first layer's output reaches nobody but them, and the layer is not new."""
+    ran(tmp_path, "base")
+    lora = {"--lora-rank": 4, "--pretrained-checkpoint": tmp_path / "base"}
+    again = {"--kaimm-recompute-norm": None, "--kaimm-recompute-mlp-activation-func": None}
+    straight = ran(tmp_path, "straight", DELAYED, lora)
+    assert figures(straight.stdout[0]) == figures(ran(tmp_path, "gemm-last", DELAYED, lora, again).stdout[0])
+    resumed = ran(tmp_path, "resumed", DELAYED, {"--lora-rank": 4}, load="straight")
+    assert "not in FP8" not in resumed.text
+    tensors, _ = assert_same_end(tmp_path, "straight", "resumed")
+    assert any("lora" in name for name in tensors)

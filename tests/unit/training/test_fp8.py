@@ -1,5 +1,6 @@
 """FP8 layers of a run: their scales, and the products of each step."""
 
+import functools
 import hashlib
 import math
 
@@ -161,13 +162,6 @@ class TestSteps:
             assert losses(plain, 1) == losses(evaluated, 1)
         assert digest(plain) == digest(evaluated)
 
-    @pytest.mark.parametrize("fields", [DELAYED, BLOCKWISE], ids=["delayed", "blockwise"])
-    def test_recompute_changes_no_step(self, fields):
-        again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        plain, recomputed = trainer_of(fields), trainer_of(fields | again)
-        assert losses(plain, 4) == losses(recomputed, 4)
-        assert digest(plain) == digest(recomputed)
-
     def test_the_order_of_microbatches_changes_no_scale(self):
         """Amaxes are maxima over the step, so its microbatches may come in any order or size."""
         small, large = trainer_of(DELAYED | {"micro_batch_size": 1}), trainer_of(DELAYED | {"micro_batch_size": 4})
@@ -203,3 +197,48 @@ class TestSteps:
         assert torch.equal(scales._scales[gradients], before[1][gradients])
         weight.data.copy_(kept)
         assert all(math.isfinite(loss) for loss in losses(trainer, 2))
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FEATURES = {
+    "recompute": FULL,
+    "gemm-last": {"kaimm_recompute_norm": True, "kaimm_recompute_mlp_activation_func": True},
+    "mlp again": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "core_attn")},
+    "activation offload": {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
+    "parts offloaded": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ("mlp_fc1", "mlp_act", "attn_proj"),
+    },
+    "optimizer states offloaded": {"offload_optimizer_states": True},
+    "optimizer updates offloaded": {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+    "weights offloaded": {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
+}
+QUICK = {(DELAYED["fp8_format"], "recompute"), ("e4m3", "gemm-last"), (DELAYED["fp8_format"], "activation offload")}
+
+
+@functools.cache
+def plain_run(delayed):
+    trainer = trainer_of(DELAYED if delayed else BLOCKWISE)
+    return losses(trainer, 4), digest(trainer)
+
+
+@pytest.mark.parametrize(
+    ("delayed", "feature"),
+    [
+        pytest.param(
+            delayed, name, marks=[] if ("hybrid" if delayed else "e4m3", name) in QUICK else [pytest.mark.slow]
+        )
+        for delayed in (True, False)
+        for name in FEATURES
+    ],
+)
+def test_where_tensors_are_changes_no_bit(delayed, feature):
+    trainer = trainer_of((DELAYED if delayed else BLOCKWISE) | FEATURES[feature])
+    found = losses(trainer, 4)
+    trainer.data_parallel.synchronize()
+    if feature == "weights offloaded":
+        assert found == plain_run(delayed)[0]
+        kept = {name: kernel._keep_weight for name, (_, kernel) in trainer.step.fp8._layers.items()}
+        assert kept == {name: "layers.1" in name for name in LAYERS}, "a quantized copy would stay on the device"
+    else:
+        assert (found, digest(trainer)) == plain_run(delayed)
