@@ -11,7 +11,6 @@ E4M3, HYBRID = FORMATS = ("e4m3", "hybrid")
 TENSORWISE, DELAYED, MXFP8, BLOCKWISE = RECIPES = ("tensorwise", "delayed", "mxfp8", "blockwise")
 MOST_RECENT, MAX = ALGORITHMS = ("most_recent", "max")
 LONGEST_HISTORY = 2**16
-MULTIPLE = 16  # of the inputs and outputs of a layer: hardware multiplies FP8 matrices in rows of 16 bytes
 
 _FP8 = Need(lambda run: run.fp8.enabled, "all products are in the dtype of the parameters", "give --fp8-format")
 _DELAYED = (
@@ -80,6 +79,11 @@ class Fp8Config:
     def enabled(self) -> bool:
         """Whether any product is taken in FP8."""
         return self.fp8_format is not None
+
+    @property
+    def multiple(self) -> int:
+        """Number that divides the inputs and outputs of each layer of a rank: GPUs read 16 bytes, or a block of 32."""
+        return 32 if self.fp8_recipe == MXFP8 else 16
 
     @property
     def is_delayed(self) -> bool:

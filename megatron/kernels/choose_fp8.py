@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ class Fp8Kernels(NamedTuple):
     choice: str
 
 
-def choose_fp8(config: Fp8Config, device: torch.device) -> Fp8Kernels:
+def choose_fp8(config: Fp8Config, device: torch.device, features: Mapping[str, tuple[int, int]]) -> Fp8Kernels:
     """Returns the kernels for this device. Raises ConfigError for a GPU that cannot multiply with the recipe.
+
+    features: name -> (inputs, outputs) of this rank's part of each layer.
 
     On a CPU the products are emulated: the same quantized numbers, multiplied in fp32.
     """
@@ -35,4 +38,10 @@ def choose_fp8(config: Fp8Config, device: torch.device) -> Fp8Kernels:
             f"--fp8-format {config.fp8_format} --fp8-recipe {config.fp8_recipe} cannot run on this GPU: {missing}; give "
             "another --fp8-recipe, or train in --bf16 without --fp8-format"
         )
+    for name, (inputs, outputs) in features.items():
+        problem = scaled_mm.size_problem(name, outputs, inputs, config.fp8_recipe)
+        if problem is not None:
+            raise ConfigError(
+                f"{problem}; change the size, lower --tensor-model-parallel-size, or give another --fp8-recipe"
+            )
     return Fp8Kernels(scaled_mm.ScaledMM(config.fp8_recipe), SEPARATE, "torch's scaled products")

@@ -35,6 +35,7 @@ from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.choose_fp8 import choose_fp8
 from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
+from megatron.spec.fp8 import fp8_linears
 from megatron.training.announce import announce
 from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
@@ -275,8 +276,9 @@ def build_fp8(
     """Gives the FP8 layers their kernels, and returns them; None if there are none. Raises ConfigError, on all ranks."""
     if not fp8.enabled:
         return None
-    shared = prepared.shared
-    chosen = together(groups.world, lambda: choose_fp8(fp8, shared.device))
+    shared, tp = prepared.shared, groups.tp.size
+    features = {name: linear.local_features(tp) for name, linear in fp8_linears(shared.spec, fp8).items()}
+    chosen = together(groups.world, lambda: choose_fp8(fp8, shared.device, features))
     return Fp8Layers(
         fp8, shared.spec, model, groups, shared.kernels, chosen, data_parallel.sharded_names, shared.device
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.config.fp8 import MULTIPLE, TENSORWISE, Fp8Config
+from megatron.config.fp8 import TENSORWISE, Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules.rule import ConfigRule
@@ -31,8 +31,8 @@ def fp8_layers_are_left(fp8: Fp8Config, model: ModelConfig) -> str | None:
     return None
 
 
-def fp8_sizes_are_multiples(model: ModelConfig, tp: int) -> str | None:
-    """Inputs and outputs of every FP8 layer, as a tensor-parallel rank holds them, are multiples of 16."""
+def fp8_sizes_are_multiples(fp8: Fp8Config, model: ModelConfig, tp: int) -> str | None:
+    """Inputs and outputs of every FP8 layer, as a tensor-parallel rank holds them, are multiples of 16, or of mxfp8's 32."""
     assert model.num_attention_heads and model.hidden_size
     h, d = model.hidden_size, model.head_dim
     groups = max(1, model.num_kv_heads // tp)
@@ -46,10 +46,10 @@ def fp8_sizes_are_multiples(model: ModelConfig, tp: int) -> str | None:
         "the inputs of linear_proj (heads times --kv-channels)": (queries, shares),
     } | {f"the inputs of {name}": (width // tp, shares) for name, width in widths.items()}
     for name, (size, where) in sizes.items():
-        if size % MULTIPLE:
+        if size % fp8.multiple:
             ranks = f" of a rank with {where}" if where and tp > 1 else ""
             return (
-                f"FP8 products need sizes that are multiples of {MULTIPLE}: {name}{ranks} are {size}; change the size"
+                f"FP8 products need sizes that are multiples of {fp8.multiple}: {name}{ranks} are {size}; change the size"
                 + (", or lower --tensor-model-parallel-size" if ranks else "")
                 + ", or remove --fp8-format"
             )
@@ -80,5 +80,5 @@ def rules(run: RunConfig) -> list[ConfigRule]:
     return [
         *always,
         partial(fp8_layers_are_left, run.fp8, run.model),
-        partial(fp8_sizes_are_multiples, run.model, run.parallel.tensor_model_parallel_size),
+        partial(fp8_sizes_are_multiples, run.fp8, run.model, run.parallel.tensor_model_parallel_size),
     ]

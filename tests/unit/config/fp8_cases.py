@@ -38,6 +38,13 @@ FP8_CASES = [
     ),
     (
         rules_fp8.fp8_sizes_are_multiples,
+        {**FP8, "fp8_recipe": "mxfp8", "ffn_hidden_size": 80},
+        {**FP8, "fp8_recipe": "mxfp8", "ffn_hidden_size": 96},
+        1,
+        ["multiples of 32", "the inputs of linear_fc2 are 80"],
+    ),
+    (
+        rules_fp8.fp8_sizes_are_multiples,
         {**FP8, "hidden_size": 60, "kv_channels": 16},
         {**FP8, "hidden_size": 80, "kv_channels": 16},
         1,
