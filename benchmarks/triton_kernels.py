@@ -35,8 +35,8 @@ TOKENS, HIDDEN, INNER, HEADS, GROUPS, HEAD, VOCABULARY = 8192, 4096, 14336, 32, 
 OTHER_WIDTHS = (128, 2048, 8192, 16384)  # of norms; compiled, too
 # How often a layer calls each, forward and backward. The rotation's backward is the same kernel with opposite angles.
 LAYER = {
-    "RMSNorm": 2,
-    "RMSNorm backward": 2,
+    "addition, RMSNorm": 2,
+    "addition, RMSNorm backward": 2,
     "SwiGLU": 1,
     "SwiGLU backward": 1,
     "rotation of q": 2,
@@ -83,6 +83,13 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
     return {
         "RMSNorm": Case(lambda: norm.compute_rms_norm(x, weight, 1e-5), hidden),
         "RMSNorm backward": Case(lambda: norm.gradient_rms_norm(x.clone(), x, weight, rstd), hidden),
+        "addition, RMSNorm": Case(lambda: norm.compute_add_norm(x, x.clone(), weight, None, 1e-5), hidden),
+        "addition, RMSNorm backward": Case(
+            lambda: norm.gradient_add_norm(x.clone(), x.clone(), x, weight, None, (rstd, rstd)), hidden
+        ),
+        "addition, LayerNorm backward": Case(
+            lambda: norm.gradient_add_norm(x.clone(), x.clone(), x, weight, bias, (rstd, rstd.clone())), hidden
+        ),
         "LayerNorm": Case(lambda: norm.compute_layer_norm(x, weight, bias, 1e-5), hidden),
         "LayerNorm backward": Case(
             lambda: norm.gradient_layer_norm(x.clone(), x, weight, bias, (rstd, rstd.clone())), hidden
@@ -229,7 +236,10 @@ def print_bytes() -> None:
         print(f"{name:36} {size / elements:22.2f}")
     norm = _module("norm")
     sums = 2 * 4 * HIDDEN * (norm.WARPS // norm._tile(HIDDEN)[2])  # a weight's parts: written, and read again
-    layer = TOKENS * sum(times * found[name][0] for name, times in LAYER.items()) + LAYER["RMSNorm backward"] * sums
+    layer = (
+        TOKENS * sum(times * found[name][0] for name, times in LAYER.items())
+        + LAYER["addition, RMSNorm backward"] * sums
+    )
     launches = sum(LAYER.values())
     print(
         f"a layer of Llama 3 8B, {TOKENS} tokens: norms, SwiGLU and rotation in {launches} launches, {layer / 1e9:.2f} GB"

@@ -160,6 +160,9 @@ class ModelPair:
         )
         self._kernels = choose_kernels(self.config, device)
         self._recorder = _Recorder(self._kernels.attention)
+        # A norm is replaced, and a site of its own: it leaves the additions around it alone.
+        norm = self._kernels.fused.norm._replace(residual=None)
+        self._kernels = dataclasses.replace(self._kernels, fused=self._kernels.fused._replace(norm=norm))
         kernels = dataclasses.replace(self._kernels, attention=self._recorder.attention)
         build = Build(self.config, groups, False, kernels, RngTracker(0, groups, device), device)
         self.ours = GPTModel(build)

@@ -106,7 +106,13 @@ def load() -> LayerKernels:
     )
     activations = {SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}
     return LayerKernels(
-        norm.NormKernel(*(getattr(norms, field) for field in norm.NormKernel._fields)),
+        norm.NormKernel(
+            norms.compute_rms_norm,
+            norms.gradient_rms_norm,
+            norms.compute_layer_norm,
+            norms.gradient_layer_norm,
+            norm.ResidualNorm(norms.compute_add_norm, norms.gradient_add_norm),
+        ),
         MappingProxyType({**SEPARATE.activations, **activations}),
         rotation.rotate_once,
         cross_entropy.CrossEntropyKernel(loss.local_statistics, loss.gradient_),
@@ -172,6 +178,20 @@ def _try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device
                 out, statistics = each.compute_layer_norm(x, weight, bias, 1e-5)
                 results.append((out, *each.gradient_layer_norm(grad, x, weight, bias, statistics)[:2]))
         _compare(*results)
+    if kernel.residual is not None:
+        _try_sum(kernel.residual, config, device, dtype)
+
+
+def _try_sum(kernel: norm.ResidualNorm, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    assert config.hidden_size
+    x, grad = (_numbers(device, dtype, _TOKENS, config.hidden_size, turns=each) for each in (0.7, 1.1))
+    weight = torch.ones(config.hidden_size, device=device, dtype=dtype)
+    bias = None if config.normalization == "RMSNorm" else weight
+    results: list[tuple[Tensor, ...]] = []
+    for each in (kernel, norm.ResidualNorm(norm.compute_add_norm, norm.gradient_add_norm)):
+        total, out, statistics = each.compute_add_norm(x, grad, weight, bias, 1e-5)
+        results.append((total, out, *each.gradient_add_norm(grad, x, total, weight, bias, statistics)[:2]))
+    _compare(*results)
 
 
 def _try_gated(

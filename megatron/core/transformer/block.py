@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,9 +64,7 @@ class TransformerLayer(nn.Module):
                 self.pre_mlp_layernorm.defer_to(self.mlp.linear_fc1)
             if WHOLE_MLP in recomputed:
                 recompute_module(self.mlp, build.rng, last=self.mlp.linear_fc2)
-        if early is not None:
-            # The backward of a layer begins at its output: the gather is overlapped with the backward of the MLP.
-            self.register_forward_hook(lambda layer, inputs, output: early.gather_early(output))
+        self._early = early
 
     def forward(
         self,
@@ -74,18 +72,36 @@ class TransformerLayer(nn.Module):
         positions: Positions,
         cache: KeyValueCache | None = None,
         routing: MicrobatchRouting | None = None,
-    ) -> Tensor:
-        """See the class. routing: of the microbatch, for a layer with experts."""
-        x = x + self._branch(
-            self.self_attention(self._read(x, self.input_layernorm), positions, cache), self.post_self_attn_layernorm
-        )
-        read = self._read(x, self.pre_mlp_layernorm)
-        out = self.mlp(read, routing) if isinstance(self.mlp, MoELayer) else self.mlp(read)
-        return x + self._branch(out, self.post_mlp_layernorm)
+        branch: Tensor | None = None,
+        *,
+        apart: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See the class. routing: of the microbatch, for a layer with experts.
 
-    def _read(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """The residual stream as attention or the MLP reads it."""
-        return x.to(self._dtype) if norm is None else norm(x)
+        branch: is added to x first. apart: returns (stream, branch), whose sum is the result, for the norm that reads it.
+        """
+        x, read = self._read(x, branch, self.input_layernorm)
+        attended = self.self_attention(read, positions, cache)
+        del read, branch  # nobody needs them now, unless they were saved
+        attended = self._branch(attended, self.post_self_attn_layernorm)
+        x, read = self._read(x, attended, self.pre_mlp_layernorm)
+        del attended
+        out = self.mlp(read, routing) if isinstance(self.mlp, MoELayer) else self.mlp(read)
+        out = self._branch(out, self.post_mlp_layernorm)
+        return (x, self._marked(out)) if apart else self._marked(x + out)
+
+    def _read(self, x: Tensor, branch: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """Returns (the residual stream x + branch; the same as attention or the MLP reads it)."""
+        if norm is not None and norm.adds and branch is not None:
+            both: tuple[Tensor, Tensor] = norm(x, branch)
+            return both
+        x = _plus(x, branch)
+        return x, x.to(self._dtype) if norm is None else norm(x)
+
+    def _marked(self, x: Tensor) -> Tensor:
+        """x itself. The backward of a layer begins at its output: there the gather of keys and values may start, which is
+        overlapped with the backward of the MLP."""
+        return x if self._early is None else self._early.gather_early(x)
 
     def _branch(self, x: Tensor, norm: Norm | None) -> Tensor:
         """The output of attention or MLP as it is added to the residual stream."""
@@ -109,6 +125,8 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleDict({str(number): TransformerLayer(build, number) for number in layers})
         self.final_layernorm = build.norm(build.spec.final_norm) if final_norm else None
         self._recompute, self._rng = build.recompute, build.rng
+        # Layers leave the last addition to the norm behind them where one kernel computes both.
+        self._apart = build.kernels.fused.norm.residual is not None
 
     def forward(
         self,
@@ -122,25 +140,39 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """[s or s/tp, b, h] -> the same, through `layers`; one cache for each of them in generation, and without it the
         routing of the microbatch, where there are experts."""
+        branch: Tensor | None = None
         if caches is not None:
             for number, cache in zip(layers, caches, strict=True):
-                x = self.layers[str(number)](x, positions, cache)
+                x, branch = self._through(x, branch, positions, cache, None, (number,))
         else:
             for group, again in self._recompute.groups(layers):
-                run = functools.partial(self._through, positions=positions, routing=routing, layers=group)
-                x = recompute(run, x, self._rng, last=self._last_gemm(group)) if again else run(x)
+                run = functools.partial(self._through, positions=positions, cache=None, routing=routing, layers=group)
+                if again:
+                    run_whole = functools.partial(_added, run)
+                    x = recompute(run_whole, _plus(x, branch), self._rng, last=self._last_gemm(group))
+                    branch = None
+                else:
+                    x, branch = run(x, branch)
         if not final_norm:
-            return x
+            return _plus(x, branch)
         assert self.final_layernorm is not None
-        normed: Tensor = self.final_layernorm(x)
+        normed: Tensor = self.final_layernorm(x) if branch is None else self.final_layernorm(x, branch)[1]
         return normed
 
     def _through(
-        self, x: Tensor, positions: Positions, routing: MicrobatchRouting | None, layers: Sequence[int]
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        positions: Positions,
+        cache: KeyValueCache | None,
+        routing: MicrobatchRouting | None,
+        layers: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns (stream, branch), whose sum is the result; no branch if it was added."""
         for number in layers:
-            x = self.layers[str(number)](x, positions, routing=routing)
-        return x
+            result = self.layers[str(number)](x, positions, cache, routing, branch, apart=self._apart)
+            x, branch = result if self._apart else (result, None)
+        return x, branch
 
     def _last_gemm(self, layers: Sequence[int]) -> SkipsLast | None:
         """The layer that the last of `layers` ends with; None if that is a norm, which keeps its input for backward."""
@@ -149,6 +181,15 @@ class TransformerBlock(nn.Module):
         if layer.post_mlp_layernorm is not None:
             return None
         return layer.mlp if isinstance(layer.mlp, MoELayer) else layer.mlp.linear_fc2
+
+
+def _plus(x: Tensor, branch: Tensor | None) -> Tensor:
+    """Returns x + branch, or x if there is none."""
+    return x if branch is None else x + branch
+
+
+def _added(run: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:
+    return _plus(*run(x, None))
 
 
 def _core_attention(build: Build, number: int) -> AttentionKernel:

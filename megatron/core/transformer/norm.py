@@ -12,7 +12,7 @@ from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Group, Groups
 from megatron.core.parameter import make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
-from megatron.kernels.ops.norm import NormKernel, layer_norm, own, rms_norm, separate
+from megatron.kernels.ops.norm import NormKernel, add_norm, layer_norm, own, rms_norm, separate
 from megatron.spec.norm import NormSpec
 
 
@@ -45,9 +45,20 @@ class Norm(nn.Module):
         )
         self._deferred, self.kernel = False, kernel
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape; the weight's dtype. A norm that a linear layer applies itself returns x unchanged."""
-        return x if self._deferred else self.normalize(x)
+    def forward(self, x: Tensor, branch: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Same shape; the weight's dtype. A norm that a linear layer applies itself returns x unchanged.
+
+        With a branch, of the shape of x: (x + branch, the norm of this sum). Only where the norm `adds`.
+        """
+        if branch is None:
+            return x if self._deferred else self.normalize(x)
+        assert self.adds
+        return add_norm(x, branch, self.factor(), self.bias, self.epsilon, self.kernel)
+
+    @property
+    def adds(self) -> bool:
+        """Whether one kernel computes a sum and its norm."""
+        return self.kernel.residual is not None and not self._deferred
 
     def defer_to(self, linear: ColumnParallelLinear) -> None:
         """From now on the layer behind the norm applies it, and again in its backward (GEMM-last)."""

@@ -25,8 +25,23 @@ from torch import Tensor
 Average = Callable[[Tensor], Tensor]
 
 
+class ResidualNorm(NamedTuple):
+    """The norm of a sum without autograd: functions with the contracts of those of this file."""
+
+    compute_add_norm: Callable[
+        [Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor, tuple[Tensor, Tensor]]
+    ]
+    gradient_add_norm: Callable[
+        [Tensor, Tensor | None, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor]],
+        tuple[Tensor, Tensor, Tensor | None],
+    ]
+
+
 class NormKernel(NamedTuple):
-    """The norms without autograd. Each field is a function of this file, or another one with its contract."""
+    """The norms without autograd. Each field is a function of this file, or another one with its contract.
+
+    residual: the norm of a sum, where it is one operation; None where the sum and its norm are computed one after the other.
+    """
 
     compute_rms_norm: Callable[[Tensor, Tensor, float, Average], tuple[Tensor, Tensor]]
     gradient_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, Average], tuple[Tensor, Tensor]]
@@ -34,6 +49,7 @@ class NormKernel(NamedTuple):
     gradient_layer_norm: Callable[
         [Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor | None]
     ]
+    residual: ResidualNorm | None = None
 
 
 def own(numbers: Tensor) -> Tensor:
@@ -141,6 +157,79 @@ def gradient_layer_norm(
         grad, x, x.shape[-1:], *statistics, weight, bias, wanted
     )
     return grad_x, grad_weight, grad_bias
+
+
+def compute_add_norm(
+    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Returns (x + branch, the norm of this sum, (mean, 1 / standard deviation)).
+
+    The norm is LayerNorm with bias, else RMSNorm, which has no mean and returns its one statistic twice.
+    """
+    total = x + branch
+    if bias is None:
+        out, rstd = compute_rms_norm(total, weight, epsilon)
+        return total, out, (rstd, rstd)
+    return total, *compute_layer_norm(total, weight, bias, epsilon)
+
+
+def gradient_add_norm(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    statistics: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of the sum, of the weight and of the bias, if there is one.
+
+    grad: of the norm. grad_total: of the sum, beside its norm; None if nothing else reads the sum.
+    """
+    grad_bias = None
+    if bias is None:
+        grad_x, grad_weight = gradient_rms_norm(grad, total, weight, statistics[1])
+    else:
+        grad_x, grad_weight, grad_bias = gradient_layer_norm(grad, total, weight, bias, statistics)
+    return grad_x if grad_total is None else grad_x + grad_total, grad_weight, grad_bias
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, kernel: ResidualNorm
+    ) -> tuple[Tensor, Tensor]:
+        total, out, statistics = kernel.compute_add_norm(x, branch, weight, bias, epsilon)
+        ctx.save_for_backward(total, weight, bias, *dict.fromkeys(statistics))
+        ctx.kernel, ctx.branch_dtype = kernel, branch.dtype
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (grad_total, grad), (total, weight, bias, *statistics) = grads, ctx.saved_tensors
+        assert grad is not None
+        both = statistics[0], statistics[-1]
+        grad_x, *of_parameters = ctx.kernel.gradient_add_norm(grad, grad_total, total, weight, bias, both)
+        return grad_x, grad_x.to(ctx.branch_dtype), *of_parameters, None, None
+
+
+def add_norm(
+    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, kernel: NormKernel
+) -> tuple[Tensor, Tensor]:
+    """Returns (x + branch, its norm in the weight's dtype): of RMSNorm without bias, else of LayerNorm.
+
+    x and branch have one shape; the sum has the wider of their dtypes. The kernel computes both in one operation if it can.
+    """
+    total_dtype = torch.promote_types(x.dtype, branch.dtype)
+    # LayerNorm rounds its input to the weight's dtype first.
+    fits = x.dtype == total_dtype and (bias is None or total_dtype == weight.dtype)
+    if kernel.residual is not None and fits:
+        result: tuple[Tensor, Tensor] = _AddNorm.apply(x, branch, weight, bias, epsilon, kernel.residual)
+        return result
+    total = x + branch
+    if bias is None:
+        return total, rms_norm(total, weight, epsilon, own, kernel)
+    return total, layer_norm(total, weight, bias, epsilon, kernel)
 
 
 separate = NormKernel(compute_rms_norm, gradient_rms_norm, compute_layer_norm, gradient_layer_norm)

@@ -2,6 +2,9 @@
 
 A program holds whole rows in registers. In backward a fixed number of programs go through the rows; each sums its own
 part of the weight's gradient, and a second, small reduction adds up these parts.
+
+The norm of a residual stream also takes part in the additions around it: `compute_add_norm` adds the output of the attention
+or MLP before, and `gradient_add_norm` adds the gradient that reaches the sum beside the norm.
 """
 
 from __future__ import annotations
@@ -22,13 +25,21 @@ WARPS = 2112  # warps that sum gradients of a weight: 16 for each processor of a
 
 @triton.jit
 def _forward(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, mean_ptr, rstd_ptr, n, h, x_stride, epsilon,
-    CENTERED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, mean_ptr, rstd_ptr, n, h, x_stride, branch_stride, epsilon,
+    ADDS: tl.constexpr, CENTERED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < n)[:, None] & (columns < h)[None, :]
+    own_place = rows[:, None] * h + columns[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(branch_ptr + rows[:, None] * branch_stride + columns[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
+        total = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + own_place, total, mask=inside)
+        x = total.to(tl.float32)  # rounded, as the norm of the stored sum would read it
     if CENTERED:
         mean = tl.sum(x, 1) / h
         tl.store(mean_ptr + rows, mean, mask=rows < n)
@@ -43,14 +54,14 @@ def _forward(
             out += tl.load(bias_ptr + columns, mask=columns < h, other=0.0).to(tl.float32)[None, :]
     else:
         out = out.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)[None, :]
-    tl.store(out_ptr + rows[:, None] * h + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + own_place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
-    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, grad_x_ptr, grad_weight_ptr, grad_bias_ptr,
-    n, h, grad_stride, x_stride,
-    CENTERED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_ptr, residual_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, grad_x_ptr, grad_weight_ptr, grad_bias_ptr,
+    n, h, grad_stride, residual_stride, x_stride,
+    ADDS: tl.constexpr, CENTERED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -74,6 +85,11 @@ def _backward(
         if CENTERED:
             grad_x -= (tl.sum(grad, 1) / h)[:, None]
         grad_x *= rstd
+        if ADDS:
+            # The norm's own part is rounded first, as autograd's addition of two gradients would find it.
+            grad_x = grad_x.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
+            place = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
+            grad_x += tl.load(place, mask=inside, other=0.0).to(tl.float32)
         place = grad_x_ptr + rows[:, None] * h + columns[None, :]
         tl.store(place, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
     tl.store(grad_weight_ptr + program * h + columns, tl.sum(sum_weight, 0), mask=columns < h)
@@ -83,9 +99,9 @@ def _backward(
 
 def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average = own) -> tuple[Tensor, Tensor]:
     """As the reference, which also runs where ranks hold parts of a row, and where a row is longer than LARGEST."""
-    if average is not own or weight.numel() > LARGEST:
+    if average is not own or not _fits(weight, centered=False):
         return reference.compute_rms_norm(x, weight, epsilon, average)
-    out, (_, rstd) = _norm(x, weight, None, epsilon, centered=False)
+    _, out, (_, rstd) = _norm(x, None, weight, None, epsilon, centered=False)
     return out, rstd
 
 
@@ -93,18 +109,29 @@ def compute_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """As the reference."""
-    if weight.numel() > LARGEST_CENTERED:
+    if not _fits(weight, centered=True):
         return reference.compute_layer_norm(x, weight, bias, epsilon)
-    return _norm(x, weight, bias, epsilon, centered=True)
+    _, out, statistics = _norm(x, None, weight, bias, epsilon, centered=True)
+    return out, statistics
+
+
+def compute_add_norm(
+    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """As the reference."""
+    centered = bias is not None
+    if not _fits(weight, centered=centered):
+        return reference.compute_add_norm(x, branch, weight, bias, epsilon)
+    return _norm(x, branch, weight, bias, epsilon, centered=centered)
 
 
 def gradient_rms_norm(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, average: Average = own
 ) -> tuple[Tensor, Tensor]:
     """As the reference."""
-    if average is not own or weight.numel() > LARGEST:
+    if average is not own or not _fits(weight, centered=False):
         return reference.gradient_rms_norm(grad, x, weight, rstd, average)
-    grad_x, grad_weight, _ = _gradient(grad, x, weight, None, (rstd, rstd), centered=False)
+    grad_x, grad_weight, _ = _gradient(grad, None, x, weight, None, (rstd, rstd), centered=False)
     return grad_x, grad_weight
 
 
@@ -112,32 +139,56 @@ def gradient_layer_norm(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As the reference."""
-    if weight.numel() > LARGEST_CENTERED:
+    if not _fits(weight, centered=True):
         return reference.gradient_layer_norm(grad, x, weight, bias, statistics)
-    return _gradient(grad, x, weight, bias, statistics, centered=True)
+    return _gradient(grad, None, x, weight, bias, statistics, centered=True)
+
+
+def gradient_add_norm(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    statistics: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As the reference."""
+    centered = bias is not None
+    if not _fits(weight, centered=centered):
+        return reference.gradient_add_norm(grad, grad_total, total, weight, bias, statistics)
+    return _gradient(grad, grad_total, total, weight, bias, statistics, centered=centered)
+
+
+def _fits(weight: Tensor, *, centered: bool) -> bool:
+    return weight.numel() <= (LARGEST_CENTERED if centered else LARGEST)
 
 
 def _norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, centered: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Returns (the norm, (mean, 1 / standard deviation)); the mean only of LayerNorm."""
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, *, centered: bool
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Returns (x, or its sum with the branch; the norm; (mean, 1 / standard deviation))."""
     h, device = weight.numel(), x.device
     flat = as_rows(x, h)
+    other = flat if branch is None else as_rows(branch, h)
     out = torch.empty(x.shape, dtype=weight.dtype, device=device)
+    total = (
+        x if branch is None else torch.empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype), device=device)
+    )
     rstd = torch.empty(x.shape[: x.dim() - weight.dim()] + (1,) * weight.dim(), dtype=torch.float32, device=device)
     mean = torch.empty_like(rstd) if centered else rstd
     rows, block, warps = _tile(h)
     if rstd.numel():
         _forward[(triton.cdiv(rstd.numel(), rows),)](
-            flat, weight, weight if bias is None else bias, out, mean, rstd,
-            rstd.numel(), h, flat.stride(0), epsilon,
-            centered, bias is not None, rows, block, num_warps=warps,
+            flat, other, weight, weight if bias is None else bias, total, out, mean, rstd,
+            rstd.numel(), h, flat.stride(0), other.stride(0), epsilon,
+            branch is not None, centered, bias is not None, rows, block, num_warps=warps,
         )  # fmt: skip
-    return out, (mean, rstd)
+    return total, out, (mean, rstd)
 
 
 def _gradient(
     grad: Tensor,
+    residual: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -147,15 +198,16 @@ def _gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     h, n, (mean, rstd) = weight.numel(), statistics[1].numel(), statistics
     grad, flat = as_rows(grad, h), as_rows(x, h)
+    other = grad if residual is None else as_rows(residual, h)
     rows, block, warps = _tile(h)
     programs = min(triton.cdiv(n, rows), WARPS // warps)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts = torch.empty(1 if bias is None else 2, programs, h, dtype=torch.float32, device=x.device)
     if programs:
         _backward[(programs,)](
-            grad, flat, weight, mean, rstd, grad_x, parts[0], parts[-1],
-            n, h, grad.stride(0), flat.stride(0),
-            centered, bias is not None, rows, block, num_warps=warps,
+            grad, other, flat, weight, mean, rstd, grad_x, parts[0], parts[-1],
+            n, h, grad.stride(0), other.stride(0), flat.stride(0),
+            residual is not None, centered, bias is not None, rows, block, num_warps=warps,
         )  # fmt: skip
     sums = parts.sum(1).to(weight.dtype)
     return grad_x, sums[0].view_as(weight), None if bias is None else sums[1].view_as(bias)

@@ -7,12 +7,14 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.recompute import KEEP_ALL, RecomputeConfig
 from megatron.kernels import fused
 from megatron.kernels.backends.triton.adam import OnePassAdamW
 from tests import pool
 from tests.unit.kernels.close import random
 from tests.unit.models.builds import (
     CPU,
+    FACTORS,
     GEMMA2,
     GPT,
     LLAMA,
@@ -79,13 +81,31 @@ def test_a_kernel_that_fails_or_is_wrong_is_left_out(interpreted, monkeypatch):
     assert chosen.make_adamw is None
 
 
-@pytest.mark.parametrize("fields", [LLAMA, GPT, GEMMA2], ids=["llama", "gpt", "gemma2"])
-def test_a_model_computes_the_same(monkeypatch, fields):
-    groups, ids = pool.groups(), make_ids(2, 10)
+MODELS = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "gemma2": GEMMA2,
+    "scaled branches": {**LLAMA, **FACTORS},
+    "fp32 stream": {**LLAMA, "fp32_residual_connection": True},
+    "dropout": {**LLAMA, "hidden_dropout": 0.2},
+}
+KEPT = {
+    "all": KEEP_ALL,
+    "whole layers": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    "first layer": RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    "norms again": RecomputeConfig(recompute_granularity="selective", recompute_modules=["layernorm"]),
+}
+CASES = [(name, "all") for name in MODELS] + [("llama", again) for again in KEPT if again != "all"]
+
+
+@pytest.mark.parametrize(("name", "again"), CASES)
+def test_a_model_computes_the_same(monkeypatch, name, again):
+    """Its layers leave additions to the norms behind them, where recompute and GEMM-last let them."""
+    groups, ids = pool.groups(), make_ids(1, 7)
     found = []
     for why in ("not asked for", None):
         monkeypatch.setattr(fused, "_missing", lambda device, why=why: why)
-        model = make_model(fields, groups, spread=0.1)
+        model = make_model({**MODELS[name], "num_layers": 2 if again == "all" else 3}, groups, spread=0.1, recompute=KEPT[again])
         data_parallel = make_data_parallel(model, groups)
         accumulate(model, data_parallel, [ids])
         found.append((losses(model, ids).detach(), gradients(data_parallel)))

@@ -29,6 +29,22 @@ class TestParity:
         assert_near((out, rstd), reference.compute_rms_norm(x, weight, EPSILON))
         assert_near(norm.gradient_rms_norm(grad, x, weight, rstd), reference.gradient_rms_norm(grad, x, weight, rstd))
 
+    @pytest.mark.parametrize("centered", [False, True])
+    @pytest.mark.parametrize("ends", [False, True])
+    def test_with_the_additions_of_a_residual_stream(self, rows, channels, centered, ends):
+        """ends: nothing but the norm reads the sum."""
+        if centered and (len(channels) > 1 or 0 in rows or channels[0] > norm.LARGEST_CENTERED):
+            pytest.skip("LayerNorm has one dim of channels, and the operator behind its reference wants rows")
+        x, branch, grad, residual = (random(*rows, *channels, seed=seed) for seed in range(4))
+        weight, bias = random(*channels, seed=5), random(*channels, seed=6) if centered else None
+        of_sum = None if ends else residual
+        total, out, statistics = norm.compute_add_norm(x, branch, weight, bias, EPSILON)
+        expected_total, expected, their_statistics = reference.compute_add_norm(x, branch, weight, bias, EPSILON)
+        assert torch.equal(total, expected_total)
+        assert_near((out, statistics[1]), (expected, their_statistics[1]))
+        found = norm.gradient_add_norm(grad, of_sum, total, weight, bias, statistics)
+        assert_near(found, reference.gradient_add_norm(grad, of_sum, total, weight, bias, their_statistics))
+
     @pytest.mark.parametrize("biased", [True, False])
     def test_layer_norm(self, rows, channels, biased):
         if len(channels) > 1:
@@ -58,6 +74,18 @@ def test_keys_inside_the_projection_are_read_in_place():
     keys, weight = random(5, 2, 3, 6, 16)[:, :, :, -2], random(16, seed=1)
     assert as_rows(keys, 16).data_ptr() == keys.data_ptr()
     assert_near(norm.compute_rms_norm(keys, weight, EPSILON), reference.compute_rms_norm(keys, weight, EPSILON))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_sum_takes_the_wider_dtype(wide):
+    """A residual stream in fp32 and a branch in half precision; with a row that is too long for a program, too."""
+    h = norm.LARGEST + 1 if wide else 32
+    x, branch, weight = random(4, h), random(4, h, dtype=torch.float16, seed=1), random(h, dtype=torch.float16)
+    total, out, statistics = norm.compute_add_norm(x, branch, weight, None, EPSILON)
+    assert (total.dtype, out.dtype) == (torch.float32, torch.float16)
+    assert torch.equal(total, x + branch)
+    grad_x, _, _ = norm.gradient_add_norm(out, total, total, weight, None, statistics)
+    assert grad_x.dtype == torch.float32
 
 
 def test_programs_go_through_the_rows(monkeypatch):
