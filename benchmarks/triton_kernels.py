@@ -33,14 +33,14 @@ from megatron.kernels.ops.adam import AdamRun, Coefficients
 TARGETS = (90, 80)
 TOKENS, HIDDEN, INNER, HEADS, GROUPS, HEAD, VOCABULARY = 8192, 4096, 14336, 32, 8, 128, 32064
 OTHER_WIDTHS = (128, 2048, 8192, 16384)  # of norms; compiled, too
-# How often a layer calls each, forward and backward. The rotation's backward is the same kernel with opposite angles.
+# How often a layer calls each, forward and backward.
 LAYER = {
     "addition, RMSNorm": 2,
     "addition, RMSNorm backward": 2,
     "SwiGLU": 1,
     "SwiGLU backward": 1,
-    "rotation of q": 2,
-    "rotation of k": 2,
+    "QKV split": 1,
+    "QKV split backward": 1,
 }
 
 
@@ -74,6 +74,7 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
     x, weight, bias, rstd = half(tokens, 1, hidden), half(hidden), half(hidden), full(tokens, 1, 1)
     inner, grad = half(tokens, 1, 2 * INNER), half(tokens, 1, INNER)
     qkv = half(tokens, 1, GROUPS, HEADS // GROUPS + 2, HEAD)
+    three = half(tokens, 1, HEADS, HEAD), half(tokens, 1, GROUPS, HEAD), half(tokens, 1, GROUPS, HEAD)
     q, k, table = half(tokens, 1, HEADS, HEAD), qkv[:, :, :, -2], half(tokens, 1, 1, HEAD // 2)
     states, weights = [full(tokens, 1024).view(-1) for _ in range(4)], half(tokens, 1024).view(-1)
     runs = [AdamRun(0, 512, True, False), AdamRun(512, len(weights), False, False)]
@@ -101,6 +102,9 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
         "rotation of q": Case(lambda: rope.rotate_once(q, table, table.clone(), False), HEADS * HEAD),
         "rotation of k": Case(lambda: rope.rotate_once(k, table, table.clone(), False), GROUPS * HEAD),
         "interleaved rotation": Case(lambda: rope.rotate_once(q, table, table.clone(), True), HEADS * HEAD),
+        "QKV split": Case(lambda: rope.split(qkv, table, table.clone(), False), (HEADS + 2 * GROUPS) * HEAD),
+        "QKV split backward": Case(lambda: rope.join(*three, table, table.clone(), False), (HEADS + 2 * GROUPS) * HEAD),
+        "interleaved QKV split": Case(lambda: rope.split(qkv, table, table.clone(), True), (HEADS + 2 * GROUPS) * HEAD),
         "cross entropy": Case(lambda: cross_entropy.local_statistics(logits, targets, 0), VOCABULARY),
         "cross entropy backward": Case(
             lambda: cross_entropy.gradient_(logits, targets, 0, rstd.view(-1), rstd.view(-1).clone()), VOCABULARY
@@ -241,9 +245,8 @@ def print_bytes() -> None:
         + LAYER["addition, RMSNorm backward"] * sums
     )
     launches = sum(LAYER.values())
-    print(
-        f"a layer of Llama 3 8B, {TOKENS} tokens: norms, SwiGLU and rotation in {launches} launches, {layer / 1e9:.2f} GB"
-    )
+    print(f"a layer of Llama 3 8B, {TOKENS} tokens: {layer / 1e9:.2f} GB in {launches} launches of these:")
+    print(", ".join(LAYER))
 
 
 def main() -> None:

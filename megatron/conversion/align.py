@@ -160,9 +160,10 @@ class ModelPair:
         )
         self._kernels = choose_kernels(self.config, device)
         self._recorder = _Recorder(self._kernels.attention)
-        # A norm is replaced, and a site of its own: it leaves the additions around it alone.
-        norm = self._kernels.fused.norm._replace(residual=None)
-        self._kernels = dataclasses.replace(self._kernels, fused=self._kernels.fused._replace(norm=norm))
+        # Norms and rotations are replaced, and are sites of their own: they leave additions and the split alone.
+        fused = self._kernels.fused
+        fused = fused._replace(norm=fused.norm._replace(residual=None), split=None)
+        self._kernels = dataclasses.replace(self._kernels, fused=fused)
         kernels = dataclasses.replace(self._kernels, attention=self._recorder.attention)
         build = Build(self.config, groups, False, kernels, RngTracker(0, groups, device), device)
         self.ours = GPTModel(build)

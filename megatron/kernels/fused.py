@@ -26,13 +26,14 @@ _TOLERANCE = 0.02  # results are rounded to half precision; those of a broken ke
 
 
 class LayerKernels(NamedTuple):
-    """The kernels of a run. activations: by the name that the model's specification gives them. make_adamw: None stands for
-    torch's kernels.
+    """The kernels of a run. activations: by the name that the model's specification gives them. split: None where queries,
+    keys and values are split by views and copies. make_adamw: None stands for torch's kernels.
     """
 
     norm: norm.NormKernel
     activations: Mapping[str, Activation]
     rotate_once: rope.Rotation
+    split: rope.SplitRotation | None
     cross_entropy: cross_entropy.CrossEntropyKernel
     make_adamw: adam.MakeAdamW | None
 
@@ -50,6 +51,7 @@ SEPARATE = LayerKernels(
         }
     ),
     rope.rotate_once,
+    None,
     cross_entropy.separate,
     None,
 )
@@ -68,6 +70,7 @@ def choose_fused(
     if why is not None:
         return SEPARATE, f"none ({why})"
     found, gated, rotary = load(), config.swiglu or config.geglu, config.position_embedding_type in ROTARY
+    unrotated = _first(("the model has none", not rotary), ("--no-rope-fusion", not config.apply_rope_fusion))
     trials: dict[str, tuple[str, str | None, Callable[[], None]]] = {
         "norm": (
             "norms",
@@ -81,8 +84,13 @@ def choose_fused(
         ),
         "rotate_once": (
             "rotation",
-            _first(("the model has none", not rotary), ("--no-rope-fusion", not config.apply_rope_fusion)),
+            unrotated,
             lambda: _try_rotation(found.rotate_once, config, device, dtype),
+        ),
+        "split": (
+            "QKV split",
+            unrotated or _first(("queries and keys are normalized first", config.qk_layernorm)),
+            lambda: _try_split(found.split, config, device, dtype),
         ),
         "cross_entropy": ("cross entropy", None, lambda: _try_loss(found.cross_entropy, device, dtype)),
         "make_adamw": ("AdamW", _no_adamw(optimizer), lambda: _try_adamw(found.make_adamw, device, dtype)),
@@ -115,6 +123,7 @@ def load() -> LayerKernels:
         ),
         MappingProxyType({**SEPARATE.activations, **activations}),
         rotation.rotate_once,
+        rope.SplitRotation(rotation.split, rotation.join),
         cross_entropy.CrossEntropyKernel(loss.local_statistics, loss.gradient_),
         adamw.OnePassAdamW,
     )
@@ -212,6 +221,20 @@ def _try_rotation(once: rope.Rotation, config: ModelConfig, device: torch.device
     _compare(
         (once(x, cos, sin, config.rotary_interleaved),), (rope.rotate_once(x, cos, sin, config.rotary_interleaved),)
     )
+
+
+def _try_split(
+    kernel: rope.SplitRotation | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    assert kernel is not None
+    width, interleaved = config.head_dim // 2 * 2, config.rotary_interleaved
+    qkv, angles = (_numbers(device, dtype, _TOKENS, 1, *heads, width) for heads in ((2, 4), (1,)))
+    tables = [each[..., ::2].contiguous() for each in (angles.cos(), angles.sin())]
+    results: list[tuple[Tensor, ...]] = []
+    for each in (kernel, rope.SplitRotation(rope.split, rope.join)):
+        three = each.split(qkv, tables[0], tables[1], interleaved)
+        results.append((*three, each.join(*three, tables[1], tables[0], interleaved)))
+    _compare(*results)
 
 
 def _try_loss(kernel: cross_entropy.CrossEntropyKernel, device: torch.device, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.update_rule import Inputs, gate_of, update
 from megatron.kernels import fused
+from megatron.kernels.ops import norm, rope
 from megatron.kernels.ops.adam import AdamRun
 from megatron.kernels.ops.norm import own
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
@@ -73,6 +74,33 @@ def test_rotation(interleaved, dtype):
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     found, expected = (each.rotate_once(keys, cos, sin, interleaved) for each in (fused.load(), fused.SEPARATE))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_split_of_queries_keys_and_values(interleaved, dtype):
+    qkv, angles = draw(64, 2, 3, 6, 128, dtype=dtype), draw(64, 1, 1, 64, dtype=torch.float32, seed=1)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    kernels = fused.load().split, rope.SplitRotation(rope.split, rope.join)
+    results = []
+    for kernel in kernels:
+        three = kernel.split(qkv, *tables, interleaved)
+        results.append((*three, kernel.join(*three, *tables, interleaved)))
+    assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("width", [128, 4096])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norms_of_sums(width, biased, dtype):
+    x, branch, grad, beside = (draw(700, width, dtype=dtype, seed=seed) for seed in range(4))
+    weight, bias = draw(width, dtype=dtype, seed=5), draw(width, dtype=dtype, seed=6) if biased else None
+    results = []
+    for kernel in (fused.load().norm.residual, norm.ResidualNorm(norm.compute_add_norm, norm.gradient_add_norm)):
+        total, out, statistics = kernel.compute_add_norm(x, branch, weight, bias, 1e-5)
+        of_parameters = kernel.gradient_add_norm(grad, beside, total, weight, bias, statistics)
+        results.append((total, out, *(each for each in of_parameters if each is not None)))
+    assert_near(*results)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -18,7 +18,7 @@ from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments
-from megatron.kernels.ops.rope import rotate
+from megatron.kernels.ops.rope import rotate, split_and_rotate
 from megatron.spec.attention import AttentionSpec
 
 
@@ -46,6 +46,8 @@ class SelfAttention(nn.Module):
         self._per_group = spec.heads // spec.groups // spec.group_holders(tp)
         self.core, self._prefetch = core, prefetch
         self.rotate = functools.partial(rotate, once=build.kernels.fused.rotate_once)
+        normed = spec.q_norm is not None or spec.k_norm is not None
+        self._split = None if normed or spec.rotary is None else build.kernels.fused.split
         self._scores = Scores(spec.softmax_scale, spec.softcap)
         self._spec, self._rng = spec, build.rng
 
@@ -54,19 +56,29 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(x)  # [s, b, g/tp * (q + 2) * d]
         s, b, _ = qkv.shape
         heads = qkv.view(s, b, self._local_groups, self._per_group + 2, self._d)
-        k, v = heads[:, :, :, -2], heads[:, :, :, -1]  # [s, b, g/tp, d]
         tables = None if self._spec.rotary is None else positions.rotary
-        k = self._normed_and_rotated(k, self.k_layernorm, tables)
-        if v.requires_grad and tables is not None and self.k_layernorm is None:
-            # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
-            v = v.contiguous()
+        if self._split is not None and self._spec.rotary is not None and tables is not None:
+            interleaved = self._spec.rotary.interleaved
+            q, k, v = split_and_rotate(heads, *tables, interleaved=interleaved, kernel=self._split)
+            k, v = self._exchanged(k, v, cache)
+        else:
+            k, v = heads[:, :, :, -2], heads[:, :, :, -1]  # [s, b, g/tp, d]
+            k = self._normed_and_rotated(k, self.k_layernorm, tables)
+            if v.requires_grad and tables is not None and self.k_layernorm is None:
+                # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
+                v = v.contiguous()
+            k, v = self._exchanged(k, v, cache)
+            q = heads[:, :, :, : self._per_group].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
+            q = self._normed_and_rotated(q, self.q_layernorm, tables)
+        return self.linear_proj(self._attend(q, k, v, positions.segments))
+
+    def _exchanged(self, k: Tensor, v: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor]:
+        """Returns keys and values with those of the cache. Their exchange with other ranks starts here, if it can."""
         if cache is not None:
             k, v = cache.append(k, v)
         if self._prefetch is not None:
             self._prefetch(k, v)
-        q = heads[:, :, :, : self._per_group].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
-        q = self._normed_and_rotated(q, self.q_layernorm, tables)
-        return self.linear_proj(self._attend(q, k, v, positions.segments))
+        return k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
         window, dropout, scores = self._spec.window, self._spec.dropout, self._scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,13 @@ from torch import Tensor
 from megatron.spec.attention import Llama3Scaling, RotarySpec, YarnScaling
 
 Rotation = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # see `rotate_once`
+
+
+class SplitRotation(NamedTuple):
+    """Split and rotation without autograd: functions with the contracts of those of this file."""
+
+    split: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+    join: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def rotary_frequencies(spec: RotarySpec, device: torch.device, *, long: bool = False) -> tuple[Tensor, float]:
@@ -102,4 +109,42 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, on
     Channel i is paired with i + half, or if `interleaved` 2 i with its neighbour 2 i + 1. once: the kernel.
     """
     result: Tensor = _Rotate.apply(x, cos, sin, interleaved, once)
+    return result
+
+
+def split(qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns rotated q [s, b, g * n, d] and k [s, b, g, d], and v [s, b, g, d], contiguous, of qkv [s, b, g, n + 2, d].
+
+    A group has n heads of queries, one of keys and one of values. cos, sin: as in `rotate`.
+    """
+    q = rotate_once(qkv[:, :, :, :-2].flatten(2, 3), cos, sin, interleaved)
+    return q, rotate_once(qkv[:, :, :, -2], cos, sin, interleaved), qkv[:, :, :, -1].contiguous()
+
+
+def join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Returns the gradient of qkv from those of the results of `split`."""
+    s, b, groups, d = k.shape
+    q = rotate_once(q, cos, -sin, interleaved).view(s, b, groups, -1, d)
+    return torch.cat((q, rotate_once(k, cos, -sin, interleaved).unsqueeze(3), v.unsqueeze(3)), dim=3)
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, kernel: SplitRotation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.kernel = interleaved, kernel
+        return kernel.split(qkv, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.kernel.join(*grads, *ctx.saved_tensors, ctx.interleaved), None, None, None, None
+
+
+def split_and_rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, kernel: SplitRotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`split` under autograd. It keeps only the tables for backward."""
+    result: tuple[Tensor, Tensor, Tensor] = _Split.apply(qkv, cos, sin, interleaved, kernel)
     return result

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 def test_equals_its_reference(file):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", str(file)]
     done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-4000:]
 

@@ -1,4 +1,4 @@
-"""The rotation of ops/rope.py in one pass, with its rounding."""
+"""The rotation of ops/rope.py in one pass, with its rounding: alone, or with the split of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -61,3 +61,108 @@ def rotate_once(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tenso
             num_warps=4,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _split_or_join(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, batch, rows, queries, half, d,
+    q_s, q_b, q_head, k_s, k_b, k_head, v_s, v_b, v_head, table_stride_s, table_stride_b,
+    JOIN: tl.constexpr, INTERLEAVED: tl.constexpr, PARTIAL: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    s, b = token // batch, token % batch
+    row = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # of a token: a head of q, k or v
+    group, place = row // (queries + 2), row % (queries + 2)
+    is_q, is_k, is_v = place < queries, place == queries, place == queries + 1
+    qkv_ptr += token * rows * d + row * d
+    q_ptr += s * q_s + b * q_b + (group * queries + place) * q_head
+    k_ptr += s * k_s + b * k_b + group * k_head
+    v_ptr += s * v_s + b * v_b + group * v_head
+    pair = tl.arange(0, HALF)[None, :]
+    table = s * table_stride_s + b * table_stride_b + pair
+    cos = tl.load(cos_ptr + table, mask=pair < half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + table, mask=pair < half, other=0.0).to(tl.float32)
+    if JOIN:
+        sin = -sin  # the transpose of a rotation is the inverse rotation
+    if INTERLEAVED:
+        first_at, second_at = 2 * pair, 2 * pair + 1
+    else:
+        first_at, second_at = pair, pair + half
+    inside = (row < rows) & (pair < half)
+    if JOIN:
+        first = _from_three(q_ptr, k_ptr, v_ptr, first_at, inside & is_q, inside & is_k, inside & is_v)
+        second = _from_three(q_ptr, k_ptr, v_ptr, second_at, inside & is_q, inside & is_k, inside & is_v)
+    else:
+        first = tl.load(qkv_ptr + first_at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(qkv_ptr + second_at, mask=inside, other=0.0).to(tl.float32)
+    kind = qkv_ptr.dtype.element_ty
+    # Each product is rounded, as in the reference. Values are not rotated.
+    new_first = (first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)
+    new_second = (second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)
+    new_first = tl.where(is_v, first, new_first).to(kind)
+    new_second = tl.where(is_v, second, new_second).to(kind)
+    if JOIN:
+        tl.store(qkv_ptr + first_at, new_first, mask=inside)
+        tl.store(qkv_ptr + second_at, new_second, mask=inside)
+    else:
+        _to_three(q_ptr, k_ptr, v_ptr, first_at, new_first, inside & is_q, inside & is_k, inside & is_v)
+        _to_three(q_ptr, k_ptr, v_ptr, second_at, new_second, inside & is_q, inside & is_k, inside & is_v)
+    if PARTIAL:
+        column = 2 * half + tl.arange(0, REST)[None, :]
+        inside = (row < rows) & (column < d)
+        if JOIN:
+            rest = _from_three(q_ptr, k_ptr, v_ptr, column, inside & is_q, inside & is_k, inside & is_v)
+            tl.store(qkv_ptr + column, rest.to(kind), mask=inside)
+        else:
+            rest = tl.load(qkv_ptr + column, mask=inside, other=0.0)
+            _to_three(q_ptr, k_ptr, v_ptr, column, rest, inside & is_q, inside & is_k, inside & is_v)
+
+
+@triton.jit
+def _from_three(q_ptr, k_ptr, v_ptr, column, of_q, of_k, of_v):
+    """Each element is in one of the tensors, and 0 stands for it in the others."""
+    found = tl.load(q_ptr + column, mask=of_q, other=0.0).to(tl.float32)
+    found += tl.load(k_ptr + column, mask=of_k, other=0.0).to(tl.float32)
+    return found + tl.load(v_ptr + column, mask=of_v, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _to_three(q_ptr, k_ptr, v_ptr, column, value, of_q, of_k, of_v):
+    tl.store(q_ptr + column, value, mask=of_q)
+    tl.store(k_ptr + column, value, mask=of_k)
+    tl.store(v_ptr + column, value, mask=of_v)
+
+
+def split(qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference, in one pass."""
+    s, b, groups, each, d = qkv.shape
+    q, k, v = (qkv.new_empty(s, b, heads, d) for heads in (groups * (each - 2), groups, groups))
+    _launch(qkv.contiguous(), (q, k, v), cos, sin, interleaved, join=False)
+    return q, k, v
+
+
+def join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """As the reference, in one pass; tensors of any strides with adjacent channels."""
+    s, b, groups, d = k.shape
+    qkv = q.new_empty(s, b, groups, q.shape[2] // groups + 2, d)
+    three = [each if each.stride(3) == 1 else each.contiguous() for each in (q, k, v)]
+    _launch(qkv, (three[0], three[1], three[2]), cos, sin, interleaved, join=True)
+    return qkv
+
+
+def _launch(
+    qkv: Tensor, three: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, interleaved: bool, *, join: bool
+) -> None:
+    s, b, groups, each, d = qkv.shape
+    rows, half = groups * each, cos.shape[-1]
+    cos, sin = cos.contiguous(), sin.contiguous()
+    per_program = min(triton.next_power_of_2(rows), max(1, HEADS // triton.next_power_of_2(d)))
+    strides = [stride for tensor in three for stride in tensor.stride()[:3]]
+    if qkv.numel():
+        _split_or_join[(s * b, triton.cdiv(rows, per_program))](
+            qkv, *three, cos, sin, b, rows, each - 2, half, d,
+            *strides, cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1),
+            join, interleaved, 2 * half < d,
+            per_program, triton.next_power_of_2(half), triton.next_power_of_2(d - 2 * half + 1), num_warps=4,
+        )  # fmt: skip

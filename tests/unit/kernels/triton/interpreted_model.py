@@ -10,6 +10,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.recompute import KEEP_ALL, RecomputeConfig
 from megatron.kernels import fused
 from megatron.kernels.backends.triton.adam import OnePassAdamW
+from megatron.kernels.ops import rope
 from tests import pool
 from tests.unit.kernels.close import random
 from tests.unit.models.builds import (
@@ -36,7 +37,7 @@ def interpreted(monkeypatch):
 
 def test_the_kernels_are_tried_and_taken(interpreted):
     chosen, choice = fused.choose_fused(ModelConfig(**LLAMA), CPU, torch.float32, OptimizerConfig())
-    assert choice == "norms, gated activation, rotation, cross entropy, AdamW ()"
+    assert choice == "norms, gated activation, rotation, QKV split, cross entropy, AdamW ()"
     assert all(found is not plain for found, plain in zip(chosen, fused.SEPARATE, strict=True))
 
 
@@ -44,7 +45,7 @@ def test_a_model_names_what_it_lacks(interpreted):
     _, choice = fused.choose_fused(ModelConfig(**GPT), CPU, torch.float32)
     assert choice == (
         "norms, cross entropy (gated activation not: the model has none; rotation not: the model has none; "
-        "AdamW not: nothing is trained)"
+        "QKV split not: the model has none; AdamW not: nothing is trained)"
     )
 
 
@@ -52,7 +53,12 @@ def test_flags_leave_kernels_out(interpreted):
     sgd = OptimizerConfig(optimizer="sgd")
     config = ModelConfig(**LLAMA, persist_layer_norm=False, bias_swiglu_fusion=False, apply_rope_fusion=False)
     chosen, choice = fused.choose_fused(config, CPU, torch.float32, sgd)
-    flags = ("norms", "persist-layer-norm"), ("gated activation", "bias-swiglu-fusion"), ("rotation", "rope-fusion")
+    flags = (
+        ("norms", "persist-layer-norm"),
+        ("gated activation", "bias-swiglu-fusion"),
+        ("rotation", "rope-fusion"),
+        ("QKV split", "rope-fusion"),
+    )
     reasons = "; ".join(f"{name} not: --no-{flag}" for name, flag in flags)
     assert choice == f"cross entropy ({reasons}; AdamW not: --optimizer is sgd)"
     assert chosen == fused.SEPARATE._replace(cross_entropy=chosen.cross_entropy)
@@ -71,12 +77,13 @@ def test_a_kernel_that_fails_or_is_wrong_is_left_out(interpreted, monkeypatch):
         raise ValueError("no such instruction\non this GPU")
 
     wrong = fused.load().cross_entropy._replace(local_statistics=lambda logits, targets, first: random(3, len(logits)))
-    found = fused.SEPARATE._replace(rotate_once=broken, cross_entropy=wrong, make_adamw=Swapped)
+    of_rope = rope.SplitRotation(rope.split, rope.join)
+    found = fused.SEPARATE._replace(rotate_once=broken, split=of_rope, cross_entropy=wrong, make_adamw=Swapped)
     monkeypatch.setattr(fused, "load", lambda: found)
     chosen, choice = fused.choose_fused(ModelConfig(**LLAMA), CPU, torch.float32, OptimizerConfig())
     wrong_results = "not: its results are wrong"
     reasons = f"rotation not: no such instruction; cross entropy {wrong_results}; AdamW {wrong_results}"
-    assert choice == f"norms, gated activation ({reasons})"
+    assert choice == f"norms, gated activation, QKV split ({reasons})"
     assert chosen.rotate_once is fused.SEPARATE.rotate_once and chosen.cross_entropy == fused.SEPARATE.cross_entropy
     assert chosen.make_adamw is None
 
@@ -88,6 +95,8 @@ MODELS = {
     "scaled branches": {**LLAMA, **FACTORS},
     "fp32 stream": {**LLAMA, "fp32_residual_connection": True},
     "dropout": {**LLAMA, "hidden_dropout": 0.2},
+    "qk norm": {**LLAMA, "qk_layernorm": True},
+    "part of a head": {**LLAMA, "rotary_percent": 0.5, "rotary_interleaved": True},
 }
 KEPT = {
     "all": KEEP_ALL,
@@ -105,7 +114,9 @@ def test_a_model_computes_the_same(monkeypatch, name, again):
     found = []
     for why in ("not asked for", None):
         monkeypatch.setattr(fused, "_missing", lambda device, why=why: why)
-        model = make_model({**MODELS[name], "num_layers": 2 if again == "all" else 3}, groups, spread=0.1, recompute=KEPT[again])
+        model = make_model(
+            {**MODELS[name], "num_layers": 2 if again == "all" else 3}, groups, spread=0.1, recompute=KEPT[again]
+        )
         data_parallel = make_data_parallel(model, groups)
         accumulate(model, data_parallel, [ids])
         found.append((losses(model, ids).detach(), gradients(data_parallel)))
