@@ -8,9 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.config.recompute import RecomputeConfig
 from megatron.core.parameter import local_parameters
 from megatron.core.recompute.rerun import checkpoint
-from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.lora import freeze_all_but_adapters
+from megatron.kernels.ops import gemm
 from tests import pool
 from tests.unit.models.builds import (
     CPU,
@@ -104,8 +104,8 @@ def test_the_same_bits(name):
 )
 def test_products_that_run_twice(mode, products, monkeypatch):
     """Of three layers with four each. The last one of a region never does: only the result needs it."""
-    counted, product = [], linear.linear
-    monkeypatch.setattr(linear, "linear", lambda *args: counted.append(None) or product(*args))
+    counted, product = [], gemm.linear
+    monkeypatch.setattr(gemm, "linear", lambda *args: counted.append(None) or product(*args))
     model = make_model({**LLAMA, **DROPOUT, "num_layers": 3}, pool.groups(), recompute=MODES[mode]).train()
     loss = losses(model, make_ids(2, 8)).sum()
     forward = len(counted)
