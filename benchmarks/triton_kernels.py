@@ -63,7 +63,7 @@ class Launch(NamedTuple):
 
 def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
     """The calls of a layer and of the loss in bf16, for a sequence of `tokens`."""
-    norm, activation, rope, cross_entropy, adam = map(_module, KERNELS)
+    norm, activation, rope, cross_entropy, merge, adam = map(_module, KERNELS)
 
     def half(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
@@ -76,6 +76,7 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
     qkv = half(tokens, 1, GROUPS, HEADS // GROUPS + 2, HEAD)
     three = half(tokens, 1, HEADS, HEAD), half(tokens, 1, GROUPS, HEAD), half(tokens, 1, GROUPS, HEAD)
     q, k, table = half(tokens, 1, HEADS, HEAD), qkv[:, :, :, -2], half(tokens, 1, 1, HEAD // 2)
+    out, lse = full(tokens, 1, HEADS, HEAD), full(1, HEADS, tokens)
     states, weights = [full(tokens, 1024).view(-1) for _ in range(4)], half(tokens, 1024).view(-1)
     runs = [AdamRun(0, 512, True, False), AdamRun(512, len(weights), False, False)]
     adamw = adam.OnePassAdamW(runs, torch.device(device))
@@ -109,12 +110,13 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
         "cross entropy backward": Case(
             lambda: cross_entropy.gradient_(logits, targets, 0, rstd.view(-1), rstd.view(-1).clone()), VOCABULARY
         ),
+        "merge of blocks": Case(lambda: merge.merge_(out, lse, q, lse.clone()), HEADS * HEAD),
         "AdamW": Case(lambda: adamw.step(*states, weights, gate, numbers), 1024),
         "AdamW, fp32 weights": Case(lambda: adamw.step(*states, None, gate, numbers), 1024),
     }
 
 
-KERNELS = ("norm", "activation", "rope", "cross_entropy", "adam")
+KERNELS = ("norm", "activation", "rope", "cross_entropy", "merge", "adam")
 
 
 def _module(name: str) -> ModuleType:

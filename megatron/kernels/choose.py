@@ -51,10 +51,10 @@ def choose_kernels(
     chosen = choose_attention(config, device, blocks=blocks, documents=documents)
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     grouped, grouped_missing = _choose_grouped(config, device, dtype, etp)
-    fused, fused_choice = choose_fused(config, device, dtype, optimizer)
+    fused, fused_choice = choose_fused(config, device, dtype, optimizer, blocks=blocks)
     return Kernels(
         chosen.attention,
-        chosen.blocks,
+        chosen.blocks._replace(merge=fused.merge),
         PlainLinear(weight_grad_kernel),
         weight_grad_kernel,
         grouped,

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron.base.errors import first_line
 from megatron.config.model import ROTARY, ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.kernels.ops import activation, adam, cross_entropy, norm, rope
+from megatron.kernels.ops import activation, adam, attention_lse, cross_entropy, norm, rope
 from megatron.kernels.ops.activation import Activation
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU
 
@@ -35,6 +35,7 @@ class LayerKernels(NamedTuple):
     rotate_once: rope.Rotation
     split: rope.SplitRotation | None
     cross_entropy: cross_entropy.CrossEntropyKernel
+    merge: attention_lse.Merge
     make_adamw: adam.MakeAdamW | None
 
 
@@ -53,15 +54,21 @@ SEPARATE = LayerKernels(
     rope.rotate_once,
     None,
     cross_entropy.separate,
+    attention_lse.merge_,
     None,
 )
 
 
 def choose_fused(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, optimizer: OptimizerConfig | None = None
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    optimizer: OptimizerConfig | None = None,
+    *,
+    blocks: bool = False,
 ) -> tuple[LayerKernels, str]:
     """Returns the fused kernels that run here, SEPARATE's elsewhere, and "those fused (why not the others)" for the
-    start-up table. optimizer: None where nothing is trained.
+    start-up table. optimizer: None where nothing is trained. blocks: attention is computed in blocks.
 
     Each is tried on a few tokens: whether Triton can compile for a GPU, and whether a row of the model fits into a program,
     is known for certain only then. Kernels with equal tasks give equal results up to the order of sums.
@@ -93,6 +100,11 @@ def choose_fused(
             lambda: _try_split(found.split, config, device, dtype),
         ),
         "cross_entropy": ("cross entropy", None, lambda: _try_loss(found.cross_entropy, device, dtype)),
+        "merge": (
+            "merge of blocks",
+            _first(("there is one", not blocks)),
+            lambda: _try_merge(found.merge, device, dtype),
+        ),
         "make_adamw": ("AdamW", _no_adamw(optimizer), lambda: _try_adamw(found.make_adamw, device, dtype)),
     }
     chosen, names, reasons = SEPARATE, [], []
@@ -109,8 +121,9 @@ def choose_fused(
 def load() -> LayerKernels:
     """Returns the kernels in Triton, which is imported here."""
     name = "megatron.kernels.backends.triton"
-    gated, norms, rotation, loss, adamw = (
-        importlib.import_module(f"{name}.{each}") for each in ("activation", "norm", "rope", "cross_entropy", "adam")
+    gated, norms, rotation, loss, merge, adamw = (
+        importlib.import_module(f"{name}.{each}")
+        for each in ("activation", "norm", "rope", "cross_entropy", "merge", "adam")
     )
     activations = {SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}
     return LayerKernels(
@@ -125,6 +138,7 @@ def load() -> LayerKernels:
         rotation.rotate_once,
         rope.SplitRotation(rotation.split, rotation.join),
         cross_entropy.CrossEntropyKernel(loss.local_statistics, loss.gradient_),
+        merge.merge_,
         adamw.OnePassAdamW,
     )
 
@@ -245,6 +259,19 @@ def _try_loss(kernel: cross_entropy.CrossEntropyKernel, device: torch.device, dt
         log_sum_exp = statistics[1].log() + statistics[0]
         ones = torch.ones_like(log_sum_exp)
         results.append((statistics, each.gradient_(logits.clone(), targets, 0, log_sum_exp, ones, 30.0)))
+    _compare(*results)
+
+
+def _try_merge(merge: attention_lse.Merge, device: torch.device, dtype: torch.dtype) -> None:
+    out, block = (
+        _numbers(device, each, _TOKENS, 1, 3, 64, turns=turns) for each, turns in ((torch.float32, 0.7), (dtype, 1.1))
+    )
+    lse, block_lse = (_numbers(device, torch.float32, 1, 3, _TOKENS, turns=turns) for turns in (0.7, 1.3))
+    results = []
+    for each in (merge, attention_lse.merge_):
+        merged, merged_lse = out.clone(), lse.clone()
+        each(merged, merged_lse, block, block_lse)
+        results.append((merged, merged_lse))
     _compare(*results)
 
 

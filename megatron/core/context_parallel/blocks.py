@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.block_plan import Block, inside_documents, runs_of
-from megatron.kernels.ops.attention_lse import BlockKernel, merge_
+from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Drop, Rule
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments
@@ -62,7 +62,7 @@ class Attention:
             (queries, keys), samples = block[:2], block.samples
             q, some = self._q[queries, samples], _rule(block, rule)
             out, lse = self._kernel.forward(q, k[keys, samples], v[keys, samples], some)
-            merge_(self.out[queries, samples], self.lse[samples, :, queries], out, lse)
+            self._kernel.merge(self.out[queries, samples], self.lse[samples, :, queries], out, lse)
 
 
 class Gradient:

@@ -14,7 +14,7 @@ draw their own factors, depending on the position in their call, so `with_dropou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,11 +47,27 @@ class Backward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # see `merge_`
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merges a block's result into `out` [s, b, n, d] and `lse` [b, n, s], in place, in their dtype (fp32 or wider).
+
+    A query may have no key so far (`out` 0, `lse` -inf) or none in the block; a query without a key in either becomes
+    NaN.
+    """
+    total = torch.logaddexp(lse, block_lse)
+    share = (block_lse - total).exp_().permute(2, 0, 1).unsqueeze(-1)  # weight of the block in the sum
+    out.lerp_(block_out.to(out.dtype), share)
+    lse.copy_(total)
+
+
 class BlockKernel(NamedTuple):
-    """Attention of a block, and its gradient. No communication."""
+    """Attention of a block, its gradient, and the merge of results. No communication."""
 
     forward: Forward
     backward: Backward
+    merge: Merge = merge_
 
 
 def in_fp32(kernel: BlockKernel) -> BlockKernel:
@@ -139,18 +155,6 @@ def _some_rows(q: Tensor, t: int, rule: Rule) -> Iterator[tuple[slice, int, Rule
         offset = None if rule.offset is None else rule.offset + start
         cut = rule.cut(slice(start, stop), slice(0, reach))
         yield slice(start, stop), reach, cut._replace(offset=offset, window=rule.window)
-
-
-def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merges a block's result into `out` [s, b, n, d] and `lse` [b, n, s], in place, in their dtype (fp32 or wider).
-
-    A query may have no key so far (`out` 0, `lse` -inf) or none in the block; a query without a key in either becomes
-    NaN.
-    """
-    total = torch.logaddexp(lse, block_lse)
-    share = (block_lse - total).exp_().permute(2, 0, 1).unsqueeze(-1)  # weight of the block in the sum
-    out.lerp_(block_out.to(out.dtype), share)
-    lse.copy_(total)
 
 
 def _scores(q: Tensor, k: Tensor, rule: Rule) -> Tensor:

@@ -209,25 +209,25 @@ class TestBlocks:
             (EFFICIENT, attention_lse.efficient),
         ):
             found = kernels_of(blocks=True)
-            assert found.block_attention is kernel
+            assert found.block_attention == kernel
             assert found.block_choice == f"{name} blocks" + (f" ({'; '.join(reasons)})" if reasons else "")
             gpu.broken[name, "blocks"] = RuntimeError("no local attention")
             reasons.append(f"{name}: no local attention")
-        assert kernels_of(blocks=True).block_attention is attention_lse.by_rows
+        assert kernels_of(blocks=True).block_attention == attention_lse.by_rows
         assert kernels_of().block_choice == f"{THIRD} blocks", "without context parallelism nothing is tried"
         assert kernels_of(blocks=True).attention_choice == THIRD, "whole sequences have a choice of their own"
 
     def test_by_name(self, gpu):
-        assert kernels_of("fused", blocks=True).block_attention is attention_lse.efficient
-        assert kernels_of("unfused", blocks=True).block_attention is attention_lse.reference
+        assert kernels_of("fused", blocks=True).block_attention == attention_lse.efficient
+        assert kernels_of("unfused", blocks=True).block_attention == attention_lse.reference
         for name in (THIRD, SECOND):
             gpu.broken[name, "blocks"] = RuntimeError("no")
         assert refusal("flash", blocks=True) == f"{THIRD}: no; {SECOND}: no"
 
     def test_caps(self, gpu):
-        assert kernels_of(blocks=True, attn_logit_softcapping=30.0).block_attention is attention_lse.flash_attention_3
+        assert kernels_of(blocks=True, attn_logit_softcapping=30.0).block_attention == attention_lse.flash_attention_3
         gpu.broken[THIRD, "blocks"] = RuntimeError("no")
-        assert kernels_of(blocks=True, attn_logit_softcapping=30.0).block_attention is attention_lse.by_rows
+        assert kernels_of(blocks=True, attn_logit_softcapping=30.0).block_attention == attention_lse.by_rows
 
     def test_dropout(self, gpu):
         assert kernels_of(blocks=True, attention_dropout=0.1).block_choice == (
