@@ -15,6 +15,10 @@ CPU_ADAM = Extension(
     optional=True,
 )
 SERVE = ["fastapi>=0.110", "uvicorn>=0.30"]
+# What CUDA runs use beyond torch, which brings Triton. FlashAttention-3 has no package to name here: docs/gpu.md.
+GPU = ["transformer-engine[core-cu13,pytorch]>=2.12"]
+# Triton's interpreter for the tests of kernels on a machine without a GPU, and what benchmarks/gpu measures beside us.
+GPU_DEV = ["triton>=3.6", "pytest-timeout>=2.3", "liger-kernel>=0.8", "torchao>=0.18"]
 
 setup(
     name="megatron-patched",
@@ -48,6 +52,8 @@ setup(
         "wandb": ["wandb>=0.17"],
         "serve": SERVE,
         "eval": ["lm-eval>=0.4.8"],
+        "gpu": GPU,
+        "gpu-dev": GPU_DEV,
         "dev": ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.6", "mypy>=1.10", "openai>=1.60", "peft>=0.13", *SERVE],
     },
 )

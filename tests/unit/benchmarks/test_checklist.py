@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import checklist, driver, part_g_speed, part_h_peers, part_j_memory
+from benchmarks.gpu import checklist, driver, expected, part_g_speed, part_h_peers, part_j_memory
 from benchmarks.gpu.case import Setting
 from benchmarks.gpu.driver import Driver
 from benchmarks.gpu.fp8 import RECIPES, Quantized, dequantized, quantize
@@ -216,6 +216,20 @@ class TestSizes:
             head = 6 * run.model.hidden_size * run.model.vocab_size * 8192
             shares.append(head / step_flops(run, 1))
         assert shares[0] == pytest.approx(shares[1], rel=2e-3)
+
+
+class TestExpected:
+    def test_the_slice_is_that_of_part_g(self):
+        run = configured(part_g_speed.SLICE_8B, TestSizes.GPU)
+        assert run.train.global_batch_size == expected.MICROBATCHES
+        assert expected.model_flops() == pytest.approx(step_flops(run, expected.MICROBATCHES), rel=1e-3)
+
+    def test_no_rate_is_above_that_of_the_products(self):
+        for gpu in expected.GPUS:
+            rate = expected.model_flops() / expected.step_seconds(gpu, fp8=False) / 1e12
+            assert 0.5 * gpu.bf16 < rate < gpu.bf16 * expected.PRODUCT
+            if gpu.fp8:
+                assert rate < expected.model_flops() / expected.step_seconds(gpu, fp8=True) / 1e12 < 2 * rate
 
 
 class TestFp8:
