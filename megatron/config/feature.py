@@ -26,6 +26,7 @@ class Facts:
     fusion_missing: str | None  # why weight gradients are not accumulated inside the GEMM; None when they are
     grouped_missing: str | None  # why the experts' products are not one grouped product; None when they are
     fused_choice: str  # "the operations that are fused (why not the others)", as kernels.fused words it
+    layers_choice: str  # "whose kernels (why)", as kernels.choose words it
     upcast_products: bool  # the device is slow at products of the parameters' dtype, so they are taken in fp32
     separate_main_grads: bool  # the fp32 gradient buffer has another dtype than the parameters
     buckets: int  # gradient buckets of this rank

@@ -12,7 +12,7 @@ def model_features(
 ) -> list[Feature]:
     """Returns the rows about the model. length: of a sample, if that is known."""
     return [
-        _layers(model),
+        _layers(model, facts),
         _attention(model, facts),
         _attention_window(model, length),
         _longrope(model, length),
@@ -26,10 +26,9 @@ def model_features(
     ]
 
 
-def _layers(model: ModelConfig) -> Feature:
-    asked = model.transformer_impl
-    why = "the same mathematics; Transformer Engine's layers are not available yet" if asked != "local" else ""
-    return Feature("layers", asked, "local", why)
+def _layers(model: ModelConfig, facts: Facts) -> Feature:
+    kernels, _, why = facts.layers_choice.partition(" (")
+    return Feature("layers", model.transformer_impl, kernels, why.removesuffix(")"))
 
 
 def _attention(model: ModelConfig, facts: Facts) -> Feature:

@@ -321,7 +321,8 @@ class ModelConfig(MoEModel):
     )
     transformer_impl: str = flag(
         "local",
-        "linear and norm implementation; transformer_engine is taken as local, which computes the same",
+        "kernels of linear layers, norms, activations and attention: our own, or on CUDA those of Transformer Engine, which "
+        "has to be installed then. A CPU always takes local",
         choices=("local", "transformer_engine"),
     )
     gradient_accumulation_fusion: bool = on_by_default(

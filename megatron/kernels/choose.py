@@ -9,9 +9,10 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.kernels.choose_attention import choose_attention
-from megatron.kernels.fused import LayerKernels, choose_fused
+from megatron.kernels.fused import LayerKernels
 from megatron.kernels.ops import attention, attention_lse, grouped_gemm, weight_grad
 from megatron.kernels.ops.linear import LinearKernel, PlainLinear
+from megatron.kernels.transformer_engine import choose_layers, find_engine
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Kernels:
     fusion_missing: str | None  # the reason why gradient accumulation is not fused into the weight-gradient GEMM
     grouped_missing: str | None  # the reason why experts do not use torch's grouped product
     fused_choice: str
+    layers_choice: str
 
 
 def choose_kernels(
@@ -45,25 +47,27 @@ def choose_kernels(
     On CUDA the chosen kernels are tried on a few tokens, because builds of torch and of FlashAttention differ in what
     they support. `blocks`: whether attention runs in blocks, for context parallelism. `documents`: whether samples may
     hold several. `etp`: ranks that share an expert. `optimizer`: None where nothing is trained. Raises ConfigError for an
-    --attention-backend that cannot run.
+    --attention-backend or a --transformer-impl that cannot run.
     """
     dtype = getattr(torch, config.dtype_name)
-    chosen = choose_attention(config, device, blocks=blocks, documents=documents)
+    engine, no_engine = find_engine(config.transformer_impl, device)
+    chosen = choose_attention(config, device, blocks=blocks, documents=documents, engine=engine)
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     grouped, grouped_missing = _choose_grouped(config, device, dtype, etp)
-    fused, fused_choice = choose_fused(config, device, dtype, optimizer, blocks=blocks)
+    layers = choose_layers(engine, config, device, dtype, PlainLinear(weight_grad_kernel), optimizer, blocks=blocks)
     return Kernels(
         chosen.attention,
-        chosen.blocks._replace(merge=fused.merge),
-        PlainLinear(weight_grad_kernel),
+        chosen.blocks._replace(merge=layers.fused.merge),
+        layers.linear,
         weight_grad_kernel,
         grouped,
-        fused,
+        layers.fused,
         chosen.attention_choice,
         chosen.block_choice,
         missing,
         grouped_missing,
-        fused_choice,
+        layers.fused_choice,
+        layers.choice if not no_engine else f"local ({no_engine})",
     )
 
 

@@ -25,6 +25,7 @@ from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_packed import packed
 from megatron.kernels.ops.attention_trial import try_attention, try_blocks
 from megatron.kernels.ops.gemm import slow_half
+from megatron.kernels.transformer_engine import Engine
 
 AUTO, FLASH, FUSED, UNFUSED = "auto", "flash", "fused", "unfused"
 _CUDNN, _EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
@@ -72,11 +73,14 @@ class Chosen:
     block_choice: str
 
 
-def choose_attention(config: ModelConfig, device: torch.device, *, blocks: bool, documents: bool) -> Chosen:
+def choose_attention(
+    config: ModelConfig, device: torch.device, *, blocks: bool, documents: bool, engine: Engine | None = None
+) -> Chosen:
     """Returns the kernels for `--attention-backend`. All compute the same function.
 
-    blocks: whether attention runs in blocks; else their kernels are not tried. documents: see `Needs`. Raises ConfigError
-    if a backend that is asked for by name cannot run.
+    blocks: whether attention runs in blocks; else their kernels are not tried. documents: see `Needs`. engine: Transformer
+    Engine, if it was asked for; its kernel is tried before ours. Raises ConfigError if a backend that is asked for by name
+    cannot run.
     """
     asked, dtype = config.attention_backend, getattr(torch, config.dtype_name)
     if asked == UNFUSED:
@@ -98,7 +102,7 @@ def choose_attention(config: ModelConfig, device: torch.device, *, blocks: bool,
         softcap=config.attn_logit_softcapping,
         documents=documents,
     )
-    kernel, choice = _of_sequences(asked, needs)
+    kernel, choice = _of_sequences(asked, needs, _of_engine(asked, engine))
     return Chosen(kernel, choice, *_with_dropout(*_of_blocks(asked, needs, needed=blocks), config))
 
 
@@ -125,7 +129,18 @@ def _on_cpu(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ch
     return Chosen(kernel, _choice("torch SDPA", reasons), *_with_dropout(attention_lse.cpu, flash_for_cpus, config))
 
 
-def _of_sequences(asked: str, needs: Needs) -> tuple[AttentionKernel, str]:
+def _of_engine(asked: str, engine: Engine | None) -> list[AttentionCandidate[AttentionKernel]]:
+    """Its kernel is cuDNN's: FlashAttention is asked for by its own name."""
+    if engine is None or asked == FLASH:
+        return []
+    return [
+        AttentionCandidate("Transformer Engine's cuDNN", _no_engine, engine.attention, engine.attention_alone),
+    ]
+
+
+def _of_sequences(
+    asked: str, needs: Needs, of_engine: Sequence[AttentionCandidate[AttentionKernel]]
+) -> tuple[AttentionKernel, str]:
     def trial(kernel: AttentionKernel) -> None:
         try_attention(
             kernel,
@@ -139,7 +154,7 @@ def _of_sequences(asked: str, needs: Needs) -> tuple[AttentionKernel, str]:
             documents=needs.documents,
         )
 
-    found, reasons = _first(candidates(asked), needs, trial)
+    found, reasons = _first([*of_engine, *candidates(asked)], needs, trial)
     if found is not None:
         return found.kernel, _choice(found.name, reasons)
     if asked != AUTO:
@@ -250,6 +265,10 @@ def _no_cudnn(needs: Needs) -> str | None:
 
 def _no_cudnn_for_all(needs: Needs) -> str | None:
     return _no_cudnn(needs) or ("it takes one document at a time" if needs.documents else None)
+
+
+def _no_engine(needs: Needs) -> str | None:
+    return _no_cap(needs) or flash.missing(needs.device, needs.dtype)
 
 
 def _no_cap(needs: Needs) -> str | None:

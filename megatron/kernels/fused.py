@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -64,11 +64,13 @@ def choose_fused(
     device: torch.device,
     dtype: torch.dtype,
     optimizer: OptimizerConfig | None = None,
+    taken: Collection[str] = (),
     *,
     blocks: bool = False,
 ) -> tuple[LayerKernels, str]:
     """Returns the fused kernels that run here, SEPARATE's elsewhere, and "those fused (why not the others)" for the
-    start-up table. optimizer: None where nothing is trained. blocks: attention is computed in blocks.
+    start-up table. optimizer: None where nothing is trained. taken: fields whose kernels are Transformer Engine's. blocks:
+    attention is computed in blocks.
 
     Each is tried on a few tokens: whether Triton can compile for a GPU, and whether a row of the model fits into a program,
     is known for certain only then. Kernels with equal tasks give equal results up to the order of sums.
@@ -82,7 +84,7 @@ def choose_fused(
         "norm": (
             "norms",
             None if config.persist_layer_norm else "--no-persist-layer-norm",
-            lambda: _try_norm(found.norm, config, device, dtype),
+            lambda: try_norm(found.norm, config, device, dtype),
         ),
         "activations": (
             "gated activation",
@@ -109,7 +111,7 @@ def choose_fused(
     }
     chosen, names, reasons = SEPARATE, [], []
     for field, (name, refused, trial) in trials.items():
-        failure = refused or _failure(trial)
+        failure = "Transformer Engine's is in use" if field in taken else refused or failure_of(trial)
         if failure is None:
             chosen = chosen._replace(**{field: getattr(found, field)})
             names.append(name)
@@ -146,8 +148,8 @@ def load() -> LayerKernels:
 def _missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the device is {device.type}"
-    if isinstance(torch.empty(0), FakeTensor):
-        return "the run is only traced"  # --dry-run: its tensors have no memory
+    if only_traced():
+        return "the run is only traced"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -161,12 +163,18 @@ def _no_adamw(optimizer: OptimizerConfig | None) -> str | None:
     return None if optimizer.rule == "adam" else f"--optimizer is {optimizer.optimizer}"
 
 
+def only_traced() -> bool:
+    """Whether this is a --dry-run: its tensors have no memory."""
+    return isinstance(torch.empty(0), FakeTensor)
+
+
 def _first(*reasons: tuple[str, bool]) -> str | None:
     """Returns the first reason that holds."""
     return next((reason for reason, holds in reasons if holds), None)
 
 
-def _failure(trial: Callable[[], None]) -> str | None:
+def failure_of(trial: Callable[[], None]) -> str | None:
+    """Returns why a trial fails, or None."""
     try:
         trial()
     except Exception as error:  # Triton, its compiler or the driver: each has errors of its own
@@ -174,23 +182,25 @@ def _failure(trial: Callable[[], None]) -> str | None:
     return None
 
 
-def _numbers(device: torch.device, dtype: torch.dtype, *shape: int, turns: float = 0.7) -> Tensor:
+def numbers(device: torch.device, dtype: torch.dtype, *shape: int, turns: float = 0.7) -> Tensor:
     """Returns numbers from -1 to 1 that differ from their neighbours."""
     count = int(torch.Size(shape).numel())
     return torch.arange(count, device=device, dtype=torch.float32).mul_(turns).sin_().view(shape).to(dtype)
 
 
-def _compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Raises RuntimeError if results differ by more than rounding does."""
     for a, b in zip(found, expected, strict=True):
         scale = b.float().abs().max().clamp(min=1e-6)
         if not bool((a.float() - b.float()).abs().max() <= _TOLERANCE * scale):
             raise RuntimeError("its results are wrong")
 
 
-def _try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+def try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises an error if a kernel for the model's norms cannot run, or gives wrong results."""
     assert config.hidden_size
     for width in {config.hidden_size, config.head_dim if config.qk_layernorm else config.hidden_size}:
-        x, grad = _numbers(device, dtype, _TOKENS, width), _numbers(device, dtype, _TOKENS, width, turns=1.1)
+        x, grad = numbers(device, dtype, _TOKENS, width), numbers(device, dtype, _TOKENS, width, turns=1.1)
         weight = bias = torch.ones(width, device=device, dtype=dtype)
         results: list[tuple[Tensor, ...]] = []
         for each in (kernel, norm.separate):
@@ -200,39 +210,39 @@ def _try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device
             else:
                 out, statistics = each.compute_layer_norm(x, weight, bias, 1e-5)
                 results.append((out, *each.gradient_layer_norm(grad, x, weight, bias, statistics)[:2]))
-        _compare(*results)
+        compare(*results)
     if kernel.residual is not None:
         _try_sum(kernel.residual, config, device, dtype)
 
 
 def _try_sum(kernel: norm.ResidualNorm, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     assert config.hidden_size
-    x, grad = (_numbers(device, dtype, _TOKENS, config.hidden_size, turns=each) for each in (0.7, 1.1))
+    x, grad = (numbers(device, dtype, _TOKENS, config.hidden_size, turns=each) for each in (0.7, 1.1))
     weight = torch.ones(config.hidden_size, device=device, dtype=dtype)
     bias = None if config.normalization == "RMSNorm" else weight
     results: list[tuple[Tensor, ...]] = []
     for each in (kernel, norm.ResidualNorm(norm.compute_add_norm, norm.gradient_add_norm)):
         total, out, statistics = each.compute_add_norm(x, grad, weight, bias, 1e-5)
         results.append((total, out, *each.gradient_add_norm(grad, x, total, weight, bias, statistics)[:2]))
-    _compare(*results)
+    compare(*results)
 
 
 def _try_gated(
     activations: Mapping[str, Activation], config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    x, grad = _numbers(device, dtype, _TOKENS, 256), _numbers(device, dtype, _TOKENS, 128, turns=1.1)
+    x, grad = numbers(device, dtype, _TOKENS, 256), numbers(device, dtype, _TOKENS, 128, turns=1.1)
     for name in (SWIGLU,) if config.swiglu else (GEGLU, GEGLU_TANH):
         found, expected = (
             (each.compute(x)[0], each.gradient_of_input(grad, x))
             for each in (activations[name], SEPARATE.activations[name])
         )
-        _compare(found, expected)
+        compare(found, expected)
 
 
 def _try_rotation(once: rope.Rotation, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    x, angles = (_numbers(device, dtype, _TOKENS, 1, heads, config.head_dim // 2 * 2) for heads in (3, 1))
+    x, angles = (numbers(device, dtype, _TOKENS, 1, heads, config.head_dim // 2 * 2) for heads in (3, 1))
     cos, sin = (each[..., ::2].contiguous() for each in (angles.cos(), angles.sin()))
-    _compare(
+    compare(
         (once(x, cos, sin, config.rotary_interleaved),), (rope.rotate_once(x, cos, sin, config.rotary_interleaved),)
     )
 
@@ -242,37 +252,37 @@ def _try_split(
 ) -> None:
     assert kernel is not None
     width, interleaved = config.head_dim // 2 * 2, config.rotary_interleaved
-    qkv, angles = (_numbers(device, dtype, _TOKENS, 1, *heads, width) for heads in ((2, 4), (1,)))
+    qkv, angles = (numbers(device, dtype, _TOKENS, 1, *heads, width) for heads in ((2, 4), (1,)))
     tables = [each[..., ::2].contiguous() for each in (angles.cos(), angles.sin())]
     results: list[tuple[Tensor, ...]] = []
     for each in (kernel, rope.SplitRotation(rope.split, rope.join)):
         three = each.split(qkv, tables[0], tables[1], interleaved)
         results.append((*three, each.join(*three, tables[1], tables[0], interleaved)))
-    _compare(*results)
+    compare(*results)
 
 
 def _try_loss(kernel: cross_entropy.CrossEntropyKernel, device: torch.device, dtype: torch.dtype) -> None:
-    logits, targets = _numbers(device, dtype, _TOKENS, 1000), torch.arange(_TOKENS, device=device)
+    logits, targets = numbers(device, dtype, _TOKENS, 1000), torch.arange(_TOKENS, device=device)
     results = []
     for each in (kernel, cross_entropy.separate):
         statistics = each.local_statistics(logits, targets, 0)
         log_sum_exp = statistics[1].log() + statistics[0]
         ones = torch.ones_like(log_sum_exp)
         results.append((statistics, each.gradient_(logits.clone(), targets, 0, log_sum_exp, ones, 30.0)))
-    _compare(*results)
+    compare(*results)
 
 
 def _try_merge(merge: attention_lse.Merge, device: torch.device, dtype: torch.dtype) -> None:
     out, block = (
-        _numbers(device, each, _TOKENS, 1, 3, 64, turns=turns) for each, turns in ((torch.float32, 0.7), (dtype, 1.1))
+        numbers(device, each, _TOKENS, 1, 3, 64, turns=turns) for each, turns in ((torch.float32, 0.7), (dtype, 1.1))
     )
-    lse, block_lse = (_numbers(device, torch.float32, 1, 3, _TOKENS, turns=turns) for turns in (0.7, 1.3))
+    lse, block_lse = (numbers(device, torch.float32, 1, 3, _TOKENS, turns=turns) for turns in (0.7, 1.3))
     results = []
     for each in (merge, attention_lse.merge_):
         merged, merged_lse = out.clone(), lse.clone()
         each(merged, merged_lse, block, block_lse)
         results.append((merged, merged_lse))
-    _compare(*results)
+    compare(*results)
 
 
 def _try_adamw(make: adam.MakeAdamW | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -280,17 +290,17 @@ def _try_adamw(make: adam.MakeAdamW | None, device: torch.device, dtype: torch.d
     assert make is not None
     size, half, host = 4096, 2048, torch.device("cpu")
     runs = [adam.AdamRun(0, half, decay=True, decoupled=False), adam.AdamRun(half, size, decay=False, decoupled=True)]
-    numbers = adam.Coefficients(3, 0.1, 0.2, 0.9, 0.95, 1e-8, 0.1)
-    states = [_numbers(host, torch.float32, size, turns=each) for each in (0.7, 1.1, 1.3, 1.7)]
+    coefficients = adam.Coefficients(3, 0.1, 0.2, 0.9, 0.95, 1e-8, 0.1)
+    states = [numbers(host, torch.float32, size, turns=each) for each in (0.7, 1.1, 1.3, 1.7)]
     states[3].abs_()
     param, grad, exp_avg, exp_avg_sq = (each.to(device, copy=True) for each in states)
     out = torch.empty(size, dtype=dtype, device=device)
     gate = torch.tensor([2.0, 1.0, 0.0], device=device)
-    make(runs, device).step(param, grad, exp_avg, exp_avg_sq, out, gate, numbers)
+    make(runs, device).step(param, grad, exp_avg, exp_avg_sq, out, gate, coefficients)
     for run in runs:
         adam.separate(
             *(each[run.start : run.stop] for each in states),
             step=3, lr=0.2 if run.decoupled else 0.1, beta1=0.9, beta2=0.95, eps=1e-8,
             weight_decay=0.1 if run.decay else 0.0, divisor=2.0,
         )  # fmt: skip
-    _compare((param.to(host), exp_avg.to(host), exp_avg_sq.to(host), out.to(host)), (states[0], *states[2:], states[0]))
+    compare((param.to(host), exp_avg.to(host), exp_avg_sq.to(host), out.to(host)), (states[0], *states[2:], states[0]))

@@ -240,7 +240,7 @@ def _mlp(model: ModelConfig, width: int, init: Init, output_init: Init) -> MLPSp
     return mlp_spec(
         model.hidden_size,
         width,
-        _activation(model),
+        activation_of(model),
         gated=model.gated,
         bias=model.add_bias_linear,
         init=init,
@@ -264,7 +264,7 @@ def _moe(model: ModelConfig, init: Init, output_init: Init) -> MoESpec:
         model.moe_router_enable_expert_bias,
         init,
     )
-    activation, gated = _activation(model), model.gated
+    activation, gated = activation_of(model), model.gated
     experts = ExpertsSpec(model.hidden_size, model.num_experts, model.moe_ffn_dim, activation, gated, init, output_init)
     width = model.moe_shared_expert_intermediate_size
     shared = None if width is None else _mlp(model, width, init, output_init)
@@ -283,7 +283,8 @@ def _init(model: ModelConfig, scale: float) -> Init:
     return Init("normal", model.init_method_std * scale)
 
 
-def _activation(model: ModelConfig) -> str:
+def activation_of(model: ModelConfig) -> str:
+    """Returns the name of the activation of the MLPs."""
     if model.swiglu:
         return SWIGLU
     if model.squared_relu:

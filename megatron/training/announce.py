@@ -39,6 +39,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         grouped_missing=kernels.grouped_missing,
         fused_choice=kernels.fused_choice,
         fp8_choice="" if trainer.step.fp8 is None else trainer.step.fp8.choice,
+        layers_choice=kernels.layers_choice,
         upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
         separate_main_grads=dtypes != {torch.float32},
         buckets=len(buckets),

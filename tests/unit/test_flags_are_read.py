@@ -15,16 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron.command_line.flag_parser import build_parser
-from megatron.config.flag import flag_of
-from megatron.config.rules.check import check
 from megatron.config.run import PARTS, flag_fields
-from tests.unit.config.runs import make_run
-from tests.unit.config.test_features import rows
 
 ROOT = Path(__file__).parents[2]
 CONFIG_CLASSES = {cls.__name__: part for part, cls in PARTS.items()}
-# Flags that choose nothing yet: value that is always in effect, and the row of the start-up table that says so.
-SAID_ONLY = {"transformer_impl": ("local", "layers")}
 # These judge or print every field; reading one there changes nothing about the run.
 REPORTERS = ("megatron/config/", "megatron/command_line/flag_parser.py", "tools/flags_table.py")
 # The files of the configuration that make something of it.
@@ -50,21 +44,11 @@ def test_the_flags_page_is_up_to_date():
     assert (ROOT / "docs" / "flags.md").read_text() == table(), "run: python tools/flags_table.py > docs/flags.md"
 
 
-@pytest.mark.parametrize("name", [name for name in flag_fields() if name not in SAID_ONLY])
+@pytest.mark.parametrize("name", flag_fields())
 def test_a_flag_is_read(name):
     part, _ = flag_fields()[name]
     reads = fields_read()
     assert name in reads | read_by_properties(part, reads), f"no code outside megatron/config reads {part}.{name}"
-
-
-@pytest.mark.parametrize(("name", "in_effect", "row"), [(name, *said) for name, said in SAID_ONLY.items()])
-def test_a_flag_that_chooses_nothing_is_said(name, in_effect, row):
-    _, spec = flag_fields()[name]
-    for asked in flag_of(spec).choices:
-        run = make_run(**{name: asked})
-        check(run, 1)
-        (found,) = (feature for feature in rows(run) if feature.name == row)
-        assert (found.asked, found.in_effect, bool(found.why)) == (asked, in_effect, asked != in_effect)
 
 
 def test_the_search_sees_through_names_and_not_past_them():

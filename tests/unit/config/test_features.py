@@ -17,6 +17,7 @@ ALONE = Facts(
     fusion_missing=None,
     grouped_missing="torch's grouped product needs widths that are multiples of 4, not 22",
     fused_choice="none (the device is cpu)",
+    layers_choice="local",
     upcast_products=False,
     separate_main_grads=False,
     buckets=3,
@@ -402,8 +403,19 @@ def test_flags_without_an_effect_have_a_row():
 
 
 def test_layers():
+    """Whose kernels were asked for and are in use, and the reasons for those that are not."""
     assert row("layers") == ("local", "local", "")
-    assert row("layers", transformer_impl="transformer_engine")[:2] == ("transformer_engine", "local")
+    asked = {"transformer_impl": "transformer_engine"}
+    facts = dataclasses.replace(ALONE, layers_choice="local (Transformer Engine needs CUDA, the device is cpu)")
+    why = "Transformer Engine needs CUDA, the device is cpu"
+    assert row("layers", facts, **asked) == ("transformer_engine", "local", why)
+    choice = "Transformer Engine 2.12.0: matrix products, norms (geglu not: it has none)"
+    found = row("layers", dataclasses.replace(ALONE, layers_choice=choice), **asked)
+    assert found == (
+        "transformer_engine",
+        "Transformer Engine 2.12.0: matrix products, norms",
+        "geglu not: it has none",
+    )
 
 
 class TestExperts:

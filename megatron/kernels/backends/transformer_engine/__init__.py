@@ -1,0 +1,1 @@
+"""Kernels of NVIDIA's Transformer Engine, as functions: its modules would hold parameters and communicate themselves."""

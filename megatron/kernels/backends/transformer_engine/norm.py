@@ -1,0 +1,78 @@
+"""Transformer Engine's RMSNorm and LayerNorm, with the interface of ops/norm.py.
+
+They compute in fp32 and round once, after the multiplication by the weight, where the reference rounds twice. They take
+rows of one dtype with the weight: a residual stream in fp32, norms of sharded channels and LayerNorms without a bias are
+for the reference.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformer_engine.pytorch import cpp_extensions as engine
+from transformer_engine.pytorch.constants import TE_DType
+
+from megatron.kernels.ops import norm as reference
+from megatron.kernels.ops.norm import Average, own
+
+_SM_MARGIN = 0  # multiprocessors that are left to other kernels
+_ZERO_CENTERED = False  # weights are given as they multiply
+
+
+def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average = own) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    if average is not own or not _takes(x, weight):
+        return reference.compute_rms_norm(x, weight, epsilon, average)
+    out, _, rstd = engine.rmsnorm_fwd(
+        _rows(x, weight), weight.flatten(), epsilon, None, None, TE_DType[weight.dtype], _SM_MARGIN, _ZERO_CENTERED
+    )
+    return out.view(x.shape), _per_row(rstd, x, weight)
+
+
+def gradient_rms_norm(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, average: Average = own
+) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    if average is not own or not _takes(x, weight):
+        return reference.gradient_rms_norm(grad, x, weight, rstd, average)
+    grad_x, grad_weight = engine.rmsnorm_bwd(
+        _rows(grad.to(x.dtype), weight), _rows(x, weight), rstd.flatten(), weight.flatten(), _SM_MARGIN, _ZERO_CENTERED
+    )
+    return grad_x.view(x.shape), grad_weight.view(weight.shape)
+
+
+def compute_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """As the reference."""
+    if bias is None or not _takes(x, weight):
+        return reference.compute_layer_norm(x, weight, bias, epsilon)
+    out, mean, rstd = engine.layernorm_fwd(
+        _rows(x, weight), weight, bias, epsilon, None, None, TE_DType[weight.dtype], _SM_MARGIN, _ZERO_CENTERED
+    )
+    return out.view(x.shape), (_per_row(mean, x, weight), _per_row(rstd, x, weight))
+
+
+def gradient_layer_norm(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As the reference."""
+    if bias is None or not _takes(x, weight):
+        return reference.gradient_layer_norm(grad, x, weight, bias, statistics)
+    mean, rstd = (each.flatten() for each in statistics)
+    grad_x, grad_weight, grad_bias = engine.layernorm_bwd(
+        _rows(grad.to(x.dtype), weight), _rows(x, weight), mean, rstd, weight, _SM_MARGIN, _ZERO_CENTERED
+    )
+    return grad_x.view(x.shape), grad_weight, grad_bias
+
+
+def _takes(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == weight.dtype and x.numel() > 0
+
+
+def _rows(x: Tensor, weight: Tensor) -> Tensor:
+    """The rows that are normalized, one behind the other: the kernels ignore strides."""
+    return x.reshape(-1, weight.numel()).contiguous()
+
+
+def _per_row(numbers: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return numbers.view(x.shape[: x.dim() - weight.dim()] + (1,) * weight.dim())
