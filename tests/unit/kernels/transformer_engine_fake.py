@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron.kernels.ops.attention import causal_mask
+from megatron.kernels.ops.fp8 import quantize
 
 OURS = "megatron.kernels.backends.transformer_engine"
 CALLS = []  # (function, its arguments by name) of each call since `install`
-NONE = set()  # what `get_fused_attn_backend` has no kernel for: layouts, or "window"
+NONE = set()  # what there is no kernel for: layouts, "window", "only 512", or recipes of FP8
 DType = enum.Enum("DType", ["kByte", "kInt32", "kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2"])
 TE_DType = {
     torch.uint8: DType.kByte,
@@ -50,7 +51,8 @@ def install(monkeypatch, version="2.12.0"):
     here = sys.modules[__name__]
     modules = {
         "transformer_engine": {},
-        "transformer_engine.pytorch": {},
+        "transformer_engine.pytorch": {name: getattr(here, name) for name in AVAILABLE},
+        "transformer_engine.pytorch.tensor": {name: getattr(here, name) for name in QUANTIZERS},
         "transformer_engine.pytorch.constants": {"TE_DType": TE_DType},
         "transformer_engine.pytorch.cpp_extensions": {name: getattr(here, name) for name in FUNCTIONS},
         "transformer_engine.pytorch.cpp_extensions.fused_attn": {
@@ -74,7 +76,7 @@ def install(monkeypatch, version="2.12.0"):
 
 def forget(monkeypatch):
     """Our modules are imported again, now and after the test."""
-    for name in ("linear", "norm", "activation", "attention"):
+    for name in ("linear", "norm", "activation", "attention", "fp8"):
         monkeypatch.setitem(sys.modules, f"{OURS}.{name}", None)
         del sys.modules[f"{OURS}.{name}"]
 
@@ -112,12 +114,20 @@ def general_gemm(
     assert layout in ("TN", "NN", "NT") and alpha == 1.0
     assert beta is None and quantization_params is None and not gelu and gelu_in is None and not bulk_overlap
     assert ub is ub_type is extra_output is None
-    _dense(A, B)
-    assert A.dtype == B.dtype and A.dtype in HALVES
-    a, b = A.flatten(0, -2).float(), B.flatten(0, -2).float()
-    a, b = (a.t() if layout[0] == "T" else a), (b.t() if layout[1] == "T" else b)
+    if isinstance(A, FakeQuantized):
+        # Hopper multiplies FP8 along rows only, so each operand needs the direction of the layout.
+        a, b = A.along_rows(layout[0] == "T").t(), B.along_rows(layout[1] == "N")
+        assert all(size % 16 == 0 for size in (*a.shape, b.shape[1])) and len(b) % 8 == 0
+        assert (A.dtype, B.dtype).count(torch.float8_e5m2) < 2
+        assert use_split_accumulator is grad
+        shape = (len(b), a.shape[1])
+    else:
+        _dense(A, B)
+        assert A.dtype == B.dtype and A.dtype in HALVES
+        a, b = A.flatten(0, -2).float(), B.flatten(0, -2).float()
+        a, b = (a.t() if layout[0] == "T" else a), (b.t() if layout[1] == "T" else b)
+        shape = (*(B.shape[-1:] if layout[1] == "T" else B.shape[:-1]), a.shape[-1])
     product = b @ a
-    shape = (*(B.shape[-1:] if layout[1] == "T" else B.shape[:-1]), product.shape[-1])
     if bias is not None:
         assert not grad and bias.dtype in HALVES and bias.shape == product.shape[-1:]
         product = product + bias.float()
@@ -129,6 +139,135 @@ def general_gemm(
     product = product.view(shape)
     out.copy_(out + product if accumulate else product)
     return out, None, None, None
+
+
+class FakeQuantized:
+    """A tensor with the directions that its quantizer was asked for: the bits of our reference."""
+
+    def __init__(self, both, dtype):
+        self.both, self.dtype = both, dtype
+
+    def along_rows(self, rowwise):
+        """The values of the matrix, or of its transpose."""
+        part = self.both.rows if rowwise else self.both.columns
+        assert part is not None, "this direction was not quantized"
+        return quantize.dequantize(part)
+
+
+class Quantizer:
+    """As quantized_tensor.py's."""
+
+    def __init__(self, *, rowwise, columnwise):
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+        self.internal = self.optimize_for_gemm = False
+
+    def set_usage(self, *, rowwise=None, columnwise=None):
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    def __call__(self, tensor):
+        _record(type(self).__name__, {"quantizer": self, "tensor": tensor, **vars(self)})
+        assert self.internal and tensor.dim() == 2 and (self.rowwise_usage or self.columnwise_usage)
+        return FakeQuantized(self.quantize(tensor), self.torch_dtype)
+
+    @property
+    def torch_dtype(self):
+        (dtype,) = [each for each, name in TE_DType.items() if name is self.dtype]
+        assert dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        return dtype
+
+    @property
+    def directions(self):
+        return {"rows": self.rowwise_usage, "columns": self.columnwise_usage}
+
+
+class Float8Quantizer(Quantizer):
+    def __init__(self, scale, amax, fp8_dtype, *, rowwise=True, columnwise=True):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        assert scale.shape == amax.shape == (1,) and scale.dtype == amax.dtype == torch.float32
+        self.scale, self.amax, self.dtype = scale, amax, fp8_dtype
+
+    def quantize(self, x):
+        assert self.rowwise_usage, "quantizing in only the columnwise direction is not supported"
+        return quantize.per_tensor(x, self.scale, self.torch_dtype, amax=self.amax, **self.directions)
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    def __init__(
+        self,
+        fp8_dtype,
+        device,
+        *,
+        rowwise=True,
+        columnwise=True,
+        use_existing_amax=False,
+        with_amax_reduction=False,
+        amax_reduction_group=None,
+        force_pow_2_scales=False,
+        amax_epsilon=0.0,
+        scale=None,
+        amax=None,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        assert not with_amax_reduction and amax_reduction_group is None, "it would communicate by itself"
+        assert not force_pow_2_scales and not amax_epsilon and scale is amax is None
+        self.dtype, self.use_existing_amax = fp8_dtype, use_existing_amax
+        self.scale, self.amax = torch.empty(1, device=device), torch.full((1,), float("nan"), device=device)
+
+    def quantize(self, x):
+        assert self.rowwise_usage, "quantizing in only the columnwise direction is not supported"
+        if not self.use_existing_amax:
+            self.amax.copy_(quantize.amax_of(x))
+        self.scale.copy_(quantize.scale_of(self.amax, torch.finfo(self.torch_dtype).max))
+        return quantize.per_tensor(x, self.scale, self.torch_dtype, **self.directions)
+
+
+class Float8BlockQuantizer(Quantizer):
+    def __init__(
+        self,
+        fp8_dtype,
+        *,
+        rowwise,
+        columnwise,
+        amax_epsilon=0.0,
+        force_pow_2_scales=True,
+        block_scaling_dim=2,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        assert not amax_epsilon and force_pow_2_scales
+        self.dtype, self.block_scaling_dim = fp8_dtype, block_scaling_dim
+
+    def quantize(self, x):
+        assert self.rowwise_usage or self.block_scaling_dim == 1, "the kernel of squares writes rowwise data"
+        block = {1: quantize.VECTOR, 2: quantize.SQUARE}[self.block_scaling_dim]
+        return quantize.per_block(x, block, self.torch_dtype, **self.directions)
+
+
+class MXFP8Quantizer(Quantizer):
+    def __init__(self, fp8_dtype, *, rowwise=True, columnwise=True):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = fp8_dtype
+
+    def quantize(self, x):
+        assert all(size % 32 == 0 for size in x.shape)
+        return quantize.per_block(x, quantize.MICRO, self.torch_dtype, **self.directions)
+
+
+def is_fp8_available(return_reason=False):
+    return _available("fp8", return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason=False):
+    return _available("blockwise", return_reason)
+
+
+def is_mxfp8_available(return_reason=False):
+    return _available("mxfp8", return_reason)
+
+
+def _available(kind, return_reason):
+    reason = f"{kind} requires another GPU." if kind in NONE else ""
+    return (not reason, reason) if return_reason else not reason
 
 
 def _rows(x, weight):
@@ -413,3 +552,5 @@ FUNCTIONS = [
     "srelu",
     "dsrelu",
 ]
+AVAILABLE = ["is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available"]
+QUANTIZERS = ["Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer"]

@@ -29,6 +29,21 @@ PYTHON = {
         "qkv_layout='sbh3d', attn_bias_type='no_bias', attn_mask_type='padding', softmax_type='vanilla', "
         "window_size=(-1, -1), bottom_right_diagonal=None, deterministic=False, cuda_graph=False"
     ),
+    "quantized_tensor.py:Quantizer.set_usage": "self, *, rowwise=None, columnwise=None",
+    "quantized_tensor.py:Quantizer.__call__": "self, tensor",
+    "tensor/float8_tensor.py:Float8Quantizer.__init__": "self, scale, amax, fp8_dtype, *, rowwise=True, columnwise=True",
+    "tensor/float8_tensor.py:Float8CurrentScalingQuantizer.__init__": (
+        "self, fp8_dtype, device, *, rowwise=True, columnwise=True, use_existing_amax=False, "
+        "with_amax_reduction=False, amax_reduction_group=None, force_pow_2_scales=False, amax_epsilon=0.0, scale=None, "
+        "amax=None"
+    ),
+    "tensor/float8_blockwise_tensor.py:Float8BlockQuantizer.__init__": (
+        "self, fp8_dtype, *, rowwise, columnwise, amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=2"
+    ),
+    "tensor/mxfp8_tensor.py:MXFP8Quantizer.__init__": "self, fp8_dtype, *, rowwise=True, columnwise=True",
+    "quantization.py:is_fp8_available": "return_reason=False",
+    "quantization.py:is_fp8_block_scaling_available": "return_reason=False",
+    "quantization.py:is_mxfp8_available": "return_reason=False",
 }
 COMPILED = {
     "rmsnorm_fwd": "input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma",
