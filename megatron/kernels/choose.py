@@ -12,7 +12,7 @@ from megatron.kernels.choose_attention import choose_attention
 from megatron.kernels.fused import LayerKernels
 from megatron.kernels.ops import attention, attention_lse, grouped_gemm, weight_grad
 from megatron.kernels.ops.linear import LinearKernel, PlainLinear
-from megatron.kernels.transformer_engine import choose_layers, find_engine
+from megatron.kernels.transformer_engine import Engine, choose_layers, find_engine
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Kernels:
     grouped_missing: str | None  # the reason why experts do not use torch's grouped product
     fused_choice: str
     layers_choice: str
+    engine: Engine | None = None  # for FP8
 
 
 def choose_kernels(
@@ -68,6 +69,7 @@ def choose_kernels(
         grouped_missing,
         layers.fused_choice,
         layers.choice if not no_engine else f"local ({no_engine})",
+        engine,
     )
 
 

@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from megatron.base.errors import ConfigError
-from megatron.config.fp8 import Fp8Config
+from megatron.config.fp8 import BLOCKWISE, DELAYED, MXFP8, TENSORWISE, Fp8Config
+from megatron.kernels.fused import compare, failure_of, numbers
 from megatron.kernels.ops.fp8 import scaled_mm
 from megatron.kernels.ops.fp8.emulated import Emulated
+from megatron.kernels.ops.fp8.formats import FORMATS
+from megatron.kernels.ops.fp8.linear import Fp8Linear
+from megatron.kernels.ops.fp8.operands import blockwise, delayed, mxfp8, tensorwise
 from megatron.kernels.ops.fp8.product import Product
 from megatron.kernels.ops.fp8.quantize import SEPARATE, QuantizeKernels
+from megatron.kernels.transformer_engine import Engine, EngineFp8
+
+_TRIAL = 128  # tokens, inputs and outputs
 
 
 class Fp8Kernels(NamedTuple):
-    """How FP8 layers quantize and multiply. choice: "product (why not a better one)", for the start-up table."""
+    """How FP8 layers quantize and multiply. choice: "product (why not a better one)", for the start-up table.
+
+    engine: if it is not None, layers are its own, and quantize and multiply by themselves.
+    """
 
     product: Product
     quantize: QuantizeKernels
     choice: str
+    engine: EngineFp8 | None = None
 
 
-def choose_fp8(config: Fp8Config, device: torch.device, features: Mapping[str, tuple[int, int]]) -> Fp8Kernels:
+def choose_fp8(
+    config: Fp8Config,
+    device: torch.device,
+    features: Mapping[str, tuple[int, int]],
+    engine: Engine | None = None,
+) -> Fp8Kernels:
     """Returns the kernels for this device. Raises ConfigError for a GPU that cannot multiply with the recipe.
 
-    features: name -> (inputs, outputs) of this rank's part of each layer.
+    features: name -> (inputs, outputs) of this rank's part of each layer. engine: Transformer Engine, if it was asked for.
+    It is tried, and leaves its place to torch where it cannot multiply.
 
     On a CPU the products are emulated: the same quantized numbers, multiplied in fp32.
     """
     if device.type != "cuda":
         return Fp8Kernels(Emulated(), SEPARATE, f"emulated in fp32 (the device is {device.type})")
+    reasons = ""
+    if engine is not None:
+        reason = engine.fp8.why_not(config.fp8_recipe) or failure_of(partial(_try_engine, engine.fp8, config, device))
+        if reason is None:
+            return Fp8Kernels(Emulated(), SEPARATE, "Transformer Engine's products", engine.fp8)
+        reasons = f" (Transformer Engine's not: {reason})"
     missing = scaled_mm.why_not(config.fp8_recipe, device)
     if missing is not None:
         raise ConfigError(
@@ -44,4 +68,27 @@ def choose_fp8(config: Fp8Config, device: torch.device, features: Mapping[str, t
             raise ConfigError(
                 f"{problem}; change the size, lower --tensor-model-parallel-size, or give another --fp8-recipe"
             )
-    return Fp8Kernels(scaled_mm.ScaledMM(config.fp8_recipe), SEPARATE, "torch's scaled products")
+    return Fp8Kernels(scaled_mm.ScaledMM(config.fp8_recipe), SEPARATE, f"torch's scaled products{reasons}")
+
+
+def _try_engine(engine: EngineFp8, config: Fp8Config, device: torch.device) -> None:
+    """Raises an error if a product cannot be taken, or is not close to the emulated one."""
+    assert config.fp8_format is not None
+    formats, recipe = FORMATS[config.fp8_format], config.fp8_recipe
+    x, weight, grad = (numbers(device, torch.bfloat16, _TRIAL, _TRIAL, turns=each) for each in (0.7, 0.3, 1.1))
+    one, none = torch.ones(1, device=device), (None, None, None)
+    scales, amaxes = (one, one, one), (one.clone(), one.clone(), one.clone())
+    theirs = engine.layer(recipe, formats, device, scales, amaxes, none, keep_weight=True, weight_grad=None)
+    of_ours = {
+        DELAYED: lambda: delayed(formats, scales, amaxes),
+        BLOCKWISE: lambda: blockwise(formats),
+        MXFP8: lambda: mxfp8(formats),
+        TENSORWISE: lambda: tensorwise(formats),
+    }
+    results = []
+    for kernel in (theirs, Fp8Linear(of_ours[recipe](), Emulated(), keep_weight=True)):
+        prepared, main_grad = kernel.prepare(grad, for_weight=True), torch.zeros(_TRIAL, _TRIAL, device=device)
+        for overwrite in (True, False):
+            kernel.weight_grad(main_grad, prepared, x, overwrite)
+        results.append((kernel.output(x, weight), kernel.input_grad(prepared, weight), main_grad))
+    compare(*results)

@@ -34,6 +34,7 @@ from megatron.kernels.ops import attention as own_attention
 from megatron.kernels.ops import weight_grad
 from megatron.kernels.ops.activation import Activation
 from megatron.kernels.ops.attention import AttentionKernel
+from megatron.kernels.ops.fp8.linear import QuantizingKernel
 from megatron.kernels.ops.linear import LinearKernel, OutputGrad, new_weight_grad
 from megatron.kernels.ops.norm import NormKernel
 from megatron.kernels.ops.weight_grad import WeightGrad
@@ -42,6 +43,13 @@ from megatron.spec.mlp import GEGLU_TANH, GELU_TANH, SQUARED_RELU, SWIGLU
 
 OLDEST = (2, 12)  # its functions have the arguments that are passed here
 _ENGINE, _PACKAGE = "transformer_engine", "transformer_engine"
+
+
+class EngineFp8(NamedTuple):
+    """FP8 products: see backends/transformer_engine/fp8.py."""
+
+    layer: Callable[..., QuantizingKernel]
+    why_not: Callable[[str], str | None]
 
 
 class Engine(NamedTuple):
@@ -54,6 +62,7 @@ class Engine(NamedTuple):
     activations: Mapping[str, Activation]
     attention: AttentionKernel
     attention_alone: AttentionKernel  # raises for what it cannot do
+    fp8: EngineFp8
 
 
 def find_engine(impl: str, device: torch.device) -> tuple[Engine | None, str]:
@@ -84,8 +93,8 @@ def find_engine(impl: str, device: torch.device) -> tuple[Engine | None, str]:
 def load(version: str) -> Engine:
     """Returns the kernels of the package, which is imported here."""
     name = "megatron.kernels.backends.transformer_engine"
-    linear, norm, activation, attention = (
-        importlib.import_module(f"{name}.{each}") for each in ("linear", "norm", "activation", "attention")
+    linear, norm, activation, attention, fp8 = (
+        importlib.import_module(f"{name}.{each}") for each in ("linear", "norm", "activation", "attention", "fp8")
     )
     return Engine(
         version,
@@ -95,6 +104,7 @@ def load(version: str) -> Engine:
         {each: getattr(activation, each) for each in (SWIGLU, GEGLU_TANH, GELU_TANH, SQUARED_RELU)},
         attention.attention(own_attention.fused),
         attention.attention(attention.no_kernel),
+        EngineFp8(fp8.layer, fp8.why_not),
     )
 
 

@@ -16,8 +16,9 @@ from megatron.kernels.choose import Kernels
 from megatron.kernels.choose_fp8 import Fp8Kernels
 from megatron.kernels.ops.fp8 import operands
 from megatron.kernels.ops.fp8.formats import FORMATS
-from megatron.kernels.ops.fp8.linear import Fp8Linear
+from megatron.kernels.ops.fp8.linear import Fp8Linear, QuantizingKernel
 from megatron.kernels.ops.fp8.measured import MeasuredLinear
+from megatron.kernels.ops.weight_grad import WeightGrad
 from megatron.spec.decoder import DecoderSpec
 from megatron.spec.fp8 import fp8_linears
 from megatron.spec.linear import COLUMN, LinearSpec
@@ -49,18 +50,24 @@ class Fp8Layers:
         self.scales = DelayedScales(list(linears), config, groups.world, device) if config.is_delayed else None
         self.choice = chosen.choice
         self._plain = plain
-        self._layers: dict[str, tuple[ColumnParallelLinear | RowParallelLinear, Fp8Linear]] = {}
+        self._layers: dict[str, tuple[ColumnParallelLinear | RowParallelLinear, QuantizingKernel]] = {}
         for name, linear in linears.items():
             if name in modules:
                 module = modules[name]
                 assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
-                kernel = Fp8Linear(
-                    self._operands(name, linear, config, groups, chosen),
-                    chosen.product,
-                    keep_weight=f"{name}.weight" not in come_and_go,
-                    weight_grad=None if config.fp8_wgrad else plain.weight_grad,
+                self._layers[name] = (
+                    module,
+                    self._kernel(
+                        name,
+                        linear,
+                        config,
+                        groups,
+                        chosen,
+                        device,
+                        keep_weight=f"{name}.weight" not in come_and_go,
+                        weight_grad=None if config.fp8_wgrad else plain.weight_grad,
+                    ),
                 )
-                self._layers[name] = module, kernel
         self._measured: set[str] = set()
         self._measure(self._layers if config.is_delayed else ())
 
@@ -95,6 +102,36 @@ class Fp8Layers:
             module.kernel = kernel
             if name in self._measured and self.scales is not None:
                 module.kernel = MeasuredLinear(self._plain.linear, self.scales.amaxes_of(name))
+
+    def _kernel(
+        self,
+        name: str,
+        linear: LinearSpec,
+        config: Fp8Config,
+        groups: Groups,
+        chosen: Fp8Kernels,
+        device: torch.device,
+        *,
+        keep_weight: bool,
+        weight_grad: WeightGrad | None,
+    ) -> QuantizingKernel:
+        if chosen.engine is None:
+            of_layer = self._operands(name, linear, config, groups, chosen)
+            return Fp8Linear(of_layer, chosen.product, keep_weight=keep_weight, weight_grad=weight_grad)
+        assert config.fp8_format is not None
+        scales = amaxes = None
+        if self.scales is not None:
+            scales, amaxes = self.scales.scales_of(name), self.scales.amaxes_of(name)
+        return chosen.engine.layer(
+            config.fp8_recipe,
+            FORMATS[config.fp8_format],
+            device,
+            scales,
+            amaxes,
+            _max_over(linear, groups),
+            keep_weight=keep_weight,
+            weight_grad=weight_grad,
+        )
 
     def _operands(
         self, name: str, linear: LinearSpec, config: Fp8Config, groups: Groups, chosen: Fp8Kernels

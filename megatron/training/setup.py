@@ -278,7 +278,7 @@ def build_fp8(
         return None
     shared, tp = prepared.shared, groups.tp.size
     features = {name: linear.local_features(tp) for name, linear in fp8_linears(shared.spec, fp8).items()}
-    chosen = together(groups.world, lambda: choose_fp8(fp8, shared.device, features))
+    chosen = together(groups.world, lambda: choose_fp8(fp8, shared.device, features, shared.kernels.engine))
     return Fp8Layers(
         fp8, shared.spec, model, groups, shared.kernels, chosen, data_parallel.sharded_names, shared.device
     )

@@ -5,17 +5,24 @@ import importlib.util
 import pytest
 import torch
 
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.kernels.choose import choose_kernels
+from megatron.kernels.choose_fp8 import choose_fp8
 from megatron.kernels.fused import SEPARATE
 from megatron.kernels.ops import attention, weight_grad
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import segments_of
+from megatron.kernels.ops.fp8.emulated import Emulated
+from megatron.kernels.ops.fp8.formats import FORMATS, largest
+from megatron.kernels.ops.fp8.quantize import amax_of, scale_of
 from megatron.kernels.ops.linear import OutputGrad, PlainLinear
 from megatron.kernels.ops.norm import own
 from megatron.kernels.transformer_engine import choose_layers, find_engine
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import random
+from tests.unit.kernels.fp8 import layer as fp8_layer
+from tests.unit.kernels.fp8.layer import RECIPES
 from tests.unit.models.builds import GPT, LLAMA
 
 MISSING = importlib.util.find_spec("transformer_engine") is None
@@ -113,6 +120,38 @@ def test_attention(engine, window, documents, head):
         out = kernel(*leaves, scores=Scores(head**-0.5), segments=segments, window=window, dropout=0.0)
         results.append([out, *torch.autograd.grad(out, leaves, draw(*out.shape, seed=9))])
     assert_near(*results)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_products(engine, recipe, formats):
+    """Against the emulation, which quantizes to the same bits; tokens and sizes that are no multiples of 128."""
+    reason = engine.fp8.why_not(recipe)
+    if reason is not None:
+        pytest.skip(reason)
+    tensors = [each.to(CUDA) for each in fp8_layer.draw(300, 192, 320)]
+    dtypes = FORMATS[formats].forward, FORMATS[formats].forward, FORMATS[formats].gradient
+    scales = tuple(scale_of(amax_of(x), largest(of)) for x, of in zip(tensors, dtypes, strict=True))
+    amaxes = tuple(torch.zeros(1, device=CUDA) for _ in range(3))
+    theirs = engine.fp8.layer(
+        recipe, FORMATS[formats], CUDA, scales, amaxes, (None, None, None), keep_weight=True, weight_grad=None
+    )
+    ours = fp8_layer.make_kernel(recipe, formats, tensors, Emulated())
+    assert_near(*(fp8_layer.products(kernel, *tensors) for kernel in (theirs, ours)))
+    if recipe == "delayed":
+        assert [float(amax) for amax in amaxes] == [float(x.abs().max()) for x in tensors]
+    x, _, grad = tensors
+    main_grad = torch.ones(192, 320, device=CUDA)
+    theirs.weight_grad(main_grad, theirs.prepare(grad, for_weight=True), x, False)
+    assert_near([main_grad - 1], [fp8_layer.products(ours, *tensors)[2]])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_fp8_is_taken(engine, recipe):
+    if engine.fp8.why_not(recipe) is not None:
+        pytest.skip(engine.fp8.why_not(recipe))
+    found = choose_fp8(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe), CUDA, {}, engine)
+    assert found.choice == "Transformer Engine's products"
 
 
 def test_dropout_is_the_same_when_recomputed(engine):

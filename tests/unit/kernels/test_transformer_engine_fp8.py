@@ -8,16 +8,23 @@ import importlib
 import pytest
 import torch
 
+from megatron.config.fp8 import Fp8Config
+from megatron.kernels import choose_fp8
 from megatron.kernels.ops import weight_grad
 from megatron.kernels.ops.fp8.emulated import Emulated
 from megatron.kernels.ops.fp8.formats import FORMATS
-from megatron.kernels.ops.fp8.quantize import amax_of, scale_of
-from megatron.kernels.ops.linear import OutputGrad
+from megatron.kernels.ops.fp8.quantize import SEPARATE, amax_of, scale_of
+from megatron.kernels.ops.linear import OutputGrad, PlainLinear
+from megatron.kernels.transformer_engine import EngineFp8, find_engine
+from megatron.training import setup
+from tests import pool
+from tests.unit.config.runs import make_run
 from tests.unit.kernels import transformer_engine_fake as fake
 from tests.unit.kernels.close import random
 from tests.unit.kernels.fp8.layer import RECIPES, bounds, draw, exact, make_kernel, make_operands, products
+from tests.unit.training.test_fp8 import BLOCKWISE, DELAYED
 
-CPU, NONE = torch.device("cpu"), (None, None, None)
+CPU, CUDA, NONE = torch.device("cpu"), torch.device("cuda", 0), (None, None, None)
 QUANTIZERS = {
     "delayed": "Float8Quantizer",
     "tensorwise": "Float8CurrentScalingQuantizer",
@@ -214,3 +221,67 @@ def test_scales_of_gemms_are_in_their_order(fp8, calls, tensors):
     """As in Transformer Engine's own layers: of activations and gradients, under MXFP8."""
     products(made(fp8, "mxfp8", "e4m3", tensors), *tensors)  # quantizes the gradient, input, weight and input
     assert [each["optimize_for_gemm"] for name, each in calls if name == "MXFP8Quantizer"] == [True, True, False, True]
+
+
+class TestChosen:
+    @pytest.fixture
+    def engine(self, calls, monkeypatch):
+        """The engine, whose trial and torch's for a GPU run here."""
+        trial = choose_fp8._try_engine
+        monkeypatch.setattr(choose_fp8, "_try_engine", lambda engine, config, device: trial(engine, config, CPU))
+        monkeypatch.setattr(choose_fp8.scaled_mm, "why_not", lambda recipe, device: None)
+        return find_engine("transformer_engine", CUDA)[0]
+
+    def choose(self, engine, recipe, formats="hybrid"):
+        return choose_fp8.choose_fp8(Fp8Config(fp8_format=formats, fp8_recipe=recipe), CUDA, {}, engine)
+
+    @pytest.mark.parametrize("formats", FORMATS)
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_every_recipe(self, engine, recipe, formats):
+        found = self.choose(engine, recipe, formats)
+        assert found.engine is engine.fp8 and found.choice == "Transformer Engine's products"
+
+    def test_not_asked_for(self, engine):
+        assert self.choose(None, "blockwise")[2:] == ("torch's scaled products", None)
+
+    def test_torch_takes_what_it_lacks(self, engine):
+        fake.NONE.add("blockwise")
+        why = "(Transformer Engine's not: blockwise requires another GPU)"
+        assert self.choose(engine, "blockwise")[2:] == (f"torch's scaled products {why}", None)
+        assert self.choose(engine, "delayed").engine is engine.fp8
+
+    def test_one_that_is_wrong_is_left_out(self, engine):
+        """Products in bf16 are noticed, too: they lack the rounding of FP8."""
+
+        def of_bf16(*args, **options):
+            return PlainLinear(weight_grad.separate)
+
+        def without_addition(*args, **options):
+            kernel = engine.fp8.layer(*args, **options)
+            write = kernel.weight_grad
+            kernel.weight_grad = lambda main_grad, grad, x, overwrite: write(main_grad, grad, x, True)
+            return kernel
+
+        for wrong in (of_bf16, without_addition):
+            found = self.choose(engine._replace(fp8=engine.fp8._replace(layer=wrong)), "tensorwise")
+            assert found[2:] == ("torch's scaled products (Transformer Engine's not: its results are wrong)", None)
+
+
+@pytest.mark.parametrize("fields", [DELAYED, BLOCKWISE, {**BLOCKWISE, "fp8_recipe": "tensorwise"}])
+def test_a_run_trains_as_with_emulated_products(fp8, calls, monkeypatch, fields):
+    """Scales, magnitudes and kept weights are those of the run; the first step of `delayed` only measures."""
+    results = []
+    for engine in (None, EngineFp8(fp8.layer, fp8.why_not)):
+        chosen = choose_fp8.Fp8Kernels(Emulated(), SEPARATE, "", engine)
+        monkeypatch.setattr(setup, "choose_fp8", lambda *args, chosen=chosen: chosen)
+        trainer = setup.build(make_run(**fields), pool.groups(), CPU)
+        losses = [trainer.train_step().loss for _ in range(4)]
+        scales = trainer.step.fp8.scales
+        histories = {} if scales is None else {name: each.clone() for name, each in scales.histories().items()}
+        results.append((losses, histories, {name for name, _ in calls}))
+    (expected, of_ours, none), (losses, of_theirs, used) = results
+    assert none == set() and used == {QUANTIZERS[fields.get("fp8_recipe", "delayed")], "general_gemm"}
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert losses[-1] < losses[0]
+    for name, history in of_ours.items():
+        torch.testing.assert_close(of_theirs[name], history, rtol=0.1, atol=1e-6)

@@ -16,6 +16,8 @@ add up. Transformer Engine's defaults are the same.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,8 +25,16 @@ from torch import Tensor
 from megatron.kernels.ops.fp8.operands import Operand, Operands
 from megatron.kernels.ops.fp8.product import Product
 from megatron.kernels.ops.fp8.quantize import Both, Quantized
-from megatron.kernels.ops.linear import OutputGrad
+from megatron.kernels.ops.linear import LinearKernel, OutputGrad
 from megatron.kernels.ops.weight_grad import WeightGrad
+
+
+class QuantizingKernel(LinearKernel, Protocol):
+    """The products of one layer, which keep its quantized weight."""
+
+    def forget(self) -> None:
+        """Drops the quantized weight. Call it whenever the weight has changed."""
+        ...
 
 
 class Fp8Linear:
