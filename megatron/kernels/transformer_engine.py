@@ -36,7 +36,7 @@ from megatron.kernels.ops.activation import Activation
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.fp8.linear import QuantizingKernel
 from megatron.kernels.ops.linear import LinearKernel, OutputGrad, new_weight_grad
-from megatron.kernels.ops.norm import NormKernel
+from megatron.kernels.ops.norm import NormKernel, ResidualNorm
 from megatron.kernels.ops.weight_grad import WeightGrad
 from megatron.spec.decoder import activation_of
 from megatron.spec.mlp import GEGLU_TANH, GELU_TANH, SQUARED_RELU, SWIGLU
@@ -100,7 +100,13 @@ def load(version: str) -> Engine:
         version,
         linear.EngineLinear,
         linear.weight_grad,
-        NormKernel(norm.compute_rms_norm, norm.gradient_rms_norm, norm.compute_layer_norm, norm.gradient_layer_norm),
+        NormKernel(
+            norm.compute_rms_norm,
+            norm.gradient_rms_norm,
+            norm.compute_layer_norm,
+            norm.gradient_layer_norm,
+            ResidualNorm(norm.compute_add_norm, norm.gradient_add_norm),
+        ),
         {each: getattr(activation, each) for each in (SWIGLU, GEGLU_TANH, GELU_TANH, SQUARED_RELU)},
         attention.attention(own_attention.fused),
         attention.attention(attention.no_kernel),

@@ -17,7 +17,7 @@ from megatron.kernels.ops.fp8.emulated import Emulated
 from megatron.kernels.ops.fp8.formats import FORMATS, largest
 from megatron.kernels.ops.fp8.quantize import amax_of, scale_of
 from megatron.kernels.ops.linear import OutputGrad, PlainLinear
-from megatron.kernels.ops.norm import own
+from megatron.kernels.ops.norm import ResidualNorm, compute_add_norm, gradient_add_norm, own
 from megatron.kernels.transformer_engine import choose_layers, find_engine
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import random
@@ -83,7 +83,8 @@ def test_norms(engine, width, dtype):
     x, grad = draw(700, width, dtype=dtype), draw(700, width, dtype=dtype, seed=1)
     weight, bias = draw(width, dtype=dtype, seed=2), draw(width, dtype=dtype, seed=3)
     results = []
-    for kernel in (engine.norm, SEPARATE.norm):
+    ours = ResidualNorm(compute_add_norm, gradient_add_norm)
+    for kernel, of_sum in ((engine.norm, engine.norm.residual), (SEPARATE.norm, ours)):
         out, rstd = kernel.compute_rms_norm(x, weight, 1e-5, own)
         centered, statistics = kernel.compute_layer_norm(x, weight, bias, 1e-5)
         results.append(
@@ -91,6 +92,7 @@ def test_norms(engine, width, dtype):
                 *(out, rstd, centered),
                 *kernel.gradient_rms_norm(grad, x, weight, rstd, own),
                 *kernel.gradient_layer_norm(grad, x, weight, bias, statistics),
+                of_sum.gradient_add_norm(grad, x, x, weight, None, (rstd, rstd))[0],
             )
         )
     assert_near(*results)

@@ -143,6 +143,24 @@ class TestNorms:
         self.against_ours(engine, norm.layer_norm, dtype, bias=(random(16, dtype=dtype, seed=3),))
         assert [name for name, _ in calls] == ["layernorm_fwd", "layernorm_bwd"]
 
+    @pytest.mark.parametrize("centered", [False, True])
+    @pytest.mark.parametrize("read", [False, True])
+    def test_of_a_sum(self, engine, calls, centered, read):
+        """read: the sum is read beside its norm, so a gradient is added; that of RMSNorm in its kernel."""
+        x, branch = random(5, 3, 16, dtype=BF16), random(5, 3, 16, dtype=BF16, seed=1)
+        weight, upstream = random(16, dtype=BF16, seed=2), random(5, 3, 16, dtype=BF16, seed=3)
+        bias = random(16, dtype=BF16, seed=4) if centered else None
+        results = []
+        for kernel in (engine.norm, norm.separate):
+            leaves = [each.detach().clone().requires_grad_() for each in (x, branch, weight, bias) if each is not None]
+            total, out = norm.add_norm(*leaves[:3], leaves[3] if centered else None, 1e-5, kernel)
+            results.append([total, out, *torch.autograd.grad((out + total) if read else out, leaves, upstream)])
+        for a, b in zip(*results, strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=3e-2)
+        backward = "layernorm_bwd" if centered else "rmsnorm_bwd_add" if read else "rmsnorm_bwd"
+        assert [name for name, _ in calls] == ["layernorm_fwd" if centered else "rmsnorm_fwd", backward]
+
     def against_ours(self, engine, function, dtype, bias):
         x, weight = random(5, 3, 16, dtype=dtype).transpose(0, 1), random(16, dtype=dtype, seed=1)
         upstream = random(3, 5, 16, dtype=dtype, seed=2)
@@ -487,7 +505,7 @@ def test_a_model_trains_the_same(engine, monkeypatch, calls, fields, dtype):
         assert float((of_theirs[name] - gradient).abs().max()) <= tolerance * largest, name
     rms, gated = fields.get("normalization") == "RMSNorm", "swiglu" in fields
     assert not none and used == (
-        ({"rmsnorm_fwd", "rmsnorm_bwd"} if rms else {"layernorm_fwd", "layernorm_bwd"})
+        ({"rmsnorm_fwd", "rmsnorm_bwd", "rmsnorm_bwd_add"} if rms else {"layernorm_fwd", "layernorm_bwd"})
         | ({"swiglu", "dswiglu"} if gated else {"gelu", "dgelu"})
         | ({"general_gemm", "fused_attn_fwd", "fused_attn_bwd", "get_fused_attn_backend"} if dtype == "bf16" else set())
     )

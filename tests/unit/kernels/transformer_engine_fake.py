@@ -294,6 +294,15 @@ def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma, /):
     return [dx.to(x.dtype), (grad * normalized).sum(0).to(gamma.dtype)]
 
 
+def rmsnorm_bwd_add(dz, x, add, rsigma, gamma, sm_margin, zero_centered_gamma, /):
+    _record("rmsnorm_bwd_add", locals())
+    _rows(add, gamma)
+    assert add.shape == x.shape and add.dtype == x.dtype
+    dx, dgamma = rmsnorm_bwd(dz.float(), x.float(), rsigma, gamma.float(), sm_margin, zero_centered_gamma)
+    CALLS.pop()
+    return [(dx + add.float()).to(x.dtype), dgamma.to(gamma.dtype)]
+
+
 def layernorm_fwd(input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
     _record("layernorm_fwd", locals())
     _rows(input, weight)
@@ -541,6 +550,7 @@ FUNCTIONS = [
     "get_fused_attn_backend",
     "rmsnorm_fwd",
     "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
     "layernorm_fwd",
     "layernorm_bwd",
     "swiglu",

@@ -48,6 +48,7 @@ PYTHON = {
 COMPILED = {
     "rmsnorm_fwd": "input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma",
     "rmsnorm_bwd": "dz, x, rsigma, gamma, sm_margin, zero_centered_gamma, /",
+    "rmsnorm_bwd_add": "dz, x, add, rsigma, gamma, sm_margin, zero_centered_gamma, /",
     "layernorm_fwd": "input, weight, bias, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma",
     "layernorm_bwd": "dz, x, mu, rsigma, gamma, sm_margin, zero_centered_gamma, /",
     **dict.fromkeys(("swiglu", "geglu", "gelu", "srelu"), "input, quantizer"),

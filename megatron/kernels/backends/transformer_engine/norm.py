@@ -65,6 +65,45 @@ def gradient_layer_norm(
     return grad_x.view(x.shape), grad_weight, grad_bias
 
 
+def compute_add_norm(
+    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """As the reference. The addition is an operation of its own."""
+    total = x + branch
+    if bias is None:
+        out, rstd = compute_rms_norm(total, weight, epsilon)
+        return total, out, (rstd, rstd)
+    return total, *compute_layer_norm(total, weight, bias, epsilon)
+
+
+def gradient_add_norm(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    statistics: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As the reference. The kernel of RMSNorm adds the gradient of the sum."""
+    if bias is None and grad_total is not None and _takes(total, weight):
+        grad_x, grad_weight = engine.rmsnorm_bwd_add(
+            _rows(grad.to(total.dtype), weight),
+            _rows(total, weight),
+            _rows(grad_total.to(total.dtype), weight),
+            statistics[1].flatten(),
+            weight.flatten(),
+            _SM_MARGIN,
+            _ZERO_CENTERED,
+        )
+        return grad_x.view(total.shape), grad_weight.view(weight.shape), None
+    grad_bias = None
+    if bias is None:
+        grad_x, grad_weight = gradient_rms_norm(grad, total, weight, statistics[1])
+    else:
+        grad_x, grad_weight, grad_bias = gradient_layer_norm(grad, total, weight, bias, statistics)
+    return grad_x if grad_total is None else grad_x + grad_total, grad_weight, grad_bias
+
+
 def _takes(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and x.numel() > 0
 
