@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.triton_quantize import quantize_calls
 from megatron.kernels.ops.adam import AdamRun, Coefficients
 
 TARGETS = (90, 80)
@@ -155,6 +156,7 @@ def compiled(capability: int) -> Iterator[tuple[str, Launch]]:
         chosen.update(
             {f"{name}, {width} wide": case for name, case in cases(8, "meta", width).items() if "Norm" in name}
         )
+    chosen.update(_quantize(TOKENS, HIDDEN, "meta"))
     with mock.patch.object(jit.JITFunction, "run", compile_only):
         for name, case in chosen.items():
             found.clear()
@@ -213,17 +215,27 @@ def counted() -> Iterator[list[int]]:
 
 def bytes_per_token() -> dict[str, tuple[float, int]]:
     """Returns {case: (bytes that each further token moves, elements of a token)}."""
-    few, many, norm = 2, 4, _module("norm")
-    found: dict[str, list[int]] = {}
+    norm = _module("norm")
     # Every further row would be summed by a further program at such lengths; at real ones their number is fixed.
-    with mock.patch.object(norm, "WARPS", norm._tile(HIDDEN)[2]), counted() as total:
+    with mock.patch.object(norm, "WARPS", norm._tile(HIDDEN)[2]):
+        found = _between(lambda tokens: cases(tokens, "cpu"), 2, 4)
+    return found | _between(lambda tokens: _quantize(tokens, 256, "cpu"), 128, 256)  # whole blocks
+
+
+def _between(cases_of: Callable[[int], dict[str, Case]], few: int, many: int) -> dict[str, tuple[float, int]]:
+    """See bytes_per_token; from the difference between two lengths."""
+    found: dict[str, list[int]] = {}
+    with counted() as total:
         for tokens in (few, many):
-            for name, case in cases(tokens, "cpu").items():
+            for name, case in cases_of(tokens).items():
                 before = total[0]
                 case.call()
                 found.setdefault(name, []).append(total[0] - before)
-    elements = {name: case.elements for name, case in cases(0, "cpu").items()}
-    return {name: ((b - a) / (many - few), elements[name]) for name, (a, b) in found.items()}
+    return {name: ((b - a) / (many - few), cases_of(0)[name].elements) for name, (a, b) in found.items()}
+
+
+def _quantize(tokens: int, width: int, device: str) -> dict[str, Case]:
+    return {name: Case(call, width) for name, call in quantize_calls(tokens, width, device).items()}
 
 
 def print_compiled() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megatron.base.errors import ConfigError
 from megatron.config.fp8 import BLOCKWISE, DELAYED, MXFP8, TENSORWISE, Fp8Config
+from megatron.kernels.choose_quantize import choose_quantize
 from megatron.kernels.fused import compare, failure_of, numbers
 from megatron.kernels.ops.fp8 import scaled_mm
 from megatron.kernels.ops.fp8.emulated import Emulated
@@ -50,13 +51,14 @@ def choose_fp8(
     """
     if device.type != "cuda":
         return Fp8Kernels(Emulated(), SEPARATE, f"emulated in fp32 (the device is {device.type})")
-    reasons = ""
+    reasons = []
     if engine is not None:
         reason = engine.fp8.why_not(config.fp8_recipe) or failure_of(partial(_try_engine, engine.fp8, config, device))
         if reason is None:
             return Fp8Kernels(Emulated(), SEPARATE, "Transformer Engine's products", engine.fp8)
-        reasons = f" (Transformer Engine's not: {reason})"
-    missing = scaled_mm.why_not(config.fp8_recipe, device)
+        reasons.append(f"Transformer Engine's not: {reason}")
+    assert config.fp8_format is not None
+    missing = scaled_mm.why_not(config.fp8_recipe, device, config.fp8_format)
     if missing is not None:
         raise ConfigError(
             f"--fp8-format {config.fp8_format} --fp8-recipe {config.fp8_recipe} cannot run on this GPU: {missing}; give "
@@ -68,7 +70,11 @@ def choose_fp8(
             raise ConfigError(
                 f"{problem}; change the size, lower --tensor-model-parallel-size, or give another --fp8-recipe"
             )
-    return Fp8Kernels(scaled_mm.ScaledMM(config.fp8_recipe), SEPARATE, f"torch's scaled products{reasons}")
+    quantize, why = choose_quantize(device)
+    if why is not None:
+        reasons.append(f"quantized in plain torch: {why}")
+    choice = "torch's scaled products" + (f" ({'; '.join(reasons)})" if reasons else "")
+    return Fp8Kernels(scaled_mm.ScaledMM(config.fp8_recipe), quantize, choice)
 
 
 def _try_engine(engine: EngineFp8, config: Fp8Config, device: torch.device) -> None:

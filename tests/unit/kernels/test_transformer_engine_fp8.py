@@ -229,7 +229,8 @@ class TestChosen:
         """The engine, whose trial and torch's for a GPU run here."""
         trial = choose_fp8._try_engine
         monkeypatch.setattr(choose_fp8, "_try_engine", lambda engine, config, device: trial(engine, config, CPU))
-        monkeypatch.setattr(choose_fp8.scaled_mm, "why_not", lambda recipe, device: None)
+        monkeypatch.setattr(choose_fp8.scaled_mm, "why_not", lambda recipe, device, formats: None)
+        monkeypatch.setattr(choose_fp8, "choose_quantize", lambda device: (SEPARATE, None))
         return find_engine("transformer_engine", CUDA)[0]
 
     def choose(self, engine, recipe, formats="hybrid"):

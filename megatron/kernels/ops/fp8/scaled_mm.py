@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.base.errors import first_line
 from megatron.kernels.ops.fp8.emulated import Emulated
-from megatron.kernels.ops.fp8.formats import FORMATS
+from megatron.kernels.ops.fp8.formats import FORMATS, Formats
 from megatron.kernels.ops.fp8.operands import Operands, blockwise, mxfp8, tensorwise
 from megatron.kernels.ops.fp8.quantize import MICRO, SQUARE, VECTOR, Quantized
 
@@ -94,13 +94,16 @@ def size_problem(name: str, out_features: int, in_features: int, recipe: str) ->
     return f"{name}: its weight is [{out_features}, {in_features}] on a rank, and {recipe} FP8 needs multiples of {multiple}"
 
 
-def why_not(recipe: str, device: torch.device) -> str | None:
-    """Returns why torch cannot multiply matrices of a recipe here, or None if it can: they are tried."""
+def why_not(recipe: str, device: torch.device, formats: str) -> str | None:
+    """Returns why torch cannot multiply matrices of a recipe here, or None if it can: they are tried.
+
+    formats: a name in FORMATS.
+    """
     missing = _missing(recipe, device)
     if missing is not None or isinstance(torch.empty(0), FakeTensor):  # --dry-run: there is nothing to compare
         return missing
     try:
-        _try(recipe, device)
+        _try(recipe, device, FORMATS[formats])
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         return f"torch {torch.__version__} cannot multiply {recipe} FP8 here: {first_line(error)}"
     return None
@@ -123,19 +126,18 @@ def _missing(recipe: str, device: torch.device) -> str | None:
     return None
 
 
-def _try(recipe: str, device: torch.device) -> None:
+def _try(recipe: str, device: torch.device, formats: Formats) -> None:
     """Raises RuntimeError if a product of each kind is not close to the emulation."""
     numbers = torch.arange(_TRIAL * _TRIAL, device=device, dtype=torch.float32).view(_TRIAL, _TRIAL)
     x, weight = numbers.mul(0.7).sin_().bfloat16(), numbers.mul(1.1).sin_().bfloat16()
     emulated, product = Emulated(), ScaledMM(recipe)
-    for formats in FORMATS.values():
-        operands = {"blockwise": blockwise, "mxfp8": mxfp8}.get(recipe, tensorwise)(formats)
-        for a, b in _pairs(operands, x, weight):
-            found, expected = (torch.empty(_TRIAL, _TRIAL, device=device, dtype=torch.bfloat16) for _ in range(2))
-            emulated(a, b, expected, fast=False)
-            product(product.ready(a), product.ready(b), found, fast=False)
-            if not bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max()):
-                raise RuntimeError("the products are wrong")
+    operands = {"blockwise": blockwise, "mxfp8": mxfp8}.get(recipe, tensorwise)(formats)
+    for a, b in _pairs(operands, x, weight):
+        found, expected = (torch.empty(_TRIAL, _TRIAL, device=device, dtype=torch.bfloat16) for _ in range(2))
+        emulated(a, b, expected, fast=False)
+        product(product.ready(a), product.ready(b), found, fast=False)
+        if not bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max()):
+            raise RuntimeError("the products are wrong")
 
 
 def _pairs(operands: Operands, x: Tensor, weight: Tensor) -> list[tuple[Quantized, Quantized]]:

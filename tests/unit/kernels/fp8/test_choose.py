@@ -3,9 +3,11 @@ import torch
 
 from megatron.base.errors import ConfigError
 from megatron.config.fp8 import Fp8Config
+from megatron.kernels import choose_fp8 as module
 from megatron.kernels.choose_fp8 import choose_fp8
 from megatron.kernels.ops.fp8 import scaled_mm
 from megatron.kernels.ops.fp8.emulated import Emulated
+from megatron.kernels.ops.fp8.quantize import SEPARATE, QuantizeKernels
 from megatron.kernels.ops.fp8.scaled_mm import ScaledMM
 
 CUDA = torch.device("cuda", 0)
@@ -36,9 +38,21 @@ def test_a_recipe_that_the_gpu_lacks_is_refused_by_name(monkeypatch, recipe, cap
 
 
 def test_a_size_that_the_gpu_cannot_multiply_is_named(monkeypatch):
-    monkeypatch.setattr(scaled_mm, "why_not", lambda recipe, device: None)
+    monkeypatch.setattr(scaled_mm, "why_not", lambda recipe, device, formats: None)
+    monkeypatch.setattr(module, "choose_quantize", lambda device: (SEPARATE, None))
     assert isinstance(choose_fp8(BLOCKWISE, CUDA, {"a": (256, 384)}).product, ScaledMM)
     with pytest.raises(
         ConfigError, match=r"layers\.0\.mlp\.linear_fc1.*\[192, 256\].*128.*--tensor-model-parallel-size"
     ):
         choose_fp8(BLOCKWISE, CUDA, {"a": (256, 384), "decoder.layers.0.mlp.linear_fc1": (256, 192)})
+
+
+def test_the_quantization_is_chosen_apart(monkeypatch):
+    """Triton's kernels where they run; the table says why not."""
+    asked, found = [], QuantizeKernels(lambda *args, **options: None, lambda *args, **options: None)
+    monkeypatch.setattr(scaled_mm, "why_not", lambda *args: asked.append(args))
+    for why, choice in ((None, ""), ("no Triton", " (quantized in plain torch: no Triton)")):
+        monkeypatch.setattr(module, "choose_quantize", lambda device, why=why: (found, why))
+        chosen = choose_fp8(BLOCKWISE, CUDA, {})
+        assert chosen.quantize is found and chosen.choice == f"torch's scaled products{choice}"
+    assert asked == [("blockwise", CUDA, "hybrid")] * 2

@@ -78,7 +78,7 @@ class TestScales:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("shape", [(5, 7), (130, 257), (128, 256), (1, 1)])
+@pytest.mark.parametrize("shape", [(5, 7), (130, 257), (1, 1)])
 class TestBothDirections:
     def test_per_tensor(self, shape, dtype):
         x, scale, amax = difficult(*shape), torch.tensor([0.37]), torch.tensor([0.25])

@@ -1,0 +1,223 @@
+"""Quantization to FP8 in one pass over memory, for both directions at once. The interface and the bits are those of
+ops/fp8/quantize.py.
+
+A program reads one tile, and writes it as it is and transposed, each with its scales. GPUs without an instruction for the
+cast (before compute capability 8.9), and the interpreter, round with integers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
+
+from megatron.kernels.backends.triton.rows import as_rows
+from megatron.kernels.ops.fp8.formats import E4M3, largest, largest_power
+from megatron.kernels.ops.fp8.quantize import MICRO, SQUARE, BlockShape, Both, Quantized
+
+SIDE = tl.constexpr(128)  # of a tile with blocks: the largest one
+SMALL_SIDE = tl.constexpr(64)  # of a tile without
+WARPS, SMALL_WARPS = 16, 4  # 32 elements for each thread
+INFINITY = tl.constexpr(0x7F800000)  # its bits, and the exponent of all numbers
+NAN = tl.constexpr(0x7F)  # the one of both formats
+ONE = tl.constexpr(127 << 23)  # the bits of 1.0
+TWICE = tl.constexpr(254 << 23)  # less the bits of a power of two: those of its inverse
+
+
+@triton.jit
+def _round(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Rounds numbers within the format's limits to its nearest ones, as bytes. Of two it takes the even one."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    rounded = magnitude + ((magnitude >> DROPPED) & 1) + ((1 << (DROPPED - 1)) - 1)
+    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    # The sum's last bit is worth the smallest number of the format.
+    UNIT: tl.constexpr = (1 - BIAS - MANTISSA + 23 + 127) << 23
+    unit = tl.full(x.shape, UNIT, tl.int32).to(tl.float32, bitcast=True)
+    small = (magnitude.to(tl.float32, bitcast=True) + unit).to(tl.int32, bitcast=True) - UNIT
+    found = tl.where(magnitude < ((128 - BIAS) << 23), small, normal)
+    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _cast(x, scale, MOST: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.constexpr):
+    """See the reference's cast; returns bytes."""
+    finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY
+    scaled = tl.minimum(tl.maximum(x * scale, -MOST), MOST)
+    if not INSTRUCTION:
+        bits = _round(scaled, 3 if E4M3 else 2, 7 if E4M3 else 15)
+    elif E4M3:
+        bits = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return tl.where(finite, bits, NAN).to(tl.uint8)
+
+
+@triton.jit
+def _block_scale(amax, POWER: tl.constexpr, MICRO: tl.constexpr):
+    """amax: bits of the largest magnitude. POWER: exponent of the format's largest number, 1.75 * 2^POWER. Returns bits.
+
+    The quotient of the two is at least a power of two with the difference of their exponents if the magnitude's mantissa
+    is at most 1.75, and half of that otherwise.
+    """
+    exponent = amax >> 23
+    if not MICRO:
+        exponent += ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
+    scale = (tl.maximum(exponent, POWER + 1) * -1 + (254 + POWER)) << 23  # at most LARGEST_SCALE
+    return tl.where((amax > 0) & (amax < INFINITY), scale, ONE)
+
+
+@triton.jit
+def _load_tile(x_ptr, top, left, n, k, x_stride, SIDE: tl.constexpr):
+    """Returns rows and columns from (top, left) on; zeros outside of the matrix [n, k]."""
+    places = tl.arange(0, SIDE)
+    inside = (places < n - top)[:, None] & (places < k - left)[None, :]
+    corner = x_ptr + top * x_stride + left
+    return tl.load(corner + places[:, None] * x_stride + places[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_tile(bits, data_ptr, top, left, m, k, SIDE: tl.constexpr):
+    places = tl.arange(0, SIDE)
+    inside = (places < m - top)[:, None] & (places < k - left)[None, :]
+    tl.store(data_ptr + top * k + left + places[:, None] * k + places[None, :], bits, mask=inside)
+
+
+@triton.jit
+def _write_blocks(
+    x, top, left, m, k, data_ptr, inverse_ptr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    MOST: tl.constexpr, POWER: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.constexpr,
+):  # fmt: skip
+    """Quantizes a tile of a matrix [m, k] with blocks along its columns."""
+    x = x.to(tl.float32)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is larger than infinity, which is larger than numbers
+    places = tl.arange(0, SIDE)
+    if HEIGHT > 1:
+        scale = _block_scale(tl.max(tl.max(magnitude, 1), 0), POWER, False)
+        place = inverse_ptr + (top // HEIGHT) * tl.cdiv(k, WIDTH) + left // WIDTH
+        tl.store(place, (scale * -1 + TWICE).to(tl.float32, bitcast=True))
+        factors = scale.to(tl.float32, bitcast=True)
+    elif WIDTH == SIDE:
+        scale = _block_scale(tl.max(magnitude, 1), POWER, False)
+        # Neighbouring rows next to each other, as GPUs read them.
+        place = inverse_ptr + (left // WIDTH) * m + top + places
+        tl.store(place, (scale * -1 + TWICE).to(tl.float32, bitcast=True), mask=places < m - top)
+        factors = scale.to(tl.float32, bitcast=True)[:, None]
+    else:
+        BLOCKS: tl.constexpr = SIDE // WIDTH
+        scale = _block_scale(tl.max(tl.reshape(magnitude, (SIDE, BLOCKS, WIDTH)), 2), POWER, True)
+        width, across = tl.cdiv(k, WIDTH), left // WIDTH + tl.arange(0, BLOCKS)
+        place = inverse_ptr + top * width + places[:, None] * width + across[None, :]
+        inside = (places < m - top)[:, None] & (across < width)[None, :]
+        tl.store(place, ((scale * -1 + TWICE) >> 23).to(tl.uint8), mask=inside)
+        factors = tl.broadcast_to(scale.to(tl.float32, bitcast=True)[:, :, None], (SIDE, BLOCKS, WIDTH))
+        factors = tl.reshape(factors, (SIDE, SIDE))
+    _store_tile(_cast(x, factors, MOST, E4M3, INSTRUCTION), data_ptr, top, left, m, k, SIDE)
+
+
+@triton.jit
+def _per_block(
+    x_ptr, rows_ptr, rows_inverse_ptr, columns_ptr, columns_inverse_ptr, n, k, x_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    MOST: tl.constexpr, POWER: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.constexpr,
+):  # fmt: skip
+    top, left = tl.program_id(1).to(tl.int64) * SIDE, tl.program_id(0).to(tl.int64) * SIDE
+    x = _load_tile(x_ptr, top, left, n, k, x_stride, SIDE)
+    if ROWS:
+        _write_blocks(x, top, left, n, k, rows_ptr, rows_inverse_ptr, HEIGHT, WIDTH, MOST, POWER, E4M3, INSTRUCTION)
+    if COLUMNS:
+        _write_blocks(
+            tl.trans(x), left, top, k, n, columns_ptr, columns_inverse_ptr,
+            HEIGHT, WIDTH, MOST, POWER, E4M3, INSTRUCTION,
+        )  # fmt: skip
+
+
+# A layer's scale and amax lie anywhere in the tensors of all layers, and are no reason to compile again.
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "inverse_ptr", "amax_ptr"])
+def _per_tensor(
+    x_ptr, scale_ptr, rows_ptr, columns_ptr, inverse_ptr, amax_ptr, n, k, x_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr,
+    MOST: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.constexpr,
+):  # fmt: skip
+    top, left = tl.program_id(1).to(tl.int64) * SMALL_SIDE, tl.program_id(0).to(tl.int64) * SMALL_SIDE
+    x = _load_tile(x_ptr, top, left, n, k, x_stride, SMALL_SIDE).to(tl.float32)
+    scale = tl.load(scale_ptr)
+    if (top == 0) & (left == 0):
+        tl.store(inverse_ptr, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
+    if AMAX:
+        # The bits of numbers that are not negative have their order, and NaN is the largest.
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude, 1), 0), sem="relaxed")
+    bits = _cast(x, scale, MOST, E4M3, INSTRUCTION)
+    if ROWS:
+        _store_tile(bits, rows_ptr, top, left, n, k, SMALL_SIDE)
+    if COLUMNS:
+        _store_tile(tl.trans(bits), columns_ptr, left, top, k, n, SMALL_SIDE)
+
+
+def per_tensor(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, amax: Tensor | None = None
+) -> Both:
+    """As the reference."""
+    n, k = x.shape
+    flat, inverse = as_rows(x, k), torch.empty_like(scale)
+    straight, turned = _bytes(flat, n, k, rows), _bytes(flat, k, n, columns)
+    _per_tensor[(triton.cdiv(k, SMALL_SIDE.value), triton.cdiv(n, SMALL_SIDE.value))](
+        flat, scale, straight, turned, inverse, inverse if amax is None else amax.view(torch.int32),
+        n, k, flat.stride(0), rows, columns, amax is not None,
+        largest(dtype), dtype == E4M3, _has_instruction(), num_warps=SMALL_WARPS,
+    )  # fmt: skip
+    return Both(
+        Quantized(straight.view(dtype), inverse, None) if rows else None,
+        Quantized(turned.view(dtype), inverse, None) if columns else None,
+    )
+
+
+def per_block(x: Tensor, block: BlockShape, dtype: torch.dtype, *, rows: bool, columns: bool) -> Both:
+    """As the reference. The factors of vectors of 128 have the strides that products read."""
+    n, k = x.shape
+    flat = as_rows(x, k)
+    straight, turned = _bytes(flat, n, k, rows), _bytes(flat, k, n, columns)
+    of_straight, of_turned = _factors(flat, n, k, block, rows), _factors(flat, k, n, block, columns)
+    _per_block[(triton.cdiv(k, SIDE.value), triton.cdiv(n, SIDE.value))](
+        flat, straight, of_straight, turned, of_turned, n, k, flat.stride(0), rows, columns, *block,
+        largest(dtype), int(math.log2(largest_power(dtype))), dtype == E4M3, _has_instruction(), num_warps=WARPS,
+    )  # fmt: skip
+    return Both(
+        Quantized(straight.view(dtype), _in_order(of_straight, block), block) if rows else None,
+        Quantized(turned.view(dtype), _in_order(of_turned, block), block) if columns else None,
+    )
+
+
+def _bytes(x: Tensor, m: int, k: int, wanted: bool) -> Tensor:
+    """Returns memory for [m, k], or none."""
+    return torch.empty((m, k) if wanted else (0,), dtype=torch.uint8, device=x.device)
+
+
+def _factors(x: Tensor, m: int, k: int, block: BlockShape, wanted: bool) -> Tensor:
+    """Returns memory for the factors of [m, k], or none. Those of vectors of 128 are transposed."""
+    shape = triton.cdiv(m, block[0]), triton.cdiv(k, block[1])
+    if block != SQUARE and block != MICRO:
+        shape = shape[::-1]
+    return torch.empty(
+        shape if wanted else (0,), dtype=torch.uint8 if block == MICRO else torch.float32, device=x.device
+    )
+
+
+def _in_order(factors: Tensor, block: BlockShape) -> Tensor:
+    if block == SQUARE:
+        return factors
+    return factors.view(torch.float8_e8m0fnu) if block == MICRO else factors.t()
+
+
+def _has_instruction() -> bool:
+    """Whether the GPU casts to FP8."""
+    if triton.knobs.runtime.interpret:
+        return False
+    return bool(driver.active.get_current_target().arch >= 89)
