@@ -6,7 +6,10 @@ element once, and the FLOPs of matrix products and of attention (half of the squ
 with three layers differ by one layer. Views, and operations that only take memory, cost nothing.
 
     python -m benchmarks.roofline                        # a layer of the shape of Llama-3 8B, sequences of 8192 tokens
+    python -m benchmarks.roofline --triton               # with the fused kernels; needs the package triton, but no GPU
     python -m benchmarks.roofline --rates 720 670 520 3.0 --flags "--recompute-activations"
+
+A Triton kernel is not run: its launch counts with the tensors that its source reads and writes (triton_traffic.py).
 
 The last column is the least time: FLOPs at the rates of --rates (products and attention in TFLOP/s, forward and backward,
 and copies in TB/s), and bytes at that of copies. It is computed, not measured.
@@ -15,22 +18,27 @@ and copies in TB/s), and bytes at that of copies. It is computed, not measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron
+from benchmarks.triton_traffic import traffic
 from megatron.base.log import muted
 from megatron.command_line.read import parse
 from megatron.config.run import RunConfig
 from megatron.core.streams.simulated import H100
+from megatron.kernels import fused
 from megatron.spec.decoder import decoder_spec
 from megatron.training.dry_run.trace import trace
 
@@ -45,6 +53,7 @@ CALLS_BACKWARD = "core.pipeline_parallel.engine"
 AUTOGRAD = "autograd"  # the gradients of torch's own operations
 ATTENTION = "kernels.ops.attention"
 LARGE = (ATTENTION, "kernels.ops.gemm", "kernels.ops.weight_grad")  # the products of a layer
+UPDATES = ("core.optimizer", "core.distributed", "kernels.ops.adam", "kernels.backends.triton.adam")
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 # Without a kernel: they take memory, or are about the tensor and not its elements.
 _NO_KERNEL = {
@@ -85,10 +94,20 @@ class CountedWork(TorchDispatchMode):
         result = func(*args, **kwargs)
         work = work_of(func, args, kwargs, result)
         if work.launches:
-            source = ATTENTION if "attention" in func._schema.name else caller()
-            key = source, part_of(source)
-            self.found[key] = self.found.get(key, Work()) + work
+            self.add(ATTENTION if "attention" in func._schema.name else caller(), work)
         return result
+
+    def add(self, source: str, work: Work) -> None:
+        """Counts work of a file of the program."""
+        key = source, part_of(source)
+        self.found[key] = self.found.get(key, Work()) + work
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """Counts a launch of a Triton kernel, in place of triton's JITFunction.run."""
+        arguments = dict(zip(kernel.arg_names, args, strict=True))
+        read, written = traffic(kernel, arguments)
+        moved = sum(nbytes(arguments[name]) for name in [*read, *written])
+        self.add(caller(), Work(1, moved))
 
 
 def caller() -> str:
@@ -107,7 +126,7 @@ def part_of(source: str) -> str:
     """The part of the step that an operation belongs to."""
     if torch._C._current_graph_task_id() != -1:
         return BACKWARD
-    return UPDATE if source.startswith(("core.optimizer", "kernels.ops.adam", "core.distributed")) else FORWARD
+    return UPDATE if source.startswith(UPDATES) else FORWARD
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
@@ -180,10 +199,22 @@ def flops_of(name: str, func: Any, read: list[Tensor], results: list[Tensor], ou
     return 0
 
 
-def counted(flags: str, layers: int) -> dict[tuple[str, str], Work]:
+@contextlib.contextmanager
+def fused_kernels(work: CountedWork) -> Iterator[None]:
+    """Runs take the Triton kernels, which `work` counts and does not run. They are not tried first: nothing is computed."""
+    kernel = importlib.import_module("triton.runtime.jit").JITFunction
+    with (
+        mock.patch.object(fused, "_missing", lambda device: None),
+        mock.patch.object(fused, "_failure", lambda trial: None),
+        mock.patch.object(kernel, "run", lambda self, *args, **options: work.launch(self, *args, **options)),
+    ):
+        yield
+
+
+def counted(flags: str, layers: int, *, triton: bool = False) -> dict[tuple[str, str], Work]:
     """The work of a step of a model with this many layers, by file and part."""
     work = CountedWork()
-    with muted(True):
+    with muted(True), fused_kernels(work) if triton else contextlib.nullcontext():
         trace(read(flags, layers), 1, 0, H100, work)
     return work.found
 
@@ -228,8 +259,19 @@ def print_table(title: str, found: dict[tuple[str, str], Work], rates: Rates) ->
     print(f"| all | | {work.launches} | {work.nbytes / 1e6:.0f} | {work.flops / 1e12:.3f} | {least:.3f} |")
 
 
-def print_summary(layer: dict[tuple[str, str], Work], rest: dict[tuple[str, str], Work], flags: str) -> None:
-    """Prints the figures that fused kernels are judged by."""
+class Figures(NamedTuple):
+    """The figures that fused kernels are judged by: of a layer, forward and backward; per logit; and per parameter, with the
+    norm of its gradient.
+    """
+
+    launches: int
+    small_bytes: int  # of norms, activation, rotary embedding and residuals
+    loss_bytes: float
+    update_bytes: float
+
+
+def figures_of(layer: dict[tuple[str, str], Work], rest: dict[tuple[str, str], Work], flags: str) -> Figures:
+    """The figures of a run with these flags."""
     small = total(layer, lambda source, part: part != UPDATE and not source.startswith(LARGE))
     of_layer = total(layer, lambda source, part: part != UPDATE)
     loss = total(rest, lambda source, part: "cross_entropy" in source)
@@ -238,13 +280,27 @@ def print_summary(layer: dict[tuple[str, str], Work], rest: dict[tuple[str, str]
     assert run.data.seq_length and run.train.micro_batch_size and run.model.vocab_size
     logits = run.data.seq_length * run.train.micro_batch_size * run.model.vocab_size
     parameters = sum(spec.numel for _, spec in decoder_spec(run.model).layers[0].parameters())
+    return Figures(of_layer.launches, small.nbytes, loss.nbytes / logits, update.nbytes / parameters)
+
+
+def print_summary(figures: Figures) -> None:
+    """Prints the figures."""
     print(f"""
 | figure | |
 |---|---|
-| launches of a layer, forward and backward | {of_layer.launches} |
-| bytes of norms, activation, rotary embedding and residuals of a layer | {small.nbytes / 1e9:.2f} GB |
-| bytes of the cross entropy per logit | {loss.nbytes / logits:.1f} |
-| bytes of the update per parameter, with the norm of its gradient | {update.nbytes / parameters:.1f} |""")
+| launches of a layer, forward and backward | {figures.launches} |
+| bytes of norms, activation, rotary embedding and residuals of a layer | {figures.small_bytes / 1e9:.2f} GB |
+| bytes of the cross entropy per logit | {figures.loss_bytes:.1f} |
+| bytes of the update per parameter, with the norm of its gradient | {figures.update_bytes:.1f} |""")
+
+
+def layer_and_rest(
+    flags: str, *, triton: bool = False
+) -> tuple[dict[tuple[str, str], Work], dict[tuple[str, str], Work]]:
+    """The work of a layer, and all that a step has once, by file and part."""
+    two, three = (counted(flags, layers, triton=triton) for layers in (2, 3))
+    layer = {key: three.get(key, Work()) - two.get(key, Work()) for key in sorted({*two, *three})}
+    return layer, {key: two.get(key, Work()) - layer[key] - layer[key] for key in layer}
 
 
 def total(found: dict[tuple[str, str], Work], wanted: Callable[[str, str], bool]) -> Work:
@@ -257,15 +313,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs=4, default=(720, 670, 520, 3.0))
     parser.add_argument("--flags", default="", help="further flags of the run, such as another shape")
+    parser.add_argument("--triton", action="store_true", help="with the fused kernels in Triton")
     args = parser.parse_args()
     products, forward, backward, copies = args.rates
     rates = Rates(products * 1e12, forward * 1e12, backward * 1e12, copies * 1e12)
-    two, three = counted(args.flags, 2), counted(args.flags, 3)
-    layer = {key: three.get(key, Work()) - two.get(key, Work()) for key in sorted({*two, *three})}
-    rest = {key: two.get(key, Work()) - layer[key] - layer[key] for key in layer}
+    layer, rest = layer_and_rest(args.flags, triton=args.triton)
     print_table("One decoder layer", layer, rates)
     print_table("The rest: embedding, output layer, loss, and all that a step has once", rest, rates)
-    print_summary(layer, rest, args.flags)
+    print_summary(figures_of(layer, rest, args.flags))
     return 0
 
 

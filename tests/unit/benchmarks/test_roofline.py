@@ -1,5 +1,7 @@
 """The work of operations, as the roofline counts it."""
 
+import importlib.util
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,3 +88,14 @@ def test_a_layer_has_the_products_of_its_description():
     of_attention = 2 * HEADS * TOKENS**2 // 2 * HEAD
     assert layer[ATTENTION, FORWARD].flops == 2 * of_attention
     assert layer[ATTENTION, BACKWARD].flops == 5 * of_attention
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_triton_kernels_move_few_bytes():
+    """For the shape of Llama-3 8B; without them 101 launches, 14.08 GB, 78 and 42.6 bytes."""
+    figures = roofline.figures_of(*roofline.layer_and_rest("", triton=True), "")
+    assert figures.launches <= 40
+    assert figures.small_bytes <= 3.6e9
+    assert figures.loss_bytes <= 8
+    assert figures.update_bytes <= 36
