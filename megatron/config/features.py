@@ -27,6 +27,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         *reduction_features(settings, facts),
         *fp8_features(run.fp8, model, facts),
         *model_features(model, run.optimizer, run.data.seq_length, facts, trains=trains),
+        _cuda_graphs(run.train, facts),
         _allocator(facts),
         _deterministic(run.train, facts),
         *(Feature(note.flag, note.asked, note.here, note.why) for note in (*notes(run), *run.notes)),
@@ -54,6 +55,16 @@ def _allocator(facts: Facts) -> Feature:
     if facts.allocator == ALLOCATOR:
         return Feature(name, "auto", ALLOCATOR, "memory freed by one tensor serves those of any size")
     return Feature(name, facts.allocator, facts.allocator, "set in the environment")
+
+
+def _cuda_graphs(train: TrainConfig, facts: Facts) -> Feature:
+    name = "CUDA graphs"
+    if train.cuda_graph_impl == "none":
+        return Feature(name, "off", "off", "")
+    if train.skip_train or facts.device != "cuda":
+        return Feature(name, "layers", "off", "evaluation only" if train.skip_train else "no CUDA device")
+    steps = train.cuda_graph_warmup_steps
+    return Feature(name, "layers", "layers", f"after {steps} step{'s' if steps > 1 else ''} without")
 
 
 def _deterministic(train: TrainConfig, facts: Facts) -> Feature:

@@ -44,6 +44,19 @@ class TrainConfig:
         "weight every token of the global batch equally, instead of every sample "
         "(they differ only if samples have different numbers of unmasked tokens)",
     )
+    cuda_graph_impl: str = flag(
+        "none",
+        "local: run each layer's forward and backward as a CUDA graph, see docs/cuda_graphs.md",
+        choices=("none", "local"),
+    )
+    cuda_graph_warmup_steps: int = flag(
+        3,
+        "steps of a run, also of a continued one, before graphs are captured",
+        within=COUNT,
+        needs=Need(
+            lambda run: run.train.cuda_graph_impl != "none", "there are no graphs", "add --cuda-graph-impl local"
+        ),
+    )
     exit_interval: int | None = flag(None, "save and exit after an iteration that is a multiple of this", within=COUNT)
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", within=MINUTES)
     exit_signal_handler: bool = on_by_default(

@@ -121,6 +121,13 @@ class Timeline:
         if span is not None:
             span.end()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """In the body nothing is recorded."""
+        was_recording, self.recording = self.recording, False
+        yield
+        self.recording = was_recording
+
     def now(self) -> Any:
         """A point in time, of the device or the host."""
         return _now(self._device)

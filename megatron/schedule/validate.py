@@ -80,6 +80,18 @@ def _in_flight(actions: Iterable[Action]) -> InFlight:
     return InFlight(most, before_input_most, before_weights_most)
 
 
+def most_under_way(actions: Iterable[Action]) -> dict[int, int]:
+    """Returns of each stage in a rank's list the most microbatches that are between forward and backward at once."""
+    now, most = Counter[int](), dict[int, int]()
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            now[action.stage] += 1
+            most[action.stage] = max(now[action.stage], most.get(action.stage, 0))
+        elif action.kind in GRADIENTS_OF_INPUT:
+            now[action.stage] -= 1
+    return most
+
+
 def chunks_on_device(schedule: Schedule, ratio: float, *, unmoved: float = 1.0) -> tuple[float, ...]:
     """Returns the most that each rank holds in device memory at once, in chunks of a microbatch's activations.
 

@@ -30,7 +30,9 @@ from megatron.core.models.hf.peft import check_peft_holds
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import local_parameters
+from megatron.core.streams.graph import CudaGraphs, GraphPool
 from megatron.core.transformer.context import Build
+from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.choose_fp8 import choose_fp8
 from megatron.schedule.partition import Stage
@@ -135,6 +137,9 @@ def assemble(
         offload=build_offload(run.activation_offload, offload_dir, groups, model, data_parallel, prepared),
         experts=ExpertLoad(model, groups, run.moe, device) if run.model.num_experts else None,
         fp8=build_fp8(run.fp8, groups, model, data_parallel, prepared),
+        graphs=build_graphs(run.train, model, data_parallel, CudaGraphs(device).pool)
+        if uses_graphs(run, device)
+        else None,
     )
     state = TrainState()
     if checkpoint is not None:
@@ -240,6 +245,21 @@ def build_data_parallel(
             groups.world, lambda: build_weight_offload(activation_offload, offload_dir, model, prepared.streams)
         ),
     )
+
+
+def uses_graphs(run: RunConfig, device: torch.device) -> bool:
+    """Whether the layers run by CUDA graphs."""
+    return run.train.cuda_graph_impl == "local" and not run.train.skip_train and device.type == "cuda"
+
+
+def build_graphs(
+    train: TrainConfig, model: GPTModel, data_parallel: DataParallel, make_pool: Callable[[], GraphPool]
+) -> LayerGraphs:
+    """From now on the model's layers run by graphs, once a TrainStep has had the steps of warm-up."""
+    layers = {int(number): layer for number, layer in model.decoder.layers.items()}
+    graphs = LayerGraphs(layers, data_parallel, make_pool, warmup_steps=train.cuda_graph_warmup_steps)
+    model.decoder.graphs = graphs
+    return graphs
 
 
 def build_schedule(

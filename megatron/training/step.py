@@ -21,8 +21,10 @@ from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
+from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.schedule.schedule import Action, Kind
+from megatron.schedule.validate import most_under_way
 from megatron.training.batch import Batch, part_of, part_of_batch
 from megatron.training.expert_load import ExpertLoad, routing_of
 from megatron.training.fp8 import Fp8Layers
@@ -84,14 +86,17 @@ class TrainStep:
         offload: StepOffload | None = None,
         experts: ExpertLoad | None = None,
         fp8: Fp8Layers | None = None,
+        graphs: LayerGraphs | None = None,
     ) -> None:
         """`offload`: of activations, or None where they stay. `experts`: their load, or None for a dense model. `fp8`: the
-        layers with FP8 products, or None where there are none."""
+        layers with FP8 products, or None where there are none. `graphs`: of the model's layers, or None where they run
+        without.
+        """
         self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
         self.offload = offload
         self._groups, self._timers, self._pipeline = groups, timers, pipeline
         self._per_token, self._count_zeros, self.experts = per_token, count_zeros, experts
-        self.fp8 = fp8
+        self.fp8, self.graphs = fp8, graphs
         self._mailbox = Mailbox(groups, data_parallel.streams)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Objective:
@@ -107,6 +112,9 @@ class TrainStep:
         parts = parts_here(batches, [each * scale for each in weights], self._model, self._groups)
         offload, rank = self.offload, self._groups.pp.rank
         schedule = self._pipeline.schedule_of(len(batches), offload=offload is not None and offload.in_schedule)
+        if self.graphs is not None:
+            most = most_under_way(schedule.actions[rank])
+            self.graphs.begin_step({self._model.stages[stage].layers: count for stage, count in most.items()})
         if offload is not None:
             offload.begin_step(schedule, tensors_of(*parts))
         routings = None if self.experts is None else self.experts.begin_step(batches, scale)

@@ -8,6 +8,7 @@ from functools import partial
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.rules import activation_offload as rules_activation_offload
+from megatron.config.rules import cuda_graphs as rules_cuda_graphs
 from megatron.config.rules import files as rules_files
 from megatron.config.rules import fp8 as rules_fp8
 from megatron.config.rules import layout as rules_layout
@@ -41,6 +42,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         *rules_recompute.rules(run),
         *rules_activation_offload.rules(run),
         *rules_optimizer_offload.rules(run),
+        *rules_cuda_graphs.rules(run),
         partial(own_flags_have_an_effect, run),
     ]
 

@@ -31,6 +31,7 @@ from megatron.base.errors import CommError, first_line
 from megatron.base.heartbeat import Call, QueuedWork
 from megatron.core.groups import Group
 from megatron.core.streams.cuda import everything_queued
+from megatron.core.streams.graph import is_capturing
 
 # torch 2.13 renamed these two and warns about the old names; the arguments are the same.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -187,9 +188,9 @@ def in_flight(
 ) -> Handle:
     """The handle of a collective that was started on the tensor `sent`; the other arguments: see Handle.
 
-    On CUDA the heartbeat follows its work: the host goes on, and would not see that it hangs.
+    On CUDA the heartbeat follows its work: the host goes on, and would not see that it hangs. In a capture nothing runs.
     """
-    if sent.is_cuda:
+    if sent.is_cuda and not is_capturing():
         work = _Followed(work, group.heartbeat.track(op, group.ranks, group.name, work.is_completed), sent.device)
     return Handle(op, group, work, kept, number=number)
 

@@ -25,7 +25,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ log = get_logger(__name__)
 # Steps before --grad-reduce-mode auto decides: memory reaches its peak, and the first backward is slower than others.
 _FIRST_STEPS = 2
 _PROBES = 3
+
+Arrival = tuple[Bucket, Parameter]  # a parameter whose gradient is complete, and its bucket
 
 
 class DataParallel:
@@ -97,6 +99,7 @@ class DataParallel:
         self._unreduced: set[int] = set()  # of this step
         self._reductions: deque[tuple[Tensor | None, Handle]] = deque()  # with the memory that is free afterwards
         self._without: set[str] = set()
+        self._captured: list[Arrival] | None = None  # while a backward is captured
         self._params = ParamRouter(
             model,
             self.buckets,
@@ -243,6 +246,40 @@ class DataParallel:
         """
         self._params.end_step()
 
+    def before_read(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Waits until the values of resident parameters are current: for a reader that does not read them by attribute."""
+        self._params.before_read(parameters)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[list[Arrival]]:
+        """For a body that captures a backward in a graph: it adds to the gradients, and reduces nothing.
+
+        Yields the gradients that arrive, in order; `before_replay` and `arrived` take them at each replay.
+        """
+        slots = [slot for bucket in self.buckets for p in bucket.parameters.values() if (slot := p.slot) is not None]
+        fresh = [slot.fresh for slot in slots]
+        for slot in slots:
+            slot.fresh = False
+        self._captured = []
+        yield self._captured
+        self._captured = None
+        for slot, was_fresh in zip(slots, fresh, strict=True):
+            slot.fresh = was_fresh
+
+    @torch.no_grad()
+    def before_replay(self, arrivals: Sequence[Arrival]) -> None:
+        """Call before a captured backward is replayed: the gradients to which it adds are set to zero, if they are fresh."""
+        slots = [slot for _, p in arrivals if (slot := p.slot) is not None and slot.fresh]
+        if slots:
+            torch._foreach_zero_([slot.main_grad for slot in slots])
+        for slot in slots:
+            slot.fresh = False
+
+    def arrived(self, arrivals: Sequence[Arrival]) -> None:
+        """Call when a captured backward has been replayed. Communication: the reductions of buckets that are complete."""
+        for bucket, parameter in arrivals:
+            self._complete(bucket, parameter)
+
     def parameter_of(self, tensor: Tensor) -> Parameter | None:
         """Returns the sharded or offloaded parameter of which a tensor is a view, or None."""
         return self._params.parameter_of(tensor)
@@ -256,6 +293,13 @@ class DataParallel:
         if parameter.grad is not None:  # autograd accumulated it: norm weights, biases
             parameter.slot.add(parameter.grad)
             parameter.grad = None
+        if self._captured is None:
+            self._complete(bucket, parameter)
+        else:
+            self._captured.append((bucket, parameter))
+
+    def _complete(self, bucket: Bucket, parameter: Parameter) -> None:
+        assert parameter.slot is not None
         self._params.mark_done(bucket)
         if bucket.stage != self._stage or parameter.slot.waiting:
             return

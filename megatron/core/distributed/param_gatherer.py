@@ -37,7 +37,19 @@ class ParamGatherer:
         self._deferred: deque[tuple[Bucket, Callable[[], None]]] = deque()
         self._gathering: dict[int, Handle] = {}
         if self._overlap or self._defers:
-            register_read_hook(model, self._before_read)
+            register_read_hook(model, self.before_read)
+
+    def before_read(self, parameter: nn.Parameter) -> None:
+        """Makes the reader of a parameter wait for its update and its gather, if they are in flight."""
+        if not (self._gathering or self._deferred):
+            return
+        bucket = self._bucket_of.get(id(parameter))
+        if bucket is None:
+            return
+        if until := self._num_deferred_until(bucket):
+            self._finish_updates(min(until + _PREFETCHED * self._overlap, len(self._deferred)))
+        if bucket.index in self._gathering:
+            self._gathering.pop(bucket.index).wait()
 
     def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None = None) -> None:
         """Call when the bucket's `param_shard` is updated, or will be when `finish` returns.
@@ -84,17 +96,6 @@ class ParamGatherer:
     def finish_update(self, bucket: Bucket) -> None:
         """Waits for this bucket's deferred update, because its gradient is about to be overwritten."""
         self._finish_updates(self._num_deferred_until(bucket))
-
-    def _before_read(self, parameter: nn.Parameter) -> None:
-        if not (self._gathering or self._deferred):
-            return
-        bucket = self._bucket_of.get(id(parameter))
-        if bucket is None:
-            return
-        if until := self._num_deferred_until(bucket):
-            self._finish_updates(min(until + _PREFETCHED * self._overlap, len(self._deferred)))
-        if bucket.index in self._gathering:
-            self._gathering.pop(bucket.index).wait()
 
     def _num_deferred_until(self, bucket: Bucket) -> int:
         """Returns the number of deferred buckets up to this one, inclusive; 0 if its update is not deferred."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -45,8 +45,10 @@ class ParamRouter:
         self.sharded_names = frozenset(name for bucket in not_resident for name in bucket.parameters)
         if not_resident:
             self._add(ParamUnsharder(model, not_resident, comm, late_updates=late_updates), not_resident)
+        self._gatherer: ParamGatherer | None = None
         if resident:
-            self._add(ParamGatherer(model, resident, comm, overlap=overlap, late_updates=late_updates), resident)
+            self._gatherer = ParamGatherer(model, resident, comm, overlap=overlap, late_updates=late_updates)
+            self._add(self._gatherer, resident)
 
     def _add(self, owner: ParamGatherer | ParamUnsharder, buckets: list[Bucket]) -> None:
         self._owners.append(owner)
@@ -56,6 +58,12 @@ class ParamRouter:
         """Returns the sharded or offloaded parameter of which a tensor is a view, or None."""
         found = (owner.parameter_of(tensor) for owner in self._owners)
         return next((parameter for parameter in found if parameter is not None), None)
+
+    def before_read(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Call before resident parameters are read in another way than by attribute of their modules."""
+        if self._gatherer is not None:
+            for parameter in parameters:
+                self._gatherer.before_read(parameter)
 
     def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None) -> None:
         """Call when the bucket's `param_shard` is updated, or will be when `finish` returns."""

@@ -14,6 +14,7 @@ from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.core_attention import RecomputedAttention
+from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.layer import MoELayer
@@ -127,6 +128,7 @@ class TransformerBlock(nn.Module):
         self._recompute, self._rng = build.recompute, build.rng
         # Layers leave the last addition to the norm behind them where one kernel computes both.
         self._apart = build.kernels.fused.norm.residual is not None
+        self.graphs: LayerGraphs | None = None  # set when parameters have their memory
 
     def forward(
         self,
@@ -144,6 +146,8 @@ class TransformerBlock(nn.Module):
         if caches is not None:
             for number, cache in zip(layers, caches, strict=True):
                 x, branch = self._through(x, branch, positions, cache, None, (number,))
+        elif self.graphs is not None and (out := self.graphs.run(x, positions, layers)) is not None:
+            x = out
         else:
             for group, again in self._recompute.groups(layers):
                 run = functools.partial(self._through, positions=positions, cache=None, routing=routing, layers=group)

@@ -103,3 +103,12 @@ def test_works_of_the_cpu_stay_as_they_are(group, events):
     handle = in_flight("all_gather", group.of, torch.zeros(1), work)
     handle.wait()
     assert handle.work is work and work.waits == 1 and not events
+
+
+def test_a_capture_is_not_followed(group, events, monkeypatch):
+    """Nothing runs, and an event of a capture cannot be asked."""
+    monkeypatch.setattr(collectives, "is_capturing", lambda: True)
+    work = NcclWork()
+    in_flight("all_gather", group.of, ON_CUDA, work).wait()
+    assert work.waits == 1, "the stream of the capture is put behind it"
+    assert not events and not group.of.heartbeat._queued

@@ -1,6 +1,7 @@
 """What each rule about memory refuses, and what it lets through; see test_rules.py."""
 
 from megatron.config.rules import activation_offload as rules_activation_offload
+from megatron.config.rules import cuda_graphs as rules_cuda_graphs
 from megatron.config.rules import optimizer_offload as rules_optimizer_offload
 from megatron.config.rules import recompute as rules_recompute
 
@@ -17,8 +18,34 @@ EXPERT_PARTS_MOVE = {
 EXPERTS = {"recompute_activations": True, "num_experts": 4, "add_bias_linear": False}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 
+GRAPHS = {"cuda_graph_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+_CP2 = {"context_parallel_size": 2}
+_ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+# flags that graphs exclude, processes, words of the message
+NOT_CAPTURED = [
+    ({"num_experts": 4, "add_bias_linear": False}, 1, ["layers with experts", "remove --num-experts"]),
+    ({"hidden_dropout": 0.1}, 1, ["dropout", "give --hidden-dropout 0 --attention-dropout 0"]),
+    ({"lora_rank": 4, "load": "trained"}, 1, ["adapters", "remove --lora-rank"]),
+    ({"fp8_format": "e4m3", "bf16": True}, 1, ["FP8 products", "remove --fp8-format"]),
+    ({"reset_attention_mask": True}, 1, ["documents inside a sample", "remove --reset-attention-mask"]),
+    (_CP2, 2, ["context parallelism", "remove --context-parallel-size"]),
+    ({"tensor_model_parallel_size": 2, "tp_comm_overlap": True}, 2, ["remove --tp-comm-overlap"]),
+    ({**PP2, "pipeline_schedule": "zb-h1"}, 2, ["two halves", "--pipeline-schedule 1f1b or interleaved"]),
+    (FULL, 1, ["recompute of whole layers", "give --recompute-granularity selective"]),
+    (BALANCED, 1, ["chosen by layer"]),
+    (_ZERO3, 1, ["parameters whose memory moves", "--data-parallel-sharding-strategy optim"]),
+    ({"overlapped_distributed_optimizer": True}, 1, ["gradients whose memory moves", "last-microbatch"]),
+    ({"pipeline_offload_ratio": "0.5"}, 1, ["activations to host memory (ratio)"]),
+    ({**PARTS_MOVE, "offload_modules": ("core_attn",)}, 1, ["activations to host memory (modules)"]),
+    ({**OFFLOADED_WEIGHTS, "cpu_offloading": True}, 1, ["(layers)", "weights whose memory moves"]),
+]
+
 # rule, a run that it stops, the same run mended, world size, words of its message
 MEMORY_CASES = [
+    *(
+        (rules_cuda_graphs.layers_can_be_captured, {**GRAPHS, **fields}, GRAPHS, world, words)
+        for fields, world, words in NOT_CAPTURED
+    ),
     (
         rules_activation_offload.offloaded_modules_exist,
         EXPERT_PARTS_MOVE,

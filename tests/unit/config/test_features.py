@@ -51,6 +51,15 @@ def test_sequence_parallelism_says_why_it_is_off():
     assert row("sequence parallelism", **TP, sequence_parallel=True) == ("on", "on", "")
 
 
+def test_cuda_graphs():
+    name, asked = "CUDA graphs", {"cuda_graph_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    on_cuda = dataclasses.replace(ALONE, device="cuda")
+    assert row(name) == ("off", "off", "")
+    assert row(name, **asked) == ("layers", "off", "no CUDA device")
+    assert row(name, on_cuda, **asked) == ("layers", "layers", "after 3 steps without")
+    assert row(name, on_cuda, **asked, skip_train=True)[1:] == ("off", "evaluation only")
+
+
 def test_options_of_nccl(tmp_path):
     nccl, gloo = (dataclasses.replace(ALONE, backend=each) for each in ("nccl", "gloo"))
     name = "NCCL options"

@@ -29,6 +29,7 @@ SPLITS = {"mock_data": None, "train_data_path": ("a",)}
 GPT2 = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"}
 TIKTOKEN = {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t"}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
+GRAPHS = {"cuda_graph_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 SAVE = {"save": "d", "save_interval": 5}
 LOAD = {"load": "d"}
 LORA = {**LOAD, "lora_rank": 4}
@@ -214,6 +215,7 @@ CASES = [
     ("trust_remote_code", True, TIKTOKEN, HF, "TikTokenizer"),
     ("trust_remote_code", True, {}, {**HF, "tokenizer_type": "PretrainedFromHF"}, "NullTokenizer"),
     ("chat_template", "chatml", TIKTOKEN, HF, "TikTokenizer"),
+    ("cuda_graph_warmup_steps", 5, {}, GRAPHS, "--cuda-graph-impl local"),
     ("manual_gc_interval", 5, {}, {"manual_gc": True}, "--manual-gc"),
     ("eval_interval", 5, {"eval_iters": 0}, {}, "--eval-iters 0"),
     ("eval_interval", 5, SPLITS, {**SPLITS, "valid_data_path": ("b",)}, "no validation data"),
@@ -269,7 +271,7 @@ ALWAYS = """
     seq_length data_path mock_data num_workers reset_attention_mask sft
     tokenizer_type tokenizer_hf_include_special_tokens null_tokenizer_eod_id
     micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
-    train_iters train_samples seed calculate_per_token_loss
+    train_iters train_samples seed cuda_graph_impl calculate_per_token_loss
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
     max_consecutive_nan_iterations
     eval_iters

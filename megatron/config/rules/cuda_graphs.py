@@ -1,0 +1,55 @@
+"""The rule about CUDA graphs, which repeat the same kernels on the same memory for every microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from megatron.config.data_parallel import LAST, splits_backward
+from megatron.config.recompute import BALANCED
+from megatron.config.rules.rule import ConfigRule
+from megatron.config.run import RunConfig
+
+
+def layers_can_be_captured(run: RunConfig) -> str | None:
+    """--cuda-graph-impl goes with layers whose shapes, addresses and kernels are the same in every microbatch."""
+    if run.train.cuda_graph_impl == "none":
+        return None
+    found = list(_obstacles(run))
+    return f"--cuda-graph-impl {run.train.cuda_graph_impl} cannot repeat {'; nor '.join(found)}" if found else None
+
+
+def _obstacles(run: RunConfig) -> Iterator[str]:
+    model, parallel, offload = run.model, run.parallel, run.activation_offload
+    if model.num_experts:
+        yield "layers with experts, whose rows differ in number; remove --num-experts"
+    if model.hidden_dropout or model.attention_dropout:
+        yield "dropout, which draws other numbers each time; give --hidden-dropout 0 --attention-dropout 0"
+    if model.lora_rank:
+        yield "adapters between frozen weights, which has not been written; remove --lora-rank"
+    if run.fp8.fp8_format is not None:
+        yield "FP8 products, whose weights are quantized once per step; remove --fp8-format"
+    if run.data.separate_documents:
+        yield "documents inside a sample, whose lengths differ; remove --reset-attention-mask, or use pretrain_gpt.py"
+    if parallel.context_parallel_size > 1:
+        yield "messages of context parallelism, which the host posts; remove --context-parallel-size"
+    if parallel.tp_comm_overlap:
+        yield "chunks of products, whose order the host follows; remove --tp-comm-overlap"
+    if splits_backward(parallel):
+        yield "a backward in two halves; give --pipeline-schedule 1f1b or interleaved"
+    if run.recompute.is_full or run.recompute.recompute_policy == BALANCED:
+        yield "recompute of whole layers, or chosen by layer; give --recompute-granularity selective"
+    settings = run.data_parallel_settings()
+    if settings.shards == "optim_grads_params":
+        yield "parameters whose memory moves; give --data-parallel-sharding-strategy optim"
+    elif settings.mode != LAST:
+        yield "gradients whose memory moves; give --grad-reduce-mode last-microbatch"
+    if offload.kind is not None:
+        yield f"copies of activations to host memory ({offload.kind}); remove the flags of activation offload"
+    if offload.cpu_offloading_weights:
+        yield "weights whose memory moves; remove --cpu-offloading-weights"
+
+
+def rules(run: RunConfig) -> list[ConfigRule]:
+    """Returns the rule."""
+    return [partial(layers_can_be_captured, run)]
