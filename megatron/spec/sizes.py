@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron.spec.expert_rows import ExpertRows
+from megatron.spec.fp8_sizes import Fp8Sizes
 
 FP32, INT32, INT64, MASK = 4, 4, 8, 1
 
@@ -30,7 +32,7 @@ class Sizes:
     the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention: plain torch,
     not a fused kernel. documents: samples hold several, and attention stays inside of each. fused_weight_grad: a weight's
     gradient is accumulated by its GEMM. split_backward: weight gradients are computed later than input gradients. load: of
-    every layer with experts.
+    every layer with experts. fp8: of linear layers with FP8 products; None: they have none.
     """
 
     target: Target
@@ -49,6 +51,11 @@ class Sizes:
     fused_weight_grad: bool = True
     split_backward: bool = False
     load: ExpertRows | None = None
+    fp8: Fp8Sizes | None = None
+
+    def of_layer(self, number: int) -> Sizes:
+        """Returns the sizes of one layer: those without FP8 products have no `fp8`."""
+        return self if self.fp8 is None or number in self.fp8.layers else dataclasses.replace(self, fp8=None)
 
     @property
     def tokens(self) -> int:

@@ -49,7 +49,21 @@ RUNS |= {
     "shards of experts": (2, f"{SPREAD} {TP2} --sequence-parallel --bf16"),
     "experts, zb-h1": (2, f"{SPREAD} {PP2} --num-layers 4 --global-batch-size 8 --pipeline-schedule zb-h1"),
 }
-SLOW = ("tp, interleaved", "experts over 2, bf16, all again", "shards of experts", "experts, zb-h1")
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
+RUNS |= {
+    "fp8, tp, sequence parallel": (2, f"{TP2} --sequence-parallel --num-layers 2 {FP8} blockwise"),
+    "fp8, tp": (2, f"{TP2} --num-layers 2 {FP8} delayed"),
+    "fp8, ZeRO-3": (2, f"--data-parallel-sharding-strategy optim_grads_params {FP8} delayed --global-batch-size 8"),
+    "fp8, zb-h1": (2, f"{PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8 {FP8} delayed"),
+    "fp8, weights offloaded": (1, f"--cpu-offloading-weights --cpu-offloading-num-layers 2 {FP8} delayed"),
+}
+SLOW = (
+    *(name for name in RUNS if name.startswith("fp8")),
+    "tp, interleaved",
+    "experts over 2, bf16, all again",
+    "shards of experts",
+    "experts, zb-h1",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RUNS])

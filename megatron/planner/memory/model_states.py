@@ -36,6 +36,7 @@ from megatron.spec.buckets import (
     plan_all,
 )
 from megatron.spec.decoder import DecoderSpec, Placed
+from megatron.spec.fp8_sizes import kept_weight
 from megatron.spec.optimizer_state import OptimizerBytes, optimizer_bytes
 from megatron.spec.parameter import local_numel
 from megatron.spec.sizes import FP32, Sizes, Target
@@ -47,16 +48,18 @@ _NORM_BYTES = 4 + 8  # per row: its norm in fp32 and in fp64
 class StateMemory:
     """Bytes of a rank, except for `numel`, the number of its parameters.
 
-    parameters, gradients, optimizer: in use all the time. blocks: memory for gradients that is kept between steps and used
-    by one bucket after another. gathered: buckets of sharded or offloaded parameters that are whole during a step.
-    prefetched: offloaded parameters that are on the device during the update. offloaded: their buckets, which a step
-    fetches. offloaded_slices: the host memory or files that hold them. staging: work space of one bucket's reduction, if
-    it is overlapped with the last backward. at_end: work space of the reductions for which the end of the step waits.
+    parameters, gradients, optimizer: in use all the time. quantized: weights in FP8, from their first use in a step to its
+    end. blocks: memory for gradients that is kept between steps and used by one bucket after another. gathered: buckets of
+    sharded or offloaded parameters that are whole during a step. prefetched: offloaded parameters that are on the device
+    during the update. offloaded: their buckets, which a step fetches. offloaded_slices: the host memory or files that hold
+    them. staging: work space of one bucket's reduction, if it is overlapped with the last backward. at_end: work space of
+    the reductions for which the end of the step waits.
     norm: work space of the gradient norm.
     """
 
     numel: int
     parameters: int
+    quantized: int
     gradients: int
     optimizer: OptimizerBytes
     blocks: int
@@ -120,6 +123,7 @@ def state_memory(
     return StateMemory(
         numel=sum(sum(bucket.layout.numels.values()) for bucket in buckets),
         parameters=sum(width * bucket.size // ranks.weights for bucket, ranks in shared if not bucket.on_host),
+        quantized=_quantized_weights(spec, stages, sizes, offloaded_layers),
         gradients=sum(FP32 * bucket.size // ranks.gradients for bucket, ranks in shared),
         optimizer=optimizer_bytes(slices, optimizer, offload, half=width < FP32),
         blocks=FP32 * sum(unkept[:GRADIENT_BLOCKS]),
@@ -131,6 +135,16 @@ def state_memory(
         at_end=sum(staging[:IN_FLIGHT]),
         norm=max(slices) // NORM_ROW * _NORM_BYTES,
     )
+
+
+def _quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, offloaded_layers: int) -> int:
+    """Returns the bytes of quantized weights that a rank keeps during a step: not of those that come and go."""
+    fp8 = sizes.fp8
+    if fp8 is None:
+        return 0
+    staying = (number for stage in stages for number in stage.layers[offloaded_layers:] if number in fp8.layers)
+    linears = (linear for number in staying for linear in spec.layers[number].linears().values())
+    return sum(kept_weight(linear, sizes.tp, fp8) for linear in linears)
 
 
 def _layer_weights(spec: DecoderSpec, stages: Sequence[Stage], count: int) -> set[str]:

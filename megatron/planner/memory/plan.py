@@ -30,6 +30,7 @@ from megatron.spec.memory.trace import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    QUANTIZED,
     WORK,
     MemoryTrace,
     Profile,
@@ -100,6 +101,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         target=target,
         moe=run.moe,
         imbalance=imbalance,
+        fp8=run.fp8,
     )
     microbatches = settings.batches.final_num_microbatches
     schedule = with_moves(offload, settings.pipeline.schedule_of(microbatches))
@@ -153,6 +155,7 @@ def _replay_step(
 ) -> None:
     """Replays a step of one rank: its actions, then the reduction of gradients and the update."""
     trace.take(COMMUNICATION, state.gathered)
+    trace.take(QUANTIZED, state.quantized)
     last = {action.stage: action for action in actions if action.kind in COMPUTE}
     sent = 0  # bytes of the last message: freed when the next one leaves, or at once by the thread that sends with gloo
     for action in actions:
@@ -172,6 +175,7 @@ def _replay_step(
             activations.after(action)
     trace.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
     trace.free(COMMUNICATION, state.gathered)
+    trace.free(QUANTIZED, state.quantized)
     with trace.doing("reduction of gradients"):
         trace.use(COMMUNICATION, state.at_end)
     with trace.doing("update"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from megatron.config.fp8 import OFF, Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.moe_training import ALL_GATHER, MoEConfig
 from megatron.config.settings import RunSettings
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.expert_rows import expert_rows
+from megatron.spec.fp8_sizes import fp8_sizes
 from megatron.spec.moe import MoESpec
 from megatron.spec.sizes import FP32, Sizes, Target
 
@@ -24,6 +26,7 @@ def sizes_of(
     target: Target,
     moe: MoEConfig,
     imbalance: float = 1.0,
+    fp8: Fp8Config = OFF,
 ) -> Sizes:
     """Returns the sizes of a microbatch of a run that `config.rules` accept. documents: attention stays inside of each.
     imbalance: of the load of experts, see `expert_rows`; --moe-expert-capacity-factor limits it.
@@ -51,6 +54,12 @@ def sizes_of(
         documents=documents,
         fused_weight_grad=model.gradient_accumulation_fusion,
         split_backward=settings.pipeline.schedule.splits_backward,
+        fp8=fp8_sizes(
+            fp8,
+            len(settings.attention_comm_types),
+            keeps_weights=settings.data_parallel.shards != "optim_grads_params",
+            microbatches=settings.batches.final_num_microbatches,
+        ),
     )
     routers = (
         [layer.mlp.router for layer in decoder_spec(model).layers if isinstance(layer.mlp, MoESpec)]

@@ -130,9 +130,10 @@ class _StageEvents:
     ) -> None:
         self._sizes, self._stage, self._offloaded = sizes, stage, offloaded
         # Most layers are alike, and alike layers are one object. (They would compare equal with another dropout, too.)
-        alike = {id(layer): layer for layer in (spec.layers[number] for number in stage.layers)}
-        profiles = {key: _profiles(layer, sizes, recompute.modules) for key, layer in alike.items()}
-        self._layers = {number: profiles[id(spec.layers[number])] for number in stage.layers}
+        kinds = {number: (id(spec.layers[number]), sizes.of_layer(number)) for number in stage.layers}
+        alike = {kind: spec.layers[number] for number, kind in kinds.items()}
+        profiles = {kind: _profiles(layer, kind[1], recompute.modules) for kind, layer in alike.items()}
+        self._layers = {number: profiles[kinds[number]] for number in stage.layers}
         self._place = {number: place for place, number in enumerate(stage.layers)}
         self._groups = recompute.groups(stage.layers)
         self._embedding, self._head = EmbeddingMemory(spec.embedding, sizes), HeadMemory(spec, sizes)

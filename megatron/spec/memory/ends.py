@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron.spec.decoder import DecoderSpec, EmbeddingSpec
 from megatron.spec.memory.linear import LinearMemory
 from megatron.spec.memory.norm import NormMemory
@@ -81,7 +83,7 @@ class HeadMemory:
     def __init__(self, spec: DecoderSpec, sizes: Sizes) -> None:
         self._sizes = sizes
         self._norm = NormMemory(spec.final_norm, sizes)
-        self._output = LinearMemory(spec.output, sizes, (NORMS, LOGITS))
+        self._output = LinearMemory(spec.output, dataclasses.replace(sizes, fp8=None), (NORMS, LOGITS))
         self._kept = sizes.tokens * ((INT64 if sizes.b > 1 else 0) + FP32)  # targets; log-sum-exp
         vocabulary, block = self._output.outputs, CROSS_ENTROPY_BLOCK["cpu" if sizes.target.cpu else "cuda"]
         rows = max(1, min(sizes.tokens, block // max(1, vocabulary)))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.memory.fp8 import Fp8Work
 from megatron.spec.memory.trace import BACKWARD, COMMUNICATION, WORK, MemoryTrace
 from megatron.spec.sizes import FP32, Sizes
 
@@ -62,7 +63,10 @@ class LinearMemory:
     def forward(self, trace: MemoryTrace) -> None:
         """Its input, which it keeps, is in use already. Leaves the output; a row layer's, summed, as work space."""
         trace.take(COMMUNICATION, self.gathered)
-        self._gemm(trace, self.inputs, self.outputs, self.out)
+        if self._fp8 is None:
+            self._gemm(trace, self.inputs, self.outputs, self.out)
+        else:
+            self._fp8_output(trace, self._fp8)
         trace.free(COMMUNICATION, self.gathered)
         if self.column:
             trace.take(self.kinds[1], self.out, self.reader)
@@ -87,9 +91,12 @@ class LinearMemory:
         if sizes.sp > 1:
             around = self.gathered if self.column else self.out  # the input, or the gradient, whole
             trace.take(COMMUNICATION, around)
-        whole = sizes.tokens * self.inputs * sizes.e
-        self._gemm(trace, self.outputs, self.inputs, whole)
-        trace.take(BACKWARD, whole)
+        whole, quantized = sizes.tokens * self.inputs * sizes.e, 0
+        if self._fp8 is None:
+            self._gemm(trace, self.outputs, self.inputs, whole)
+            trace.take(BACKWARD, whole)
+        else:
+            quantized = self._fp8_input_grad(trace, self._fp8, whole)
         scattered = self.column and sizes.sp > 1
         if scattered:
             trace.take(COMMUNICATION, sizes.hidden + (whole if sizes.target.cpu else 0))
@@ -102,6 +109,7 @@ class LinearMemory:
         then(trace)
         if scattered:
             trace.free(COMMUNICATION, whole + (whole if sizes.target.cpu else 0))
+        trace.free(BACKWARD, quantized)
         if self.sizes.split_backward:
             self._defer(trace, around)
         else:
@@ -131,16 +139,55 @@ class LinearMemory:
         else:
             trace.use(WORK, out)
 
+    def _fp8_output(self, trace: MemoryTrace, fp8: Fp8Work) -> None:
+        """As `_gemm`, of the layer's output."""
+        tokens, inputs, outputs = self.sizes.tokens, self.inputs, self.outputs
+        held = fp8.weights(trace)
+        trace.take(WORK, self.out + self._copy)
+        quantized = fp8.quantize(trace, WORK, tokens * inputs)
+        fp8.multiply(trace, tokens * inputs, inputs * outputs, tokens * outputs)
+        trace.free(WORK, held + self.out + self._copy + quantized)
+
+    def _fp8_input_grad(self, trace: MemoryTrace, fp8: Fp8Work, whole: int) -> int:
+        """Takes the gradient of the input, of `whole` bytes, and the quantized gradient of the output, whose bytes it
+        returns."""
+        tokens, inputs, outputs = self.sizes.tokens, self.inputs, self.outputs
+        directions = 2 if fp8.fp8.weight_grads and not self.sizes.split_backward else 1
+        quantized = fp8.quantize(trace, BACKWARD, tokens * outputs, directions)
+        held = 0 if fp8.fp8.keeps_weights else fp8.weights(trace)
+        trace.take(BACKWARD, whole)
+        fp8.multiply(trace, tokens * outputs, inputs * outputs, tokens * inputs)
+        trace.free(WORK, held)
+        return quantized
+
+    def _fp8_weight_grad(self, trace: MemoryTrace, fp8: Fp8Work) -> None:
+        tokens, inputs, outputs = self.sizes.tokens, self.inputs, self.outputs
+        quantized = fp8.quantize(trace, WORK, tokens * inputs)
+        product = FP32 * inputs * outputs if fp8.fp8.accumulates else 0
+        trace.take(WORK, product)
+        fp8.multiply(trace, tokens * outputs, tokens * inputs, inputs * outputs)
+        trace.free(WORK, quantized + product)
+
+    @property
+    def _fp8(self) -> Fp8Work | None:
+        fp8 = self.sizes.fp8
+        return None if fp8 is None else Fp8Work(self.sizes, fp8, self.inputs * self.outputs)
+
+    @property
+    def _copy(self) -> int:
+        """Bytes of a copy of the input in the order that products need."""
+        return self.sizes.tokens * self.inputs * self.sizes.e if self.strided and self.sizes.b > 1 else 0
+
     def _weight_grad(self, trace: MemoryTrace) -> None:
         tokens, e = self.sizes.tokens, self.sizes.e
-        if self.strided and self.sizes.b > 1:
-            trace.take(WORK, tokens * self.inputs * e)
-        if not self.sizes.fused_weight_grad or (self.sizes.target.cpu and e < FP32 and not self.sizes.target.wide):
+        trace.take(WORK, self._copy)
+        if self._fp8 is not None and self._fp8.fp8.weight_grads:
+            self._fp8_weight_grad(trace, self._fp8)
+        elif not self.sizes.fused_weight_grad or (self.sizes.target.cpu and e < FP32 and not self.sizes.target.wide):
             trace.use(WORK, self.inputs * self.outputs * e)
         elif self.sizes.target.wide:
             trace.use(WORK, FP32 * tokens * (self.inputs + self.outputs))
-        if self.strided and self.sizes.b > 1:
-            trace.free(WORK, tokens * self.inputs * e)
+        trace.free(WORK, self._copy)
 
     def _scatter(self, trace: MemoryTrace, kind: str) -> None:
         """The result becomes this rank's part of its sum."""

@@ -332,6 +332,10 @@ CASES = {
     ),
     "many thin experts": f"{LLAMA} {EXPERTS} --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 16",
     "llama, bf16, factors": f"{LLAMA} --bf16 {FACTORS}",
+    "fp8, delayed, bf16": f"{LLAMA} --bf16 --fp8-format hybrid",
+    "fp8, blockwise, GEMM-last, microbatches": (
+        f"{LLAMA} {GEMM_LAST} --fp8-format e4m3 --fp8-recipe blockwise --global-batch-size 6"
+    ),
     "tied, large vocabulary, factors": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd {FACTORS}",
 }
 
@@ -350,6 +354,9 @@ MOVING = {
         "--recompute-num-layers 2"
     ),
     "parts, GEMM-last": f"{LLAMA} {PARTS} core_attn mlp_fc2 {GEMM_LAST}",
+    "fp8, mxfp8, layers in bf16": (
+        f"{LLAMA} {RATIO} 0.5 --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad --first-last-layers-bf16"
+    ),
     "all, attention again": f"{LLAMA} {RATIO} 1 --recompute-granularity selective --recompute-modules core_attn",
 }
 
