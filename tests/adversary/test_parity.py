@@ -25,7 +25,6 @@ QUICK = (
     "cp p2p",
     "cp all_gather",
     "cp a2a",
-    "fp8 dp optim_grads_params",
     "fp8 tp sp overlap",
 )
 # In random order, too: of each axis one, and an offload.

@@ -51,10 +51,15 @@ RUNS = {
     "documents, one sample": (1, f"{BF16} --reset-attention-mask --micro-batch-size 1"),
     "documents, all-to-all": (2, f"{BF16} {CP2} a2a --reset-attention-mask"),
     "offloaded states": (1, f"{BF16} --offload-optimizer-states"),
+    "fp8, delayed": (1, f"{BF16} --fp8-format hybrid"),
+    "fp8, blockwise, tp": (2, f"{BF16} {TP2} --fp8-format e4m3 --fp8-recipe blockwise --ffn-hidden-size 1536"),
 }  # fmt: skip
 
 
-SLOW = {"tp", "zero-1", "whole layers again", "documents, one sample", "offloaded states"}  # others do as much
+# Others do as much.
+SLOW = {
+    "tp", "zero-1", "whole layers again", "documents, one sample", "offloaded states", "fp8, delayed", "fp8, blockwise, tp",
+}  # fmt: skip
 
 
 def configured(ranks, flags):
