@@ -74,7 +74,7 @@ class Difference:
 
 
 def reduced(run: RunConfig, steps: int, layers: int = 2) -> RunConfig:
-    """Returns the run's model with its features at reduced size, on mock data, in fp32, without dropout.
+    """Returns the run's model with its features at reduced size, on mock data, in fp32, without FP8 and dropout.
 
     layers: an even number; a pattern of layers, as of windows, alternates.
 

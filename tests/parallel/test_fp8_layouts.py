@@ -46,7 +46,7 @@ LAYOUTS = [
     Layout(2, 1, True, pp=2),
 ]
 SHARDED = ["optim", "optim_grads", "optim_grads_params"]
-QUICK = {("blockwise", LAYOUTS[1]), ("delayed", LAYOUTS[4]), ("tensorwise", LAYOUTS[1])}
+QUICK = {("blockwise", LAYOUTS[1]), ("delayed", LAYOUTS[4])}
 
 
 def groups_of(layout):

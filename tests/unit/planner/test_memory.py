@@ -361,7 +361,9 @@ MOVING = {
 }
 
 
-@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("fp8") else []) for name in MOVING]
+)
 def test_planned_is_measured_where_activations_move(name):
     """What is cut in two is planned without the copy of its tail."""
     found = measure(0, 1, f"{MOVING[name]} {SMALL} --num-layers 6")
