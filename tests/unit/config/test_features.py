@@ -490,3 +490,22 @@ def test_products_of_experts():
     assert row(name, **experts) == ("grouped", "one per expert", ALONE.grouped_missing)
     grouped = dataclasses.replace(ALONE, grouped_missing=None)
     assert row(name, grouped, **experts) == ("grouped", "grouped", "")
+
+
+def test_fp8_products():
+    here = dataclasses.replace(ALONE, fp8_choice="emulated in fp32 (the device is cpu)")
+    ends = {"fp8_format": "hybrid", "bf16": True, "num_layers": 6, "first_last_layers_bf16": True}
+    history = {**ends, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max", "fp8_margin": 1}
+    assert not [each for each in rows(make_run()) if "FP8" in each.name]
+    assert row("FP8 products", here, **ends) == (
+        "hybrid, delayed", "emulated in fp32: 4 of 6 layers, not the head", "the device is cpu"
+    )  # fmt: skip
+    assert row("FP8 scales", here, **ends)[1] == "for the largest values of the last step, margin 0"
+    assert row("FP8 scales", here, **history)[:2] == (
+        "max of 16 steps, margin 1", "for the largest values of the last 16 steps, margin 1"
+    )  # fmt: skip
+    assert row("FP8 scales", here, **ends, fp8_recipe="blockwise")[:2] == ("blockwise", "of the present values")
+    name = "weight gradients of FP8 layers"
+    assert row(name, here, **ends) == ("FP8", "FP8", "")
+    assert row(name, here, **ends, fp8_wgrad=False) == ("bfloat16", "bfloat16", "--no-fp8-wgrad")
+    assert row("FP8 products of experts", here, **ends, num_experts=4)[:2] == ("FP8", "bfloat16")
