@@ -19,6 +19,13 @@ def fp8_has_no_loss_scale(fp8: Fp8Config, model: ModelConfig) -> str | None:
     return None
 
 
+def fp8_results_are_in_bf16(fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """GPUs multiply FP8 with results in bf16. A CPU emulates any."""
+    if not (model.bf16 or model.fp16) and parallel.device != "cpu":
+        return f"--fp8-format {fp8.fp8_format} needs --bf16; give it (fp32 parameters are for the emulation by --device cpu)"
+    return None
+
+
 def fp8_layers_are_left(fp8: Fp8Config, model: ModelConfig) -> str | None:
     """Not all layers stay in bf16."""
     assert model.num_layers
@@ -73,6 +80,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         return []
     always = [
         partial(fp8_has_no_loss_scale, run.fp8, run.model),
+        partial(fp8_results_are_in_bf16, run.fp8, run.model, run.parallel),
         partial(fp8_scale_is_known_before_chunks, run.fp8, run.parallel),
     ]
     if shape_is_pending(run.model, run.checkpoint):

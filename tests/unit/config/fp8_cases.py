@@ -12,9 +12,16 @@ TENSORWISE = {"fp8_recipe": "tensorwise"}
 
 # rule, fields that break it, fields that do not, world size, parts of the message
 FP8_CASES = [
-    (values_are_known, {"fp8_format": "e5m2"}, {"fp8_format": "e4m3"}, 1, ["--fp8-format", "e5m2", "hybrid"]),
+    (values_are_known, {"fp8_format": "e5m2"}, FP8, 1, ["--fp8-format", "e5m2", "hybrid"]),
     (numbers_are_in_range, {**FP8, "fp8_amax_history_len": 0}, FP8, 1, ["--fp8-amax-history-len", "got 0"]),
     (rules_fp8.fp8_has_no_loss_scale, {"fp8_format": "e4m3", "fp16": True}, FP8, 1, ["--fp8-format e4m3", "--fp16"]),
+    (
+        rules_fp8.fp8_results_are_in_bf16,
+        {"fp8_format": "e4m3"},
+        {"fp8_format": "e4m3", "device": "cpu"},
+        1,
+        ["--fp8-format e4m3 needs --bf16", "--device cpu"],
+    ),
     (
         rules_fp8.fp8_layers_are_left,
         {**ENDS, "num_layers": 2},
