@@ -23,7 +23,7 @@ from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops import attention
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.attention_segments import with_lengths
+from megatron.kernels.ops.attention_segments import Segments, with_lengths
 
 HEADS, GROUPS = 32, 8
 CHANNELS = (64, 128)
@@ -46,7 +46,11 @@ def cases(setting: Setting) -> list[Case]:
         "varlen, FlashAttention-2": varlen,
         "varlen, FlashAttention-3": functools.partial(flash_3, True),
     }
-    return [Case(name, functools.partial(measure, setting, kernel), 8.0, 45.0) for name, kernel in kernels.items()]
+    of = functools.partial
+    return [
+        *(Case(name, of(measure, setting, kernel), 8.0, 45.0) for name, kernel in kernels.items()),
+        *(Case(f"documents, {asked}", of(documents, setting, asked), 3.0) for asked in ("auto", "flash", "unfused")),
+    ]
 
 
 def measure(setting: Setting, opened: Callable[[Setting], AbstractContextManager[Kernel]]) -> Result:
@@ -97,6 +101,46 @@ def largest_error(kernel: Kernel, setting: Setting, length: int, channels: int, 
     return max(check_error(a, b, LIMIT, name) for a, b, name in zip(found, expected, names, strict=True))
 
 
+def documents(setting: Setting, asked: str) -> Result:
+    """Compares the kernel that a run with --attention-backend takes with fp32 on samples of several documents, some of one
+    token, with and without a window."""
+    s = setting.size(1024, 32)
+    lengths = [[1, s // 4, 1, s // 2, s - 2 - s // 4 - s // 2], [s - 1, 1]]
+    ids = torch.stack([torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in lengths])
+    segments = with_lengths(ids.to(device_of(setting)), [length for each in lengths for length in each])
+    values: dict[str, Any] = {}
+    for channels in CHANNELS:
+        kernel, choice = chosen(setting, asked, channels, documents=True)
+        for window in (None, s // 8):
+            shapes = [(s, 2, HEADS, channels), *2 * [(s, 2, GROUPS, channels)], (s, 2, HEADS * channels)]
+            *data, upstream = (random(*shape, setting=setting, seed=seed) for seed, shape in enumerate(shapes))
+            found, exact = (
+                with_gradients(each, [x.to(dtype) for x in data], upstream.to(dtype), segments, window)
+                for each, dtype in ((kernel, torch.bfloat16), (attention.unfused, torch.float32))
+            )
+            name = f"d{channels}{'' if window is None else ' window'}"
+            values[name] = max(check_error(a, b, LIMIT, name) for a, b in zip(found, exact, strict=True))
+    return Result(f"{choice}: error {max(values.values()):.1e}", values)
+
+
+def with_gradients(
+    kernel: AttentionKernel, data: list[Tensor], upstream: Tensor, segments: Segments, window: int | None
+) -> list[Tensor]:
+    """Returns the output and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in data]
+    scores = Scores(leaves[0].shape[-1] ** -0.5)
+    out = kernel(*leaves, scores=scores, segments=segments, window=window, dropout=0.0)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def chosen(setting: Setting, asked: str, channels: int, *, documents: bool) -> tuple[AttentionKernel, str]:
+    """Returns the attention of a run, and how the start-up table names it."""
+    heads = f"--num-attention-heads {HEADS} --num-query-groups {GROUPS} --kv-channels {channels}"
+    model = configured(f"{DECODER} --bf16 {heads} --attention-backend {asked}", setting).model
+    kernels = choose_kernels(model, device_of(setting), documents=documents)
+    return kernels.attention, kernels.attention_choice
+
+
 def times(kernel: Kernel, setting: Setting, length: int, channels: int) -> tuple[Timing, Timing]:
     """Returns the times of the forward, and of the backward: both together without the forward."""
     *data, upstream = inputs(setting, length, channels)
@@ -113,11 +157,9 @@ def times(kernel: Kernel, setting: Setting, length: int, channels: int) -> tuple
 @contextlib.contextmanager
 def framework(packed: bool, setting: Setting) -> Iterator[Kernel]:
     """Yields the kernel that a run with --attention-backend auto takes. packed: one whose samples hold several documents."""
-    heads = f"--num-attention-heads {HEADS} --num-query-groups {GROUPS} --kv-channels {max(CHANNELS)}"
-    model = configured(f"{DECODER} --bf16 {heads}", setting).model
-    kernels = choose_kernels(model, device_of(setting), documents=packed)
-    print(f"framework: {kernels.attention_choice}")
-    yield called(kernels.attention, packed=packed)
+    kernel, choice = chosen(setting, "auto", max(CHANNELS), documents=packed)
+    print(f"framework: {choice}")
+    yield called(kernel, packed=packed)
 
 
 def called(kernel: AttentionKernel, *, packed: bool) -> Kernel:

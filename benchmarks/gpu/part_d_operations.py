@@ -1,12 +1,13 @@
 """Part D: the operations around the GEMMs and attention: error against fp64, time, and share of the copy bandwidth.
 
-Each is measured as plain torch under autograd, as the framework computes it, as torch.compile does, and as Liger's kernels
-do if they are installed.
+Each is measured as plain torch under autograd, as the framework computes it in torch's kernels and in its own in Triton, as
+torch.compile does, and as Liger's kernels do if they are installed. A dry run has Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.measure import check_error, copy_rate, error, package, poison, random, timed
-from benchmarks.gpu.record import LaterError
 from benchmarks.gpu.runs import device_of
 from benchmarks.gpu.shapes import layer_shape
 from megatron.base.heartbeat import Heartbeat
@@ -25,27 +25,29 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.groups import Group
 from megatron.core.optimizer.update_rule import Inputs, update
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.kernels.fused import choose_fused
-from megatron.kernels.ops import activation, norm, rope, weight_grad
+from megatron.kernels.fused import SEPARATE, LayerKernels, choose_fused, load
+from megatron.kernels.ops import norm, rope, weight_grad
 from megatron.kernels.ops.adam import AdamRun
+from megatron.spec.mlp import SWIGLU
 
 EPSILON = 1e-5  # of norms
 BETAS, EPS = (0.9, 0.95), 1e-8  # of AdamW
 # An operation rounds its results to bf16, and some round once more on the way.
 LIMIT = 4 * 2.0**-8
-Function = Callable[..., Tensor]
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 class Operation(NamedTuple):
     """An operation in all its implementations.
 
-    plain: in torch, in the dtype of its inputs. data: makes the inputs of `dtype`; those that need a gradient, and others.
-    nbytes: the least bytes that forward and backward read and write.
+    plain: in torch, in the dtype of its inputs. framework: with some kernels. liger: None where Liger has none. data: makes
+    the inputs of `dtype`; those that need a gradient, and others. nbytes: the least bytes that forward and backward read and
+    write.
     """
 
     plain: Function
-    framework: Function
-    liger: Callable[[], Function]
+    framework: Callable[[LayerKernels], Function]
+    liger: Callable[[], Function] | None
     data: Callable[[torch.dtype], tuple[list[Tensor], list[Tensor]]]
     nbytes: int
 
@@ -53,27 +55,23 @@ class Operation(NamedTuple):
 def cases(setting: Setting) -> list[Case]:
     """Returns the cases of this part."""
     of = functools.partial
-    found = [
-        Case(f"{name}, {way}", of(measure, setting, name, way), 4.0, 60.0)
-        for name in operations(setting)
-        for way in ("plain", "framework", "inductor", "liger")
-    ]
+    if not setting.cuda:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     return [
-        *found,
-        *(Case(f"{name}, fused", later) for name in ("add + rms_norm", "split + rope", "cross entropy in one pass")),
+        *(
+            Case(f"{name}, {way}", of(measure, setting, name, way), 3.0, 60.0)
+            for name, operation in operations(setting).items()
+            for way in ("plain", "framework", "triton", "inductor", *(["liger"] if operation.liger else []))
+        ),
         Case("weight gradient", of(weight_gradient, setting), 3.0),
         Case("adamw", of(adamw, setting), 4.0),
     ]
 
 
-def later() -> Result:
-    """A kernel that the framework does not have."""
-    raise LaterError("the framework has no fused kernels of its own for this operation")
-
-
-def operations(setting: Setting) -> dict[str, Operation]:
-    """Returns the operations of a layer, at its sizes."""
+def operations(setting: Setting, *, interpreted: bool = False) -> dict[str, Operation]:
+    """Returns the operations of a layer, at its sizes. interpreted: of a few tokens, for Triton's interpreter."""
     shape = layer_shape(setting)
+    shape = shape._replace(tokens=8) if interpreted else shape
     n, h, f, v = shape.tokens, shape.hidden, shape.ffn, shape.vocabulary
     made = functools.partial(random, setting=setting)
 
@@ -97,16 +95,55 @@ def operations(setting: Setting) -> dict[str, Operation]:
         targets = torch.randint(v, (n, 1), generator=torch.Generator().manual_seed(1)).to(setting.device)
         return [made(n, 1, v, seed=0, scale=3.0).to(dtype)], [targets]
 
+    def sum_data(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        (x, weight), _ = norm_data(dtype)
+        return [x, made(n, h, seed=2).to(dtype), weight], []
+
+    def split_data(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        queries = shape.heads // shape.groups
+        return [made(n, 1, shape.groups, queries + 2, shape.head, seed=0).to(dtype)], rope_data(dtype)[1]
+
     alone = Group("tp", (0,), 0, None, Heartbeat(0))
+    in_torch = rope.SplitRotation(rope.split, rope.join)
     return {
         "rms_norm": Operation(
-            plain_rms_norm, lambda x, w: norm.rms_norm(x, w, EPSILON), liger_rms_norm, norm_data, 10 * n * h
+            plain_rms_norm,
+            lambda kernels: lambda x, w: norm.rms_norm(x, w, EPSILON, norm.own, kernels.norm),
+            liger_rms_norm,
+            norm_data,
+            10 * n * h,
         ),
-        "swiglu": Operation(plain_swiglu, activation.swiglu, liger_swiglu, swiglu_data, 16 * n * f),
-        "rope": Operation(plain_rope, rope.rotate, liger_rope, rope_data, 8 * n * shape.heads * shape.head),
+        "add + rms_norm": Operation(
+            plain_add_norm,
+            lambda kernels: lambda x, branch, w: norm.add_norm(x, branch, w, None, EPSILON, kernels.norm),
+            None,
+            sum_data,
+            16 * n * h,
+        ),
+        "swiglu": Operation(
+            plain_swiglu, lambda kernels: kernels.activations[SWIGLU], liger_swiglu, swiglu_data, 16 * n * f
+        ),
+        "rope": Operation(
+            plain_rope,
+            lambda kernels: functools.partial(rope.rotate, once=kernels.rotate_once),
+            liger_rope,
+            rope_data,
+            8 * n * shape.heads * shape.head,
+        ),
+        "split + rope": Operation(
+            plain_split,
+            lambda kernels: functools.partial(
+                rope.split_and_rotate, interleaved=False, kernel=kernels.split or in_torch
+            ),
+            None,
+            split_data,
+            8 * n * (shape.heads + 2 * shape.groups) * shape.head,
+        ),
         "cross entropy": Operation(
             plain_cross_entropy,
-            lambda x, targets: vocab_parallel_cross_entropy(x, targets, v, alone),
+            lambda kernels: (
+                lambda x, targets: vocab_parallel_cross_entropy(x, targets, v, alone, kernel=kernels.cross_entropy)
+            ),
             liger_cross_entropy,
             loss_data,
             6 * n * v,
@@ -120,6 +157,12 @@ def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)).to(x.dtype) * weight
 
 
+def plain_add_norm(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum, and its norm."""
+    total = x + branch
+    return total, plain_rms_norm(total, weight)
+
+
 def plain_swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up."""
     gate, up = x.chunk(2, dim=-1)
@@ -130,6 +173,12 @@ def plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates channels that are half a head apart."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def plain_split(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries and keys, and values, of groups of heads."""
+    queries, keys = qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2]
+    return plain_rope(queries, cos, sin), plain_rope(keys, cos, sin), qkv[:, :, :, -1]
 
 
 def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -177,22 +226,30 @@ def liger_cross_entropy() -> Function:
 
 def measure(setting: Setting, name: str, way: str) -> Result:
     """Compares one implementation of an operation with fp64, and measures forward and backward together."""
-    operation = operations(setting)[name]
+    interpreted = way == "triton" and not setting.cuda
+    operation = operations(setting, interpreted=interpreted)[name]
     if way == "liger":
+        assert operation.liger is not None
         function = operation.liger()
         setting.needs_cuda("Liger")
     elif way == "inductor":
         # On the CPU the graph is traced and not compiled: a compiler would take longer than the whole dry run.
         function = torch.compile(operation.plain, backend="aot_eager" if setting.toy else "inductor")
+    elif way == "triton":
+        package("triton")
+        function = operation.framework(load())
     else:
-        function = operation.plain if way == "plain" else operation.framework
+        function = operation.plain if way == "plain" else operation.framework(SEPARATE)
     data, constants = operation.data(torch.bfloat16)
-    upstream = random(*operation.plain(*data, *constants).shape, setting=setting, seed=9)
-    expected = passes(operation.plain, *operation.data(torch.float64), upstream.double())
+    shapes = [out.shape for out in listed(operation.plain(*data, *constants))]
+    upstream = [random(*shape, setting=setting, seed=9 + number) for number, shape in enumerate(shapes)]
+    expected = passes(operation.plain, *operation.data(torch.float64), [each.double() for each in upstream])
     poison(setting)
     found = passes(function, data, constants, upstream)
     errors = [check_error(a, b, LIMIT, name) for a, b in zip(found, expected, strict=True)]
     del expected, found
+    if interpreted:
+        return Result(f"error {max(errors):.1e} in Triton's interpreter", {"error": max(errors)})
     timing = timed(lambda: passes(function, data, constants, upstream), setting)
     rate = operation.nbytes / (timing.ms / 1e3) / 1e9
     share = rate / copy_rate(setting)
@@ -200,11 +257,19 @@ def measure(setting: Setting, name: str, way: str) -> Result:
     return Result(f"{timing} forward and backward, {100 * share:.0f} % of a copy, error {max(errors):.1e}", values)
 
 
-def passes(function: Function, data: Sequence[Tensor], constants: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Returns the output and the gradients."""
+def listed(out: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    """Returns the results of an operation with one or several."""
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+def passes(
+    function: Function, data: Sequence[Tensor], constants: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> list[Tensor]:
+    """Returns the results and the gradients."""
     leaves = [x.detach().requires_grad_() for x in data]
-    out = function(*leaves, *constants)
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+    out = listed(function(*leaves, *constants))
+    grads = [grad.to(each.dtype) for grad, each in zip(upstream, out, strict=True)]
+    return [*(each.detach() for each in out), *torch.autograd.grad(out, leaves, grads)]
 
 
 def weight_gradient(setting: Setting) -> Result:
@@ -248,8 +313,9 @@ def adamw(setting: Setting) -> Result:
     values_of = dict(zip(("master", "exp_avg", "exp_avg_sq"), (state[0], *state[2:]), strict=True))
     config = OptimizerConfig(adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS)
     runs = [AdamRun(0, numel, True, False)]
-    make = choose_fused(ModelConfig(hidden_size=256), setting.device, torch.bfloat16, config)[0].make_adamw
-    one_pass = None if make is None else make(runs, setting.device)
+    device = device_of(setting)
+    make = choose_fused(ModelConfig(hidden_size=256), device, torch.bfloat16, config)[0].make_adamw
+    one_pass = None if make is None else make(runs, device)
     step = functools.partial(update, config, runs, values_of, state[1], weights, inputs, one_pass)
     step()
     values = {"error": check_error(state[0][few], exact, 1e-5, "masters"), "weights_error": error(weights[few], exact)}

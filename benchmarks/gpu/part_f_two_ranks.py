@@ -7,12 +7,12 @@ and their kernels take turns. So this checks numbers, order and memory, and no t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.pair import Pair
-from benchmarks.gpu.runs import DECODER, losses, start
+from benchmarks.gpu.part_g_speed import needs
+from benchmarks.gpu.runs import DECODER, DECODER_FP8, losses, start
 
 STEPS = 3
 LIMIT = 1e-5  # of losses in fp32; sums have another order
@@ -44,6 +44,17 @@ LAYOUTS = {
     "CP 2, a2a": f"{CP} --cp-comm-type a2a",
     "CP 2, a2a+p2p": f"{CP} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
 }
+# Sums of another order change the number in FP8 that an element is rounded to, here and there.
+FP8_LIMIT = 3e-3
+FP8_LAYOUTS = {
+    f"{name}, fp8 {recipe}": f"{flags} --fp8-format hybrid --fp8-recipe {recipe}"
+    for name, flags, recipe in (
+        ("TP 2, sequence parallel", f"{TP} --sequence-parallel", "blockwise"),
+        ("TP 2", TP, "tensorwise"),
+        ("PP 2, zb-h1", f"{PP} --pipeline-schedule zb-h1", "delayed"),
+        ("DP 2, ZeRO-3, overlap", f"{SMALL_BUCKETS} {STRATEGY} optim_grads_params {OVERLAP}", "delayed"),
+    )
+}
 GATHERS, GATHERED_BYTES = 50, 1 << 22
 
 
@@ -52,25 +63,33 @@ def cases(setting: Setting) -> list[Case]:
     pair = Pair(setting)
 
     @functools.cache
-    def expected() -> list[float]:
-        return losses(DECODER, STEPS, setting, start(setting))
+    def expected(flags: str) -> list[float]:
+        return losses(flags, STEPS, setting, start(setting))
+
+    def fp8(flags: str) -> Result:
+        recipe = " ".join(flags.split()[flags.split().index("--fp8-format") :])
+        needs(setting, recipe)
+        return compare(pair, DECODER_FP8, flags, expected(f"{DECODER_FP8} {recipe}"), FP8_LIMIT)
+
+    def plain(flags: str) -> Result:
+        return compare(pair, DECODER, flags, expected(DECODER), LIMIT)
 
     return [
-        *(Case(name, functools.partial(compare, pair, flags, expected), 6.0, 90.0) for name, flags in LAYOUTS.items()),
+        *(Case(name, functools.partial(plain, flags), 5.0, 90.0) for name, flags in LAYOUTS.items()),
+        *(Case(name, functools.partial(fp8, flags), 6.0, 90.0) for name, flags in FP8_LAYOUTS.items()),
         Case("DP 2, buckets leave during backward", functools.partial(buckets_leave, pair), 6.0),
         Case("memory after gathers", functools.partial(memory_after_gathers, pair), 4.0),
         Case("contexts", functools.partial(contexts, setting, pair), 4.0),
     ]
 
 
-def compare(pair: Pair, flags: str, expected: Callable[[], list[float]]) -> Result:
+def compare(pair: Pair, model: str, flags: str, reference: list[float], limit: float) -> Result:
     """Checks the losses of two ranks against those of one."""
-    reference = expected()
-    found = pair.ask({"work": "train", "flags": f"{DECODER} {flags}", "steps": STEPS})
+    found = pair.ask({"work": "train", "flags": f"{model} {flags}", "steps": STEPS})
     ours = [answer["losses"] for answer in found]
     check(ours[0] == ours[1], f"the ranks report different losses: {ours[0]} and {ours[1]}")
     off = max(abs(a - b) / abs(b) for a, b in zip(ours[0], reference, strict=True))
-    check(off <= LIMIT, f"losses {ours[0]} and not {reference}: off by {off:.1e}, and {LIMIT:.0e} is the limit")
+    check(off <= limit, f"losses {ours[0]} and not {reference}: off by {off:.1e}, and {limit:.0e} is the limit")
     return Result(f"{STEPS} losses within {off:.0e} of one rank", {"difference": off, "losses": ours[0]})
 
 

@@ -6,9 +6,11 @@ import functools
 from typing import Any
 
 from benchmarks.gpu.case import Case, Result, Setting
-from benchmarks.gpu.measure import copy_rate, gemm_rate
-from benchmarks.gpu.record import LaterError
-from benchmarks.gpu.runs import TOY, described, measure_speed, start
+from benchmarks.gpu.measure import copy_rate, gemm_rate, package
+from benchmarks.gpu.record import LaterError, NotRunError
+from benchmarks.gpu.runs import TOY, TOY_FP8, described, device_of, measure_speed, start
+from megatron.config.run import flag_fields
+from megatron.kernels.ops.fp8 import scaled_mm
 
 # 8 of 32 layers and a quarter of the vocabulary, so that the head has the same share as in the whole model.
 SLICE_8B = (
@@ -19,47 +21,46 @@ MODEL_1B = (
     "--preset llama3.2-1b --vocab-size 128256 --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 --bf16"
 )
 HOST_BOUND = "--seq-length 64 --micro-batch-size 1 --global-batch-size 4"
+FP8 = "--fp8-format hybrid --fp8-recipe"
+ENGINE = "--transformer-impl transformer_engine"
 WAYS = {
     "baseline": "",
+    "fp8 blockwise": f"{FP8} blockwise",
+    "fp8 tensorwise": f"{FP8} tensorwise",
+    "fp8 delayed": f"{FP8} delayed",
+    "Transformer Engine": ENGINE,
+    "no fused kernels": "--no-persist-layer-norm --no-bias-swiglu-fusion --no-rope-fusion",
     "one microbatch per step": "--global-batch-size 1",
     "no fused gradient accumulation": "--no-gradient-accumulation-fusion",
     "recompute norms and activations": "--kaimm-recompute-norm --kaimm-recompute-mlp-activation-func",
 }
-NOT_YET = {
-    "fused norm, SwiGLU and RoPE": "the framework has no fused kernels of its own",
-    "fused cross entropy": "the framework has no fused kernels of its own",
-    "asynchronous update": "every step waits for the gradient norm on the host",
-    "fp8 tensorwise": "the framework does not train in fp8",
-    "fp8 blockwise": "the framework does not train in fp8",
-    "Transformer Engine": "--transformer-impl transformer_engine is taken as local",
-}
+ATTENTION = {"FlashAttention": "--attention-backend flash", "cuDNN": "--attention-backend fused"}
+# Layers whose kernels take as long as the host needs to launch them.
+GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 
 
 def cases(setting: Setting) -> list[Case]:
-    """Returns the cases of this part."""
+    """Returns the cases of this part, those that matter most first: the last ones are skipped when time runs out."""
     of = functools.partial
     ceilings: dict[str, float] = {}
-    slice_8b, model_1b = (f"{TOY} --bf16", f"{TOY} --bf16 --num-layers 1") if setting.toy else (SLICE_8B, MODEL_1B)
+    slice_8b, model_1b = (f"{TOY_FP8} --bf16", f"{TOY} --bf16 --num-layers 1") if setting.toy else (SLICE_8B, MODEL_1B)
+    ways, models = {**WAYS, **ATTENTION}, {"": model_1b, ", CUDA graphs": f"{model_1b} {GRAPHS}"}
     return [
         Case("ceilings", of(measure_ceilings, setting, ceilings), 4.0),
         *(
-            Case(f"8B slice, {name}", of(measure, setting, f"{slice_8b} {flags}", ceilings), 25.0, 90.0)
-            for name, flags in WAYS.items()
+            Case(f"8B slice, {name}", of(measure, setting, f"{slice_8b} {flags}", ceilings), 18.0, 90.0)
+            for name, flags in list(ways.items())[:5]
+        ),
+        *(Case(f"1B{name}", of(measure, setting, flags, ceilings), 16.0, 90.0) for name, flags in models.items()),
+        *(
+            Case(f"1B{name}, time of the host", of(measure_host, setting, flags), 10.0, 60.0)
+            for name, flags in models.items()
         ),
         *(
-            Case(f"8B slice, {name}", of(measure_attention, setting, slice_8b, asked, ceilings), 25.0, 90.0)
-            for name, asked in (("FlashAttention", "flash"), ("cuDNN", "fused"))
+            Case(f"8B slice, {name}", of(measure, setting, f"{slice_8b} {flags}", ceilings), 18.0, 90.0)
+            for name, flags in list(ways.items())[5:]
         ),
-        *(Case(f"8B slice, {name}", of(later, reason)) for name, reason in NOT_YET.items()),
-        Case("1B, baseline", of(measure, setting, model_1b, ceilings), 20.0, 90.0),
-        Case("1B, time of the host", of(measure_host, setting, model_1b), 12.0, 60.0),
-        Case("1B, CUDA graphs", of(later, "the framework does not capture CUDA graphs")),
     ]
-
-
-def later(reason: str) -> Result:
-    """A choice that a run does not have."""
-    raise LaterError(reason)
 
 
 def measure_ceilings(setting: Setting, ceilings: dict[str, float]) -> Result:
@@ -72,20 +73,34 @@ def measure_ceilings(setting: Setting, ceilings: dict[str, float]) -> Result:
 
 
 def measure(setting: Setting, flags: str, ceilings: dict[str, float]) -> Result:
-    """Trains, and measures the steps."""
+    """Trains, and measures the steps. Raises NotRunError for flags that have no effect or cannot run here."""
+    needs(setting, flags)
     speed = measure_speed(flags, setting, start(setting))
     values: dict[str, Any] = {**vars(speed), "step": speed.step.ms, "spread": speed.step.spread}
     return Result(described(speed, list(ceilings.items())), values)
 
 
-def measure_attention(setting: Setting, flags: str, asked: str, ceilings: dict[str, float]) -> Result:
-    """The baseline has the first kernel that can run; --attention-backend flash is FlashAttention, fused is cuDNN."""
-    setting.needs_cuda(f"--attention-backend {asked}")
-    return measure(setting, f"{flags} --attention-backend {asked}", ceilings)
+def needs(setting: Setting, flags: str) -> None:
+    """Raises NotRunError if the framework lacks a flag, or this GPU or an installation lacks what it asks for.
+
+    On a CPU the flags of kernels for GPUs are accepted, so a dry run plays them.
+    """
+    words = flags.split()
+    if "--cuda-graph-impl" in words and "cuda_graph_impl" not in flag_fields():
+        raise LaterError("the framework does not capture CUDA graphs")
+    if not setting.cuda:
+        return
+    if "--fp8-recipe" in words:
+        reason = scaled_mm.why_not(words[words.index("--fp8-recipe") + 1], device_of(setting))
+        if reason is not None:
+            raise NotRunError(reason)
+    if "--transformer-impl" in words:
+        package("transformer_engine.pytorch")
 
 
 def measure_host(setting: Setting, flags: str) -> Result:
     """Measures steps of so few tokens that the GPU waits for the host: the time that the host needs to queue a step."""
+    needs(setting, flags)
     speed = measure_speed(f"{flags} {HOST_BOUND}", setting, start(setting))
     per_microbatch = speed.step.ms / 4
     return Result(

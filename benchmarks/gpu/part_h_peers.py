@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.case import Case, Result, Setting
 from benchmarks.gpu.measure import combine, gemm_rate, package
-from benchmarks.gpu.part_g_speed import SLICE_8B
-from benchmarks.gpu.runs import TOY, Peak, Speed, configured, described, device_of, measure_speed, start, step_flops
+from benchmarks.gpu.part_g_speed import FP8, SLICE_8B, needs
+from benchmarks.gpu.runs import TOY_FP8, Peak, Speed, configured, described, device_of, measure_speed, start, step_flops
 from megatron.config.run import RunConfig
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
@@ -43,19 +43,23 @@ def cases(setting: Setting) -> list[Case]:
         "Transformer Engine, fp8 current": of(engine, recipe="Float8CurrentScaling"),
     }
     return [
-        Case("this framework", of(framework, setting), 12.0, 60.0),
-        *(Case(name, of(measure, setting, made), 13.0, 120.0) for name, made in peers.items()),
+        *(
+            Case(f"this framework{name}", of(framework, setting, flags), 11.0, 60.0)
+            for name, flags in (("", ""), (", fp8 tensorwise", f"{FP8} tensorwise"))
+        ),
+        *(Case(name, of(measure, setting, made), 11.0, 120.0) for name, made in peers.items()),
     ]
 
 
 def shape(setting: Setting) -> str:
     """Returns the flags of the model, with one microbatch per step."""
-    return f"{TOY if setting.toy else SLICE_8B} --bf16 --global-batch-size 1"
+    return f"{TOY_FP8 if setting.toy else SLICE_8B} --bf16 --global-batch-size 1"
 
 
-def framework(setting: Setting) -> Result:
+def framework(setting: Setting, flags: str) -> Result:
     """The framework with one microbatch per step, in fp32 masters, moments and gradients."""
-    speed = measure_speed(shape(setting), setting, start(setting), WARM, TIMED)
+    needs(setting, flags)
+    speed = measure_speed(f"{shape(setting)} {flags}", setting, start(setting), WARM, TIMED)
     return Result(
         described(speed, [("a large GEMM", gemm_rate(setting))]), {"tflops": speed.tflops, "ms": speed.step.ms}
     )

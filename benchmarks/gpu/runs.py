@@ -36,7 +36,12 @@ DECODER = (
     f"{LLAMA} --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 64 --vocab-size 256 --micro-batch-size 1 --global-batch-size 4"
 )
-TOY = DECODER.replace("--num-layers 4", "--num-layers 2").replace("--global-batch-size 4", "--global-batch-size 2")
+# The same with widths that every recipe of FP8 can multiply, also on two tensor-parallel ranks: multiples of 128.
+DECODER_FP8 = f"{DECODER} --hidden-size 256 --ffn-hidden-size 512 --kv-channels 64 --seq-length 128"
+TOY, TOY_FP8 = (
+    flags.replace("--num-layers 4", "--num-layers 2").replace("--global-batch-size 4", "--global-batch-size 2")
+    for flags in (DECODER, DECODER_FP8)
+)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu import checklist, driver, expected, part_g_speed, part_h_peers, part_j_memory
 from benchmarks.gpu.case import Setting
 from benchmarks.gpu.driver import Driver
-from benchmarks.gpu.fp8 import RECIPES, Quantized, dequantized, quantize
 from benchmarks.gpu.pair import Pair
 from benchmarks.gpu.part_b_tests import read_junit
 from benchmarks.gpu.part_i_profile import Span, calls, gaps_of, summary
@@ -230,29 +228,6 @@ class TestExpected:
             assert 0.5 * gpu.bf16 < rate < gpu.bf16 * expected.PRODUCT
             if gpu.fp8:
                 assert rate < expected.model_flops() / expected.step_seconds(gpu, fp8=True) / 1e12 < 2 * rate
-
-
-class TestFp8:
-    @pytest.mark.parametrize("recipe", RECIPES)
-    @pytest.mark.parametrize("weight", [False, True])
-    def test_values_are_within_half_a_step(self, recipe, weight):
-        """e4m3 has 3 bits after the first: half a step is 1/16 of the number, and of the smallest normal one below it."""
-        x = torch.randn(256, 384, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 2, 256)[:, None]
-        found = quantize(x, recipe, weight=weight)
-        assert found.data.dtype == torch.float8_e4m3fn and found.data.float().abs().max() == 448
-        step = x.abs().maximum(2.0**-6 * expanded(found)) / 16
-        assert ((dequantized(found) - x).abs() <= step * (1 + 1e-5)).all()
-
-    def test_gradients_of_one_scale_have_the_wider_range(self):
-        assert quantize(torch.ones(128, 128), "tensorwise", gradient=True).data.dtype == torch.float8_e5m2
-
-    def test_zeros(self):
-        assert all(dequantized(quantize(torch.zeros(128, 128), recipe)).eq(0).all() for recipe in RECIPES)
-
-
-def expanded(x):
-    """The factors, one per element."""
-    return dequantized(Quantized(torch.ones_like(x.data.float()).to(x.data.dtype), x.inverse, x.block))
 
 
 class TestProfile:
