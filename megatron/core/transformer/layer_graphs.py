@@ -13,8 +13,8 @@ gradients are always added: the first backward of a step sets them to zero befor
 layer happened at the capture: collectives of a layer are neither announced nor followed by the heartbeat. A hang in one
 shows in the next collective behind it.
 
-Between two graphs there is one tensor, the residual stream: the last addition of a layer is a kernel of its own, and not part
-of the next layer's norm.
+Between two graphs there is one tensor, the residual stream: the last addition of a layer is a kernel of its own, and not
+part of the next layer's norm.
 
 [Note: when graphs are captured]
 At the beginning of a step, after some steps without graphs: by then kernels are loaded, communicators and work spaces made,
