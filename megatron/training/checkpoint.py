@@ -277,7 +277,7 @@ def _replicated(prefix: str, kind: str, buffers: Mapping[str, Tensor], groups: G
 
 
 def _weights(parameters: dict[str, Parameter], data_parallel: DataParallel, groups: Groups) -> list[ShardedTensor]:
-    """This rank's weights; of those that come and go, as ranks share them or they are away, its slices alone.
+    """This rank's weights; of those whose memory is freed after use, its slices alone.
 
     What stays must be loaded whole, also where ranks share its optimizer: nothing gathers it before the first update.
     """

@@ -39,12 +39,12 @@ class Fp8Layers:
         groups: Groups,
         plain: Kernels,
         chosen: Fp8Kernels,
-        come_and_go: Collection[str],
+        freed: Collection[str],
         device: torch.device,
     ) -> None:
         """Gives the layers their kernels. plain: the kernels of products that are not in FP8.
 
-        come_and_go: parameters that are away between two uses: their quantized form is not kept either.
+        freed: parameters whose memory is freed between two uses. Their quantized form is not kept either.
         """
         linears, modules = fp8_linears(spec, config), dict(model.named_modules())
         self.scales = DelayedScales(list(linears), config, groups.world, device) if config.is_delayed else None
@@ -64,7 +64,7 @@ class Fp8Layers:
                         groups,
                         chosen,
                         device,
-                        keep_weight=f"{name}.weight" not in come_and_go,
+                        keep_weight=f"{name}.weight" not in freed,
                         weight_grad=None if config.fp8_wgrad else plain.weight_grad,
                     ),
                 )

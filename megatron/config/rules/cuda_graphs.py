@@ -26,7 +26,7 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
     if model.hidden_dropout or model.attention_dropout:
         yield "dropout, which draws other numbers each time; give --hidden-dropout 0 --attention-dropout 0"
     if model.lora_rank:
-        yield "adapters between frozen weights, which has not been written; remove --lora-rank"
+        yield "adapters, whose layers hold frozen weights: their graphs are not supported; remove --lora-rank"
     if run.fp8.fp8_format is not None:
         yield "FP8 products, whose weights are quantized once per step; remove --fp8-format"
     if run.data.separate_documents:

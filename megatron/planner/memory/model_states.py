@@ -138,7 +138,7 @@ def state_memory(
 
 
 def _quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, offloaded_layers: int) -> int:
-    """Returns the bytes of quantized weights that a rank keeps during a step: not of those that come and go."""
+    """Returns the bytes of quantized weights that a rank keeps during a step: none of weights that are freed after use."""
     fp8 = sizes.fp8
     if fp8 is None:
         return 0
