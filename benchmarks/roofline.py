@@ -205,7 +205,7 @@ def fused_kernels(work: CountedWork) -> Iterator[None]:
     kernel = importlib.import_module("triton.runtime.jit").JITFunction
     with (
         mock.patch.object(fused, "_missing", lambda device: None),
-        mock.patch.object(fused, "_failure", lambda trial: None),
+        mock.patch.object(fused, "failure_of", lambda trial: None),
         mock.patch.object(kernel, "run", lambda self, *args, **options: work.launch(self, *args, **options)),
     ):
         yield
