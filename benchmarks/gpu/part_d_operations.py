@@ -63,6 +63,7 @@ def cases(setting: Setting) -> list[Case]:
             for name, operation in operations(setting).items()
             for way in ("plain", "framework", "triton", "inductor", *(["liger"] if operation.liger else []))
         ),
+        *(Case(f"merge of blocks, {way}", of(merge_blocks, setting, way), 2.0) for way in ("framework", "triton")),
         Case("weight gradient", of(weight_gradient, setting), 3.0),
         Case("adamw", of(adamw, setting), 4.0),
     ]
@@ -270,6 +271,30 @@ def passes(
     out = listed(function(*leaves, *constants))
     grads = [grad.to(each.dtype) for grad, each in zip(upstream, out, strict=True)]
     return [*(each.detach() for each in out), *torch.autograd.grad(out, leaves, grads)]
+
+
+def merge_blocks(setting: Setting, way: str) -> Result:
+    """Compares the merge of two blocks of context-parallel attention with fp64, and measures it: 10 bytes per element."""
+    interpreted, shape = way == "triton" and not setting.cuda, layer_shape(setting)
+    if way == "triton":
+        package("triton")
+    kernel = (load() if way == "triton" else SEPARATE).merge
+    n, made = 8 if interpreted else shape.tokens, functools.partial(random, setting=setting)
+    out = made(n, 1, shape.heads, shape.head, seed=0, dtype=torch.float32)
+    block = made(n, 1, shape.heads, shape.head, seed=1)
+    lse, block_lse = (made(1, shape.heads, n, seed=seed, dtype=torch.float32) for seed in (2, 3))
+    weights = torch.softmax(torch.stack((lse, block_lse)).double(), dim=0).permute(0, 3, 1, 2).unsqueeze(-1)
+    exact = weights[0] * out.double() + weights[1] * block.double()
+    poison(setting)
+    merged, merged_lse = out.clone(), lse.clone()
+    kernel(merged, merged_lse, block, block_lse)
+    values = {"error": check_error(merged, exact, 1e-5, "output")}
+    check_error(merged_lse, torch.logaddexp(lse.double(), block_lse.double()), 1e-5, "log-sum-exp")
+    if interpreted:
+        return Result(f"error {values['error']:.1e} in Triton's interpreter", values)
+    timing = timed(lambda: kernel(merged, merged_lse, block, block_lse), setting)
+    values |= {"ms": timing.ms, "share_of_copy": timing.rate(10 * out.numel()) / 1e9 / copy_rate(setting)}
+    return Result(f"{timing}, {100 * values['share_of_copy']:.0f} % of a copy, error {values['error']:.1e}", values)
 
 
 def weight_gradient(setting: Setting) -> Result:

@@ -11,8 +11,8 @@ from typing import Any
 from megatron.base.errors import ConfigError
 
 OK, FAILED, TIMEOUT, CRASHED = "ok", "failed", "timeout", "crashed"
-MISSING, LATER, SKIPPED = "missing", "not there yet", "skipped"
-STATUSES = (OK, FAILED, TIMEOUT, CRASHED, MISSING, LATER, SKIPPED)
+MISSING, SKIPPED = "missing", "skipped"
+STATUSES = (OK, FAILED, TIMEOUT, CRASHED, MISSING, SKIPPED)
 BAD = (FAILED, TIMEOUT, CRASHED)
 LISTED = "failures"  # the value of a record whose lines report.md lists
 START = "(start)"  # the case of a part that ended before its first case
@@ -31,12 +31,6 @@ class MissingError(NotRunError):
 
     def __init__(self, package: str) -> None:
         super().__init__(f"missing: package {package}")
-
-
-class LaterError(NotRunError):
-    """The framework does not have the feature yet."""
-
-    status = LATER
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 
 from benchmarks.gpu.case import Case, Result
-from benchmarks.gpu.record import LaterError, MissingError
+from benchmarks.gpu.record import MissingError, NotRunError
 
 CHILD = "child.pid"
 
@@ -24,8 +24,8 @@ def missing():
     raise MissingError("nowhere")
 
 
-def later():
-    raise LaterError("not written")
+def skipped():
+    raise NotRunError("not on this GPU")
 
 
 def crash():
@@ -75,7 +75,7 @@ def cases(setting):
         Case("good", good),
         Case("bad", bad),
         Case("missing", missing),
-        Case("later", later),
+        Case("skipped", skipped),
         Case("crash", crash),
         Case("after the crash", good),
         Case("crash beside a fork", crash_beside_a_fork),

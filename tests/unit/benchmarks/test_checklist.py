@@ -16,7 +16,6 @@ from benchmarks.gpu.parts import PARTS, Part, chosen
 from benchmarks.gpu.record import (
     CRASHED,
     FAILED,
-    LATER,
     MISSING,
     OK,
     SKIPPED,
@@ -52,7 +51,7 @@ OUTCOMES = {
     "good": OK,
     "bad": FAILED,
     "missing": MISSING,
-    "later": LATER,
+    "skipped": SKIPPED,
     "crash": CRASHED,
     "after the crash": OK,
     "crash beside a fork": CRASHED,
@@ -96,7 +95,7 @@ class TestDriver:
             time.sleep(0.01)
 
     def test_chosen_cases(self, tmp_path):
-        assert list(run(tmp_path, [(PART, {"later", "good"})])) == ["good", "later"]
+        assert list(run(tmp_path, [(PART, {"skipped", "good"})])) == ["good", "skipped"]
 
     def test_a_part_that_cannot_start_stops_nothing(self, tmp_path):
         broken = Part("X", "broken", "benchmarks.gpu.no_such_part", 30.0)
@@ -189,7 +188,7 @@ class TestSizes:
 
     GPU = Setting("cuda", False, Path())
 
-    @pytest.mark.parametrize("flags", part_g_speed.WAYS.values())
+    @pytest.mark.parametrize("flags", [*part_g_speed.WAYS.values(), *part_g_speed.ATTENTION.values()])
     def test_slice(self, flags):
         assert configured(f"{part_g_speed.SLICE_8B} {flags}", self.GPU).model.vocab_size == 32064
 
@@ -275,7 +274,7 @@ def test_a_pair_goes_on_after_a_failed_job(tmp_path):
 
 
 FILES = {"results.jsonl", "report.md", "log.txt", "tests_gpu.xml"}
-FILES |= {"profile_baseline.json", "profile_torch_chooses_attention.json"}
+FILES |= {f"profile_{name}.json" for name in ("baseline", "fp8_blockwise", "cuDNN")}
 
 
 @pytest.mark.slow

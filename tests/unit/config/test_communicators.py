@@ -109,7 +109,6 @@ run_of(sys.argv[1:], "")
             f"{path}: max_ctas of tp is 'many', not a whole number from 1 to",
         ),
         (["--high-priority-stream-groups", "dp", "up"], "--high-priority-stream-groups"),
-        (["--use-nccl-ub"], "--use-nccl-ub"),
     ):
         command = [sys.executable, "-c", code, *flags, *typed]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
