@@ -204,7 +204,7 @@ def fused_kernels(work: CountedWork) -> Iterator[None]:
     """Runs take the Triton kernels, which `work` counts and does not run. They are not tried first: nothing is computed."""
     kernel = importlib.import_module("triton.runtime.jit").JITFunction
     with (
-        mock.patch.object(fused, "_missing", lambda device: None),
+        mock.patch.object(fused, "missing", lambda device: None),
         mock.patch.object(fused, "failure_of", lambda trial: None),
         mock.patch.object(kernel, "run", lambda self, *args, **options: work.launch(self, *args, **options)),
     ):

@@ -19,7 +19,7 @@ def choose_quantize(device: torch.device) -> tuple[QuantizeKernels, str | None]:
 
     They are tried, because whether Triton can compile for a GPU is known for certain only then.
     """
-    why = fused._missing(device)
+    why = fused.missing(device)
     if why is not None:
         return SEPARATE, why
     found = load()

@@ -75,7 +75,7 @@ def choose_fused(
     Each is tried on a few tokens: whether Triton can compile for a GPU, and whether a row of the model fits into a program,
     is known for certain only then. Kernels with equal tasks give equal results up to the order of sums.
     """
-    why = _missing(device)
+    why = missing(device)
     if why is not None:
         return SEPARATE, f"none ({why})"
     found, gated, rotary = load(), config.swiglu or config.geglu, config.position_embedding_type in ROTARY
@@ -145,7 +145,8 @@ def load() -> LayerKernels:
     )
 
 
-def _missing(device: torch.device) -> str | None:
+def missing(device: torch.device) -> str | None:
+    """Returns the reason why Triton cannot run on the device, or None."""
     if device.type != "cuda":
         return f"the device is {device.type}"
     if only_traced():

@@ -71,7 +71,7 @@ def waits_on_the_device(block):
 BUGS = {
     "a dropped wait": (
         "dp overlapped",
-        [(ParamGatherer, "_before_read", reads_at_once)],
+        [(ParamGatherer, "before_read", reads_at_once)],
         ("compute reads", "all-gather: bucket"),
     ),
     "a reused buffer": (

@@ -403,7 +403,7 @@ class TestChosen:
 
     def test_our_fused_kernels_have_the_rest(self, engine, monkeypatch):
         """Not tried for what Transformer Engine does; tried where it does not."""
-        monkeypatch.setattr(fused, "_missing", lambda device: None)
+        monkeypatch.setattr(fused, "missing", lambda device: None)
         monkeypatch.setattr(fused, "load", lambda: fused.SEPARATE)
         chosen, _ = layers(engine, swiglu=False, geglu=True, normalization="LayerNorm")
         assert chosen.choice == "Transformer Engine 2.12.0: matrix products, norms (geglu not: it has none)"

@@ -26,7 +26,7 @@ def trained(rank, size, options, kernels):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strategies, "SAMPLES", 4)
         if kernels:
-            patch.setattr(fused, "_missing", lambda device: None)
+            patch.setattr(fused, "missing", lambda device: None)
         run = make_run(**{"settings": {}, **options, "make_adamw": OnePassAdamW if kernels else None})
         losses, _ = run.steps(2)
         return losses, run.weights()

@@ -32,7 +32,7 @@ from tests.unit.models.builds import (
 @pytest.fixture
 def interpreted(monkeypatch):
     """Models get the Triton kernels, as on CUDA."""
-    monkeypatch.setattr(fused, "_missing", lambda device: None)
+    monkeypatch.setattr(fused, "missing", lambda device: None)
 
 
 def test_the_kernels_are_tried_and_taken(interpreted):
@@ -116,7 +116,7 @@ def test_a_model_computes_the_same(monkeypatch, name, again):
     groups, ids = pool.groups(), make_ids(1, 7)
     found = []
     for why in ("not asked for", None):
-        monkeypatch.setattr(fused, "_missing", lambda device, why=why: why)
+        monkeypatch.setattr(fused, "missing", lambda device, why=why: why)
         model = make_model(
             {**MODELS[name], "num_layers": 2 if again == "all" else 3}, groups, spread=0.1, recompute=KEPT[again]
         )

@@ -110,7 +110,7 @@ class TestChoice:
     CPU = torch.device("cpu")
 
     def test_triton_is_taken(self, monkeypatch):
-        monkeypatch.setattr(fused, "_missing", lambda device: None)
+        monkeypatch.setattr(fused, "missing", lambda device: None)
         kernels, why = choose_quantize.choose_quantize(self.CPU)
         assert (kernels, why) == ((quantize.per_tensor, quantize.per_block), None)
 
@@ -121,7 +121,7 @@ class TestChoice:
         def wrong(x, *args, **options):
             return reference.per_block(x * 2, *args, **options)
 
-        monkeypatch.setattr(fused, "_missing", lambda device: None)
+        monkeypatch.setattr(fused, "missing", lambda device: None)
         for kernel, reason in ((broken, "no such instruction"), (wrong, "its results are wrong")):
             chosen = choose_quantize.QuantizeKernels(quantize.per_tensor, kernel)
             monkeypatch.setattr(choose_quantize, "load", lambda chosen=chosen: chosen)
