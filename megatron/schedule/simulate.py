@@ -9,6 +9,10 @@ computation to finish; the next computation or RELOAD waits for it.
 With `Costs.blocking`, instead, a rank is blocked at a send or a receive until the other end has reached it and the data
 has moved: the minimum that a transport can do.
 
+The reductions of gradients are no actions of a list: they start as the buckets fill. The last backward of a stage that
+computes gradients of weights fills its buckets at equal distances, the last one when it ends, and a rank reduces its buckets
+one after the other, overlapped with computation. The step ends after the last one.
+
 A schedule without sends and receives is simulated with its dependencies alone: data is available on all ranks
 immediately.
 """
@@ -23,6 +27,7 @@ from megatron.schedule.schedule import (
     COMPUTE,
     COPIES,
     GRADIENTS_OF_INPUT,
+    GRADIENTS_OF_WEIGHTS,
     RECEIVES,
     TRANSFERS,
     Action,
@@ -38,18 +43,21 @@ class Costs:
     """Costs in seconds. `forward`, `input_grad`, `weight_grad` and `backward` (a whole one) have one number per stage.
 
     `transfer` is the time for which a send occupies the link from one rank to another; `latency` the time from then
-    until the data arrives. `offload` and `reload` are one copy of the offloaded activations of a microbatch and stage.
-    For `blocking` see the module.
+    until the data arrives. Both have one number per boundary between stages: number b is that between stages b and b + 1,
+    in both directions. `offload` and `reload` are one copy of the offloaded activations of a microbatch, one number per
+    stage. `buckets`: for each stage the reductions of its buckets of gradients, in the order in which its backward fills
+    them; empty if nothing is reduced during the step. For `blocking` see the module.
     """
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
     backward: tuple[float, ...]
-    latency: float = 0.0
-    transfer: float = 0.0
-    offload: float = 0.0
-    reload: float = 0.0
+    latency: tuple[float, ...]
+    transfer: tuple[float, ...]
+    offload: tuple[float, ...]
+    reload: tuple[float, ...]
+    buckets: tuple[tuple[float, ...], ...] = ()
     blocking: bool = False
 
     @classmethod
@@ -65,19 +73,21 @@ class Costs:
         transfer: float = 0.0,
         offload: float = 0.0,
         reload: float = 0.0,
+        buckets: tuple[float, ...] = (),
         blocking: bool = False,
     ) -> Costs:
-        """Returns equal costs for every stage. `backward` is by default the sum of its halves."""
+        """Returns equal costs for every stage and boundary. `backward` is by default the sum of its halves."""
         backward = input_grad + weight_grad if backward is None else backward
         return cls(
             forward=(forward,) * num_stages,
             input_grad=(input_grad,) * num_stages,
             weight_grad=(weight_grad,) * num_stages,
             backward=(backward,) * num_stages,
-            latency=latency,
-            transfer=transfer,
-            offload=offload,
-            reload=reload,
+            latency=(latency,) * (num_stages - 1),
+            transfer=(transfer,) * (num_stages - 1),
+            offload=(offload,) * num_stages,
+            reload=(reload,) * num_stages,
+            buckets=(buckets,) * num_stages if buckets else (),
             blocking=blocking,
         )
 
@@ -105,17 +115,19 @@ class SimulatedTimeline:
     """The result of a simulation. `intervals` are those of each rank, in the order of its list.
 
     `exposed` is the time in seconds that each rank was blocked by communication: the time that a network without cost
-    would save it, with the rest of the schedule unchanged.
+    would save it, with the rest of the schedule unchanged. `reduced` is when the last bucket of each rank has been reduced,
+    0 where none is.
     """
 
     schedule: Schedule
     intervals: tuple[tuple[ActionInterval, ...], ...]
     exposed: tuple[float, ...]
+    reduced: tuple[float, ...]
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds until the last rank has finished."""
-        return max(interval.stop for intervals in self.intervals for interval in intervals)
+        """Seconds until the last rank has finished its actions and the reduction of its buckets."""
+        return max(*(interval.stop for intervals in self.intervals for interval in intervals), *self.reduced)
 
     def computation(self, rank: int) -> list[ActionInterval]:
         """Returns the intervals in which the rank computes."""
@@ -142,7 +154,17 @@ def simulate(schedule: Schedule, costs: Costs) -> SimulatedTimeline:
     while ready:
         ready += play.advance(ready.pop())
     play.check_finished()
-    return SimulatedTimeline(schedule, play.in_list_order(), tuple(play.exposed))
+    return SimulatedTimeline(schedule, play.in_list_order(), tuple(play.exposed), tuple(play.reduced))
+
+
+def last_weight_grads(schedule: Schedule) -> dict[Action, int]:
+    """Returns the last action that computes gradients of weights of each stage -> the rank that runs it."""
+    last: dict[int, tuple[Action, int]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.kind in GRADIENTS_OF_WEIGHTS:
+                last[action.stage] = action, rank
+    return dict(last.values())
 
 
 class _Play:
@@ -156,6 +178,8 @@ class _Play:
         self._next = [0] * ranks  # index in the rank's list
         self._free = [0.0] * ranks  # when the rank has finished its actions so far
         self.exposed = [0.0] * ranks
+        self.reduced = [0.0] * ranks  # when the rank's buckets that are full have been reduced
+        self._fills_buckets = last_weight_grads(schedule) if costs.buckets else {}
         # when the rank's copies of this direction have finished
         self._copied = {kind: [0.0] * ranks for kind in COPIES}
         self._due = [0.0] * ranks  # when the offloads whose computation has ended have finished
@@ -228,20 +252,30 @@ class _Play:
         stop = self._free[rank] = start + self._seconds[kind][stage]
         self.exposed[rank] += start - made
         self._intervals[action] = ActionInterval(action, start, stop)
+        if action in self._fills_buckets:
+            self._reduce(rank, action)
         if kind is not Kind.WEIGHT_GRAD:
             result = action if kind is not Kind.BACKWARD else Action(Kind.INPUT_GRAD, stage, microbatch)
             self._made[result] = stop
             self._wake(result)
         return None
 
+    def _reduce(self, rank: int, action: Action) -> None:
+        """Reduces the buckets that the backward `action` fills."""
+        start, buckets = self._intervals[action].start, self._costs.buckets[action.stage]
+        seconds = self._seconds[action.kind][action.stage]
+        for number, reduction in enumerate(buckets, start=1):
+            full = start + number / len(buckets) * seconds
+            self.reduced[rank] = max(self.reduced[rank], full) + reduction
+
     def _copy(self, rank: int, action: Action) -> None:
         """Runs a copy; a reload may wait for its own offload on the same rank, and the validator checks their order."""
-        begun, seconds = self._free[rank], self._costs.offload
+        begun, seconds = self._free[rank], self._costs.offload[action.stage]
         if action.kind is Kind.RELOAD:
             begun = max(
                 begun, self._intervals[Action(Kind.OFFLOAD, action.stage, action.microbatch)].stop, self._due[rank]
             )
-            seconds = self._costs.reload
+            seconds = self._costs.reload[action.stage]
         start = max(begun, self._copied[action.kind][rank])
         stop = self._copied[action.kind][rank] = start + seconds
         self._intervals[action] = ActionInterval(action, start, stop)
@@ -258,7 +292,8 @@ class _Play:
             if action not in self._moved:
                 return action
             self._free[rank] = self._moved[action]
-            self.exposed[rank] += self._costs.transfer + self._costs.latency
+            boundary = min(action.stage, other_end(action).stage)
+            self.exposed[rank] += self._costs.transfer[boundary] + self._costs.latency[boundary]
         return None
 
     def _move(self, action: Action, other: Action) -> None:
@@ -266,8 +301,9 @@ class _Play:
         if action.kind in RECEIVES:
             way = way[::-1]
         start = max(self._posted[action], self._posted[other], self._way_free.get(way, 0.0))
-        self._way_free[way] = start + self._costs.transfer
-        stop = start + self._costs.transfer + self._costs.latency
+        boundary = min(action.stage, other.stage)
+        self._way_free[way] = start + self._costs.transfer[boundary]
+        stop = start + self._costs.transfer[boundary] + self._costs.latency[boundary]
         for end in (action, other):
             self._moved[end] = stop
             self._intervals[end] = ActionInterval(end, start, stop)

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
-from megatron.schedule.schedule import Action, Kind, ScheduleError
+from megatron.schedule.schedule import COPIES, Action, Kind, ScheduleError
 from megatron.schedule.simulate import ActionInterval, Costs, simulate
 
 from .lists import gpipe, one_f_one_b, zb_h1
@@ -107,3 +108,46 @@ def test_a_send_that_nobody_takes():
     only_one_end = dataclasses.replace(schedule, actions=(schedule.actions[0][:2], ()))
     with pytest.raises(ScheduleError, match="nothing at the other end of SF0@0"):
         simulate(only_one_end, Costs.uniform(2))
+
+
+def test_boundaries_may_differ():
+    """The boundary between stages 1 and 2 crosses nodes: only messages over it take longer, in both directions."""
+    costs = dataclasses.replace(Costs.uniform(3), transfer=(0.0, 0.5), latency=(0.0, 0.25))
+    timeline = simulate(with_transfers(gpipe(3, 1), overlap=True), costs)
+    assert times(timeline, 1)["F0@1"] == (1, 2) and times(timeline, 2)["F0@2"] == (2.75, 3.75)
+    assert times(timeline, 1)["B0@1"] == (6.5, 8.5) and times(timeline, 0)["B0@0"] == (8.5, 10.5)
+
+
+def test_buckets_are_reduced_inside_the_last_backward():
+    """The last backward takes 2 and fills its two buckets after 1 and 2; each takes 1.5 on the wire."""
+    costs = Costs.uniform(1, forward=1, backward=2, buckets=(1.5, 1.5))
+    timeline = simulate(gpipe(1, 2), costs)
+    assert timeline.intervals[0][-1].stop == 6
+    assert timeline.reduced == (8,) and timeline.makespan == 8, "at 5 and 6.5, one after the other"
+    assert simulate(gpipe(1, 2), Costs.uniform(1, forward=1, backward=2)).reduced == (0,)
+
+
+def test_the_buckets_of_a_split_backward_fill_with_the_weights():
+    costs = Costs.uniform(2, forward=1, input_grad=2, weight_grad=5, buckets=(1.0,))
+    timeline = simulate(zb_h1(2, 1), costs)
+    assert timeline.reduced == (12, 10)
+
+
+def test_the_first_stages_reduce_behind_the_others():
+    """The last rank ends first, so its reduction is hidden, and that of the first rank is not."""
+    timeline = simulate(one_f_one_b(2, 2), Costs.uniform(2, forward=1, backward=3, buckets=(1.0,)))
+    assert timeline.reduced == (13, 10) and timeline.makespan == 13
+
+
+def test_copies_may_differ():
+    schedule = with_offload(one_f_one_b(4, 5))
+    costs = dataclasses.replace(Costs.uniform(4), offload=(0.5, 0.25, 0.0, 0.0), reload=(0.125, 1.0, 0.0, 0.0))
+    timeline = simulate(schedule, costs)
+    lengths = {
+        (i.action.kind, i.action.stage): i.stop - i.start
+        for intervals in timeline.intervals[:2]
+        for i in intervals
+        if i.action.kind in COPIES
+    }
+    O, L = Kind.OFFLOAD, Kind.RELOAD
+    assert lengths == {(O, 0): 0.5, (L, 0): 0.125, (O, 1): 0.25, (L, 1): 1.0}
