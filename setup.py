@@ -32,6 +32,7 @@ setup(
     package_data={
         "megatron.kernels.backends": ["cpu_allocator.cpp"],  # compiled on first use
         "megatron.config": ["flag_table.csv"],
+        "megatron.planner.time": ["constants.json"],
     },
     install_requires=[
         "torch>=2.8",
@@ -47,6 +48,7 @@ setup(
         "rich>=13",
         "matplotlib>=3.8",
         "psutil>=5.9",
+        "tomli>=2; python_version < '3.11'",
     ],
     extras_require={
         "wandb": ["wandb>=0.17"],

@@ -1,0 +1,112 @@
+"""Reads a cluster file (TOML), or the name of a built-in cluster. docs/planner.md explains the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import ConfigError
+from megatron.config.interval import POSITIVE, RANKS, Interval
+from megatron.planner.time.hardware import BF16, FP8, GB, GIB, TERA, Cluster, Device, built_in, device_named
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # the same package under its earlier name
+    import tomli as tomllib
+
+# Key of the file -> the field that it sets, its unit, and its interval.
+_CLUSTER = {
+    "nodes": ("nodes", 1, RANKS),
+    "devices_per_node": ("node", 1, RANKS),
+    "network_gb_per_s": ("network", GB, POSITIVE),
+    "host_gb_per_s": ("host", GB, POSITIVE),
+}
+_DEVICE = {
+    "memory_gib": ("memory", GIB, POSITIVE),
+    "bandwidth_gb_per_s": ("bandwidth", GB, POSITIVE),
+    "link_gb_per_s": ("link", GB, POSITIVE),
+    "processors": ("processors", 1, RANKS),
+}
+_RATES = {"bf16_tflops": ("peak", BF16), "fp8_tflops": ("peak", FP8)}
+_BEST = {"bf16_matmul_tflops": ("reached", BF16), "fp8_matmul_tflops": ("reached", FP8)}
+
+
+def read_cluster(text: str) -> Cluster:
+    """Returns the cluster of a file, or of a built-in name such as h100:32x8. Raises ConfigError."""
+    path = Path(text)
+    if path.suffix != ".toml" and not path.is_file():
+        return built_in(text)
+    try:
+        words = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--cluster {text}: {' '.join(str(error).split())}; write it as docs/planner.md shows"
+        ) from None
+    return _cluster(text, words)
+
+
+def _cluster(file: str, words: Mapping[str, Any]) -> Cluster:
+    known = {"device", *_CLUSTER}
+    if unknown := sorted(set(words) - known):
+        raise ConfigError(f"--cluster {file}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    if "device" not in words:
+        raise ConfigError(f'--cluster {file} names no device; add a line such as device = "h100"')
+    device = words["device"]
+    if isinstance(device, str):
+        like, changed = device, device_named(device)
+    elif isinstance(device, dict):
+        like, changed = _device(file, device)
+    else:
+        raise ConfigError(f"--cluster {file}: device is {device!r}; give a name, or a table [device]")
+    cluster = dataclasses.replace(built_in(like), device=changed)
+    found = {
+        _CLUSTER[key][0]: _number(file, key, value, *_CLUSTER[key][1:])
+        for key, value in words.items()
+        if key in _CLUSTER
+    }
+    return dataclasses.replace(cluster, **found)  # type: ignore[arg-type]
+
+
+def _device(file: str, words: Mapping[str, Any]) -> tuple[str, Device]:
+    """(the built-in device that it resembles, the device). The numbers of the file replace those of the built-in device."""
+    known = {"like", *_DEVICE, *_RATES, *_BEST}
+    if unknown := sorted(set(words) - known):
+        raise ConfigError(
+            f"--cluster {file}: unknown device.{', device.'.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+    like = words.get("like")
+    if not isinstance(like, str):
+        raise ConfigError(
+            f'--cluster {file}: device.like is {like!r}; name the most similar built-in device, such as "h100"'
+        )
+    device = device_named(like)
+    found = {
+        _DEVICE[key][0]: _number(file, key, value, *_DEVICE[key][1:]) for key, value in words.items() if key in _DEVICE
+    }
+    device = dataclasses.replace(device, name=f"{like} of {file}", **found)  # type: ignore[arg-type]
+    peak, reached = dict(device.peak), dict(device.reached)
+    for key, (_, kind) in _RATES.items():
+        if key in words:
+            rate = _number(file, key, words[key], TERA, POSITIVE)
+            # Large products reach the same part of the peak, unless the file says otherwise.
+            reached[kind] = rate * (reached[kind] / peak[kind] if kind in peak else reached[BF16] / peak[BF16])
+            peak[kind] = rate
+    for key, (_, kind) in _BEST.items():
+        if key in words:
+            reached[kind] = _number(file, key, words[key], TERA, POSITIVE)
+            if kind not in peak or reached[kind] > peak[kind]:
+                raise ConfigError(f"--cluster {file}: {key} {words[key]} is above the peak; correct one of them")
+    return like, dataclasses.replace(device, peak=peak, reached=reached)
+
+
+def _number(file: str, key: str, value: Any, unit: float, interval: Interval) -> float:
+    whole = unit == 1
+    right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not right or not interval.holds(value):
+        raise ConfigError(
+            f"--cluster {file}: {key} is {value!r}; it must be a {'whole ' * whole}number {interval.words}"
+        )
+    return value if whole else float(value) * unit

@@ -1,0 +1,85 @@
+"""The time of messages: which link a group's messages share, and how long they take on it.
+
+A group with g ranks on a node and others elsewhere sends over the network interfaces of its g ranks at once, and the groups
+of other coordinates use those of other ranks. So its rate is that of the link in a node, or g times that of one interface,
+whichever is lower. Rings pass a node's border once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from megatron.planner.time.constants import Constants, Number
+from megatron.planner.time.hardware import Cluster, Place
+from megatron.spec.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_V,
+    REDUCE_SCATTER,
+    SHIFT,
+    Collective,
+)
+
+
+def collective_seconds(constants: Constants, cluster: Cluster, place: Place, op: str, nbytes: float) -> Number:
+    """Returns the time of a collective. nbytes: of the whole tensor, for all_to_all of a rank's part.
+
+    All-gather and reduce-scatter send (n - 1) / n of the tensor from each rank, an all-reduce twice that.
+    """
+    n = place.size
+    if n == 1:
+        return 0.0
+    sent = nbytes * (n - 1) / n
+    if op == ALL_REDUCE:
+        sent *= 2
+    if op in (ALL_TO_ALL, ALL_TO_ALL_V) and place.nodes > 1:
+        inside = nbytes * (place.together - 1) / n
+        outside = nbytes * (n - place.together) / n
+        wire = np.maximum(inside / _link(constants, cluster), outside / _network(constants, cluster))
+        return wire + constants.network_latency
+    return sent / rate(constants, cluster, place) + latency(constants, place)
+
+
+def rate(constants: Constants, cluster: Cluster, place: Place) -> Number:
+    """Returns bytes/s of each rank in a collective of this group."""
+    if place.nodes == 1:
+        return _link(constants, cluster)
+    return np.minimum(_link(constants, cluster), place.together * _network(constants, cluster))
+
+
+def latency(constants: Constants, place: Place) -> Number:
+    """Returns seconds of a collective with little data: a tree over the nodes, behind one inside of a node."""
+    if place.nodes == 1:
+        return constants.link_latency
+    return constants.link_latency + constants.network_latency * (1 + math.log2(place.nodes)) / 2
+
+
+def hop_seconds(constants: Constants, cluster: Cluster, place: Place, nbytes: float) -> Number:
+    """Returns the time of a message to the next rank of a ring, of which the slowest hop counts."""
+    if place.size == 1:
+        return 0.0
+    if place.nodes == 1:
+        return nbytes / _link(constants, cluster) + constants.link_latency
+    return nbytes / _network(constants, cluster) + constants.network_latency
+
+
+def call_seconds(constants: Constants, cluster: Cluster, place: Place, call: Collective) -> Number:
+    """Returns the time of a call of the decoder, whose bytes are those of each rank's input."""
+    if call.op == SHIFT:
+        return hop_seconds(constants, cluster, place, call.nbytes)
+    whole = call.nbytes * place.size if call.op == ALL_GATHER else call.nbytes
+    return collective_seconds(constants, cluster, place, call.op, whole)
+
+
+def _link(constants: Constants, cluster: Cluster) -> Number:
+    return constants.link * cluster.device.link
+
+
+def _network(constants: Constants, cluster: Cluster) -> Number:
+    return constants.network * cluster.network
+
+
+__all__ = ["ALL_GATHER", "REDUCE_SCATTER", "call_seconds", "collective_seconds", "hop_seconds", "latency", "rate"]

@@ -1,0 +1,330 @@
+"""The operations of a decoder layer and of the two ends of the model on one rank, derived from the decoder's description.
+
+Counts of memory traffic are in channels per token that are read or written, of 2 bytes each. A fused kernel reads its inputs
+and writes its outputs once. The counts of plain torch are the sums over its kernels, of which a norm runs in fp32.
+
+| | fused forward | fused backward | plain torch forward | backward |
+|---|---|---|---|---|
+| norm, width h | 2 h | 3 h | 18 h | 30 h |
+| residual addition | 3 h | 2 h | 3 h | 2 h |
+| rotary, c = (heads + groups) d, in fp32 | 2 c | 2 c | 25 c | 25 c |
+| gated activation, width f | 3 f | 5 f | 5 f | 11 f |
+| plain activation | 2 f | 3 f | 4 f | 5 f |
+| loss, per logit in bytes | 10 | 6 | 34 | 20 |
+| sum of a weight's gradient, in bytes | | | | 10 |
+| cast of x channels to fp8, with its transposed copy | 2 x | 2 x | | |
+| cast to mxfp8, in blocks along both dimensions | 3 x | 3 x | | |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
+from megatron.planner.time.hardware import BF16, FP8, MXFP8
+from megatron.planner.time.software import FUSED_SOFTMAX, UNFUSED, Software
+from megatron.spec.attention import AttentionSpec
+from megatron.spec.collectives import (
+    Collective,
+    context_collectives,
+    embedding_collectives,
+    linear_collectives,
+    loss_collectives,
+    moe_collectives,
+)
+from megatron.spec.decoder import DecoderSpec, LayerSpec
+from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.mlp import MLPSpec
+from megatron.spec.moe import MoESpec
+from megatron.spec.sizes import Sizes
+
+CHANNEL = 2  # bytes of a channel of an activation
+FORWARD, INPUT_GRAD, WEIGHT_GRAD = "forward", "input_grad", "weight_grad"
+_CAST = {FP8: 2, MXFP8: 3}  # channels that the cast of one moves
+_SLOW_SOFTMAX = 2.5  # traffic of a softmax of plain torch, in units of the fused one
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`count` products [m, k] x [k, n] in one launch. accumulates: adds to fp32 sums in memory."""
+
+    name: str
+    m: float
+    n: float
+    k: float
+    precision: str = BF16
+    count: float = 1
+    accumulates: bool = False
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """Attention without a matrix of scores. operations: those that a causal mask leaves."""
+
+    name: str
+    operations: float
+    keys: float
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Kernels that move memory. fused: the count is that of fused kernels; else of plain torch."""
+
+    name: str
+    nbytes: float
+    kind: str = "fused"  # "fused", "unfused", "cast" or "score"
+
+
+@dataclass(frozen=True)
+class LayerMessage:
+    """A collective. behind: the operation that it is overlapped with; pieces: into how many pieces both are cut for it."""
+
+    call: Collective
+    behind: Gemm | FusedAttention | None = None
+    pieces: int = 1
+
+
+LayerOperation = Gemm | FusedAttention | Traffic | LayerMessage
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The operations of one layer for a microbatch. again: those of its forward that backward repeats."""
+
+    forward: tuple[LayerOperation, ...]
+    input_grad: tuple[LayerOperation, ...]
+    weight_grad: tuple[LayerOperation, ...]
+    again: tuple[LayerOperation, ...] = ()
+    experts: bool = False
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Communication of tensor parallelism that is overlapped: gathers and sums in pieces, and a column layer's backward."""
+
+    gathers: bool
+    sums: bool
+    bulk_gather: bool
+    bulk_sum: bool
+
+
+def layer_work(
+    layer: LayerSpec, sizes: Sizes, software: Software, overlap: Overlap, again: frozenset[str]
+) -> LayerWork:
+    """Returns the operations of a layer. again: the modules that backward recomputes, see config/recompute.py."""
+    attention = list(_attention(layer.attention, sizes, software))
+    norms = [_norm(sizes, software, name) for name in ("attention norm", "MLP norm")]
+    parts: list[tuple[str, list[tuple[str, LayerOperation]]]] = [
+        (NORM, norms[0]),
+        ("qkv", _linear("qkv", layer.attention.linear_qkv, sizes, software, overlap)),
+        (CORE_ATTN, attention),
+        ("proj", _linear("proj", layer.attention.linear_proj, sizes, software, overlap)),
+        (NORM, norms[1]),
+        *_mlp(layer.mlp, sizes, software, overlap),
+    ]
+    for norm in (layer.post_attention_norm, layer.post_mlp_norm):
+        if norm is not None:
+            parts.append((NORM, _norm(sizes, software, "post norm")))
+    repeated = set(again) | ({"fc1", "fc2", MLP_ACT} if WHOLE_MLP in again else set())
+    in_phase = {
+        phase: tuple(op for _, ops in parts for found, op in ops if found == phase)
+        for phase in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
+    }
+    twice = tuple(op for part, ops in parts if part in repeated for found, op in ops if found == FORWARD)
+    if software.recompute_half:
+        twice = tuple(_half(in_phase[FORWARD]))
+    return LayerWork(
+        in_phase[FORWARD], in_phase[INPUT_GRAD], in_phase[WEIGHT_GRAD], twice, isinstance(layer.mlp, MoESpec)
+    )
+
+
+def head_work(spec: DecoderSpec, sizes: Sizes, software: Software) -> LayerWork:
+    """Returns the operations of the final norm, the output layer and the loss. Products are in bf16."""
+    inputs, outputs = spec.output.local_features(sizes.tp)
+    logits = sizes.tokens * outputs
+    forward = [op for phase, op in _norm(sizes, software, "final norm") if phase == FORWARD]
+    backward = [op for phase, op in _norm(sizes, software, "final norm") if phase == INPUT_GRAD]
+    kind, reads, writes = ("fused", 10, 6) if software.fused_loss else ("unfused", 34, 20)
+    linear = linear_collectives(spec.output, sizes)
+    return LayerWork(
+        (
+            *forward,
+            *(LayerMessage(call) for call in (*linear.forward, *loss_collectives(sizes).forward)),
+            Gemm("head", sizes.tokens, outputs, inputs),
+            Traffic("loss", reads * logits, kind),
+        ),
+        (
+            Traffic("loss", writes * logits, kind),
+            Gemm("head, input gradient", sizes.tokens, inputs, outputs),
+            *(LayerMessage(call) for call in linear.backward),
+            *backward,
+        ),
+        (Gemm("head, weight gradient", outputs, inputs, sizes.tokens, accumulates=True),),
+    )
+
+
+def embedding_work(sizes: Sizes) -> LayerWork:
+    """Returns the operations of the word embedding: a lookup, and the sum of gradients by token."""
+    calls = embedding_collectives(sizes)
+    rows = CHANNEL * sizes.tokens * sizes.h
+    return LayerWork(
+        (Traffic("embedding", 2 * rows), *(LayerMessage(call) for call in calls.forward)),
+        (*(LayerMessage(call) for call in calls.backward),),
+        (Traffic("embedding gradient", 3 * rows),),
+    )
+
+
+def _linear(
+    name: str, spec: LinearSpec, sizes: Sizes, software: Software, overlap: Overlap
+) -> list[tuple[str, LayerOperation]]:
+    inputs, outputs = spec.local_features(sizes.tp)
+    rows, precision = sizes.tokens, software.precision
+    forward = Gemm(name, rows, outputs, inputs, precision)
+    input_grad = Gemm(f"{name}, input gradient", rows, inputs, outputs, precision)
+    fused = software.fused_accumulation
+    weight_grad = Gemm(f"{name}, weight gradient", outputs, inputs, rows, precision, accumulates=fused)
+    ops: list[tuple[str, LayerOperation]] = [(FORWARD, forward), (INPUT_GRAD, input_grad), (WEIGHT_GRAD, weight_grad)]
+    if not fused:  # reads the gradient and the fp32 sum, and writes the sum
+        ops.append((WEIGHT_GRAD, Traffic(f"{name}, sum of gradients", 10 * inputs * outputs)))
+    if precision in _CAST:
+        each = _CAST[precision] * CHANNEL * rows
+        ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, "cast")))
+        ops.append((INPUT_GRAD, Traffic(f"{name}, cast", each * outputs, "cast")))
+    calls = linear_collectives(spec, sizes)
+    column = spec.parallel == COLUMN
+    for call in calls.forward:
+        in_pieces = overlap.gathers if column else overlap.sums
+        ops.append((FORWARD, LayerMessage(call, forward if in_pieces else None, sizes.tp if in_pieces else 1)))
+    for place, call in enumerate(calls.backward):
+        if not column:
+            behind: Gemm | None = input_grad if overlap.gathers else None
+            ops.append((INPUT_GRAD, LayerMessage(call, behind, sizes.tp if behind else 1)))
+        elif place < len(calls.backward) - 1:  # the gather of the input, which the weight gradient needs
+            ops.append((INPUT_GRAD, LayerMessage(call, input_grad if overlap.bulk_gather else None)))
+        else:
+            ops.append((INPUT_GRAD, LayerMessage(call, weight_grad if overlap.bulk_sum else None)))
+    return ops
+
+
+def _norm(sizes: Sizes, software: Software, name: str) -> list[tuple[str, LayerOperation]]:
+    """A norm and the residual addition before it."""
+    width = CHANNEL * sizes.rows * sizes.h
+    kind, forward, backward = ("fused", 2, 3) if software.fused_norm else ("unfused", 18, 30)
+    return [
+        (FORWARD, Traffic(name, forward * width, kind)),
+        (FORWARD, Traffic("residual", 3 * width)),
+        (INPUT_GRAD, Traffic(f"{name}, gradient", backward * width, kind)),
+        (INPUT_GRAD, Traffic("residual gradient", 2 * width)),
+    ]
+
+
+def _attention(spec: AttentionSpec, sizes: Sizes, software: Software) -> Iterator[tuple[str, LayerOperation]]:
+    heads, groups = spec.heads // sizes.tp, spec.local_groups(sizes.tp)
+    width = CHANNEL * sizes.tokens * spec.head_dim
+    channels = (heads + groups) * width
+    if spec.rotary is not None:
+        kind, count = ("fused", 2) if software.fused_pointwise else ("unfused", 25)
+        yield FORWARD, Traffic("rotary", count * channels, kind)
+        yield INPUT_GRAD, Traffic("rotary gradient", count * channels, kind)
+    keys = sizes.s * sizes.cp
+    operations = 2 * sizes.tokens * spec.core_multiply_adds(keys) / sizes.tp
+    calls = context_collectives(spec, sizes)
+    if software.attention in (FUSED_SOFTMAX, UNFUSED):
+        scores = sizes.tokens * heads * keys
+        slow = _SLOW_SOFTMAX if software.attention == UNFUSED else 1.0
+        products = sizes.b * heads
+        for phase, times in ((FORWARD, 1), (INPUT_GRAD, 2)):
+            for _ in range(times):
+                yield phase, Gemm("scores", sizes.s, keys, spec.head_dim, count=products)
+                yield phase, Gemm("values", sizes.s, spec.head_dim, keys, count=products)
+            yield phase, Traffic("softmax", slow * times**0.5 * scores, "score")
+        yield from ((FORWARD, LayerMessage(call)) for call in calls.forward)
+        yield from ((INPUT_GRAD, LayerMessage(call)) for call in calls.backward)
+        return
+    forward = FusedAttention("attention", operations, keys, spec.head_dim)
+    backward = FusedAttention("attention gradient", 2.5 * operations, keys, spec.head_dim)
+    yield FORWARD, forward
+    yield INPUT_GRAD, backward
+    ring = sizes.comm_type in ("p2p", "a2a+p2p")
+    for call in calls.forward:
+        hidden = ring and call.op == "shift"
+        yield FORWARD, LayerMessage(call, forward if hidden else None, sizes.cp if hidden else 1)
+    for call in calls.backward:
+        hidden = ring and call.op == "shift"
+        yield INPUT_GRAD, LayerMessage(call, backward if hidden else None, sizes.cp if hidden else 1)
+
+
+def _mlp(
+    spec: MLPSpec | MoESpec, sizes: Sizes, software: Software, overlap: Overlap
+) -> Iterator[tuple[str, list[tuple[str, LayerOperation]]]]:
+    if isinstance(spec, MLPSpec):
+        first = _linear("fc1", spec.linear_fc1, sizes, software, overlap)
+        if spec.gated and software.split_gate:
+            first += [(phase, op) for phase, op in first if isinstance(op, LayerMessage)]
+            first.append((INPUT_GRAD, Traffic("sum of two gradients", 3 * CHANNEL * sizes.tokens * sizes.h)))
+        yield "fc1", first
+        width = spec.linear_fc2.local_features(sizes.tp)[0]
+        yield MLP_ACT, _activation(spec.gated, sizes.tokens * width, software)
+        yield "fc2", _linear("fc2", spec.linear_fc2, sizes, software, overlap)
+        return
+    assert sizes.load is not None
+    if spec.shared is not None:
+        yield from _mlp(spec.shared, sizes, software, overlap)
+    ops: list[tuple[str, LayerOperation]] = []
+    router, experts, load = spec.router, spec.experts, sizes.load
+    ops.append((FORWARD, Gemm("router", sizes.rows, router.experts, router.hidden)))
+    ops.append((INPUT_GRAD, Gemm("router, input gradient", sizes.rows, router.hidden, router.experts)))
+    ops.append((WEIGHT_GRAD, Gemm("router, weight gradient", router.experts, router.hidden, sizes.rows)))
+    rows, width = load.worked / load.experts, experts.width // load.etp
+    for name, inputs, outputs in (
+        ("experts fc1", experts.hidden, width * (2 if experts.gated else 1)),
+        ("experts fc2", width, experts.hidden),
+    ):
+        shape = {"precision": software.precision, "count": load.experts}
+        ops.append((FORWARD, Gemm(name, rows, outputs, inputs, **shape)))  # type: ignore[arg-type]
+        ops.append((INPUT_GRAD, Gemm(f"{name}, input gradient", rows, inputs, outputs, **shape)))  # type: ignore[arg-type]
+        ops.append(
+            (
+                WEIGHT_GRAD,
+                Gemm(f"{name}, weight gradient", outputs, inputs, rows, accumulates=True, **shape),  # type: ignore[arg-type]
+            )
+        )
+        if software.precision in _CAST:
+            each = _CAST[software.precision] * CHANNEL * load.worked
+            ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, "cast")))
+            ops.append((INPUT_GRAD, Traffic(f"{name}, cast", each * outputs, "cast")))
+    ops += _activation(experts.gated, load.worked * width, software)
+    # Rows are sorted by expert, and their results weighted and summed: each is read and written twice on both sides.
+    moved = CHANNEL * experts.hidden * (4 * load.assigned + 4 * load.worked)
+    ops.append((FORWARD, Traffic("permute", moved)))
+    ops.append((INPUT_GRAD, Traffic("permute", moved)))
+    calls = moe_collectives(spec, sizes)
+    ops += [(FORWARD, LayerMessage(call)) for call in calls.forward if call.group == "etp_ep"]
+    ops += [(INPUT_GRAD, LayerMessage(call)) for call in calls.backward if call.group == "etp_ep"]
+    yield "moe", ops
+
+
+def _activation(gated: bool, channels: float, software: Software) -> list[tuple[str, LayerOperation]]:
+    """channels: of its output, over all rows."""
+    if software.fused_pointwise:
+        kind, forward, backward = ("fused", 3, 5) if gated else ("fused", 2, 3)
+    else:
+        kind, forward, backward = ("unfused", 5, 11) if gated else ("unfused", 4, 5)
+    return [
+        (FORWARD, Traffic("activation", forward * CHANNEL * channels, kind)),
+        (INPUT_GRAD, Traffic("activation gradient", backward * CHANNEL * channels, kind)),
+    ]
+
+
+def _half(operations: tuple[LayerOperation, ...]) -> Iterator[LayerOperation]:
+    """All that is no product, and every second product."""
+    number = 0
+    for operation in operations:
+        if isinstance(operation, Gemm):
+            number += 1
+            if number % 2 == 0:
+                yield operation
+        elif isinstance(operation, Traffic):
+            yield operation

@@ -1,0 +1,144 @@
+"""Predicts the runs of a table, with or without measured rows of the same machine (anchors)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron.base.errors import ConfigError
+from megatron.config.settings import resolve
+from megatron.planner.memory.plan import plan_memory
+from megatron.planner.time.constants import Constants
+from megatron.planner.time.fit import Vector, constants_of, fit_machine
+from megatron.planner.time.hardware import GB
+from megatron.planner.time.rows import Planned, Row, candidates, number
+from megatron.planner.time.step_time import PARTS, StepModel, StepTime, step_seconds
+from megatron.spec.sizes import Target
+
+FACTOR, WHOLE_MACHINE = "factor", "machine"
+ANCHORS = (FACTOR, WHOLE_MACHINE)
+COLUMNS = ("id", "tokens_per_s_per_gpu", "step_s", "peak_memory_GB", "fits", *PARTS, "factor", "reason")
+# Device memory that no tensor requests: CUDA's context, communicators, libraries, and what the allocator cannot use.
+OUTSIDE_GB, LOST = 3.0, 0.04
+_SAME_MEMORY = 3  # times pp: microbatches from which on the peak stays
+PLAIN_LOSS = 8  # bytes per logit: two copies in fp32
+REQUIRED = ("gpu", "gpus_per_node", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq", "gpus")
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """The run that stands for a row, and its model."""
+
+    row: Row
+    planned: Planned
+    model: StepModel
+
+    @cached_property
+    def peak(self) -> float:
+        """Bytes of device memory of the fullest rank."""
+        return peak_memory(self.planned)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has so much memory."""
+        return self.peak <= self.planned.cluster.device.memory
+
+    @property
+    def measured(self) -> float:
+        """Seconds of a step that the row says."""
+        rate = number(self.row, "tokens_per_s_per_gpu")
+        return self.model.tokens / (rate * self.planned.settings.mesh.world_size)
+
+
+def predict(rows: Sequence[Row], constants: Constants, anchor: str | None = None) -> list[dict[str, object]]:
+    """Returns a row of COLUMNS for each row.
+
+    anchor: how rows with use=anchor correct the others: FACTOR, one factor on the time of the rows of their source;
+    WHOLE_MACHINE, six factors of the machine. Raises ConfigError if they are asked for and there are none.
+    """
+    chosen: dict[int, RowRun] = {}
+    reasons: dict[int, str] = {}
+    for place, row in enumerate(rows):
+        try:
+            chosen[place] = choose(row, constants)
+        except (ConfigError, KeyError) as error:
+            reasons[place] = f"column {error} is missing" if isinstance(error, KeyError) else str(error)
+    anchors = [run for run in chosen.values() if run.row.get("use") == "anchor"]
+    factors: dict[str, float] = {}
+    if anchor is not None:
+        if not anchors:
+            raise ConfigError(f"--anchor {anchor} needs a row with use=anchor that can be planned; mark one or more")
+        if anchor == FACTOR:
+            factors = source_factors(anchors, constants)
+        else:
+            constants = machine_constants(anchors, constants)
+    found = []
+    for place, row in enumerate(rows):
+        result: dict[str, object] = {"id": row.get("id", ""), "reason": reasons.get(place, "")}
+        if place in chosen:
+            run = chosen[place]
+            factor = factors.get(row.get("source", ""), 1.0)
+            result |= _columns(run, run.model.time(constants), factor)
+        found.append(result)
+    return found
+
+
+def choose(row: Row, constants: Constants) -> RowRun:
+    """Returns the run of a row: where it leaves sizes open, the fastest of those that fit. Raises ConfigError."""
+    found = candidates(row)
+    models = [StepModel(run.run, run.settings, run.cluster, run.software) for run in found]
+    times = step_seconds(models, constants)[:, 0] if len(found) > 1 else [0.0]
+    order = sorted(range(len(found)), key=lambda place: float(times[place]))
+    runs = [RowRun(row, found[place], models[place]) for place in order]
+    return runs[0] if len(runs) == 1 else next((run for run in runs if run.fits), runs[0])
+
+
+def peak_memory(planned: Planned) -> float:
+    """Returns bytes of device memory of the fullest rank: of this project's own tensors, and the fp32 copies that a loss
+    of plain torch makes in addition."""
+    run, settings, mesh = planned.run, planned.settings, planned.settings.mesh
+    seq_length, micro_batch = run.data.seq_length, run.train.micro_batch_size
+    assert seq_length and micro_batch
+    # A table's schedules hold no more activations with more microbatches, and its frameworks load them one by one.
+    few = micro_batch * mesh.dp * _SAME_MEMORY * mesh.pp
+    if few < settings.batches.final_global_batch_size:
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=few))
+        settings = resolve(run, mesh)
+    peaks = [rank.peak for rank in plan_memory(run, settings, Target(cpu=False))]
+    if not planned.software.fused_loss:
+        tokens = seq_length * micro_batch // mesh.cp
+        last = settings.pipeline.placement.rank_of[-1]
+        peaks[last] += PLAIN_LOSS * tokens * run.model.padded_vocab_size // mesh.tp
+    return max(peaks) * (1 + LOST) + OUTSIDE_GB * GB
+
+
+def source_factors(anchors: Sequence[RowRun], constants: Constants) -> dict[str, float]:
+    """Returns source -> the factor on predicted times, the geometric mean over its anchors."""
+    by_source: dict[str, list[float]] = {}
+    for run, seconds in zip(anchors, step_seconds([run.model for run in anchors], constants)[:, 0], strict=True):
+        by_source.setdefault(run.row.get("source", ""), []).append(float(np.log(run.measured / seconds)))
+    return {source: float(np.exp(np.mean(logarithms))) for source, logarithms in by_source.items()}
+
+
+def machine_constants(anchors: Sequence[RowRun], constants: Constants) -> Constants:
+    """Returns the constants with the six factors of the anchors' machine."""
+    models = [run.model for run in anchors]
+    start: Vector = np.log([float(getattr(constants, name)) for name in Constants.names()])
+    fitted = fit_machine(lambda many: step_seconds(models, many), [run.measured for run in anchors], start)
+    return constants_of(fitted)
+
+
+def _columns(run: RowRun, time: StepTime, factor: float) -> Mapping[str, object]:
+    """The factor is one on all parts, so that they still add up."""
+    return {
+        "tokens_per_s_per_gpu": f"{float(time.tokens_per_second) / factor:.2f}",
+        "step_s": f"{float(time.seconds) * factor:.5f}",
+        "peak_memory_GB": f"{run.peak / GB:.2f}",
+        "fits": int(run.fits),
+        "factor": f"{factor:.4f}",
+        **{part: f"{float(time.parts.get(part, 0.0)) * factor:.5f}" for part in PARTS},
+    }

@@ -1,0 +1,307 @@
+"""Runs of any framework as rows of a table: each one is turned into flags, a cluster and the properties of its software.
+
+The columns are those of benchmarks/planner/calibration.csv. What a row leaves open (micro batch, virtual stages, kind of
+context parallelism) is chosen as a careful user would: the fastest that fits into memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron.base.errors import ConfigError
+from megatron.base.mesh import Mesh
+from megatron.config.data import DataConfig
+from megatron.config.interval import LAYERS, SIZE, SIZE_OR_NONE
+from megatron.config.mesh import mesh_of
+from megatron.config.model import ModelConfig
+from megatron.config.moe_training import MoEConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.recompute import CORE_ATTN, FULL, SELECTIVE, UNIFORM, RecomputeConfig
+from megatron.config.run import RunConfig
+from megatron.config.settings import RunSettings, resolve
+from megatron.config.train import TrainConfig
+from megatron.planner.time.hardware import GB, PRECISIONS, Cluster, built_in
+from megatron.planner.time.software import FLASH, FLASH_1, FLASH_3, FUSED_SOFTMAX, TORCH, UNFUSED, Software
+
+Row = Mapping[str, str]
+_MICRO_BATCHES = (1, 2, 4, 8)
+_MOST_VIRTUAL = 6  # virtual stages of a row that does not say
+# Names of devices in tables -> ours.
+_DEVICES = {"A100-80GB": "a100", "A100-40GB": "a100-40", "H100 96GB HBM2e 500W": "h100-500w"}
+_ATTENTION = {
+    "FA1": FLASH_1,
+    "FA2": FLASH,
+    "own": FLASH,
+    "cuDNN/FA2": FLASH,
+    "SDPA": TORCH,
+    "unfused": UNFUSED,
+    "unfused, fused softmax": FUSED_SOFTMAX,
+}
+# Frameworks whose kernels of norms, rotary embedding, activation and loss are those of plain torch.
+_PLAIN = ("aleph-alpha", "aleph-alpha, fused RMSNorm")
+# Frameworks whose tensor parallelism does not overlap the communication of a column-parallel layer's backward.
+_NO_BULK_OVERLAP = (*_PLAIN, "megatron-2021", "torchtitan")
+# Frameworks whose context parallelism gathers keys and values.
+_GATHERS_KEYS = ("olmo", "meta", "torchtitan")
+# With a pipeline these keep whole parameters during a step, and sum gradients once, whatever the sharding is called.
+_WHOLE_IN_PIPELINE = ("torchtitan", "meta")
+# Megatron-LM and NeMo before their fused loss was the default.
+_UNFUSED_LOSS = ("megatron-lm-2021", "megatron-lm-2022", "megatron-lm-r0.8", "nemo-24", "nemo-long-seq")
+# Frameworks whose weight gradients are added to their sums by a kernel of its own.
+_SEPARATE_SUMS = (*_PLAIN, "torchtitan", "olmo")
+# Frameworks whose gated MLP has two column-parallel layers.
+_SPLIT_GATE = (*_PLAIN, "torchtitan")
+# Frameworks on torch's FSDP, which copies parameters and gradients around its collectives.
+_COPIES = ("torchtitan", "olmo")
+# Sources whose recipes sum gradients in bf16.
+_HALF_GRADIENTS = ("nemo", "bridge", "aleph-alpha")
+# Sources of 2025, whose cuDNN has attention for Hopper's asynchronous units.
+_THIRD = ("bridge", "megatron-lm-llama-fp8", "megatron-lm-moe")
+_FUSED_SOFTMAX_ALWAYS = ("megatron-2021",)
+_GBIT = re.compile(r"(\d+)x(\d+) Gb/s")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that can be planned."""
+
+    run: RunConfig
+    settings: RunSettings
+    cluster: Cluster
+    software: Software
+
+
+def candidates(row: Row) -> list[Planned]:
+    """Returns the runs that a row may describe, several where it leaves sizes open.
+
+    Raises ConfigError if it cannot be planned.
+    """
+    if "DeepSeek" in row["model"]:
+        raise ConfigError(f"{row['model']} has multi-latent attention, which the decoder does not have")
+    _check_sizes(row)
+    cluster, software = _cluster(row), _software(row)
+    found: list[Planned] = []
+    problem: ConfigError | None = None
+    for micro_batch, virtual, kind in itertools.product(
+        _micro_batches(row), _virtual_stages(row), _context(row, cluster)
+    ):
+        run = _run(row, micro_batch, virtual, kind)
+        try:
+            mesh = mesh_of(run.parallel, _whole(row, "gpus"))
+            _check_batch(row, mesh, micro_batch)
+            found.append(Planned(run, resolve(run, mesh), cluster, software))
+        except ConfigError as error:
+            problem = error
+    if not found:
+        assert problem is not None
+        raise problem
+    return found
+
+
+def _check_sizes(row: Row) -> None:
+    """Raises ConfigError for sizes that the layers cannot have on tp ranks."""
+    if not LAYERS.holds(_whole(row, "layers")):
+        raise ConfigError(f"layers {row['layers']} must be {LAYERS.words}")
+    tp, heads, groups = _whole(row, "tp"), _whole(row, "heads"), _whole(row, "kv_heads")
+    for name, size, parts, of in (
+        ("heads", heads, groups, f"kv_heads {groups}"),
+        ("heads", heads, tp, f"tp {tp}"),
+        ("kv_heads", max(groups, tp), min(groups, tp), f"tp {tp}, nor a divisor"),
+        ("ffn", _whole(row, "ffn"), tp, f"tp {tp}"),
+    ):
+        if size % parts:
+            raise ConfigError(f"{name} {row[name]} is not a multiple of {of}; change one of them")
+    experts = _whole(row, "experts", 0)
+    if experts and (experts % _whole(row, "ep", 1) or _whole(row, "experts_per_token") > experts):
+        raise ConfigError(
+            f"experts {experts} must be a multiple of ep {row['ep']} and not fewer than experts_per_token "
+            f"{row['experts_per_token']}"
+        )
+    if _whole(row, "dense_layers", 0) > _whole(row, "layers"):
+        raise ConfigError(f"dense_layers {row['dense_layers']} are more than layers {row['layers']}")
+
+
+def _check_batch(row: Row, mesh: Mesh, micro_batch: int) -> None:
+    batch = _whole(row, "global_batch")
+    if batch % (micro_batch * mesh.dp):
+        raise ConfigError(f"global_batch {batch} is not a multiple of micro_batch {micro_batch} x dp {mesh.dp}")
+
+
+def _context(row: Row, cluster: Cluster) -> Iterator[tuple[str, tuple[int, int] | None]]:
+    """How attention reaches the whole sequence, and its sizes for exchanges in a node and rings between nodes."""
+    if row["stack"] in _GATHERS_KEYS:
+        yield "all_gather", None
+        return
+    yield "p2p", None
+    cp, tp = _whole(row, "cp", 1), _whole(row, "tp")
+    inner = cluster.node // tp
+    if cp > inner > 1 and cp % inner == 0 and _whole(row, "heads") // tp % inner == 0:
+        yield "a2a+p2p", (inner, cp // inner)
+
+
+def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int, int] | None]) -> RunConfig:
+    layers, p, seq = _whole(row, "layers"), _whole(row, "pp"), _whole(row, "seq")
+    even = layers % (p * virtual) == 0
+    ends = not even and (layers + 2) % (p * virtual) == 0  # embedding and loss take the place of a layer each
+    recompute = row["recompute"]
+    overlap = row["overlap"].split(",")
+    sharding = {"zero1": "optim", "zero2": "optim_grads", "fsdp": "optim_grads_params", "none": "no_shard"}
+    if row["dp_sharding"] not in sharding:
+        raise ConfigError(f"dp_sharding {row['dp_sharding']!r} is none of {', '.join(sharding)}")
+    shards = sharding[row["dp_sharding"]]
+    if p > 1 and row["stack"] in _WHOLE_IN_PIPELINE:
+        shards = "optim"
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=_whole(row, "tp"),
+        sequence_parallel=row["sequence_parallel"] == "1",
+        tp_comm_overlap="tp" in overlap,
+        pipeline_model_parallel_size=p,
+        num_virtual_stages_per_pipeline_rank=virtual if virtual > 1 else None,
+        pipeline_model_parallel_layout=None if even or ends else _uneven(layers, p * virtual),
+        account_for_embedding_in_pipeline_split=ends,
+        account_for_loss_in_pipeline_split=ends,
+        context_parallel_size=_whole(row, "cp", 1),
+        cp_comm_type=(context[0],),
+        hierarchical_context_parallel_sizes=context[1],
+        expert_model_parallel_size=_whole(row, "ep", 1),
+        expert_tensor_parallel_size=1 if row["experts"] else None,
+        data_parallel_sharding_strategy=shards,
+        overlap_grad_reduce="dp" in overlap,
+        overlap_param_gather="dp" in overlap and row["dp_sharding"] != "none",
+    )
+    return RunConfig(
+        model=_model(row),
+        moe=MoEConfig(moe_router_force_load_balancing=bool(row["experts"])),
+        parallel=parallel,
+        recompute=RecomputeConfig(
+            recompute_granularity=FULL if recompute == "full" else SELECTIVE if recompute == CORE_ATTN else None,
+            recompute_method=UNIFORM if recompute == "full" else None,
+            recompute_num_layers=1 if recompute == "full" else None,
+        ),
+        data=DataConfig(seq_length=seq),
+        train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=_whole(row, "global_batch")),
+    )
+
+
+def _uneven(layers: int, stages: int) -> str:
+    """The layers shared out as evenly as possible, the first and the last stage among those with fewer."""
+    if layers < stages:
+        raise ConfigError(f"{layers} layers are fewer than {stages} pipeline stages; lower pp or virtual_stages")
+    fewer, more = divmod(layers, stages)
+    counts = [fewer] * stages
+    for number in range(more):
+        counts[(stages - more + 1) // 2 + number] += 1
+    return "E" + "|".join(f"t*{count}" for count in counts) + "L"
+
+
+def _model(row: Row) -> ModelConfig:
+    heads, groups, layers = _whole(row, "heads"), _whole(row, "kv_heads"), _whole(row, "layers")
+    gated, experts = row["gated_mlp"] == "1", _whole(row, "experts", 0)
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=_whole(row, "hidden"),
+        ffn_hidden_size=_whole(row, "ffn"),
+        num_attention_heads=heads,
+        kv_channels=_whole(row, "head_dim"),
+        group_query_attention=groups != heads,
+        num_query_groups=groups if groups != heads else None,
+        vocab_size=_whole(row, "vocab"),
+        untie_embeddings_and_output_weights=row["tied_embedding"] != "1",
+        swiglu=gated,
+        normalization="RMSNorm" if gated else "LayerNorm",
+        position_embedding_type="rope" if gated else "learned_absolute",
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bf16=True,
+        attention_backend="unfused" if row["attention"].startswith("unfused") else "auto",
+    )
+    if not experts:
+        return model
+    dense = _whole(row, "dense_layers", 0)
+    return dataclasses.replace(
+        model,
+        num_experts=experts,
+        moe_router_topk=_whole(row, "experts_per_token"),
+        moe_ffn_hidden_size=_whole(row, "expert_ffn"),
+        moe_shared_expert_intermediate_size=_whole(row, "shared_expert_ffn", 0) or None,
+        moe_layer_freq=f"([0]*{dense}+[1]*{layers - dense})",
+    )
+
+
+def _software(row: Row) -> Software:
+    stack, precision = row["stack"], row["precision"]
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
+    attention = _ATTENTION.get(row["attention"], FLASH)
+    if attention == FLASH and row["source"].startswith(_THIRD):
+        attention = FLASH_3
+    if attention == UNFUSED and stack in _FUSED_SOFTMAX_ALWAYS:
+        attention = FUSED_SOFTMAX
+    plain = stack in _PLAIN or row["note"].startswith("eager")
+    return Software(
+        precision=precision,
+        attention=attention,
+        fused_norm=not plain or "fused RMSNorm" in stack,
+        fused_pointwise=not plain,
+        fused_loss=not plain and not row["source"].startswith(_UNFUSED_LOSS),
+        fused_accumulation=stack not in _SEPARATE_SUMS,
+        split_gate=stack in _SPLIT_GATE,
+        copies_sharded=stack in _COPIES,
+        gradient_bytes=2 if row["source"].startswith(_HALF_GRADIENTS) else None,
+        bulk_overlap=stack not in _NO_BULK_OVERLAP,
+        recompute_half=row["recompute"].startswith("selective"),
+        blocking_pipeline=_whole(row, "virtual_stages", 1) == 1,
+    )
+
+
+def _cluster(row: Row) -> Cluster:
+    """The table's network, where it gives one."""
+    device = row["gpu"]
+    cluster = dataclasses.replace(built_in(_DEVICES.get(device, device.lower())), node=_whole(row, "gpus_per_node"))
+    found = _GBIT.match(row["network_of_a_node"])
+    if found is None or 0 in (int(found.group(1)), int(found.group(2))):
+        return cluster
+    count, rate = int(found.group(1)), int(found.group(2))
+    return dataclasses.replace(cluster, network=count * rate / 8 * GB / cluster.node)
+
+
+def _micro_batches(row: Row) -> Iterator[int]:
+    given = _whole(row, "micro_batch", 0)
+    yield from (given,) if given else _MICRO_BATCHES
+
+
+def _virtual_stages(row: Row) -> Iterator[int]:
+    given, layers, p = _whole(row, "virtual_stages", 0), _whole(row, "layers"), _whole(row, "pp")
+    if given or p == 1:
+        yield given or 1
+        return
+    divide = [number for number in range(1, min(layers // p, _MOST_VIRTUAL) + 1) if layers % (p * number) == 0]
+    yield from dict.fromkeys((divide[0], divide[-1]) if divide else (1,))
+
+
+def _whole(row: Row, column: str, default: int | None = None) -> int:
+    """A whole number of a column, above 0 unless the default is 0; the default where it is empty. Raises ConfigError."""
+    text = row.get(column) or ""
+    if not text and default is not None:
+        return default
+    interval = SIZE_OR_NONE if default == 0 else SIZE
+    if not text.isdecimal() or not interval.holds(int(text)):
+        raise ConfigError(f"{column} of a row must be a whole number {interval.words}, not {text!r}")
+    return int(text)
+
+
+def number(row: Row, column: str) -> float:
+    """A number above 0 of a column. Raises ConfigError."""
+    try:
+        value = float(row[column])
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{column} of row {row.get('id', '')} must be a number above 0, not {row[column]!r}")
+    return value

@@ -1,0 +1,328 @@
+"""The time of a step: its parts add up, it follows the hardware, and on one device it is that of its layers."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron.base.errors import ConfigError
+from megatron.config.data import DataConfig
+from megatron.config.mesh import mesh_of
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.run import RunConfig
+from megatron.config.settings import resolve
+from megatron.config.train import TrainConfig
+from megatron.planner.schedule.graph import ManyCosts
+from megatron.planner.time.constants import Constants, fitted, priors
+from megatron.planner.time.fit import constants_of
+from megatron.planner.time.hardware import BF16, FP8, built_in, with_device
+from megatron.planner.time.kernels import attention_seconds, gemm_seconds
+from megatron.planner.time.operations import FusedAttention, Gemm
+from megatron.planner.time.software import FLASH, FLASH_1, UNFUSED, Software
+from megatron.planner.time.step_time import PARTS, Play, PlayShape, StepModel, makespans, step_seconds
+from megatron.schedule.registry import SCHEDULES
+
+MODEL = ModelConfig(
+    num_layers=8,
+    hidden_size=2048,
+    ffn_hidden_size=5632,
+    num_attention_heads=16,
+    group_query_attention=True,
+    num_query_groups=4,
+    vocab_size=32000,
+    swiglu=True,
+    bf16=True,
+    add_bias_linear=False,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    untie_embeddings_and_output_weights=True,
+)
+H100 = built_in("h100")
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+ZERO_3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+TP = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+PP = {"pipeline_model_parallel_size": 4}
+LAYOUTS = {
+    "one": (1, {}),
+    "dp": (16, {}),
+    "zero1": (16, SHARDED),
+    "zero1 overlapped": (16, OVERLAPPED),
+    "zero3": (16, ZERO_3),
+    "tp": (4, TP),
+    "tp overlapped": (4, {**TP, "tp_comm_overlap": True}),
+    "tp without sp": (4, {"tensor_model_parallel_size": 4}),
+    "cp": (4, {"context_parallel_size": 4}),
+    "cp gathered": (4, {"context_parallel_size": 4, "cp_comm_type": ("all_gather",)}),
+    "pp": (8, {**PP, **OVERLAPPED}),
+    "pp waiting": (8, {**PP, "overlap_p2p_communication": False}),
+    "interleaved": (8, {**PP, "num_virtual_stages_per_pipeline_rank": 2}),
+    "zb-h1": (8, {**PP, "pipeline_schedule": "zb-h1"}),
+    "zb-v": (8, {**PP, "pipeline_schedule": "zb-v"}),
+    "all": (64, {**TP, **PP, **OVERLAPPED, "context_parallel_size": 2}),
+}
+
+
+def model_of(
+    world=1,
+    parallel=None,
+    *,
+    cluster=H100,
+    software=None,
+    micro_batch=1,
+    batch=64,
+    seq=4096,
+    model=MODEL,
+    recompute=None,
+):
+    run = RunConfig(
+        model=model,
+        parallel=ParallelConfig(**(parallel or {})),
+        recompute=recompute or RecomputeConfig(),
+        data=DataConfig(seq_length=seq),
+        train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=batch),
+    )
+    settings = resolve(run, mesh_of(run.parallel, world))
+    return StepModel(run, settings, cluster, software or Software())
+
+
+def time_of(*args, **kwargs):
+    return model_of(*args, **kwargs).time(Constants())
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+class TestLayout:
+    def test_parts_add_up(self, name):
+        time = time_of(*LAYOUTS[name])
+        assert set(time.parts) <= set(PARTS)
+        assert time.seconds == pytest.approx(sum(time.parts.values()), rel=1e-12)
+        assert all(seconds > -1e-9 for seconds in time.parts.values()), time.parts
+        assert time.tokens_per_second == pytest.approx(64 * 4096 / time.seconds / time.ranks)
+
+    def test_the_short_way_and_many_constants_say_the_same(self, name):
+        model = model_of(*LAYOUTS[name])
+        start, _ = priors()
+        many = constants_of(np.stack([start, start + 0.1, start - 0.1], axis=1))
+        found = step_seconds([model, model], many)
+        assert found[0, 0] == pytest.approx(model.time(Constants()).seconds, rel=1e-12)
+        assert float(np.squeeze(model.seconds(Constants()))) == pytest.approx(found[1, 0], rel=1e-12)
+        assert found[0, 1] == pytest.approx(model.time(constants_of(start + 0.1)).seconds, rel=1e-12)
+
+    @pytest.mark.parametrize("change", ["flops", "bandwidth", "link", "network"])
+    def test_better_hardware_is_never_slower(self, name, change):
+        device = H100.device
+        if change == "flops":
+            better = {
+                "peak": {kind: 1.2 * rate for kind, rate in device.peak.items()},
+                "reached": {kind: 1.2 * rate for kind, rate in device.reached.items()},
+            }
+            cluster = dataclasses.replace(H100, device=dataclasses.replace(device, **better))
+        elif change == "network":
+            cluster = dataclasses.replace(H100, network=1.2 * H100.network)
+        else:
+            cluster = with_device(H100, **{change: 1.2 * getattr(device, change)})
+        before = time_of(*LAYOUTS[name]).seconds
+        after = time_of(*LAYOUTS[name], cluster=cluster).seconds
+        assert after <= before * (1 + 1e-9)
+
+
+def test_on_one_device_a_step_is_its_layers():
+    """Without parallelism: microbatches x (layers + embedding + head), the update, and the fixed time."""
+    model, constants = model_of(batch=8), Constants()
+    layer = model.layer(constants, 0)
+    stage = model.stages(constants)[0]
+    ends = [
+        getattr(stage, phase).total - 8 * getattr(layer, phase).total
+        for phase in ("forward", "input_grad", "weight_grad")
+    ]
+    assert all(seconds > 0 for seconds in ends)
+    time = model.time(constants)
+    work = sum(getattr(layer, phase).total for phase in ("forward", "input_grad", "weight_grad"))
+    assert time.seconds == pytest.approx(
+        8 * (8 * work + sum(ends)) + time.parts["optimizer"] + constants.step, rel=1e-12
+    )
+    assert {part for part, seconds in time.parts.items() if abs(seconds) > 1e-9} <= {
+        "gemm",
+        "attention",
+        "memory",
+        "host",
+        "optimizer",
+        "step",
+    }
+
+
+def test_microbatches_add_up():
+    small, large = (time_of(batch=batch) for batch in (8, 16))
+    fixed = small.parts["optimizer"] + small.parts["step"]
+    assert large.seconds - fixed == pytest.approx(2 * (small.seconds - fixed), rel=1e-9)
+
+
+def test_operations_are_those_of_the_flops_formula():
+    """The products and the attention of a layer and of the head, times layers and microbatches, are the model's FLOPs."""
+    for parallel, world in (({}, 1), (TP, 4), ({"context_parallel_size": 2}, 2)):
+        model = model_of(world, parallel, batch=4)
+        counted = 0.0
+        for work, times in ((model._works[0], 8), (model._head, 1)):
+            for operation in (*work.forward, *work.input_grad, *work.weight_grad):
+                if isinstance(operation, Gemm):
+                    counted += times * 2 * operation.m * operation.n * operation.k * operation.count
+                elif isinstance(operation, FusedAttention):
+                    # The kernel's backward computes the scores again: 2.5 and not 2 times the forward.
+                    again = 2.5 / 2 if "gradient" in operation.name else 1.0
+                    counted += times * operation.operations / again
+        assert counted * 4 * world == pytest.approx(model.model_flops, rel=1e-9)
+
+
+class TestComparisons:
+    def test_overlap_helps(self):
+        plain, overlapped = (time_of(16, parallel) for parallel in (SHARDED, OVERLAPPED))
+        assert overlapped.parts["dp"] < plain.parts["dp"]
+        in_pieces = {**TP, "tp_comm_overlap": True}
+        assert time_of(4, in_pieces).parts["tp"] < time_of(4, TP).parts["tp"]
+
+    def test_tensor_parallelism_across_nodes_is_slow(self):
+        inside = time_of(4, TP)
+        across = time_of(4, TP, cluster=dataclasses.replace(H100, node=1))
+        assert across.parts["tp"] > 3 * inside.parts["tp"]
+
+    def test_recompute_costs_a_forward(self):
+        full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        attention = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
+        plain, some, all_of_it = (time_of(recompute=chosen) for chosen in (None, attention, full))
+        assert plain.parts["recompute"] == 0 < some.parts["recompute"] < all_of_it.parts["recompute"]
+        forward = model_of().layer(Constants(), 0).forward.total
+        assert all_of_it.parts["recompute"] == pytest.approx(64 * 8 * forward, rel=1e-9)
+
+    def test_part_of_a_stage_is_recomputed(self):
+        chosen = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+        forward = model_of().layer(Constants(), 0).forward.total
+        assert time_of(recompute=chosen).parts["recompute"] == pytest.approx(64 * 2 * forward, rel=1e-9)
+
+    def test_the_bubble_of_schedules(self):
+        waiting = {
+            name: time_of(4, {**PP, "pipeline_schedule": name}, batch=8).parts["bubble"] for name in ("1f1b", "zb-v")
+        }
+        assert waiting["zb-v"] < 0.6 * waiting["1f1b"]
+
+    def test_fp8_is_faster_and_not_twice(self):
+        plain, fp8 = (time_of(software=Software(precision=kind)).seconds for kind in (BF16, FP8))
+        assert plain / 2 < fp8 < plain
+
+    def test_kernels_of_attention(self):
+        seconds = {
+            kind: time_of(software=Software(attention=kind), seq=16384, batch=4).seconds
+            for kind in (FLASH, FLASH_1, UNFUSED)
+        }
+        assert seconds[FLASH] < seconds[FLASH_1] < seconds[UNFUSED]
+
+    def test_plain_kernels_cost_memory_traffic(self):
+        fused = time_of()
+        plain = time_of(software=Software(fused_norm=False, fused_pointwise=False, fused_loss=False))
+        assert plain.parts["memory"] > 3 * fused.parts["memory"] and plain.parts["gemm"] == fused.parts["gemm"]
+
+    def test_small_layers_wait_for_the_host(self):
+        small = dataclasses.replace(MODEL, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4)
+        assert time_of(model=small, seq=256).parts["host"] > 0.5 * time_of(model=small, seq=256).seconds
+        assert time_of(seq=8192).parts["host"] == 0
+
+    def test_experts_exchange_tokens(self):
+        model = dataclasses.replace(
+            MODEL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=5632, moe_layer_freq="1"
+        )
+        parallel = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, **OVERLAPPED}
+        time = time_of(8, parallel, model=model)
+        assert time.parts["ep"] > 0
+        assert time.seconds == pytest.approx(sum(time.parts.values()))
+
+
+class TestKernels:
+    def test_a_large_product_reaches_the_measured_rate(self):
+        device, constants = H100.device, dataclasses.replace(Constants(), edge=1e-9, depth=1e-9, wave=1e-9)
+        size = 16384
+        seconds = gemm_seconds(constants, device, size, size, size)
+        assert 2 * size**3 / seconds == pytest.approx(device.reached[BF16], rel=1e-6)
+
+    def test_a_thin_product_is_limited_by_the_memory(self):
+        seconds = gemm_seconds(Constants(), H100.device, 16, 8192, 8192)
+        assert seconds >= 2 * 8192**2 / H100.device.bandwidth
+
+    def test_more_work_is_never_faster(self):
+        """Rows in steps of whole tiles, so that waves fill and empty."""
+        for count in (1, 2, 7, 16):
+            times = [
+                gemm_seconds(Constants(), H100.device, 128 * rows, 4096, 4096, count=count) for rows in range(1, 60)
+            ]
+            assert all(after >= before * (1 - 1e-9) for before, after in itertools.pairwise(times))
+
+    def test_long_sequences_reach_a_higher_rate(self):
+        rates = [
+            1e12 / attention_seconds(Constants(), H100.device, 1e12, keys, 128, FLASH) for keys in (512, 4096, 65536)
+        ]
+        assert rates == sorted(rates)
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_many_microbatches_are_extended_from_few(name):
+    """Stages of a real model: all alike, but the first and the last have more work."""
+    spec = SCHEDULES[name]
+    p, v = 4, spec.virtual_stages or 2
+    stages = p * v
+    rng = np.random.default_rng(0)
+
+    def stage_times(low, high):
+        times = np.ones((stages, 1)) * rng.uniform(low, high, (1, 8))
+        times[0] *= 1.1
+        times[-1] *= 1.3
+        return times / v
+
+    forward, input_grad, weight_grad = stage_times(0.9, 1.1), stage_times(0.9, 1.5), stage_times(0.8, 1.2)
+    nothing, boundary = np.zeros_like(forward), np.full((stages - 1, 8), 0.02)
+    costs = ManyCosts(
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        backward=input_grad + weight_grad,
+        transfer=boundary,
+        latency=0.1 * boundary,
+        offload=nothing,
+        reload=nothing,
+        bucket=nothing + 0.05,
+    )
+    shape = PlayShape(spec, p, v, None, overlap=True, blocking=False, buckets=2)
+    m = 48
+    assert shape.lengths(m)[1] < m
+    all_of_them = _Whole(spec, p, v, None, overlap=True, blocking=False, buckets=2)
+    found, whole = makespans([Play(shape, m, costs), Play(all_of_them, m, costs)])
+    assert found == pytest.approx(whole, rel=2e-3)
+
+
+class _Whole(PlayShape):
+    """Plays all microbatches."""
+
+    def lengths(self, m):
+        return m, m
+
+
+class TestRefused:
+    def test_without_a_vocabulary(self):
+        with pytest.raises(ConfigError, match="--vocab-size"):
+            model_of(model=dataclasses.replace(MODEL, vocab_size=None, fixed_padded_vocab_size=32000))
+
+    def test_adapters(self):
+        with pytest.raises(ConfigError, match="--lora-rank 8"):
+            model_of(model=dataclasses.replace(MODEL, lora_rank=8))
+
+    def test_a_device_without_the_precision(self):
+        with pytest.raises(ConfigError, match="a100 has no fp8 products"):
+            model_of(cluster=built_in("a100"), software=Software(precision=FP8))
+
+    def test_too_many_ranks(self):
+        with pytest.raises(ConfigError, match="a world of 16 ranks does not fit 1 nodes of 8"):
+            model_of(16, cluster=built_in("h100:1x8"))
+
+
+def test_the_shipped_constants_are_complete():
+    assert all(0 < getattr(fitted(), name) < 1e4 for name in Constants.names())
