@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 COMPILE := $(BIN)/python -m compileall -q -x '/tests/|/transformers/models/|/site-packages/(networkx|pip|setuptools)/'
 
 .PHONY: quickstart test test-all check bench bench-dp bench-tp bench-cp bench-pp bench-adam bench-recompute \
-	bench-offload bench-memory format
+	bench-offload bench-memory bench-planner format
 $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; give one with make PYTHON=python3.12")'
 	@echo "Installing into $(VENV). This happens once; torch is large."
@@ -82,3 +82,7 @@ bench-offload: $(STAMP)
 # Planned beside measured memory, counted to the byte: any machine, however busy.
 bench-memory: $(STAMP)
 	$(BIN)/python -m benchmarks.memory_report
+
+# How well the planner predicts published runs; any machine, about 10 minutes of one core.
+bench-planner: $(STAMP)
+	$(BIN)/python -m benchmarks.planner.published_runs
