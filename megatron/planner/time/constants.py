@@ -82,4 +82,13 @@ def priors() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 @cache
 def fitted() -> Constants:
     """Returns the constants that are shipped, fitted on all published runs."""
-    return Constants.of(json.loads(FITTED.read_text(encoding="utf-8"))["constants"])
+    return Constants.of(_file()["constants"])
+
+
+def blind_error() -> float:
+    """Returns the median error, in percent, on dense runs of Megatron-LM, NeMo and Bridge whose family was left out."""
+    return float(_file()["blind_error_percent"])
+
+
+def _file() -> Any:
+    return json.loads(FITTED.read_text(encoding="utf-8"))

@@ -1,0 +1,263 @@
+"""tools/plan.py schedule: draws a pipeline schedule, and prints its time and idle fraction."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from megatron.base.errors import ConfigError
+from megatron.command_line.exits import check_output
+from megatron.command_line.flag_parser import path_word, within
+from megatron.config.interval import COUNT, FRACTION, LAYERS, NOT_NEGATIVE, POSITIVE, between
+from megatron.planner.schedule.plot import draw, write_trace
+from megatron.planner.schedule.report import report
+from megatron.schedule.offload_pass import with_offload
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.registry import SCHEDULES, schedule_or_default
+from megatron.schedule.schedules.forward_only import forward_only
+from megatron.schedule.simulate import Costs, SimulatedTimeline, simulate
+from megatron.schedule.spec import Formula, Times
+from megatron.schedule.validate import chunks_on_device
+
+MS = 1e-3
+PLAYED, MOST_ACTIONS = between(1, 100_000), 200_000  # a schedule is simulated action by action, about 20,000 per second
+
+
+def add_schedule_command(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `schedule`, with the names of training if it has them."""
+    add = parser.add_argument
+    add(
+        "--pipeline-model-parallel-size",
+        type=within(int, PLAYED),
+        required=True,
+        metavar="P",
+        help="ranks of the pipeline",
+    )
+    add(
+        "--num-microbatches",
+        type=within(int, PLAYED),
+        required=True,
+        metavar="M",
+        help="microbatches per step and data-parallel rank",
+    )
+    add("--schedule", choices=tuple(SCHEDULES), help="default: interleaved with virtual stages, else 1f1b")
+    add(
+        "--num-virtual-stages-per-pipeline-rank",
+        "--virtual",
+        type=within(int, LAYERS),
+        metavar="V",
+        help="chunks of layers per rank, where the schedule leaves the choice",
+    )
+    add("--num-layers", type=within(int, LAYERS), metavar="N", help="layers, with the next flag")
+    add(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=within(int, LAYERS),
+        metavar="N",
+        help="instead of the number of virtual stages",
+    )
+    add(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=within(int, COUNT),
+        metavar="N",
+        help="of interleaved: microbatches that go through one chunk before the next (default P)",
+    )
+    add("--forward-only", action="store_true", help="evaluation")
+    add(
+        "--forward-time",
+        type=within(float, POSITIVE),
+        default=1.0,
+        metavar="MS",
+        help="time of a microbatch's forward through a rank's layers (default 1)",
+    )
+    add(
+        "--input-grad-time",
+        type=within(float, POSITIVE),
+        metavar="MS",
+        help="time of its backward for the input (default: as forward)",
+    )
+    add(
+        "--weight-grad-time",
+        type=within(float, POSITIVE),
+        metavar="MS",
+        help="time of its backward for the weights (default: as forward)",
+    )
+    add(
+        "--transfer-time",
+        type=within(float, NOT_NEGATIVE),
+        default=0.0,
+        metavar="MS",
+        help="activations from rank to rank (default 0)",
+    )
+    add(
+        "--latency",
+        type=within(float, NOT_NEGATIVE),
+        default=0.0,
+        metavar="MS",
+        help="until they arrive after that (default 0)",
+    )
+    add(
+        "--offload-ratio",
+        type=within(float, FRACTION),
+        default=0.0,
+        metavar="X",
+        help="share of the activations to offload (default 0)",
+    )
+    add(
+        "--copy-time",
+        type=within(float, NOT_NEGATIVE),
+        default=0.0,
+        metavar="MS",
+        help="time to copy all activations of a microbatch in one direction (default 0)",
+    )
+    add("--no-overlap-p2p-communication", action="store_true", help="receives are posted where the data is needed")
+    add(
+        "--blocking-transfers",
+        action="store_true",
+        help="both ranks wait during a transfer; never overlapped",
+    )
+    add("--png", type=path_word, metavar="FILE", help="picture to write")
+    add("--trace", type=path_word, metavar="FILE", help="Chrome trace to write, for https://ui.perfetto.dev")
+    parser.set_defaults(work=plan_schedule)
+
+
+def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
+    """Simulates the schedule; prints, draws and writes the result. Raises UserErrors."""
+    if others:
+        raise ConfigError(f"unrecognized arguments: {' '.join(others)}; python tools/plan.py schedule --help lists all")
+    check_numbers(args)
+    check_output("--png", args.png)
+    check_output("--trace", args.trace)
+    p, m = args.pipeline_model_parallel_size, args.num_microbatches
+    asked = virtual_stages(args)
+    group = args.microbatch_group_size_per_virtual_pipeline_stage
+    spec = schedule_or_default(args.schedule, asked)
+    sizes = spec.sizes(p, m, asked, group)
+    schedule = spec.build(p, m, v=asked, group=group)
+    formula = None
+    if args.forward_only:
+        schedule = forward_only(schedule)
+    else:
+        formula = spec.bubble(sizes, Times(args.forward_time, args.input_grad_time, args.weight_grad_time))
+    overlap = not (args.no_overlap_p2p_communication or args.blocking_transfers)
+    schedule = with_transfers(schedule, overlap=overlap)
+    if args.offload_ratio > 0:
+        schedule = with_offload(schedule)
+    timeline = simulate(schedule, costs_of(args, sizes.v))
+    print_report(timeline, formula)
+    if args.offload_ratio > 0:
+        kept = ", ".join(f"{chunks:g}" for chunks in chunks_on_device(schedule, args.offload_ratio))
+        print(f"with {args.offload_ratio:.0%} offloaded, kept on the device by rank, in chunks: {kept}")
+    write_files(args, timeline)
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Fills in omitted times. Raises ConfigError for incompatible numbers."""
+    for flag in ("input_grad_time", "weight_grad_time"):
+        if vars(args)[flag] is None:
+            setattr(args, flag, args.forward_time)
+    actions = args.pipeline_model_parallel_size * args.num_microbatches * (virtual_stages(args) or 1)
+    if actions > MOST_ACTIONS:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} x --num-microbatches "
+            f"{args.num_microbatches} and virtual stages make {actions} actions to play, more than {MOST_ACTIONS}; "
+            "plan fewer microbatches, which repeat themselves"
+        )
+    if args.copy_time and not args.offload_ratio:
+        raise ConfigError(f"--copy-time {args.copy_time:g} has no effect without --offload-ratio; give it")
+
+
+def virtual_stages(args: argparse.Namespace) -> int | None:
+    """Returns the requested number of chunks per rank. Raises ConfigError if the layers do not divide into them."""
+    layers, a_stage = args.num_layers, args.num_layers_per_virtual_pipeline_stage
+    asked, p = args.num_virtual_stages_per_pipeline_rank, args.pipeline_model_parallel_size
+    if a_stage is None:
+        if layers is not None:
+            raise ConfigError("--num-layers has no effect without --num-layers-per-virtual-pipeline-stage; remove it")
+        return asked
+    if asked is not None:
+        raise ConfigError(
+            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage set the same; remove one"
+        )
+    if layers is None:
+        raise ConfigError("--num-layers-per-virtual-pipeline-stage needs --num-layers; give it")
+    if layers % (p * a_stage):
+        raise ConfigError(
+            f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {p} x "
+            f"--num-layers-per-virtual-pipeline-stage {a_stage}; change one of them"
+        )
+    return layers // (p * a_stage)
+
+
+def costs_of(args: argparse.Namespace, v: int) -> Costs:
+    """Returns costs in seconds; a chunk takes its fraction of the rank's time."""
+    return Costs.uniform(
+        v * args.pipeline_model_parallel_size,
+        forward=args.forward_time * MS / v,
+        input_grad=args.input_grad_time * MS / v,
+        weight_grad=args.weight_grad_time * MS / v,
+        transfer=args.transfer_time * MS,
+        offload=args.offload_ratio * args.copy_time * MS / v,
+        reload=args.offload_ratio * args.copy_time * MS / v,
+        latency=args.latency * MS,
+        blocking=args.blocking_transfers,
+    )
+
+
+def print_report(timeline: SimulatedTimeline, formula: Formula | None) -> None:
+    """Prints a line for the step, and one row per rank."""
+    rows = report(timeline)
+    table = Table(title=headline(timeline), title_justify="left", title_style="", box=SIMPLE)
+    for heading in (
+        "rank",
+        "stages",
+        "compute ms",
+        "idle",
+        "idle inside",
+        "exposed ms",
+        "kept: chunks",
+        "microbatches",
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.rank),
+            ", ".join(map(str, row.stages)),
+            f"{row.busy / MS:.3f}",
+            f"{row.bubble:.2%}",
+            f"{row.idle_inside:.2%}",
+            f"{row.exposed / MS:.3f}",
+            str(row.chunks),
+            f"{row.microbatches:g}",
+        )
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(table)
+    if formula is not None:
+        console.print(f"without communication: idle {formula.text} = {formula.value:.2%} of the step")
+
+
+def headline(timeline: SimulatedTimeline) -> str:
+    """Formats name, sizes, time and bubble."""
+    schedule = timeline.schedule
+    ranks, stages = schedule.placement.num_ranks, schedule.placement.num_stages
+    sizes = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if stages > ranks:
+        sizes += f" x {stages // ranks} stages"
+    bubble = sum(timeline.bubble(rank) for rank in range(ranks)) / ranks
+    time = f"{timeline.makespan / MS:g} ms, bubble {bubble:.1%}"
+    return f"{schedule.name}: {sizes}, {schedule.num_microbatches} microbatches, {time}"
+
+
+def write_files(args: argparse.Namespace, timeline: SimulatedTimeline) -> None:
+    """Writes the requested files."""
+    if args.png is not None:
+        draw(Path(args.png), timeline, headline(timeline))
+    if args.trace is not None:
+        write_trace(Path(args.trace), timeline)
+    for file in filter(None, (args.png, args.trace)):
+        print(f"{file} written")

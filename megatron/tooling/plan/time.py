@@ -1,0 +1,81 @@
+"""tools/plan.py time: prints the time of a run's step on a cluster, by part."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from megatron.command_line.flag_parser import within
+from megatron.config.fp8 import MXFP8 as MXFP8_RECIPE
+from megatron.config.interval import RANKS
+from megatron.planner.time.cluster_file import read_cluster
+from megatron.planner.time.constants import blind_error, fitted
+from megatron.planner.time.hardware import BF16, FP8, MXFP8, TERA, Cluster
+from megatron.planner.time.software import FLASH_3, UNFUSED, Software
+from megatron.planner.time.step_time import PARTS, StepModel, StepTime
+from megatron.tooling.plan.run import settings_of
+
+MS = 1e-3
+
+
+def add_time_command(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `time` other than the run's own."""
+    add = parser.add_argument
+    add("--cluster", required=True, metavar="NAME|FILE", help="built-in devices such as h100:32x8, or a TOML file")
+    add(
+        "--world-size",
+        type=within(int, RANKS),
+        metavar="N",
+        help="processes of the run; default all devices of the cluster, or the fewest of this layout",
+    )
+    parser.set_defaults(work=plan_time)
+
+
+def plan_time(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Prints the time of a step. Raises UserErrors, also for flags that the run would reject."""
+    cluster = read_cluster(args.cluster)
+    world_size = args.world_size
+    if world_size is None and cluster.nodes is not None:
+        world_size = cluster.nodes * cluster.node
+    run, settings = settings_of(flags, world_size, description="Time of the run with these flags.")
+    precision = BF16
+    if run.fp8.enabled:
+        precision = MXFP8 if run.fp8.fp8_recipe == MXFP8_RECIPE else FP8
+    attention = UNFUSED if run.model.attention_backend == "unfused" else FLASH_3
+    software = Software(precision=precision, attention=attention)
+    show(StepModel(run, settings, cluster, software).time(fitted()), cluster)
+
+
+def show(time: StepTime, cluster: Cluster) -> None:
+    """Prints the step's figures and a table of its parts."""
+    seconds = float(time.seconds)
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("part of the slowest rank", "ms", "share"):
+        table.add_column(heading, justify="left" if heading[0] == "p" else "right")
+    for part in PARTS:
+        spent = float(time.parts.get(part, 0.0))
+        if abs(spent) > 5e-4 * seconds:
+            table.add_row(part, f"{spent / MS:.1f}", f"{spent / seconds:.1%}")
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(table)
+    achieved = float(time.flops_per_second)
+    console.print(
+        f"step {seconds / MS:.1f} ms on {time.ranks} {cluster.device.name}: {float(time.tokens_per_second):.0f} tokens/s, "
+        f"{achieved / TERA:.0f} TFLOP/s and {achieved / cluster.device.flops(BF16):.1%} MFU per device",
+        soft_wrap=True,
+    )
+    console.print(
+        "a prediction: of dense runs that Megatron-LM, NeMo and Bridge published, half were within "
+        f"{blind_error():g} % by constants that had not seen them",
+        soft_wrap=True,
+    )
+    console.print(
+        "MFU: model FLOPs (spec/flops.py: causal attention counted by half, no recompute) over the dense bf16 peak, "
+        f"{cluster.device.flops(BF16) / TERA:.0f} TFLOP/s",
+        soft_wrap=True,
+    )

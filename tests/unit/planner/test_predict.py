@@ -1,0 +1,361 @@
+"""Rows of published runs: how they are read, predicted and anchored; and tools/plan.py predict and time."""
+
+import csv
+import importlib.util
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.planner.published_runs import FAMILIES, read_table, tau
+from megatron.base.errors import ConfigError
+from megatron.planner.time.constants import Constants, blind_error, fitted, priors
+from megatron.planner.time.fit import MACHINE, constants_of, fit_all, fit_machine
+from megatron.planner.time.hardware import GB
+from megatron.planner.time.predict import COLUMNS, choose, machine_constants, predict
+from megatron.planner.time.rows import candidates
+from megatron.planner.time.software import FLASH_1, FUSED_SOFTMAX
+from megatron.planner.time.step_time import PARTS, step_seconds
+
+ROOT = Path(__file__).parents[3]
+ROW = {
+    "id": "a",
+    "source": "mine",
+    "gpu": "H100",
+    "gpus_per_node": "8",
+    "network_of_a_node": "8x400 Gb/s InfiniBand",
+    "model": "toy",
+    "layers": "8",
+    "hidden": "2048",
+    "ffn": "5632",
+    "heads": "16",
+    "kv_heads": "4",
+    "head_dim": "128",
+    "vocab": "32000",
+    "gated_mlp": "1",
+    "tied_embedding": "0",
+    "experts": "",
+    "seq": "4096",
+    "gpus": "16",
+    "global_batch": "64",
+    "micro_batch": "1",
+    "tp": "2",
+    "pp": "2",
+    "virtual_stages": "1",
+    "cp": "1",
+    "ep": "",
+    "dp_sharding": "zero1",
+    "sequence_parallel": "1",
+    "precision": "bf16",
+    "attention": "FA2",
+    "recompute": "none",
+    "stack": "megatron",
+    "overlap": "dp",
+    "note": "",
+}
+SMALL = [
+    ROW,
+    {**ROW, "id": "b", "tp": "4", "pp": "1"},
+    {**ROW, "id": "c", "tp": "1", "pp": "4"},
+    {**ROW, "id": "d", "seq": "16384", "micro_batch": "1", "global_batch": "16"},
+    {**ROW, "id": "e", "hidden": "1024", "heads": "8", "ffn": "2816"},
+    {**ROW, "id": "f", "tp": "1", "pp": "1", "dp_sharding": "fsdp", "global_batch": "16"},
+]
+
+
+def with_rates(rows, constants):
+    """The rows with the throughput that these constants predict, all as anchors."""
+    found = predict(rows, constants)
+    return [
+        {**row, "tokens_per_s_per_gpu": str(each["tokens_per_s_per_gpu"]), "use": "anchor"}
+        for row, each in zip(rows, found)
+    ]
+
+
+class TestRows:
+    def test_every_published_run_is_planned_or_says_why(self):
+        """Every tenth row, so that each source is met."""
+        table = read_table()
+        assert all(any(row["source"].startswith(prefix) for prefix in FAMILIES) for row in table)
+        reasons = set()
+        for row in table[::10]:
+            try:
+                assert candidates(row)
+            except ConfigError as error:
+                reasons.add(str(error))
+        assert all("latent attention" in reason or "global_batch" in reason for reason in reasons), reasons
+
+    def test_what_a_row_says(self):
+        (found,) = candidates(ROW)
+        run, mesh = found.run, found.settings.mesh
+        assert (mesh.tp, mesh.pp, mesh.dp) == (2, 2, 4)
+        assert found.cluster.network == 50 * GB and found.cluster.node == 8
+        assert run.model.num_query_groups == 4 and found.settings.data_parallel.shards == "optim"
+        assert found.settings.data_parallel.overlap_gather and not run.parallel.tp_comm_overlap
+
+    def test_uneven_stages(self):
+        stages = candidates({**ROW, "layers": "7", "pp": "4", "tp": "1"})[0].settings.pipeline.stages
+        assert [len(stage.layers) for stage in stages] == [1, 2, 2, 2]
+        stages = candidates({**ROW, "layers": "6", "pp": "4", "tp": "1"})[0].settings.pipeline.stages
+        assert [len(stage.layers) for stage in stages] == [1, 2, 2, 1]
+
+    def test_kernels(self):
+        kinds = {"FA1": FLASH_1, "unfused, fused softmax": FUSED_SOFTMAX}
+        for name, kind in kinds.items():
+            assert candidates({**ROW, "attention": name})[0].software.attention == kind
+        plain = candidates({**ROW, "stack": "aleph-alpha, fused RMSNorm"})[0].software
+        assert plain.fused_norm and not plain.fused_pointwise and not plain.fused_loss
+
+    def test_open_sizes_are_chosen(self):
+        found = candidates({**ROW, "micro_batch": "", "virtual_stages": ""})
+        assert {run.run.train.micro_batch_size for run in found} == {1, 2, 4, 8}
+        assert {run.run.parallel.num_virtual_stages_per_pipeline_rank for run in found} == {None, 4}
+        best = choose({**ROW, "micro_batch": "", "virtual_stages": ""}, Constants())
+        assert best.planned.run.train.micro_batch_size in (1, 2, 4, 8) and best.fits
+
+    def test_the_fastest_that_fits(self):
+        """Large microbatches of a large model are faster and do not fit."""
+        row = {**ROW, "hidden": "8192", "heads": "64", "ffn": "22016", "layers": "16", "micro_batch": "", "gpus": "4"}
+        best = choose(row, Constants())
+        seconds = {
+            run.run.train.micro_batch_size: choose(
+                {**row, "micro_batch": str(run.run.train.micro_batch_size)}, Constants()
+            )
+            for run in candidates(row)
+        }
+        fitting = {size: run for size, run in seconds.items() if run.fits}
+        assert len(fitting) < len(seconds)
+        rates = {size: float(step_seconds([run.model], Constants())[0, 0]) for size, run in fitting.items()}
+        assert best.planned.run.train.micro_batch_size == min(rates, key=rates.get)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"gpu": "H1000"}, "unknown device h1000"),
+            ({"layers": ""}, "layers of a row must be a whole number from 1 to 134217728, not ''"),
+            ({"layers": "x"}, "layers of a row must be a whole number from 1 to 134217728, not 'x'"),
+            ({"layers": "1"}, "1 layers are fewer than 2 pipeline stages"),
+            ({"global_batch": "65"}, "global_batch 65 is not a multiple of micro_batch 1 x dp 4"),
+            ({"tp": "3"}, "heads 16 is not a multiple of tp 3"),
+            ({"precision": "int8"}, "precision 'int8' is none of bf16, fp8, mxfp8"),
+            ({"dp_sharding": "zero9"}, "dp_sharding 'zero9' is none of"),
+            ({"gpu": "A100-80GB", "precision": "fp8"}, "a100 has no fp8 products"),
+            ({"model": "DeepSeekV3"}, "multi-latent attention"),
+            ({"layers": "0"}, "layers"),
+            ({"heads": "0"}, "heads"),
+            ({"hidden": "99999999999999999999"}, "hidden"),
+        ],
+    )
+    def test_a_bad_row_says_why(self, change, message):
+        (found,) = predict([{**ROW, **change}], Constants())
+        assert message in found["reason"] and "\n" not in found["reason"]
+        assert "tokens_per_s_per_gpu" not in found
+
+    def test_damaged_rows_are_predicted_or_refused(self):
+        """Other words in up to three columns: a figure or a reason, and nothing else is raised."""
+        rng = random.Random(0)
+        numbers = ("", "0", "1", "2", "3", "7", "16", "100", "99999999", "-1", "1.5", "x", "nan", "\u0663")
+        words = {
+            "gpu": ("A100-80GB", "B200", "none"),
+            "dp_sharding": ("none", "fsdp", "x"),
+            "precision": ("fp8", "mxfp8", ""),
+            "attention": ("unfused", "", "x"),
+            "recompute": ("full", "core_attn", "selective (op)", "x"),
+            "stack": ("aleph-alpha", "torchtitan", "x"),
+            "overlap": ("", "dp,tp"),
+            "network_of_a_node": ("", "8x0 Gb/s", "x"),
+            "experts": ("8", "128"),
+        }
+        reasons = 0
+        for _ in range(40):
+            row = dict(ROW)
+            for name in rng.sample(list(ROW), rng.randint(1, 3)):
+                row[name] = rng.choice(words.get(name, numbers))
+            (found,) = predict([row], Constants())
+            assert bool(found["reason"]) != ("tokens_per_s_per_gpu" in found) and "\n" not in found["reason"]
+            reasons += bool(found["reason"])
+        assert 10 < reasons < 40
+
+    def test_a_column_that_is_missing(self):
+        (found,) = predict([{key: value for key, value in ROW.items() if key != "vocab"}], Constants())
+        assert "vocab" in found["reason"]
+
+
+class TestPredict:
+    def test_parts_add_up(self):
+        for row in predict(SMALL, fitted()):
+            assert set(row) <= set(COLUMNS) and row["reason"] == ""
+            assert sum(float(row[part]) for part in PARTS) == pytest.approx(float(row["step_s"]), abs=1e-4)
+            batch = {"d": 16 * 16384, "f": 16 * 4096}.get(row["id"], 64 * 4096)
+            rate = batch / 16 / float(row["step_s"])
+            assert float(row["tokens_per_s_per_gpu"]) == pytest.approx(rate, rel=1e-3)
+
+    def test_a_factor_of_a_source(self):
+        plain = predict(SMALL, Constants())
+        slower = [
+            {**SMALL[0], "use": "anchor", "tokens_per_s_per_gpu": str(float(plain[0]["tokens_per_s_per_gpu"]) / 1.2)},
+            *SMALL[1:5],
+            {**SMALL[5], "source": "another"},
+        ]
+        found = predict(slower, Constants(), "factor")
+        for before, after in zip(plain[:5], found[:5]):
+            assert float(after["step_s"]) == pytest.approx(1.2 * float(before["step_s"]), rel=1e-3)
+        assert found[5]["step_s"] == plain[5]["step_s"]
+
+    def test_a_machine(self):
+        """Rows of a machine with slower products and faster memory are predicted by its factors."""
+        start, _ = priors()
+        names = Constants.names()
+        other = start.copy()
+        other[names.index("gemm")] -= 0.2
+        other[names.index("bandwidth")] += 0.15
+        anchors = with_rates(SMALL, constants_of(other))
+        runs = [choose(row, Constants()) for row in anchors]
+        constants = machine_constants(runs[:-1], Constants())
+        (new,) = step_seconds([runs[-1].model], constants)[:, 0] / runs[-1].measured
+        (before,) = step_seconds([runs[-1].model], Constants())[:, 0] / runs[-1].measured
+        assert abs(math.log(new)) < 0.3 * abs(math.log(before)) and abs(math.log(before)) > 0.05
+
+    def test_anchors_are_needed(self):
+        for kind in ("factor", "machine"):
+            with pytest.raises(ConfigError, match=f"--anchor {kind} needs a row with use=anchor"):
+                predict([ROW], Constants(), kind)
+
+    def test_an_anchor_needs_a_measured_value(self):
+        with pytest.raises(ConfigError, match="tokens_per_s_per_gpu of row a must be a number above 0, not 'fast'"):
+            predict([{**ROW, "use": "anchor", "tokens_per_s_per_gpu": "fast"}], Constants(), "factor")
+
+
+class TestFit:
+    def test_constants_are_found_again(self):
+        """Rows without error, of other constants than the priors: the fit predicts them, and rows that it has not seen."""
+        start, spread = priors()
+        names = Constants.names()
+        truth = start.copy()
+        for name, shift in (("gemm", -0.15), ("bandwidth", 0.12), ("attention_hopper", 0.2), ("link", -0.2)):
+            truth[names.index(name)] += shift
+        runs = [choose(row, Constants()).model for row in SMALL]
+        measured = step_seconds(runs, constants_of(truth))[:, 0]
+        found = fit_all(lambda constants: step_seconds(runs[:-1], constants), measured[:-1], [10.0] * 5)
+        errors = np.log(step_seconds(runs, constants_of(found))[:, 0] / measured)
+        assert np.abs(errors[:-1]).max() < 0.01 and abs(errors[-1]) < 0.03
+        assert (np.abs(found - start) < 4 * spread).all()
+
+    def test_without_rows_that_say_otherwise_priors_stay(self):
+        runs = [choose(row, Constants()).model for row in SMALL[:2]]
+        measured = step_seconds(runs, Constants())[:, 0]
+        found = fit_all(lambda constants: step_seconds(runs, constants), measured, [1.0, 1.0])
+        assert found == pytest.approx(priors()[0], abs=1e-6)
+
+    def test_one_far_row_does_not_decide(self):
+        runs = [choose(row, Constants()).model for row in SMALL]
+        measured = step_seconds(runs, Constants())[:, 0]
+        measured[2] *= 3
+        found = fit_machine(lambda constants: step_seconds(runs, constants), measured, priors()[0])
+        errors = np.abs(np.log(step_seconds(runs, constants_of(found))[:, 0] / measured))
+        assert np.median(errors) < 0.06
+
+    def test_the_machine_is_made_of_constants(self):
+        assert {name for names in MACHINE.values() for name in names} <= set(Constants.names())
+
+
+def test_tau():
+    order = np.array([1.0, 2.0, 3.0, 4.0])
+    assert tau(order, order) == 1 and tau(order, -order) == -1
+    assert tau(order, np.array([2.0, 1.0, 3.0, 4.0])) == pytest.approx(4 / 6)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    spec = importlib.util.spec_from_file_location("plan", ROOT / "tools" / "plan.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return lambda *flags: module.main(list(map(str, flags)))
+
+
+def write(file, rows):
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, {key: None for row in rows for key in row})
+        writer.writeheader()
+        writer.writerows(rows)
+    return file
+
+
+FLAGS = (
+    *("--num-layers", 8, "--hidden-size", 2048, "--ffn-hidden-size", 5632, "--num-attention-heads", 16),
+    *("--group-query-attention", "--num-query-groups", 4, "--vocab-size", 32000, "--swiglu", "--bf16"),
+    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+    *("--untie-embeddings-and-output-weights", "--seq-length", 4096, "--micro-batch-size", 1),
+    *("--global-batch-size", 64, "--tensor-model-parallel-size", 2, "--sequence-parallel"),
+    *("--pipeline-model-parallel-size", 2, "--use-distributed-optimizer", "--overlap-grad-reduce"),
+    *("--overlap-param-gather", "--train-iters", 1, "--lr", "1e-4", "--mock-data"),
+    *("--tokenizer-type", "NullTokenizer", "--device", "cuda"),
+)
+
+
+class TestProgram:
+    def test_predict(self, plan, tmp_path, capsys):
+        rows = write(tmp_path / "rows.csv", [*SMALL[:2], {**ROW, "id": "bad", "gpu": "none"}])
+        out = tmp_path / "out.csv"
+        assert plan("predict", "--rows", rows, "--out", out) == 0
+        assert "2 of 3 rows are planned" in capsys.readouterr().out
+        with out.open(newline="", encoding="utf-8") as file:
+            found = list(csv.DictReader(file))
+        assert [row["id"] for row in found] == ["a", "b", "bad"] and list(found[0]) == list(COLUMNS)
+        assert float(found[0]["tokens_per_s_per_gpu"]) > 0 and "unknown device none" in found[2]["reason"]
+
+    def test_time(self, plan, capsys):
+        assert plan("time", "--cluster", "h100:2x8", *FLAGS) == 0
+        out = capsys.readouterr().out
+        assert "on 16 h100" in out and "gemm" in out and "MFU: model FLOPs" in out
+        assert f"within {blind_error():g} % by constants" in out and 0 < blind_error() < 20
+
+    def test_time_and_predict_say_the_same(self, plan, capsys):
+        """The row describes the run of the flags; a table's pipelines without virtual stages wait for messages."""
+        flags = (*FLAGS, "--no-overlap-p2p-communication")
+        assert plan("time", "--cluster", "h100:2x8", *flags) == 0
+        shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
+        (row,) = predict([{**ROW, "attention": "cuDNN", "source": "megatron-lm-llama-fp8"}], fitted())
+        assert f"step {1e3 * float(row['step_s']):.1f} ms" in shown
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (("time", "--cluster", "h1000", *FLAGS), "unknown device h1000"),
+            (("time", "--cluster", "h100:1x3", *FLAGS), "world size 3"),
+            (("time", "--cluster", "h100:1x8", "--world-size", 16, *FLAGS), "a world of 16 ranks does not fit"),
+            (("time", "--cluster", "a100", "--fp8-format", "e4m3", *FLAGS), "a100 has no fp8 products"),
+            (("time", "--cluster", "/nowhere.toml", *FLAGS), "No such file"),
+            (("predict", "--rows", "/nowhere.csv", "--out", "{out}"), "No such file"),
+            (("predict", "--rows", "{empty}", "--out", "{out}"), "has no rows below its heading"),
+            (("predict", "--rows", "{binary}", "--out", "{out}"), "is no CSV file in UTF-8"),
+            (("predict", "--rows", "{rows}", "--out", "{out}", "--anchor", "factor"), "needs a row with use=anchor"),
+            (("predict", "--rows", "{rows}", "--out", "{out}", "--what"), "unrecognized arguments: --what"),
+            (("predict", "--rows", "{rows}", "--out", "/nowhere/out.csv"), "/nowhere/out.csv: No such file"),
+        ],
+    )
+    def test_bad_input(self, plan, tmp_path, capsys, flags, message):
+        files = {"out": tmp_path / "out.csv", "empty": tmp_path / "empty.csv", "binary": tmp_path / "binary.csv"}
+        files["empty"].write_text("id,gpu\n", encoding="utf-8")
+        files["binary"].write_bytes(b"id\xff\xfe\n1")
+        files["rows"] = write(tmp_path / "rows.csv", [ROW])
+        assert plan(*(str(word).format(**files) for word in flags)) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+        assert not files["out"].exists()
+
+    def test_they_start_without_torch(self, tmp_path):
+        rows = write(tmp_path / "rows.csv", [ROW])
+        code = (
+            "import runpy, sys; sys.argv = ['plan.py', *sys.argv[1:]]\n"
+            "try: runpy.run_path('tools/plan.py', run_name='__main__')\n"
+            "except SystemExit as end: assert end.code == 0, end.code\n"
+            "assert 'torch' not in sys.modules"
+        )
+        for words in (("time", "--cluster", "h100:2x8", *FLAGS), ("predict", "--rows", rows, "--out", tmp_path / "o")):
+            command = [sys.executable, "-c", code, *map(str, words)]
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
