@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 from torch import Tensor
 
 from benchmarks.gpu.case import Case, Result, Setting, check
@@ -27,6 +27,7 @@ from benchmarks.gpu.shapes import layer_products
 from megatron.kernels.backends import cpu_adam, flash3
 
 # Packages that some cases use, and that neither setup.py nor torch brings.
+IMPORTED_AS = {"pyyaml": "yaml"}  # packages that are imported under another name than they are installed by
 OPTIONAL = (
     "pytest", "xdist", "pytest_timeout", "triton", "transformer_engine", "flash_attn_interface", "torchao", "liger_kernel",
 )  # fmt: skip
@@ -105,8 +106,9 @@ def required_packages() -> list[str]:
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "install_requires":
-            names = [re.split(r"[^A-Za-z0-9_.-]", spec)[0] for spec in ast.literal_eval(node.value)]
-            return [name.replace("-", "_") for name in names]
+            wanted = [Requirement(spec) for spec in ast.literal_eval(node.value)]
+            names = [each.name for each in wanted if each.marker is None or each.marker.evaluate()]
+            return [IMPORTED_AS.get(name, name.replace("-", "_")) for name in names]
     raise AssertionError("setup.py has no install_requires")
 
 

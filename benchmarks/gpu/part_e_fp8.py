@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.measure import check_error, copy_rate, error, package, poison, random, timed
 from benchmarks.gpu.record import NotRunError
-from benchmarks.gpu.runs import DECODER_FP8, device_of, losses, start
+from benchmarks.gpu.runs import DECODER_FP8, FP8_FORMATS, device_of, fp8_flags, losses, start
 from benchmarks.gpu.shapes import layer_products
 from megatron.config.fp8 import Fp8Config
 from megatron.kernels.choose_fp8 import choose_fp8
@@ -27,7 +27,6 @@ from megatron.kernels.ops.fp8.product import Product
 from megatron.kernels.ops.fp8.quantize import SEPARATE, Both, QuantizeKernels, scale_of
 from megatron.kernels.ops.linear import PlainLinear
 
-HYBRID = FORMATS["hybrid"]
 # The product of the same FP8 numbers: rounded to bf16, and accumulated with about 14 bits on Hopper.
 PRODUCT_LIMIT = 2.0**-7
 # Quantized to e4m3 (4 bits) or e5m2 (3 bits), relative to the largest element of a product over many numbers.
@@ -56,25 +55,26 @@ def cases(setting: Setting) -> list[Case]:
 
 def kernels_of(setting: Setting, recipe: str) -> tuple[Product, QuantizeKernels]:
     """Returns what a run with this recipe takes. Raises NotRunError on a GPU that cannot multiply with it."""
-    reason = scaled_mm.why_not(recipe, device_of(setting))
+    reason = scaled_mm.why_not(recipe, device_of(setting), FP8_FORMATS[recipe])
     if setting.cuda and reason is not None:
         raise NotRunError(reason)
-    product, quantize, *_ = choose_fp8(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe), device_of(setting), {})
+    config = Fp8Config(fp8_format=FP8_FORMATS[recipe], fp8_recipe=recipe)
+    product, quantize, *_ = choose_fp8(config, device_of(setting), {})
     return product, quantize
 
 
 def operands_of(recipe: str, device: torch.device, kernels: QuantizeKernels) -> Operands:
     """Returns the operands of a layer. The scales of `delayed` are made for numbers up to LARGEST."""
+    formats = FORMATS[FP8_FORMATS[recipe]]
     if recipe == "delayed":
-        most = [
-            torch.tensor([largest(each)], device=device) for each in (HYBRID.forward, HYBRID.forward, HYBRID.gradient)
-        ]
+        of = (formats.forward, formats.forward, formats.gradient)
+        most = [torch.tensor([largest(each)], device=device) for each in of]
         scales = [scale_of(torch.full((1,), LARGEST, device=device), each) for each in most]
         amaxes = [torch.zeros(1, device=device) for _ in scales]
-        return delayed(HYBRID, (scales[0], scales[1], scales[2]), (amaxes[0], amaxes[1], amaxes[2]), kernels)
+        return delayed(formats, (scales[0], scales[1], scales[2]), (amaxes[0], amaxes[1], amaxes[2]), kernels)
     if recipe == "tensorwise":
-        return tensorwise(HYBRID, kernels=kernels)
-    return {"blockwise": blockwise, "mxfp8": mxfp8}[recipe](HYBRID, kernels)
+        return tensorwise(formats, kernels=kernels)
+    return {"blockwise": blockwise, "mxfp8": mxfp8}[recipe](formats, kernels)
 
 
 def layer_data(setting: Setting, tokens: int, width: int, out: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +104,8 @@ def compare(setting: Setting, recipe: str) -> Result:
     for name, operand, expected, x in zip(ours._fields, ours, theirs, data, strict=True):
         found, on_cpu = operand(x, rows=True, columns=True), expected(x.cpu(), rows=True, columns=True)
         check(bits(found) == bits(on_cpu), f"{name}: other bits than on the CPU")
-    multiplied = scaled_mm.ScaledMM(recipe) if scaled_mm.why_not(recipe, device) is None else product
+    runs_here = scaled_mm.why_not(recipe, device, FP8_FORMATS[recipe]) is None
+    multiplied = scaled_mm.ScaledMM(recipe) if runs_here else product
     emulated = products(Fp8Linear(theirs, Emulated(), keep_weight=True), *(x.cpu() for x in data))
     exact = products(PlainLinear(weight_grad.separate), *(x.cpu().double() for x in data))
     poison(setting)
@@ -183,7 +184,7 @@ def train(setting: Setting) -> Result:
         except NotRunError as reason:
             words.append(f"{recipe} not: {reason}")
             continue
-        found = losses(f"{plain} --fp8-format hybrid --fp8-recipe {recipe}", TRAINED_STEPS, setting, groups)
+        found = losses(f"{plain} {fp8_flags(recipe)}", TRAINED_STEPS, setting, groups)
         off = max(abs(a - b) for a, b in zip(found, expected, strict=True)) / expected[0]
         values[recipe] = found
         check(off <= TRAINED_LIMIT, f"{recipe}: losses {found} and not {expected}", values)

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.pair import Pair
 from benchmarks.gpu.part_g_speed import needs
-from benchmarks.gpu.runs import DECODER, DECODER_FP8, losses, start
+from benchmarks.gpu.runs import DECODER, DECODER_FP8, fp8_flags, losses, start
 
 STEPS = 3
 LIMIT = 1e-5  # of losses in fp32; sums have another order
@@ -47,7 +47,7 @@ LAYOUTS = {
 # Sums of another order change the number in FP8 that an element is rounded to, here and there.
 FP8_LIMIT = 3e-3
 FP8_LAYOUTS = {
-    f"{name}, fp8 {recipe}": f"{flags} --fp8-format hybrid --fp8-recipe {recipe}"
+    f"{name}, fp8 {recipe}": f"{flags} {fp8_flags(recipe)}"
     for name, flags, recipe in (
         ("TP 2, sequence parallel", f"{TP} --sequence-parallel", "blockwise"),
         ("TP 2", TP, "tensorwise"),

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.gpu.case import Case, Result, Setting
 from benchmarks.gpu.measure import copy_rate, gemm_rate, package
 from benchmarks.gpu.record import NotRunError
-from benchmarks.gpu.runs import TOY, TOY_FP8, described, device_of, measure_speed, start
+from benchmarks.gpu.runs import FP8_FORMATS, TOY, TOY_FP8, described, device_of, fp8_flags, measure_speed, start
 from megatron.kernels.ops.fp8 import scaled_mm
 
 # 8 of 32 layers and a quarter of the vocabulary, so that the head has the same share as in the whole model.
@@ -20,15 +20,14 @@ MODEL_1B = (
     "--preset llama3.2-1b --vocab-size 128256 --seq-length 4096 --micro-batch-size 4 --global-batch-size 16 --bf16"
 )
 HOST_BOUND = "--seq-length 64 --micro-batch-size 1 --global-batch-size 4"
-FP8 = "--fp8-format hybrid --fp8-recipe"
 ENGINE = "--transformer-impl transformer_engine"
 WAYS = {
     "baseline": "",
-    "fp8 blockwise": f"{FP8} blockwise",
-    "fp8 tensorwise": f"{FP8} tensorwise",
-    "fp8 delayed": f"{FP8} delayed",
+    "fp8 blockwise": fp8_flags("blockwise"),
+    "fp8 tensorwise": fp8_flags("tensorwise"),
+    "fp8 delayed": fp8_flags("delayed"),
     "Transformer Engine": ENGINE,
-    "Transformer Engine, fp8 delayed": f"{ENGINE} {FP8} delayed",
+    "Transformer Engine, fp8 delayed": f"{ENGINE} {fp8_flags('delayed')}",
     "no fused kernels": "--no-persist-layer-norm --no-bias-swiglu-fusion --no-rope-fusion",
     "one microbatch per step": "--global-batch-size 1",
     "no fused gradient accumulation": "--no-gradient-accumulation-fusion",
@@ -90,7 +89,8 @@ def needs(setting: Setting, flags: str) -> None:
     if not setting.cuda:
         return
     if "--fp8-recipe" in words:
-        reason = scaled_mm.why_not(words[words.index("--fp8-recipe") + 1], device_of(setting))
+        recipe = words[words.index("--fp8-recipe") + 1]
+        reason = scaled_mm.why_not(recipe, device_of(setting), FP8_FORMATS[recipe])
         if reason is not None:
             raise NotRunError(reason)
     if "--transformer-impl" in words:

@@ -42,6 +42,8 @@ TOY, TOY_FP8 = (
     flags.replace("--num-layers 4", "--num-layers 2").replace("--global-batch-size 4", "--global-batch-size 2")
     for flags in (DECODER, DECODER_FP8)
 )
+# The format that docs/fp8.md advises for each recipe.
+FP8_FORMATS = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Speed:
     tflops: float
     peak: int
     loss: float
+
+
+def fp8_flags(recipe: str) -> str:
+    """Returns the flags of FP8 products by a recipe."""
+    return f"--fp8-format {FP8_FORMATS[recipe]} --fp8-recipe {recipe}"
 
 
 def configured(flags: str, setting: Setting, world_size: int = 1) -> RunConfig:
