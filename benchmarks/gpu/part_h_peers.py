@@ -13,8 +13,19 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.case import Case, Result, Setting
 from benchmarks.gpu.measure import combine, gemm_rate, package
-from benchmarks.gpu.part_g_speed import FP8, SLICE_8B, needs
-from benchmarks.gpu.runs import TOY_FP8, Peak, Speed, configured, described, device_of, measure_speed, start, step_flops
+from benchmarks.gpu.part_g_speed import SLICE_8B, needs
+from benchmarks.gpu.runs import (
+    TOY_FP8,
+    Peak,
+    Speed,
+    configured,
+    described,
+    device_of,
+    fp8_flags,
+    measure_speed,
+    start,
+    step_flops,
+)
 from megatron.config.run import RunConfig
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
@@ -45,7 +56,7 @@ def cases(setting: Setting) -> list[Case]:
     return [
         *(
             Case(f"this framework{name}", of(framework, setting, flags), 11.0, 60.0)
-            for name, flags in (("", ""), (", fp8 tensorwise", f"{FP8} tensorwise"))
+            for name, flags in (("", ""), (", fp8 tensorwise", fp8_flags("tensorwise")))
         ),
         *(Case(name, of(measure, setting, made), 11.0, 120.0) for name, made in peers.items()),
     ]

@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.case import Case, Result, Setting, check
-from benchmarks.gpu.part_g_speed import FP8, SLICE_8B, needs
-from benchmarks.gpu.runs import TOY_FP8, start, trainer_of
+from benchmarks.gpu.part_g_speed import SLICE_8B, needs
+from benchmarks.gpu.runs import TOY_FP8, fp8_flags, start, trainer_of
 
 TOP = 40
 WARM = 3
@@ -33,7 +33,7 @@ def cases(setting: Setting) -> list[Case]:
     """Returns the cases of this part."""
     of = functools.partial
     flags = f"{TOY_FP8} --bf16" if setting.toy else f"{SLICE_8B} --global-batch-size 2"
-    ways = {"baseline": "", "fp8 blockwise": f"{FP8} blockwise", "cuDNN": "--attention-backend fused"}
+    ways = {"baseline": "", "fp8 blockwise": fp8_flags("blockwise"), "cuDNN": "--attention-backend fused"}
     return [
         Case(f"8B slice, {name}", of(measure, setting, name, f"{flags} {more}"), 16.0, 90.0)
         for name, more in ways.items()

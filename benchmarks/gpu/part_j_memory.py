@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.continued import resumes_and_repeats
-from benchmarks.gpu.part_g_speed import FP8, needs
-from benchmarks.gpu.runs import LLAMA, Peak, described, device_of, losses, measure_speed, start, trainer_of
+from benchmarks.gpu.part_g_speed import needs
+from benchmarks.gpu.runs import LLAMA, Peak, described, device_of, fp8_flags, losses, measure_speed, start, trainer_of
 from benchmarks.gpu.runs import TOY as SMALL_DECODER
 from megatron.core.offload.bandwidth import measure_bandwidth
 from megatron.core.offload.copy_engine import CopyEngine
@@ -49,7 +49,7 @@ TRAINED_STEPS, EMULATED_STEPS = 150, 50
 TRAINED_FLAGS = f"{SMALL_DECODER} --seq-length 64 --hidden-size 128 --kv-channels 64 --ffn-hidden-size 256 --lr 2e-3"
 TRAINED_WAYS = {
     "bf16": "--bf16",
-    **{f"fp8 {recipe}": f"--bf16 {FP8} {recipe}" for recipe in ("blockwise", "delayed")},
+    **{f"fp8 {recipe}": f"--bf16 {fp8_flags(recipe)}" for recipe in ("blockwise", "delayed")},
 }
 TRAINED_LIMIT, LEARNT = 0.05, 0.5
 
