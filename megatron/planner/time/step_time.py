@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import ConfigError
 from megatron.config.data_parallel import EVERY
+from megatron.config.optimizer_offload import OFF
+from megatron.config.recompute import BALANCED
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.sizes import sizes_of
@@ -87,7 +89,7 @@ class StepModel:
     """
 
     def __init__(self, run: RunConfig, settings: RunSettings, cluster: Cluster, software: Software) -> None:
-        _refuse(run)
+        _refuse(run, settings)
         cluster.check(settings.mesh.world_size)
         cluster.device.flops(software.precision)
         model = run.model
@@ -444,9 +446,19 @@ def _graph(shape: PlayShape, m: int) -> ScheduleGraph:
     return ScheduleGraph(played, num_buckets=shape.buckets, blocking=shape.blocking)
 
 
-def _refuse(run: RunConfig) -> None:
+def _refuse(run: RunConfig, settings: RunSettings) -> None:
     """Raises ConfigError for runs whose time is not planned."""
     if run.model.vocab_size is None:
         raise ConfigError("the size of the vocabulary decides about the time of the head; give --vocab-size")
-    if run.model.lora_rank:
-        raise ConfigError(f"--lora-rank {run.model.lora_rank}: the time of adapters is not planned; leave it out")
+    unplanned = {
+        "of adapters (--lora-rank)": bool(run.model.lora_rank),
+        "of copies to host memory (activation offload)": run.activation_offload.kind is not None,
+        "of copies to host memory (--cpu-offloading-weights)": run.activation_offload.cpu_offloading_weights,
+        "of an update on the CPU, or of states in host memory (optimizer offload)": settings.optimizer_offload.mode
+        != OFF,
+        "of layers that are chosen by measuring (--recompute-policy balanced)": run.recompute.recompute_policy
+        == BALANCED,
+    }
+    for what, asked in unplanned.items():
+        if asked:
+            raise ConfigError(f"the time {what} is not planned; leave the flag out, and add it to the run afterwards")

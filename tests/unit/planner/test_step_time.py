@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from megatron.base.errors import ConfigError
+from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.data import DataConfig
 from megatron.config.mesh import mesh_of
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
@@ -77,6 +79,7 @@ def model_of(
     seq=4096,
     model=MODEL,
     recompute=None,
+    **parts,
 ):
     run = RunConfig(
         model=model,
@@ -84,6 +87,7 @@ def model_of(
         recompute=recompute or RecomputeConfig(),
         data=DataConfig(seq_length=seq),
         train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=batch),
+        **parts,
     )
     settings = resolve(run, mesh_of(run.parallel, world))
     return StepModel(run, settings, cluster, software or Software())
@@ -311,9 +315,20 @@ class TestRefused:
         with pytest.raises(ConfigError, match="--vocab-size"):
             model_of(model=dataclasses.replace(MODEL, vocab_size=None, fixed_padded_vocab_size=32000))
 
-    def test_adapters(self):
-        with pytest.raises(ConfigError, match="--lora-rank 8"):
-            model_of(model=dataclasses.replace(MODEL, lora_rank=8))
+    @pytest.mark.parametrize(
+        ("fields", "word"),
+        [
+            ({"model": dataclasses.replace(MODEL, lora_rank=8)}, "--lora-rank"),
+            ({"activation_offload": ActivationOffloadConfig(pipeline_offload_ratio="0.5")}, "activation offload"),
+            ({"activation_offload": ActivationOffloadConfig(cpu_offloading_weights=True)}, "--cpu-offloading-weights"),
+            ({"optimizer_offload": OptimizerOffloadConfig(optimizer_cpu_offload=True)}, "optimizer offload"),
+            ({"optimizer_offload": OptimizerOffloadConfig(offload_optimizer_states=True)}, "optimizer offload"),
+            ({"recompute": RecomputeConfig(recompute_policy="balanced")}, "balanced"),
+        ],
+    )
+    def test_features_whose_time_is_not_planned(self, fields, word):
+        with pytest.raises(ConfigError, match=word):
+            model_of(**fields)
 
     def test_a_device_without_the_precision(self):
         with pytest.raises(ConfigError, match="a100 has no fp8 products"):
