@@ -37,9 +37,8 @@ from megatron.spec.sizes import FP32, Target
 
 PP, BUBBLE, OPTIMIZER, STEP, STRAGGLER = "pp", "bubble", "optimizer", "step", "straggler"
 PARTS = (*STAGE_PARTS, PP, BUBBLE, OPTIMIZER, STEP, STRAGGLER)
-UPDATE_BYTES = (
-    36  # per parameter of a rank's slice: fp32 master, gradient and two moments, read and written; bf16 weight
-)
+# Per parameter of a rank's slice: fp32 master, gradient and two moments, read and written; bf16 weight.
+UPDATE_BYTES = 36
 # Bytes per parameter that are read and written around a collective that has buffers of its own.
 _COPIED_GATHER, _COPIED_REDUCE = 4, 6
 MOST_BUCKETS = 8  # reductions per stage that are followed one by one
@@ -242,10 +241,6 @@ class StepModel:
                 expert += numel
         return _Held(dense, expert)
 
-    def _group(self, view: str) -> Place:
-        """The ranks over which gradients of a view are summed."""
-        return self.places[view]
-
     def _with_sharded(self, constants: Constants, phases: Phases, held: _Held) -> Phases:
         """Adds the communication of every microbatch: gathers of sharded parameters and sums of sharded gradients."""
         settings = self._settings.data_parallel
@@ -282,7 +277,7 @@ class StepModel:
         seconds: Number = 0.0
         for view, numel in (("dense", held.dense), ("expert", held.expert)):
             if numel:
-                seconds = seconds + collective_seconds(constants, self._cluster, self._group(view), op, width * numel)
+                seconds = seconds + collective_seconds(constants, self._cluster, self.places[view], op, width * numel)
         return seconds
 
     def _reductions(self, constants: Constants) -> tuple[list[Number] | None, Number, Number]:
