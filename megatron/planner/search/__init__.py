@@ -1,0 +1,1 @@
+"""Finds the fastest layouts of a run that fit into memory."""
