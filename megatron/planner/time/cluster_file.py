@@ -23,6 +23,7 @@ _CLUSTER = {
     "devices_per_node": ("node", 1, RANKS),
     "network_gb_per_s": ("network", GB, POSITIVE),
     "host_gb_per_s": ("host", GB, POSITIVE),
+    "host_memory_gib": ("host_memory", GIB, POSITIVE),
 }
 _DEVICE = {
     "memory_gib": ("memory", GIB, POSITIVE),
@@ -61,12 +62,15 @@ def _cluster(file: str, words: Mapping[str, Any]) -> Cluster:
         like, changed = _device(file, device)
     else:
         raise ConfigError(f"--cluster {file}: device is {device!r}; give a name, or a table [device]")
-    cluster = dataclasses.replace(built_in(like), device=changed)
+    usual = built_in(like)
+    cluster = dataclasses.replace(usual, device=changed)
     found = {
         _CLUSTER[key][0]: _number(file, key, value, *_CLUSTER[key][1:])
         for key, value in words.items()
         if key in _CLUSTER
     }
+    if "node" in found:  # a node of more devices has more main memory, unless the file says otherwise
+        found.setdefault("host_memory", usual.host_memory * found["node"] / usual.node)
     return dataclasses.replace(cluster, **found)  # type: ignore[arg-type]
 
 

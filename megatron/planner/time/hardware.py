@@ -121,13 +121,15 @@ class Cluster:
     """Nodes of equal devices.
 
     node: devices of one node, which reach each other at the device's link. network: bytes/s per device to other nodes.
-    host: bytes/s between a device and the memory of its host. nodes: None if the number follows from the run.
+    host: bytes/s between a device and the memory of its host. host_memory: bytes of main memory of a node. nodes: None if
+    the number follows from the run.
     """
 
     device: Device
     node: int
     network: float
     host: float = 25.0 * GB
+    host_memory: float = 1024.0 * GIB
     nodes: int | None = None
 
     def check(self, world_size: int) -> None:
@@ -142,6 +144,10 @@ class Cluster:
 # GB/s per device in common servers of an architecture (DGX A100, DGX H100, GB200 NVL72).
 _NETWORK = {"volta": 12.5, "ampere": 25.0, "hopper": 50.0, "blackwell": 50.0, "ada": 25.0, "cdna3": 50.0}
 _HOST = {"volta": 12.0, "ampere": 25.0, "ada": 25.0}
+# GiB of main memory per device. DGX-1 has 512 GB for 8 devices, DGX A100 1 TB (or 2), DGX H100 and DGX B200 2 TB, common
+# servers of 8 MI300X 2 TB, and of 4 L40S 384 GB. A Grace processor has 480 GB, for one GH200 or for two GB200 or GB300.
+_HOST_MEMORY = {"volta": 64.0, "ampere": 128.0, "hopper": 256.0, "blackwell": 256.0, "ada": 96.0, "cdna3": 256.0}
+_GRACE_MEMORY = {"gh200": 447.0, "gb200": 223.0, "gb300": 223.0}
 _NAME = re.compile(r"([a-z0-9-]+)(?::(\d+)x(\d+))?")
 
 
@@ -160,6 +166,7 @@ def built_in(name: str) -> Cluster:
         node=node,
         network=_NETWORK[device.architecture] * GB,
         host=_HOST.get(device.architecture, 55.0) * GB,
+        host_memory=node * _GRACE_MEMORY.get(device.name, _HOST_MEMORY[device.architecture]) * GIB,
         nodes=nodes,
     )
 

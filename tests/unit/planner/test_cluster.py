@@ -56,6 +56,14 @@ def test_numbers_of_a_file_replace_those_of_the_device(tmp_path):
     assert (device.reached[FP8], device.memory, device.link) == (1000 * TERA, 64 * GIB, 450 * GB)
 
 
+def test_main_memory_grows_with_the_node_unless_the_file_gives_it(tmp_path):
+    assert built_in("h100").host_memory == 2048 * GIB and built_in("h100:4x4").host_memory == 1024 * GIB
+    assert built_in("gb200").host_memory < 72 * built_in("h100").host_memory / 8, "two devices share a Grace processor"
+    device = 'device = "a100"\ndevices_per_node = 16'
+    assert read_cluster(write(tmp_path, device)).host_memory == 2 * built_in("a100").host_memory
+    assert read_cluster(write(tmp_path, f"host_memory_gib = 100\n{device}")).host_memory == 100 * GIB
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
