@@ -25,29 +25,32 @@ from megatron.spec.collectives import (
 
 
 def collective_seconds(constants: Constants, cluster: Cluster, place: Place, op: str, nbytes: float) -> Number:
-    """Returns the time of a collective. nbytes: of the whole tensor, for all_to_all of a rank's part.
-
-    All-gather and reduce-scatter send (n - 1) / n of the tensor from each rank, an all-reduce twice that.
-    """
-    n = place.size
-    if n == 1:
+    """Returns the time of a collective. nbytes: of the whole tensor, for all_to_all of a rank's part."""
+    if place.size == 1:
         return 0.0
-    sent = nbytes * (n - 1) / n
-    if op == ALL_REDUCE:
-        sent *= 2
+    inside, outside = wire_bytes(place, op, nbytes)
+    wire = np.maximum(inside / _link(constants, cluster), outside / _network(constants, cluster))
     if op in (ALL_TO_ALL, ALL_TO_ALL_V) and place.nodes > 1:
-        inside = nbytes * (place.together - 1) / n
-        outside = nbytes * (n - place.together) / n
-        wire = np.maximum(inside / _link(constants, cluster), outside / _network(constants, cluster))
         return wire + constants.network_latency
-    return sent / rate(constants, cluster, place) + latency(constants, place)
+    return wire + latency(constants, place)
 
 
-def rate(constants: Constants, cluster: Cluster, place: Place) -> Number:
-    """Returns bytes/s of each rank in a collective of this group."""
-    if place.nodes == 1:
-        return _link(constants, cluster)
-    return np.minimum(_link(constants, cluster), place.together * _network(constants, cluster))
+def wire_bytes(place: Place, op: str, nbytes: float) -> tuple[float, float]:
+    """Returns the bytes that each rank sends over the link of its node, and over its network interface.
+
+    nbytes: of the whole tensor, for all_to_all and shift of a rank's part. All-gather and reduce-scatter send (n - 1) / n
+    of the tensor from each rank, an all-reduce twice that. All pass the links; those that pass a node's border are shared
+    between the interfaces of the group's ranks there. The slowest hop of a shift counts.
+    """
+    n, spread = place.size, place.nodes > 1
+    if n == 1:
+        return 0.0, 0.0
+    if op == SHIFT:
+        return (0.0, nbytes) if spread else (nbytes, 0.0)
+    if op in (ALL_TO_ALL, ALL_TO_ALL_V):
+        return nbytes * (place.together - 1) / n, nbytes * (n - place.together) / n
+    sent = nbytes * (n - 1) / n * (2 if op == ALL_REDUCE else 1)
+    return sent, sent / place.together if spread else 0.0
 
 
 def latency(constants: Constants, place: Place) -> Number:
@@ -82,4 +85,4 @@ def _network(constants: Constants, cluster: Cluster) -> Number:
     return constants.network * cluster.network
 
 
-__all__ = ["ALL_GATHER", "REDUCE_SCATTER", "call_seconds", "collective_seconds", "hop_seconds", "latency", "rate"]
+__all__ = ["ALL_GATHER", "REDUCE_SCATTER", "call_seconds", "collective_seconds", "hop_seconds", "latency", "wire_bytes"]

@@ -20,12 +20,14 @@ from megatron.config.train import TrainConfig
 from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.time.constants import Constants, fitted, priors
 from megatron.planner.time.fit import constants_of
-from megatron.planner.time.hardware import BF16, FP8, built_in, with_device
+from megatron.planner.time.hardware import BF16, FP8, Place, built_in, with_device
 from megatron.planner.time.kernels import attention_seconds, gemm_seconds
+from megatron.planner.time.messages import wire_bytes
 from megatron.planner.time.operations import FusedAttention, Gemm
 from megatron.planner.time.software import FLASH, FLASH_1, UNFUSED, Software
 from megatron.planner.time.step_time import PARTS, Play, PlayShape, StepModel, makespans, step_seconds
 from megatron.schedule.registry import SCHEDULES
+from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SHIFT
 
 MODEL = ModelConfig(
     num_layers=8,
@@ -341,3 +343,22 @@ class TestRefused:
 
 def test_the_shipped_constants_are_complete():
     assert all(0 < getattr(fitted(), name) < 1e4 for name in Constants.names())
+
+
+class TestWireBytes:
+    """Bytes that each rank sends, of 8 ranks in a node of 8 or in two nodes of 4."""
+
+    @pytest.mark.parametrize(
+        ("op", "one_node", "two_nodes"),
+        [
+            (ALL_GATHER, (700, 0), (700, 175)),  # the ring's 700 bytes pass the border on one of 4 interfaces at a time
+            (REDUCE_SCATTER, (700, 0), (700, 175)),
+            (ALL_REDUCE, (1400, 0), (1400, 350)),
+            (ALL_TO_ALL, (700, 0), (300, 400)),
+            (SHIFT, (800, 0), (0, 800)),
+        ],
+    )
+    def test_by_link(self, op, one_node, two_nodes):
+        assert wire_bytes(Place(8, 8), op, 800) == one_node
+        assert wire_bytes(Place(8, 4), op, 800) == two_nodes
+        assert wire_bytes(Place(1, 1), op, 800) == (0, 0)
