@@ -13,15 +13,7 @@ import numpy as np
 
 from megatron.planner.time.constants import Constants, Number
 from megatron.planner.time.hardware import Cluster, Place
-from megatron.spec.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_V,
-    REDUCE_SCATTER,
-    SHIFT,
-    Collective,
-)
+from megatron.spec.collectives import ALL_REDUCE, ALL_TO_ALL, ALL_TO_ALL_V, SHIFT
 
 
 def collective_seconds(constants: Constants, cluster: Cluster, place: Place, op: str, nbytes: float) -> Number:
@@ -64,17 +56,13 @@ def hop_seconds(constants: Constants, cluster: Cluster, place: Place, nbytes: fl
     """Returns the time of a message to the next rank of a ring, of which the slowest hop counts."""
     if place.size == 1:
         return 0.0
-    if place.nodes == 1:
-        return nbytes / _link(constants, cluster) + constants.link_latency
-    return nbytes / _network(constants, cluster) + constants.network_latency
+    wire = nbytes / (_link(constants, cluster) if place.nodes == 1 else _network(constants, cluster))
+    return wire + hop_latency(constants, place)
 
 
-def call_seconds(constants: Constants, cluster: Cluster, place: Place, call: Collective) -> Number:
-    """Returns the time of a call of the decoder, whose bytes are those of each rank's input."""
-    if call.op == SHIFT:
-        return hop_seconds(constants, cluster, place, call.nbytes)
-    whole = call.nbytes * place.size if call.op == ALL_GATHER else call.nbytes
-    return collective_seconds(constants, cluster, place, call.op, whole)
+def hop_latency(constants: Constants, place: Place) -> Number:
+    """Returns seconds of a message with little data to the next rank of a ring."""
+    return constants.link_latency if place.nodes == 1 else constants.network_latency
 
 
 def _link(constants: Constants, cluster: Cluster) -> Number:
@@ -83,6 +71,3 @@ def _link(constants: Constants, cluster: Cluster) -> Number:
 
 def _network(constants: Constants, cluster: Cluster) -> Number:
     return constants.network * cluster.network
-
-
-__all__ = ["ALL_GATHER", "REDUCE_SCATTER", "call_seconds", "collective_seconds", "hop_seconds", "latency", "wire_bytes"]

@@ -86,7 +86,8 @@ class LayerMessage:
     pieces: int = 1
 
 
-LayerOperation = Gemm | FusedAttention | Traffic | LayerMessage
+Computation = Gemm | FusedAttention | Traffic
+LayerOperation = Computation | LayerMessage
 
 
 @dataclass(frozen=True)

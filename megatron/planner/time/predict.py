@@ -82,7 +82,7 @@ def predict(rows: Sequence[Row], constants: Constants, anchor: str | None = None
         if place in chosen:
             run = chosen[place]
             factor = factors.get(row.get("source", ""), 1.0)
-            result |= _columns(run, run.model.time(constants), factor)
+            result |= _columns(run, run.model.time(run.model.clock(constants)), factor)
         found.append(result)
     return found
 

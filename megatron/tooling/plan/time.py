@@ -48,7 +48,8 @@ def plan_time(args: argparse.Namespace, flags: Sequence[str]) -> None:
         precision = MXFP8 if run.fp8.fp8_recipe == MXFP8_RECIPE else FP8
     attention = UNFUSED if run.model.attention_backend == "unfused" else FLASH_3
     software = Software(precision=precision, attention=attention)
-    show(StepModel(run, settings, cluster, software).time(fitted()), cluster)
+    model = StepModel(run, settings, cluster, software)
+    show(model.time(model.clock(fitted())), cluster)
 
 
 def show(time: StepTime, cluster: Cluster) -> None:

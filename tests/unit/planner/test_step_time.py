@@ -24,8 +24,9 @@ from megatron.planner.time.hardware import BF16, FP8, Place, built_in, with_devi
 from megatron.planner.time.kernels import attention_seconds, gemm_seconds
 from megatron.planner.time.messages import wire_bytes
 from megatron.planner.time.operations import FusedAttention, Gemm
+from megatron.planner.time.play import Play, PlayShape, makespans
 from megatron.planner.time.software import FLASH, FLASH_1, UNFUSED, Software
-from megatron.planner.time.step_time import PARTS, Play, PlayShape, StepModel, makespans, step_seconds
+from megatron.planner.time.step_time import PARTS, StepModel, step_seconds
 from megatron.schedule.registry import SCHEDULES
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SHIFT
 
@@ -96,7 +97,12 @@ def model_of(
 
 
 def time_of(*args, **kwargs):
-    return model_of(*args, **kwargs).time(Constants())
+    model = model_of(*args, **kwargs)
+    return model.time(model.clock(Constants()))
+
+
+def layer_of(model):
+    return model.layer(model.clock(Constants()), 0)
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
@@ -113,9 +119,9 @@ class TestLayout:
         start, _ = priors()
         many = constants_of(np.stack([start, start + 0.1, start - 0.1], axis=1))
         found = step_seconds([model, model], many)
-        assert found[0, 0] == pytest.approx(model.time(Constants()).seconds, rel=1e-12)
-        assert float(np.squeeze(model.seconds(Constants()))) == pytest.approx(found[1, 0], rel=1e-12)
-        assert found[0, 1] == pytest.approx(model.time(constants_of(start + 0.1)).seconds, rel=1e-12)
+        assert found[0, 0] == pytest.approx(model.time(model.clock(Constants())).seconds, rel=1e-12)
+        assert float(np.squeeze(model.seconds(model.clock(Constants())))) == pytest.approx(found[1, 0], rel=1e-12)
+        assert found[0, 1] == pytest.approx(model.time(model.clock(constants_of(start + 0.1))).seconds, rel=1e-12)
 
     @pytest.mark.parametrize("change", ["flops", "bandwidth", "link", "network"])
     def test_better_hardware_is_never_slower(self, name, change):
@@ -138,14 +144,15 @@ class TestLayout:
 def test_on_one_device_a_step_is_its_layers():
     """Without parallelism: microbatches x (layers + embedding + head), the update, and the fixed time."""
     model, constants = model_of(batch=8), Constants()
-    layer = model.layer(constants, 0)
-    stage = model.stages(constants)[0]
+    clock = model.clock(constants)
+    layer = model.layer(clock, 0)
+    stage = model.stages(clock)[0]
     ends = [
         getattr(stage, phase).total - 8 * getattr(layer, phase).total
         for phase in ("forward", "input_grad", "weight_grad")
     ]
     assert all(seconds > 0 for seconds in ends)
-    time = model.time(constants)
+    time = model.time(clock)
     work = sum(getattr(layer, phase).total for phase in ("forward", "input_grad", "weight_grad"))
     assert time.seconds == pytest.approx(
         8 * (8 * work + sum(ends)) + time.parts["optimizer"] + constants.step, rel=1e-12
@@ -171,7 +178,7 @@ def test_operations_are_those_of_the_flops_formula():
     for parallel, world in (({}, 1), (TP, 4), ({"context_parallel_size": 2}, 2)):
         model = model_of(world, parallel, batch=4)
         counted = 0.0
-        for work, times in ((model._works[0], 8), (model._head, 1)):
+        for work, times in ((model.work.works[0], 8), (model.work.head, 1)):
             for operation in (*work.forward, *work.input_grad, *work.weight_grad):
                 if isinstance(operation, Gemm):
                     counted += times * 2 * operation.m * operation.n * operation.k * operation.count
@@ -199,12 +206,12 @@ class TestComparisons:
         attention = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",))
         plain, some, all_of_it = (time_of(recompute=chosen) for chosen in (None, attention, full))
         assert plain.parts["recompute"] == 0 < some.parts["recompute"] < all_of_it.parts["recompute"]
-        forward = model_of().layer(Constants(), 0).forward.total
+        forward = layer_of(model_of()).forward.total
         assert all_of_it.parts["recompute"] == pytest.approx(64 * 8 * forward, rel=1e-9)
 
     def test_part_of_a_stage_is_recomputed(self):
         chosen = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
-        forward = model_of().layer(Constants(), 0).forward.total
+        forward = layer_of(model_of()).forward.total
         assert time_of(recompute=chosen).parts["recompute"] == pytest.approx(64 * 2 * forward, rel=1e-9)
 
     def test_the_bubble_of_schedules(self):

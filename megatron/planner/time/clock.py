@@ -1,0 +1,139 @@
+"""What measures the parts of a step: every second of `StepModel` comes from a `Clock`.
+
+`DataSheetClock` (data_sheet.py) takes them from data sheets and fitted constants. The rules that combine them, such as what
+a message in pieces hides behind, are here and hold for every clock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from megatron.planner.time.constants import Number
+from megatron.planner.time.hardware import Place
+from megatron.planner.time.operations import (
+    Computation,
+    FusedAttention,
+    Gemm,
+    LayerMessage,
+    LayerOperation,
+    LayerWork,
+    Traffic,
+)
+from megatron.planner.time.stage_time import (
+    ATTENTION,
+    CP,
+    EP,
+    GEMM,
+    HOST,
+    INTERFERENCE,
+    MEMORY,
+    RECOMPUTE,
+    TP,
+    Parts,
+    Phases,
+)
+from megatron.spec.collectives import ALL_GATHER, SHIFT, Collective
+
+Places = Mapping[str, Place]  # where the ranks of each group of a collective are
+_PART = {Gemm: GEMM, FusedAttention: ATTENTION, Traffic: MEMORY}
+_PART_OF_GROUP = {"tp": TP, "cp": CP, "cp_inner": CP, "cp_outer": CP, "etp_ep": EP}
+_COMPUTED = (GEMM, ATTENTION, MEMORY)
+_OF_A_RING = 0.25  # a message between two ranks takes a quarter of the processors of a collective
+
+
+class Clock(ABC):
+    """Seconds of each kind of work: numbers, or arrays of K. A clock serves any number of layouts."""
+
+    @abstractmethod
+    def computation(self, operation: Computation) -> Number:
+        """Returns the time of kernels on the device."""
+
+    @abstractmethod
+    def collective(self, place: Place, op: str, nbytes: float) -> Number:
+        """Returns the time of a collective. nbytes: of the whole tensor, for all_to_all of a rank's part."""
+
+    @abstractmethod
+    def hop(self, place: Place, nbytes: float) -> Number:
+        """Returns the time of a message to a neighbour in a group, of which the slowest counts; 0 in a group of one."""
+
+    @abstractmethod
+    def hop_latency(self, place: Place) -> Number:
+        """Returns the part of `hop` that any number of messages spend at the same time."""
+
+    @abstractmethod
+    def slowing(self, hidden: Number) -> Number:
+        """Returns what computation loses to `hidden` seconds of communication that it overlaps."""
+
+    @abstractmethod
+    def queueing(self, work: LayerWork) -> Number:
+        """Returns the time that the host needs to queue the kernels of a layer's forward."""
+
+    @abstractmethod
+    def traffic(self, nbytes: float) -> Number:
+        """Returns the time of kernels that read and write `nbytes` of device memory."""
+
+    @abstractmethod
+    def update(self, parameters: float) -> Number:
+        """Returns the time in which the device updates so many parameters."""
+
+    @abstractmethod
+    def step(self) -> Number:
+        """Returns the seconds of a step that belong to no microbatch."""
+
+    @abstractmethod
+    def straggling(self, ranks: int) -> Number:
+        """Returns the part of a step that `ranks` wait for the slowest of them."""
+
+    def call(self, places: Places, call: Collective) -> Number:
+        """Returns the time of a call of the decoder, whose bytes are those of each rank's input."""
+        place = places[call.group]
+        if call.op == SHIFT:
+            return self.hop(place, call.nbytes)
+        return self.collective(place, call.op, call.nbytes * place.size if call.op == ALL_GATHER else call.nbytes)
+
+    def layer(self, work: LayerWork, places: Places, *, full: bool) -> Phases:
+        """Returns the time of a layer. full: backward repeats the whole forward."""
+        forward, input_grad = self.parts(work.forward, places), self.parts(work.input_grad, places)
+        weight_grad = self.parts(work.weight_grad, places)
+        host = self.queueing(work)
+        again = Parts(forward) if full else self.parts(work.again, places)
+        forward.add(HOST, np.maximum(0.0, host - forward.total))
+        backward = input_grad.total + weight_grad.total + again.total
+        input_grad.add(RECOMPUTE, again.of(_COMPUTED))
+        input_grad = input_grad.plus({part: again[part] for part in again if part not in _COMPUTED})
+        input_grad.add(HOST, np.maximum(0.0, host * (2.0 if full else 1.0) - backward))
+        return Phases(forward, input_grad, weight_grad)
+
+    def end(self, work: LayerWork, places: Places) -> Phases:
+        """Returns the time of the embedding or the head, whose kernels are few and large."""
+        return Phases(*(self.parts(each, places) for each in (work.forward, work.input_grad, work.weight_grad)))
+
+    def parts(self, operations: Iterable[LayerOperation], places: Places) -> Parts:
+        """Returns the time of operations that run one after the other, with their messages."""
+        found = Parts()
+        for operation in operations:
+            if isinstance(operation, LayerMessage):
+                self._message(found, operation, places)
+            else:
+                found.add(_PART[type(operation)], self.computation(operation))
+        return found
+
+    def _message(self, found: Parts, message: LayerMessage, places: Places) -> None:
+        """A message in pieces leaves at least one of them behind its computation, and one at its beginning has nothing to
+        overlap."""
+        seconds = self.call(places, message.call)
+        exposed: Number = seconds
+        if message.behind is not None:
+            cover = self.computation(message.behind)
+            if message.call.op == SHIFT:  # one of cp - 1 hops, behind one of cp parts of attention
+                exposed = np.maximum(0.0, seconds - cover / message.pieces)
+            elif message.pieces > 1:
+                exposed = np.maximum(seconds / message.pieces, seconds - cover * (1 - 1 / message.pieces))
+            else:
+                exposed = np.maximum(0.0, seconds - cover)
+            slowing = _OF_A_RING if message.call.op == SHIFT else 1.0
+            found.add(INTERFERENCE, slowing * self.slowing(seconds - exposed))
+        found.add(_PART_OF_GROUP[message.call.group], exposed)

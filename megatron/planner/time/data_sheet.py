@@ -1,0 +1,93 @@
+"""A clock that knows a cluster from its data sheets, and everything else from the fitted constants."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.planner.time.clock import Clock
+from megatron.planner.time.constants import Constants, Number
+from megatron.planner.time.hardware import BF16, Cluster, Place
+from megatron.planner.time.kernels import attention_seconds, gemm_seconds, traffic_seconds
+from megatron.planner.time.messages import collective_seconds, hop_latency, hop_seconds
+from megatron.planner.time.operations import Computation, FusedAttention, Gemm, LayerWork
+from megatron.planner.time.software import Software
+
+# Per parameter of a rank's slice: fp32 master, gradient and two moments, read and written; bf16 weight.
+UPDATE_BYTES = 36
+
+
+@dataclass(frozen=True)
+class DataSheetClock(Clock):
+    """The formulas of kernels.py and messages.py. Constants that are arrays of K give K times at once."""
+
+    constants: Constants
+    cluster: Cluster
+    software: Software
+
+    def computation(self, operation: Computation) -> Number:
+        """Returns the time of kernels on the device."""
+        constants, device = self.constants, self.cluster.device
+        if isinstance(operation, Gemm):
+            return gemm_seconds(
+                constants,
+                device,
+                operation.m,
+                operation.n,
+                operation.k,
+                precision=operation.precision,
+                count=operation.count,
+                in_bytes=2 if operation.precision == BF16 else 1,
+                out_bytes=8 if operation.accumulates else 2,
+            )
+        if isinstance(operation, FusedAttention):
+            return attention_seconds(
+                constants, device, operation.operations, operation.keys, operation.head_dim, self.software.attention
+            )
+        times: Number = 1.0
+        if operation.kind == "unfused":
+            times = constants.unfused
+        elif operation.kind == "cast":
+            times = constants.cast
+        elif operation.kind == "score":
+            times = constants.score
+        return times * self.traffic(operation.nbytes)
+
+    def collective(self, place: Place, op: str, nbytes: float) -> Number:
+        """Returns the time of a collective. nbytes: of the whole tensor, for all_to_all of a rank's part."""
+        return collective_seconds(self.constants, self.cluster, place, op, nbytes)
+
+    def hop(self, place: Place, nbytes: float) -> Number:
+        """Returns the time of a message to a neighbour in a group, of which the slowest counts; 0 in a group of one."""
+        return hop_seconds(self.constants, self.cluster, place, nbytes)
+
+    def hop_latency(self, place: Place) -> Number:
+        """Returns the part of `hop` that any number of messages spend at the same time."""
+        return hop_latency(self.constants, place)
+
+    def slowing(self, hidden: Number) -> Number:
+        """Returns what computation loses to `hidden` seconds of communication that it overlaps."""
+        return self.constants.interference * hidden
+
+    def queueing(self, work: LayerWork) -> Number:
+        """Returns the time that the host needs to queue the kernels of a layer's forward."""
+        if work.experts:
+            return self.constants.host_experts
+        fused = self.software.fused_norm and self.software.fused_pointwise
+        return self.constants.host if fused else self.constants.host_unfused
+
+    def traffic(self, nbytes: float) -> Number:
+        """Returns the time of kernels that read and write `nbytes` of device memory."""
+        return traffic_seconds(self.constants, self.cluster.device, nbytes)
+
+    def update(self, parameters: float) -> Number:
+        """Returns the time in which the device updates so many parameters."""
+        return self.traffic(UPDATE_BYTES * parameters)
+
+    def step(self) -> Number:
+        """Returns the seconds of a step that belong to no microbatch."""
+        return self.constants.step
+
+    def straggling(self, ranks: int) -> Number:
+        """Returns the part of a step that `ranks` wait for the slowest of them."""
+        return self.constants.straggler * math.log2(max(1.0, ranks / self.cluster.node))

@@ -1,0 +1,165 @@
+"""The time of what replicas do together: sums of gradients, gathers of parameters, and the update of each rank's slice."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.base.mesh import DENSE, EXPERT, Mesh
+from megatron.config.data_parallel import EVERY, DataParallelSettings
+from megatron.planner.time.clock import Clock, Places
+from megatron.planner.time.constants import Number
+from megatron.planner.time.software import Software
+from megatron.planner.time.stage_time import DP, INTERFERENCE, MEMORY, Parts, Phases
+from megatron.schedule.partition import Stage
+from megatron.spec.buckets import default_bucket_size
+from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from megatron.spec.decoder import DecoderSpec
+from megatron.spec.parameter import local_numel
+from megatron.spec.sizes import FP32
+
+MOST_BUCKETS = 8  # reductions per stage that are followed one by one
+# Bytes per parameter that are read and written around a collective that has buffers of its own.
+_COPIED_GATHER, _COPIED_REDUCE = 4, 6
+_HALF = 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of a stage or a rank, by the view of the mesh whose ranks share them."""
+
+    dense: int
+    expert: int
+
+    @property
+    def all(self) -> int:
+        """Both."""
+        return self.dense + self.expert
+
+    def plus(self, other: Held) -> Held:
+        """Returns the sum."""
+        return Held(self.dense + other.dense, self.expert + other.expert)
+
+
+def held_by(spec: DecoderSpec, mesh: Mesh, stage: Stage) -> Held:
+    """Returns the parameters of a stage on one rank."""
+    dense = expert = 0
+    for placed in spec.rank_parameters([stage]).values():
+        numel = local_numel(placed.spec, mesh.sizes)
+        if mesh.view(placed.spec.axis) == DENSE:
+            dense += numel
+        else:
+            expert += numel
+    return Held(dense, expert)
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """Communication of a step. overlapped: of each stage, behind its last backward, or None. exposed, hidden: all other."""
+
+    overlapped: Sequence[Number] | None
+    exposed: Number = 0.0
+    hidden: Number = 0.0
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of a run. held: parameters of each stage; rank_of: its rank of the pipeline."""
+
+    settings: DataParallelSettings
+    software: Software
+    places: Places
+    held: Sequence[Held]
+    rank_of: Sequence[int]
+
+    @property
+    def buckets(self) -> int:
+        """The reductions of a stage that are followed one by one."""
+        ranks = max(self.rank_of) + 1
+        largest = max(held.all for held in self.held)
+        rank = sum(held.all for held in self.held) // ranks
+        bucket = self.settings.bucket_size or default_bucket_size(rank, self.places[DENSE].size)
+        return max(1, min(MOST_BUCKETS, math.ceil(largest / bucket)))
+
+    def with_microbatch(self, clock: Clock, phases: Phases, stage: int) -> Phases:
+        """Adds the communication of every microbatch: gathers of sharded parameters and sums of sharded gradients."""
+        held, shards = self.held[stage], self.settings.shards
+        gather: Number = 0.0
+        reduce: Number = 0.0
+        if shards == "optim_grads_params":
+            gather = self._collective(clock, ALL_GATHER, held, _HALF)
+        if self._every_microbatch:
+            reduce = self._collective(clock, REDUCE_SCATTER, held, self._gradient_bytes)
+        if np.all(gather == 0.0) and np.all(reduce == 0.0):
+            return phases
+        forward, input_grad = Parts(phases.forward), Parts(phases.input_grad)
+        backward = phases.input_grad.total + phases.weight_grad.total
+        if self.software.copies_sharded:
+            moved = clock.traffic(held.all)
+            if shards == "optim_grads_params":
+                forward.add(MEMORY, _COPIED_GATHER * moved)
+                input_grad.add(MEMORY, _COPIED_GATHER * moved)
+            input_grad.add(MEMORY, _COPIED_REDUCE * moved)
+        for parts, sent, cover in ((forward, gather, forward.total), (input_grad, gather + reduce, backward)):
+            exposed = np.maximum(0.0, sent - cover)
+            parts.add(DP, exposed)
+            parts.add(INTERFERENCE, clock.slowing(sent - exposed))
+        return Phases(forward, input_grad, phases.weight_grad)
+
+    def reductions(self, clock: Clock) -> Reductions:
+        """Returns the communication of a step, without that of every microbatch."""
+        settings = self.settings
+        if max(self.places[view].size for view in (DENSE, EXPERT)) == 1:
+            return Reductions(None)
+        op = ALL_REDUCE if settings.shards == "no_shard" else REDUCE_SCATTER
+        exposed: Number = 0.0
+        hidden: Number = 0.0
+        if settings.shards == "optim":
+            gathers = self._slowest_rank([self._collective(clock, ALL_GATHER, held, _HALF) for held in self.held])
+            if settings.overlap_gather:
+                hidden = hidden + gathers
+            else:
+                exposed = exposed + gathers
+        if self._every_microbatch:
+            return Reductions(None, exposed, hidden)
+        stages = [self._collective(clock, op, held, self._gradient_bytes) for held in self.held]
+        if not settings.overlap_reduce:
+            return Reductions(None, exposed + self._slowest_rank(stages), hidden)
+        return Reductions(stages, exposed, hidden)
+
+    def update(self, clock: Clock) -> Number:
+        """Returns the update of the slice on the rank with the most parameters."""
+        held = [Held(0, 0)] * (max(self.rank_of) + 1)
+        for rank, more in zip(self.rank_of, self.held, strict=True):
+            held[rank] = held[rank].plus(more)
+        sharded = self.settings.shards != "no_shard"
+        dense, expert = (self.places[view].size if sharded else 1 for view in (DENSE, EXPERT))
+        return clock.update(max(each.dense / dense + each.expert / expert for each in held))
+
+    @property
+    def _every_microbatch(self) -> bool:
+        return self.settings.mode == EVERY and self.settings.shards != "no_shard"
+
+    @property
+    def _gradient_bytes(self) -> int:
+        given = self.software.gradient_bytes
+        if given is not None:
+            return given
+        return _HALF if self.settings.reduce_in_bf16 else FP32
+
+    def _collective(self, clock: Clock, op: str, held: Held, width: int) -> Number:
+        seconds: Number = 0.0
+        for view, numel in ((DENSE, held.dense), (EXPERT, held.expert)):
+            if numel:
+                seconds = seconds + clock.collective(self.places[view], op, width * numel)
+        return seconds
+
+    def _slowest_rank(self, seconds: Sequence[Number]) -> Number:
+        by_rank: list[Number] = [0.0] * (max(self.rank_of) + 1)
+        for rank, value in zip(self.rank_of, seconds, strict=True):
+            by_rank[rank] = by_rank[rank] + value
+        return functools.reduce(np.maximum, by_rank)
