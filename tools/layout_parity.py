@@ -17,7 +17,7 @@ from megatron.command_line.read import parse
 from megatron.config.interval import COUNT, NOT_NEGATIVE
 from megatron.config.run import RunConfig
 from megatron.tooling.layout_parity import Difference, Measurement, compare, reduced, run_layout
-from megatron.tooling.layouts import EXPERT_GRID, GRID, Layout
+from megatron.tooling.layouts import EXPERT_GRID, GRID, ParityLayout
 
 LIMIT = 1e-5
 TIE = 1e-5  # margin of a choice, of the spread of the scores, below which rounding decides
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def compare_choices(model: RunConfig, reference: Measurement, layout: Layout) -> tuple[Difference, str]:
+def compare_choices(model: RunConfig, reference: Measurement, layout: ParityLayout) -> tuple[Difference, str]:
     """Returns the difference of a layout, and a note about tokens that it sends to other experts.
 
     If only ties differ, experts whose scores are equal up to rounding, the layout is compared again with the choices of the

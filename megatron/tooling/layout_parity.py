@@ -33,7 +33,7 @@ from megatron.config.rules.ranges import numbers_are_in_range
 from megatron.config.run import RunConfig
 from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
 from megatron.core.groups import Groups
-from megatron.tooling.layouts import Layout, under
+from megatron.tooling.layouts import ParityLayout, under
 from megatron.training.process import start_process
 from megatron.training.routing_trace import ExpertChoices, RoutingTrace
 from megatron.training.setup import build
@@ -321,7 +321,7 @@ def _first_other_choice(reference: Measurement, other: Measurement) -> tuple[int
     return None
 
 
-def run_layout(run: RunConfig, layout: Layout, forced: ExpertChoices | None = None) -> Measurement:
+def run_layout(run: RunConfig, layout: ParityLayout, forced: ExpertChoices | None = None) -> Measurement:
     """Trains under `layout` in new CPU processes. forced: choices of experts to follow."""
     run = under(run, layout)
     check(run, layout.world_size)
@@ -345,7 +345,7 @@ def run_layout(run: RunConfig, layout: Layout, forced: ExpertChoices | None = No
             process.kill()
 
 
-def _receive(pipe: Connection, layout: Layout) -> Any:
+def _receive(pipe: Connection, layout: ParityLayout) -> Any:
     if not pipe.poll(START_TIMEOUT_SECONDS):
         raise RuntimeError(f"{layout}: no answer for {START_TIMEOUT_SECONDS} s")
     try:

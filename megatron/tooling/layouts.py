@@ -9,7 +9,7 @@ from megatron.config.run import RunConfig
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParityLayout:
     """The layout of one run of the grid."""
 
     tp: int
@@ -44,55 +44,55 @@ class Layout:
 
 # The first one is the reference for all others.
 GRID = (
-    Layout(1, 1),
-    Layout(2, 1),
-    Layout(2, 1, True),
-    Layout(4, 1),
-    Layout(4, 1, True),
-    Layout(2, 2),
-    Layout(2, 2, True),
-    Layout(1, 4),
-    Layout(1, 1, pp=2),
-    Layout(1, 1, cp=2),
-    Layout(2, 2, True, pp=2),
-    Layout(2, 1, True, pp=2, cp=2),
+    ParityLayout(1, 1),
+    ParityLayout(2, 1),
+    ParityLayout(2, 1, True),
+    ParityLayout(4, 1),
+    ParityLayout(4, 1, True),
+    ParityLayout(2, 2),
+    ParityLayout(2, 2, True),
+    ParityLayout(1, 4),
+    ParityLayout(1, 1, pp=2),
+    ParityLayout(1, 1, cp=2),
+    ParityLayout(2, 2, True, pp=2),
+    ParityLayout(2, 1, True, pp=2, cp=2),
 )
 
 
 # Of a model with experts, after the reference: ep over dp, over tp and over cp; experts shared by etp ranks; expert copies;
 # every kind of context parallelism and every schedule; deep pipelines.
 EXPERT_GRID = (
-    Layout(1, 1),
-    Layout(1, 2),
-    Layout(1, 2, ep=2),
-    Layout(2, 1, True),
-    Layout(2, 1, True, ep=2, etp=1),
-    Layout(1, 2, etp=2),
-    Layout(1, 1, cp=2, ep=2),
-    Layout(1, 4, ep=4),
-    Layout(1, 4, ep=2),
-    Layout(1, 4, ep=2, etp=2),
-    Layout(2, 2, True, ep=4, etp=1),
-    Layout(2, 1, True, cp=2, ep=4, etp=1),
-    Layout(1, 2, cp=2, comm_type="all_gather", ep=2),
-    Layout(1, 1, cp=4, comm_type="a2a+p2p", ep=4),
-    Layout(1, 2, pp=2, ep=2),
-    Layout(1, 2, pp=2, schedule="gpipe", etp=2),
-    Layout(1, 2, pp=2, schedule="zb-h1", ep=2),
-    Layout(1, 2, pp=2, schedule="interleaved", chunks=2, ep=2),
-    Layout(1, 2, pp=2, schedule="zb-v", ep=2),
-    Layout(1, 1, pp=4),
-    Layout(2, 2, True, pp=2, ep=4, etp=1),
-    Layout(1, 4, pp=2, ep=2),
-    Layout(1, 8, ep=8),
-    Layout(1, 8, ep=4, etp=2),
-    Layout(2, 2, True, cp=2, ep=4, etp=1),
-    Layout(1, 2, pp=4, ep=2),
-    Layout(1, 2, pp=4, schedule="zb-v", ep=2),
+    ParityLayout(1, 1),
+    ParityLayout(1, 2),
+    ParityLayout(1, 2, ep=2),
+    ParityLayout(2, 1, True),
+    ParityLayout(2, 1, True, ep=2, etp=1),
+    ParityLayout(1, 2, etp=2),
+    ParityLayout(1, 1, cp=2, ep=2),
+    ParityLayout(1, 4, ep=4),
+    ParityLayout(1, 4, ep=2),
+    ParityLayout(1, 4, ep=2, etp=2),
+    ParityLayout(2, 2, True, ep=4, etp=1),
+    ParityLayout(2, 1, True, cp=2, ep=4, etp=1),
+    ParityLayout(1, 2, cp=2, comm_type="all_gather", ep=2),
+    ParityLayout(1, 1, cp=4, comm_type="a2a+p2p", ep=4),
+    ParityLayout(1, 2, pp=2, ep=2),
+    ParityLayout(1, 2, pp=2, schedule="gpipe", etp=2),
+    ParityLayout(1, 2, pp=2, schedule="zb-h1", ep=2),
+    ParityLayout(1, 2, pp=2, schedule="interleaved", chunks=2, ep=2),
+    ParityLayout(1, 2, pp=2, schedule="zb-v", ep=2),
+    ParityLayout(1, 1, pp=4),
+    ParityLayout(2, 2, True, pp=2, ep=4, etp=1),
+    ParityLayout(1, 4, pp=2, ep=2),
+    ParityLayout(1, 8, ep=8),
+    ParityLayout(1, 8, ep=4, etp=2),
+    ParityLayout(2, 2, True, cp=2, ep=4, etp=1),
+    ParityLayout(1, 2, pp=4, ep=2),
+    ParityLayout(1, 2, pp=4, schedule="zb-v", ep=2),
 )
 
 
-def under(run: RunConfig, layout: Layout) -> RunConfig:
+def under(run: RunConfig, layout: ParityLayout) -> RunConfig:
     """Returns the run with the layout."""
     parallel = dataclasses.replace(
         run.parallel,

@@ -11,7 +11,7 @@ from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import reduced
-from megatron.tooling.layouts import Layout, under
+from megatron.tooling.layouts import ParityLayout, under
 from megatron.training.setup import build
 from tests import pool
 from tests.parallel.test_layout_parity import MODELS
@@ -42,7 +42,7 @@ STEPS, MANY_STEPS = 5, 20
 class Case:
     """layers: of the whole model; microbatches: a step."""
 
-    layout: Layout
+    layout: ParityLayout
     layers: int
     microbatches: int
     dropout: float
@@ -101,30 +101,30 @@ def results(case, offload="none", recompute="none"):
     return pool.run(case.layout.world_size, trained, run)
 
 
-ONE = Case(Layout(1, 1), 5, 1, 0.1)
-CHUNKS = Layout(1, 1, pp=2, schedule="interleaved", chunks=2)
+ONE = Case(ParityLayout(1, 1), 5, 1, 0.1)
+CHUNKS = ParityLayout(1, 1, pp=2, schedule="interleaved", chunks=2)
 INTERLEAVED, THREE_A_CHUNK = Case(CHUNKS, 4, 4, 0.1), Case(CHUNKS, 12, 4, 0.1)
-FOUR_STAGES = Layout(1, 1, pp=4, schedule="1f1b")
+FOUR_STAGES = ParityLayout(1, 1, pp=4, schedule="1f1b")
 # case, offload, ranks that have something to offload
 CASES = [
     (ONE, "half", {0}),
     (ONE, "layers", {0}),
     (ONE, "modules", {0}),
-    (Case(Layout(2, 1, True), 3, 1, 0.1), "all", {0, 1}),
-    (Case(Layout(1, 1, cp=2), 3, 1, 0.0), "all", {0, 1}),
+    (Case(ParityLayout(2, 1, True), 3, 1, 0.1), "all", {0, 1}),
+    (Case(ParityLayout(1, 1, cp=2), 3, 1, 0.0), "all", {0, 1}),
     (INTERLEAVED, "half", {0, 1}),
-    (Case(Layout(1, 1, pp=2, schedule="zb-v"), 4, 4, 0.1), "all", {0, 1}),
+    (Case(ParityLayout(1, 1, pp=2, schedule="zb-v"), 4, 4, 0.1), "all", {0, 1}),
     (Case(FOUR_STAGES, 12, 4, 0.1, 4), "half", {0, 1, 2, 3}),
-    (Case(Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, 4), "all", {0, 1, 2, 3}),
+    (Case(ParityLayout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, 4), "all", {0, 1, 2, 3}),
 ]
 SLOW = [
     (Case(CHUNKS, 4, 4, 0.1, MANY_STEPS), "half", {0, 1}),
-    (Case(Layout(1, 1, pp=2, schedule="1f1b"), 8, 4, 0.0, MANY_STEPS), "all", {0, 1}),
-    (Case(Layout(2, 1, pp=2, schedule="gpipe"), 8, 4, 0.1, MANY_STEPS), "half", {0, 1, 2, 3}),
+    (Case(ParityLayout(1, 1, pp=2, schedule="1f1b"), 8, 4, 0.0, MANY_STEPS), "all", {0, 1}),
+    (Case(ParityLayout(2, 1, pp=2, schedule="gpipe"), 8, 4, 0.1, MANY_STEPS), "half", {0, 1, 2, 3}),
     (Case(FOUR_STAGES, 12, 4, 0.1, MANY_STEPS), "half", {0, 1, 2, 3}),
     (Case(FOUR_STAGES, 12, 4, 0.1, MANY_STEPS), "layers", {0, 1, 2, 3}),
-    (Case(Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, MANY_STEPS), "all", {0, 1, 2, 3}),
-    (Case(Layout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, MANY_STEPS), "modules", {0, 1, 2, 3}),
+    (Case(ParityLayout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, MANY_STEPS), "all", {0, 1, 2, 3}),
+    (Case(ParityLayout(1, 1, pp=4, schedule="zb-h1"), 12, 6, 0.0, MANY_STEPS), "modules", {0, 1, 2, 3}),
 ]
 
 

@@ -10,7 +10,7 @@ from megatron.config.rules.check import check
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_rule import Drop, draw_seed
 from megatron.tooling.layout_parity import measure, reduced
-from megatron.tooling.layouts import Layout, under
+from megatron.tooling.layouts import ParityLayout, under
 from tests import pool
 from tests.parallel.context import error, joined, local_inputs, make, whole_inputs
 from tests.unit.config.runs import make_run
@@ -70,7 +70,7 @@ def trained(rank, size, layout, dropout, recompute):
 
 @pytest.mark.parametrize("kind", ["p2p", pytest.param("all_gather", marks=pytest.mark.slow)])
 def test_what_is_computed_again_drops_the_same(kind):
-    layout = Layout(1, 1, cp=2, comm_type=kind)
+    layout = ParityLayout(1, 1, cp=2, comm_type=kind)
     first, *others = (pool.run(2, trained, layout, 0.3, recompute) for recompute in RECOMPUTE)
     for other in others:
         for (losses, pieces), (expected, gradients) in zip(other, first, strict=True):

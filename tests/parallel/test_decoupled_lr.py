@@ -10,7 +10,7 @@ import torch
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import reduced
-from megatron.tooling.layouts import Layout, under
+from megatron.tooling.layouts import ParityLayout, under
 from megatron.training.setup import build
 from tests import pool
 from tests.parallel.strategies import boxes_of, whole
@@ -59,7 +59,7 @@ def result(run, layout):
 
 @functools.cache
 def alone(model, schedule=()):
-    return result(small(model, schedule), Layout(1, 1))
+    return result(small(model, schedule), ParityLayout(1, 1))
 
 
 def changed(model, **schedule):
@@ -81,12 +81,12 @@ SHARDED = {
     "zero 3": {"data_parallel_sharding_strategy": "optim_grads_params", "use_distributed_optimizer": True},
 }
 CASES = [
-    ("llama", Layout(2, 1, True), {}),
-    ("gpt", Layout(2, 1), {}),
-    ("gpt", Layout(1, 1, pp=2), {}),
-    ("llama", Layout(1, 2), SHARDED["zero 2"]),
-    ("gpt", Layout(1, 2), SHARDED["zero 1"]),
-    ("gpt", Layout(1, 2), SHARDED["zero 3"]),
+    ("llama", ParityLayout(2, 1, True), {}),
+    ("gpt", ParityLayout(2, 1), {}),
+    ("gpt", ParityLayout(1, 1, pp=2), {}),
+    ("llama", ParityLayout(1, 2), SHARDED["zero 2"]),
+    ("gpt", ParityLayout(1, 2), SHARDED["zero 1"]),
+    ("gpt", ParityLayout(1, 2), SHARDED["zero 3"]),
 ]
 
 

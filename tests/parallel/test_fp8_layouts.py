@@ -14,7 +14,7 @@ import torch
 from megatron.config.fp8 import Fp8Config
 from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import assemble, compare, measure, reduced
-from megatron.tooling.layouts import Layout, under
+from megatron.tooling.layouts import ParityLayout, under
 from megatron.training.setup import build
 from tests import pool
 from tests.unit.config.runs import make_run
@@ -37,13 +37,13 @@ RECIPES = {
     "tensorwise": Fp8Config(fp8_format="e4m3", fp8_recipe="tensorwise"),
 }
 LAYOUTS = [
-    Layout(2, 1),
-    Layout(2, 1, True),
-    Layout(4, 1, True),
-    Layout(1, 2),
-    Layout(1, 1, pp=2, schedule="zb-h1"),
-    Layout(1, 1, cp=2),
-    Layout(2, 1, True, pp=2),
+    ParityLayout(2, 1),
+    ParityLayout(2, 1, True),
+    ParityLayout(4, 1, True),
+    ParityLayout(1, 2),
+    ParityLayout(1, 1, pp=2, schedule="zb-h1"),
+    ParityLayout(1, 1, cp=2),
+    ParityLayout(2, 1, True, pp=2),
 ]
 SHARDED = ["optim", "optim_grads", "optim_grads_params"]
 QUICK = {("blockwise", LAYOUTS[1]), ("delayed", LAYOUTS[4])}
@@ -66,7 +66,7 @@ def measured(rank, size, run, layout):
 
 @functools.cache
 def reference(recipe):
-    return assemble(pool.run(1, measured, run_of(recipe), Layout(1, 1)))
+    return assemble(pool.run(1, measured, run_of(recipe), ParityLayout(1, 1)))
 
 
 def assert_same(recipe, run, layout):
@@ -93,7 +93,7 @@ def test_losses_and_gradients(recipe, layout):
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_sharded_parameters(recipe, strategy):
-    assert_same(recipe, run_of(recipe, data_parallel_sharding_strategy=strategy), Layout(1, 2))
+    assert_same(recipe, run_of(recipe, data_parallel_sharding_strategy=strategy), ParityLayout(1, 2))
 
 
 def state(rank, size, run, layout, steps):
@@ -121,7 +121,7 @@ def state(rank, size, run, layout, steps):
 def test_histories(layout):
     """Every rank has those of the whole model."""
     run = run_of("delayed")
-    ((expected, _),) = pool.run(1, state, run, Layout(1, 1), 3)
+    ((expected, _),) = pool.run(1, state, run, ParityLayout(1, 1), 3)
     (found, _), *others = pool.run(layout.world_size, state, run, layout, 3)
     for other, _ in others:
         assert all(np.array_equal(here, there) for here, there in zip(found, other, strict=True))
@@ -141,7 +141,7 @@ def test_histories(layout):
 )
 def test_the_weights_of_a_shard_are_quantized_as_in_the_whole(recipe, layout):
     run = run_of(recipe)
-    ((_, whole),) = pool.run(1, state, run, Layout(1, 1), 0)
+    ((_, whole),) = pool.run(1, state, run, ParityLayout(1, 1), 0)
     compared = 0
     for _, weights in pool.run(layout.world_size, state, run, layout, 0):
         for name, (offset, data) in weights.items():

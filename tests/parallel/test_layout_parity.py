@@ -8,7 +8,7 @@ import torch
 
 from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import Measurement, RankMeasurement, assemble, compare, measure, reduced
-from megatron.tooling.layouts import GRID, Layout, under
+from megatron.tooling.layouts import GRID, ParityLayout, under
 from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import LONGROPE
@@ -49,7 +49,13 @@ MODELS = {
         "mask_padded_vocabulary": False,
     },
 }
-LAYOUTS = [Layout(2, 1), Layout(2, 1, True), Layout(4, 1, True), Layout(2, 2, True), Layout(1, 4)]
+LAYOUTS = [
+    ParityLayout(2, 1),
+    ParityLayout(2, 1, True),
+    ParityLayout(4, 1, True),
+    ParityLayout(2, 2, True),
+    ParityLayout(1, 4),
+]
 
 
 def measured(rank, size, run, layout):
@@ -60,7 +66,7 @@ def measured(rank, size, run, layout):
 def reference(model):
     run = reduced(make_run(**MODELS[model]), STEPS)
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=4))
-    return run, assemble(pool.run(1, measured, run, Layout(1, 1)))
+    return run, assemble(pool.run(1, measured, run, ParityLayout(1, 1)))
 
 
 def is_covered(model, layout):
@@ -127,7 +133,7 @@ def test_any_run_can_be_reduced(asked, expected):
         check(under(small, layout), layout.world_size)
     for name, value in expected.items():
         assert small.value(name) == value
-    found = pool.run(1, measured, small, Layout(1, 1))[0]
+    found = pool.run(1, measured, small, ParityLayout(1, 1))[0]
     assert len(found.losses) == 3 and found.pieces
 
 

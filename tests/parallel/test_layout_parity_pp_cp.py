@@ -10,7 +10,7 @@ from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import assemble, compare, measure, reduced
-from megatron.tooling.layouts import Layout, under
+from megatron.tooling.layouts import ParityLayout, under
 from tests import pool
 from tests.parallel.test_layout_parity import LIMIT, MODELS
 from tests.unit.config.runs import make_run
@@ -18,19 +18,19 @@ from tests.unit.models.builds import LONGROPE
 
 LAYERS = {True: 8, False: 2}  # of a pipeline, enough for every layout; of one stage
 SCHEDULES = [("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)]
-LAYOUTS = [Layout(1, 1, False, pp, schedule, v) for pp in (2, 4) for schedule, v in SCHEDULES]
-LAYOUTS += [Layout(1, 1, False, 2, "interleaved", 4)]
-CONTEXTS = [Layout(1, 1, cp=cp, comm_type=kind) for cp in (2, 4) for kind in ("p2p", "all_gather", "a2a")]
-CONTEXTS += [Layout(1, 1, cp=4, comm_type="a2a+p2p"), Layout(1, 1, cp=3, comm_type="p2p")]
+LAYOUTS = [ParityLayout(1, 1, False, pp, schedule, v) for pp in (2, 4) for schedule, v in SCHEDULES]
+LAYOUTS += [ParityLayout(1, 1, False, 2, "interleaved", 4)]
+CONTEXTS = [ParityLayout(1, 1, cp=cp, comm_type=kind) for cp in (2, 4) for kind in ("p2p", "all_gather", "a2a")]
+CONTEXTS += [ParityLayout(1, 1, cp=4, comm_type="a2a+p2p"), ParityLayout(1, 1, cp=3, comm_type="p2p")]
 MIXED = [
-    Layout(2, 2, True, 2, "1f1b"),
-    Layout(2, 2, True, 2, "zb-v"),
-    Layout(2, 1, False, 4, "interleaved", 2),
-    Layout(1, 2, False, 4, "zb-h1"),
-    Layout(2, 2, True, cp=2, comm_type="p2p"),
-    Layout(1, 2, pp=2, schedule="1f1b", cp=2, comm_type="a2a"),
-    Layout(2, 1, True, 2, "zb-v", cp=2, comm_type="all_gather"),
-    Layout(1, 1, pp=2, schedule="interleaved", chunks=2, cp=4, comm_type="p2p a2a all_gather a2a+p2p " * 2),
+    ParityLayout(2, 2, True, 2, "1f1b"),
+    ParityLayout(2, 2, True, 2, "zb-v"),
+    ParityLayout(2, 1, False, 4, "interleaved", 2),
+    ParityLayout(1, 2, False, 4, "zb-h1"),
+    ParityLayout(2, 2, True, cp=2, comm_type="p2p"),
+    ParityLayout(1, 2, pp=2, schedule="1f1b", cp=2, comm_type="a2a"),
+    ParityLayout(2, 1, True, 2, "zb-v", cp=2, comm_type="all_gather"),
+    ParityLayout(1, 1, pp=2, schedule="interleaved", chunks=2, cp=4, comm_type="p2p a2a all_gather a2a+p2p " * 2),
 ]
 OVERLAPPED = {"overlapped_distributed_optimizer": True}
 
@@ -54,7 +54,7 @@ def measured(rank, size, run, layout):
 
 @functools.cache
 def reference(model, samples, steps, layers):
-    return assemble(pool.run(1, measured, small(model, samples, steps, layers), Layout(1, 1)))
+    return assemble(pool.run(1, measured, small(model, samples, steps, layers), ParityLayout(1, 1)))
 
 
 def assert_same(model, layout, samples, parallel=()):
@@ -111,7 +111,7 @@ def test_longrope_goes_by_the_length_of_a_sample(original, is_long):
     run = reduced(make_run(**{**MODELS["llama"], **fields}), 3)
     assert run.model.rope_scaling_original_max_position_embeddings == (32 if is_long else 64)
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=2))
-    layouts = Layout(1, 1), Layout(1, 1, cp=3, comm_type="p2p")
+    layouts = ParityLayout(1, 1), ParityLayout(1, 1, cp=3, comm_type="p2p")
     expected, found = (assemble(pool.run(each.world_size, measured, run, each)) for each in layouts)
     difference = compare(expected, found)
     assert difference.loss <= LIMIT and difference.gradient <= LIMIT, difference

@@ -11,7 +11,7 @@ from megatron.config.data import DataConfig
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import RankMeasurement, assemble, compare, measure, reduced
-from megatron.tooling.layouts import EXPERT_GRID, Layout, under
+from megatron.tooling.layouts import EXPERT_GRID, ParityLayout, under
 from megatron.training.batch import make_batch
 from megatron.training.setup import build
 from tests import pool
@@ -31,7 +31,7 @@ def measured(rank, size, run, layout):
 
 @functools.cache
 def reference(model, flags, steps, layers):
-    return assemble(pool.run(1, measured, small(model, dict(flags), steps, layers), Layout(1, 1)))
+    return assemble(pool.run(1, measured, small(model, dict(flags), steps, layers), ParityLayout(1, 1)))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_tool_can_reduce_every_model_to_every_layout(model):
 
 def test_two_runs_have_the_same_bits():
     """In bf16, where an order of sums that differs would show."""
-    layout, flags = Layout(1, 2, ep=2), {"bf16": True}
+    layout, flags = ParityLayout(1, 2, ep=2), {"bf16": True}
     run = small("deepseek", flags, STEPS, 2)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, bf16=True))
     first, second = (assemble(pool.run(2, measured, run, layout)) for _ in range(2))
@@ -102,8 +102,8 @@ def skewed(rank, size, run, layout, experts):
 def test_all_tokens_on_one_rank_or_two(experts):
     """The other ranks get nothing to compute, and experts 2 to 6 never a token; gradients and replicas agree."""
     run = small("mixtral", {"use_distributed_optimizer": True}, STEPS, 2)
-    expected = assemble(pool.run(1, skewed, run, Layout(1, 1), experts))
-    layout = Layout(1, 4, ep=4)
+    expected = assemble(pool.run(1, skewed, run, ParityLayout(1, 1), experts))
+    layout = ParityLayout(1, 4, ep=4)
     found = compare(expected, assemble(pool.run(4, skewed, run, layout, experts)))
     assert found.choice is None and found.loss <= LIMIT and found.gradient <= LIMIT and found.norm <= LIMIT
     unused = [expert for expert in range(8) if expert not in experts]
@@ -142,9 +142,9 @@ def with_padding(rank, size, layout):
     return RankMeasurement([loss], pieces, balance=[report.means])
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 2, ep=2), Layout(2, 1, True, ep=2, etp=1)], ids=str)
+@pytest.mark.parametrize("layout", [ParityLayout(1, 2, ep=2), ParityLayout(2, 1, True, ep=2, etp=1)], ids=str)
 def test_a_microbatch_of_padding(layout):
     """With ep over dp a rank has no token of its own, and still serves its experts."""
-    expected = assemble(pool.run(1, with_padding, Layout(1, 1)))
+    expected = assemble(pool.run(1, with_padding, ParityLayout(1, 1)))
     found = compare(expected, assemble(pool.run(2, with_padding, layout)))
     assert found.loss <= LIMIT and found.gradient <= LIMIT and found.balance <= LIMIT

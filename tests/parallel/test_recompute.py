@@ -11,7 +11,7 @@ from megatron.config.rules.check import check
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.tooling.layout_parity import reduced
-from megatron.tooling.layouts import Layout, under
+from megatron.tooling.layouts import ParityLayout, under
 from megatron.training.setup import build
 from tests import pool
 from tests.parallel.test_layout_parity import MODELS
@@ -31,18 +31,18 @@ ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params", "grad_reduce_m
 OVER_TP = {"tp_comm_overlap": True}
 # model, layout, microbatches a step, dropout of attention and of hidden states, flags
 CASES = {
-    "one rank": ("llama", Layout(1, 1), 4, (0.1, 0.1), OVERLAPPED),
-    "overlapped optimizer": ("llama", Layout(2, 2, True), 1, (0.1, 0.1), OVERLAPPED),
-    "split backward": ("gpt", Layout(1, 2, pp=2, schedule="zb-v"), 4, (0.1, 0.1), OVERLAPPED),
-    "1f1b, tensor overlap": ("llama", Layout(2, 1, pp=2, schedule="1f1b"), 4, (0.0, 0.0), OVER_TP),
-    "split backward, sequence parallel": ("llama", Layout(2, 1, True, 2, "zb-h1"), 4, (0.0, 0.1), OVER_TP),
-    "interleaved": ("llama", Layout(1, 1, pp=2, schedule="interleaved", chunks=2), 4, (0.1, 0.1), OVERLAPPED),
-    "four stages": ("gpt", Layout(1, 1, pp=4, schedule="1f1b"), 4, (0.0, 0.1), OVERLAPPED),
-    "all forwards first": ("gpt", Layout(1, 1, pp=4, schedule="gpipe"), 4, (0.1, 0.1), OVERLAPPED),
-    "sharded parameters": ("gpt", Layout(1, 2), 4, (0.1, 0.1), ZERO3),
-    "gathered keys": ("llama", Layout(1, 1, cp=2, comm_type="all_gather"), 1, (0.0, 0.1), {}),
-    "ring": ("gpt", Layout(1, 1, cp=2, comm_type="p2p"), 1, (0.0, 0.0), {}),
-    "heads for tokens": ("llama", Layout(1, 1, cp=2, comm_type="a2a"), 1, (0.1, 0.1), {}),
+    "one rank": ("llama", ParityLayout(1, 1), 4, (0.1, 0.1), OVERLAPPED),
+    "overlapped optimizer": ("llama", ParityLayout(2, 2, True), 1, (0.1, 0.1), OVERLAPPED),
+    "split backward": ("gpt", ParityLayout(1, 2, pp=2, schedule="zb-v"), 4, (0.1, 0.1), OVERLAPPED),
+    "1f1b, tensor overlap": ("llama", ParityLayout(2, 1, pp=2, schedule="1f1b"), 4, (0.0, 0.0), OVER_TP),
+    "split backward, sequence parallel": ("llama", ParityLayout(2, 1, True, 2, "zb-h1"), 4, (0.0, 0.1), OVER_TP),
+    "interleaved": ("llama", ParityLayout(1, 1, pp=2, schedule="interleaved", chunks=2), 4, (0.1, 0.1), OVERLAPPED),
+    "four stages": ("gpt", ParityLayout(1, 1, pp=4, schedule="1f1b"), 4, (0.0, 0.1), OVERLAPPED),
+    "all forwards first": ("gpt", ParityLayout(1, 1, pp=4, schedule="gpipe"), 4, (0.1, 0.1), OVERLAPPED),
+    "sharded parameters": ("gpt", ParityLayout(1, 2), 4, (0.1, 0.1), ZERO3),
+    "gathered keys": ("llama", ParityLayout(1, 1, cp=2, comm_type="all_gather"), 1, (0.0, 0.1), {}),
+    "ring": ("gpt", ParityLayout(1, 1, cp=2, comm_type="p2p"), 1, (0.0, 0.0), {}),
+    "heads for tokens": ("llama", ParityLayout(1, 1, cp=2, comm_type="a2a"), 1, (0.1, 0.1), {}),
 }
 
 

@@ -9,7 +9,7 @@ from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import assemble, compare, measure
-from megatron.tooling.layouts import Layout, under
+from megatron.tooling.layouts import ParityLayout, under
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.setup import build
 from tests import pool
@@ -64,23 +64,27 @@ MODELS = {
 ZERO = [{"data_parallel_sharding_strategy": kind} for kind in ("optim", "optim_grads", "optim_grads_params")]
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES = [
-    ("one group, rotary", Layout(2, 1), {}),
-    ("one group, rotary", Layout(4, 1, True), {"tp_comm_overlap": True}),
-    ("two groups, normed together", Layout(4, 1, True), {"overlap_grad_reduce": True}),
-    ("one group, biases", Layout(2, 2, True), {**ZERO[2], "overlap_grad_reduce": True}),
-    ("one group, rotary", Layout(2, 1, pp=2, schedule="zb-h1"), {}),
-    ("one group, biases", Layout(2, 1, True, cp=2, comm_type="p2p"), {}),
+    ("one group, rotary", ParityLayout(2, 1), {}),
+    ("one group, rotary", ParityLayout(4, 1, True), {"tp_comm_overlap": True}),
+    ("two groups, normed together", ParityLayout(4, 1, True), {"overlap_grad_reduce": True}),
+    ("one group, biases", ParityLayout(2, 2, True), {**ZERO[2], "overlap_grad_reduce": True}),
+    ("one group, rotary", ParityLayout(2, 1, pp=2, schedule="zb-h1"), {}),
+    ("one group, biases", ParityLayout(2, 1, True, cp=2, comm_type="p2p"), {}),
 ]
 SLOW = [  # more of what the cases above cover, and test_the_same_bits_however_replicas_share_work
-    ("two groups", Layout(4, 1, True), {"overlap_grad_reduce": True}),
-    ("two groups, normed together", Layout(4, 1, True), {}),
-    ("one group, rotary", Layout(2, 2, True), {**ZERO[1], "overlap_grad_reduce": True, "overlap_param_gather": True}),
-    ("one group, rotary", Layout(2, 1, cp=2, comm_type="all_gather"), ZERO[0]),
-    ("one group, biases", Layout(2, 1, True), {"gradient_accumulation_fusion": False}),
-    ("two groups", Layout(4, 1), RECOMPUTED),
-    ("two groups, normed together", Layout(4, 1), RECOMPUTED),
-    ("one group, biases", Layout(2, 2), ZERO[0]),
-    ("one group, rotary", Layout(2, 1, cp=2, comm_type="a2a"), {}),
+    ("two groups", ParityLayout(4, 1, True), {"overlap_grad_reduce": True}),
+    ("two groups, normed together", ParityLayout(4, 1, True), {}),
+    (
+        "one group, rotary",
+        ParityLayout(2, 2, True),
+        {**ZERO[1], "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
+    ("one group, rotary", ParityLayout(2, 1, cp=2, comm_type="all_gather"), ZERO[0]),
+    ("one group, biases", ParityLayout(2, 1, True), {"gradient_accumulation_fusion": False}),
+    ("two groups", ParityLayout(4, 1), RECOMPUTED),
+    ("two groups, normed together", ParityLayout(4, 1), RECOMPUTED),
+    ("one group, biases", ParityLayout(2, 2), ZERO[0]),
+    ("one group, rotary", ParityLayout(2, 1, cp=2, comm_type="a2a"), {}),
 ]
 
 
@@ -99,7 +103,7 @@ def measured(rank, size, run, layout):
 
 @functools.cache
 def reference(model):
-    return assemble(pool.run(1, measured, run_of(model), Layout(1, 1)))
+    return assemble(pool.run(1, measured, run_of(model), ParityLayout(1, 1)))
 
 
 @pytest.mark.parametrize(

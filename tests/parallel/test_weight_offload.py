@@ -14,7 +14,7 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.config.rules.check import check
 from megatron.core.distributed.bucket import Bucket
 from megatron.tooling.layout_parity import reduced
-from megatron.tooling.layouts import Layout, under
+from megatron.tooling.layouts import ParityLayout, under
 from megatron.training.checkpoint import save_checkpoint
 from megatron.training.setup import build
 from megatron.training.step import evaluate
@@ -24,7 +24,7 @@ from tests.parallel.test_layout_parity import MODELS
 from tests.unit.config.runs import make_run
 
 STEPS, FEW_STEPS, LAYERS = 20, 4, 4
-ALONE = Layout(1, 1)
+ALONE = ParityLayout(1, 1)
 TWO = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 2}
 ALL = {"cpu_offloading_weights": True, "cpu_offloading_num_layers": LAYERS}
 BOTH = {"cpu_offloading_weights": True, "cpu_offloading": True, "cpu_offloading_num_layers": 2}
@@ -49,7 +49,7 @@ class Case:
 
     offloaded: dict
     both: dict = dataclasses.field(default_factory=dict)
-    layout: Layout = ALONE
+    layout: ParityLayout = ALONE
     accumulation: int = 1
     family: str = "llama"
     bf16: bool = False
@@ -140,21 +140,23 @@ CASES = {
     "masters as remainders": Case(TWO, REMAINDERS, bf16=True),
 }
 PAIRS = {
-    "ZeRO-3": Case(TWO, ZERO_3, Layout(1, 2), accumulation=4),
-    "ZeRO-3, bf16, activations, CPU updates": Case(BOTH, {**ZERO_3, **CPU_UPDATES}, Layout(1, 2), bf16=True),
-    "ZeRO-3, activations alone": Case({"pipeline_offload_ratio": "1"}, {**ZERO_3, **GEMM_LAST}, Layout(1, 2)),
-    "ZeRO-3, activations alone, recompute": Case({"pipeline_offload_ratio": "0.5"}, {**ZERO_3, **FULL}, Layout(1, 2)),
-    "ZeRO-1, overlapped": Case(TWO, ZERO_1, Layout(1, 2), accumulation=2),
-    "replicas": Case(ALL, {}, Layout(1, 2)),
-    "tp": Case(TWO, {}, Layout(2, 1, True), family="gpt"),
-    "1f1b": Case(TWO, {}, Layout(1, 1, pp=2, schedule="1f1b"), accumulation=4),
+    "ZeRO-3": Case(TWO, ZERO_3, ParityLayout(1, 2), accumulation=4),
+    "ZeRO-3, bf16, activations, CPU updates": Case(BOTH, {**ZERO_3, **CPU_UPDATES}, ParityLayout(1, 2), bf16=True),
+    "ZeRO-3, activations alone": Case({"pipeline_offload_ratio": "1"}, {**ZERO_3, **GEMM_LAST}, ParityLayout(1, 2)),
+    "ZeRO-3, activations alone, recompute": Case(
+        {"pipeline_offload_ratio": "0.5"}, {**ZERO_3, **FULL}, ParityLayout(1, 2)
+    ),
+    "ZeRO-1, overlapped": Case(TWO, ZERO_1, ParityLayout(1, 2), accumulation=2),
+    "replicas": Case(ALL, {}, ParityLayout(1, 2)),
+    "tp": Case(TWO, {}, ParityLayout(2, 1, True), family="gpt"),
+    "1f1b": Case(TWO, {}, ParityLayout(1, 1, pp=2, schedule="1f1b"), accumulation=4),
     "interleaved": Case(
         {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1, "pipeline_offload_ratio": "1"},
         {},
-        Layout(1, 1, pp=2, schedule="interleaved", chunks=2),
+        ParityLayout(1, 1, pp=2, schedule="interleaved", chunks=2),
         accumulation=4,
     ),
-    "zb-h1": Case(TWO, {}, Layout(1, 1, pp=2, schedule="zb-h1"), accumulation=4),
+    "zb-h1": Case(TWO, {}, ParityLayout(1, 1, pp=2, schedule="zb-h1"), accumulation=4),
 }
 
 LONG = ("fp32", "bf16, all layers, 4 microbatches")
@@ -229,7 +231,7 @@ SHARED = {
 @pytest.mark.parametrize("strategy", SHARED)
 def test_loaded_where_ranks_share_what_stays_on_the_device(tmp_path, strategy):
     """Ranks share every bucket's optimizer, and some buckets stay: they are loaded whole, from either side's files."""
-    case = Case(TWO, SHARED[strategy], Layout(1, 2), bf16=strategy == "optim, overlapped")
+    case = Case(TWO, SHARED[strategy], ParityLayout(1, 2), bf16=strategy == "optim, overlapped")
     found = {}
     for first in (True, False):
         folder = str(tmp_path / str(first))
