@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from megatron.base.mesh import COPY_AXES
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.sizes import sizes_of
@@ -62,8 +63,18 @@ def model_work(run: RunConfig, settings: RunSettings, software: Software) -> Mod
 
 
 def places_of(settings: RunSettings, cluster: Cluster) -> Places:
-    """Returns where the ranks of each group of a run are. pp: neighbours along the pipeline."""
+    """Returns where the ranks of each group of a run are.
+
+    pp: neighbours along the pipeline. VIEW_shard: ranks that share the optimizer's state of a view's parameters, a run of
+    neighbours among those that hold copies; VIEW_replicas: those with the same slice in other instances.
+    """
     mesh = settings.mesh
+    copies: dict[str, Place] = {}
+    for view, axes in COPY_AXES.items():
+        instances = settings.data_parallel.optimizer_instances or mesh.copies(view)
+        shards, near = mesh.copies(view) // instances, cluster.node // stride(mesh, axes[0])
+        copies[f"{view}_shard"] = Place(shards, max(1, min(shards, near)))
+        copies[f"{view}_replicas"] = Place(instances, max(1, min(instances, near // shards)))
     context = place(mesh, cluster, ("cp",))
     inside = stride(mesh, "pp") * mesh.pp <= cluster.node
     return {
@@ -72,8 +83,7 @@ def places_of(settings: RunSettings, cluster: Cluster) -> Places:
         "cp_inner": Place(settings.context_inner, min(settings.context_inner, context.together)),
         "cp_outer": context,
         "etp_ep": place(mesh, cluster, ("etp", "ep")),
-        "dense": place(mesh, cluster, ("cp", "dp")),
-        "expert": place(mesh, cluster, ("edp",)),
+        **copies,
         "pp": Place(mesh.pp, mesh.pp if inside else 1),
     }
 

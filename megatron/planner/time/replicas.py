@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.base.mesh import DENSE, EXPERT, Mesh
+from megatron.base.mesh import COPY_AXES, DENSE, EXPERT, Mesh
 from megatron.config.data_parallel import EVERY, DataParallelSettings
 from megatron.planner.time.clock import Clock, Places
 from megatron.planner.time.constants import Number
@@ -34,6 +34,11 @@ class Held:
 
     dense: int
     expert: int
+
+    @property
+    def by_view(self) -> dict[str, int]:
+        """Parameters by view, without views that have none."""
+        return {view: numel for view, numel in ((DENSE, self.dense), (EXPERT, self.expert)) if numel}
 
     @property
     def all(self) -> int:
@@ -82,7 +87,8 @@ class Replicas:
         ranks = max(self.rank_of) + 1
         largest = max(held.all for held in self.held)
         rank = sum(held.all for held in self.held) // ranks
-        bucket = self.settings.bucket_size or default_bucket_size(rank, self.places[DENSE].size)
+        shards = max(self.places[f"{view}_shard"].size for view in COPY_AXES)
+        bucket = self.settings.bucket_size or default_bucket_size(rank, shards)
         return max(1, min(MOST_BUCKETS, math.ceil(largest / bucket)))
 
     def with_microbatch(self, clock: Clock, phases: Phases, stage: int) -> Phases:
@@ -91,9 +97,9 @@ class Replicas:
         gather: Number = 0.0
         reduce: Number = 0.0
         if shards == "optim_grads_params":
-            gather = self._collective(clock, ALL_GATHER, held, _HALF)
+            gather = self._gather(clock, held)
         if self._every_microbatch:
-            reduce = self._collective(clock, REDUCE_SCATTER, held, self._gradient_bytes)
+            reduce = self._reduce(clock, held)
         if np.all(gather == 0.0) and np.all(reduce == 0.0):
             return phases
         forward, input_grad = Parts(phases.forward), Parts(phases.input_grad)
@@ -113,20 +119,19 @@ class Replicas:
     def reductions(self, clock: Clock) -> Reductions:
         """Returns the communication of a step, without that of every microbatch."""
         settings = self.settings
-        if max(self.places[view].size for view in (DENSE, EXPERT)) == 1:
+        if all(self.places[f"{view}_{kind}"].size == 1 for view in COPY_AXES for kind in ("shard", "replicas")):
             return Reductions(None)
-        op = ALL_REDUCE if settings.shards == "no_shard" else REDUCE_SCATTER
         exposed: Number = 0.0
         hidden: Number = 0.0
         if settings.shards == "optim":
-            gathers = self._slowest_rank([self._collective(clock, ALL_GATHER, held, _HALF) for held in self.held])
+            gathers = self._slowest_rank([self._gather(clock, held) for held in self.held])
             if settings.overlap_gather:
                 hidden = hidden + gathers
             else:
                 exposed = exposed + gathers
         if self._every_microbatch:
             return Reductions(None, exposed, hidden)
-        stages = [self._collective(clock, op, held, self._gradient_bytes) for held in self.held]
+        stages = [self._reduce(clock, held) for held in self.held]
         if not settings.overlap_reduce:
             return Reductions(None, exposed + self._slowest_rank(stages), hidden)
         return Reductions(stages, exposed, hidden)
@@ -136,8 +141,7 @@ class Replicas:
         held = [Held(0, 0)] * (max(self.rank_of) + 1)
         for rank, more in zip(self.rank_of, self.held, strict=True):
             held[rank] = held[rank].plus(more)
-        sharded = self.settings.shards != "no_shard"
-        dense, expert = (self.places[view].size if sharded else 1 for view in (DENSE, EXPERT))
+        dense, expert = (self.places[f"{view}_shard"].size for view in (DENSE, EXPERT))
         return clock.update(max(each.dense / dense + each.expert / expert for each in held))
 
     @property
@@ -151,11 +155,24 @@ class Replicas:
             return given
         return _HALF if self.settings.reduce_in_bf16 else FP32
 
-    def _collective(self, clock: Clock, op: str, held: Held, width: int) -> Number:
+    def _gather(self, clock: Clock, held: Held) -> Number:
+        """Every rank's slice of the parameters goes to the ranks that share them."""
         seconds: Number = 0.0
-        for view, numel in ((DENSE, held.dense), (EXPERT, held.expert)):
-            if numel:
-                seconds = seconds + clock.collective(self.places[view], op, width * numel)
+        for view, numel in held.by_view.items():
+            seconds = seconds + clock.collective(self.places[f"{view}_shard"], ALL_GATHER, _HALF * numel)
+        return seconds
+
+    def _reduce(self, clock: Clock, held: Held) -> Number:
+        """A reduce-scatter between the ranks that share the optimizer, then an all-reduce of the slice over the others."""
+        seconds: Number = 0.0
+        for view, numel in held.by_view.items():
+            shard, replicas, nbytes = (
+                self.places[f"{view}_shard"],
+                self.places[f"{view}_replicas"],
+                self._gradient_bytes * numel,
+            )
+            seconds = seconds + clock.collective(shard, REDUCE_SCATTER, nbytes)
+            seconds = seconds + clock.collective(replicas, ALL_REDUCE, nbytes / shard.size)
         return seconds
 
     def _slowest_rank(self, seconds: Sequence[Number]) -> Number:

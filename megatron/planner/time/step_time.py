@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from megatron.planner.time.play import Play, PlayShape, makespans
 from megatron.planner.time.replicas import Replicas, held_by
 from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import DP, INTERFERENCE, NOTHING, STAGE_PARTS, Parts, Phases
+from megatron.schedule.partition import Stage
 from megatron.spec.flops import train_flops
 
 PP, BUBBLE, OPTIMIZER, STEP, STRAGGLER = "pp", "bubble", "optimizer", "step", "straggler"
@@ -98,18 +100,19 @@ class StepModel:
         """Returns the time of one layer for a microbatch."""
         return clock.layer(self.work.layer(number), self.places, full=full)
 
+    def counts(self, stage: Stage) -> Mapping[tuple[int, bool], int]:
+        """Returns (kind of layer, whether backward repeats the whole layer) -> number of such layers in a stage."""
+        return Counter(
+            (self.work.kinds[number], full) for group, full in self._recompute.groups(stage.layers) for number in group
+        )
+
     def stages(self, clock: Clock) -> list[Phases]:
         """Returns the time of a microbatch in each stage."""
         layers: dict[tuple[int, bool], Phases] = {}
         found = []
-        for place, stage in enumerate(self._settings.pipeline.stages):
-            counts: dict[tuple[int, bool], int] = {}
-            for group, full in self._recompute.groups(stage.layers):
-                for number in group:
-                    key = self.work.kinds[number], full
-                    counts[key] = counts.get(key, 0) + 1
+        for number, stage in enumerate(self._settings.pipeline.stages):
             phases = NOTHING
-            for key, count in counts.items():
+            for key, count in self.counts(stage).items():
                 if key not in layers:
                     layers[key] = clock.layer(self.work.works[key[0]], self.places, full=key[1])
                 phases = phases.plus(layers[key], count)
@@ -117,7 +120,7 @@ class StepModel:
                 phases = phases.plus(clock.end(self.work.embedding, self.places))
             if stage.head:
                 phases = phases.plus(clock.end(self.work.head, self.places))
-            found.append(self.replicas.with_microbatch(clock, phases, place))
+            found.append(self.replicas.with_microbatch(clock, phases, number))
         return found
 
     def time(self, clock: Clock) -> StepTime:

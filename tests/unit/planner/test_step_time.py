@@ -57,6 +57,8 @@ LAYOUTS = {
     "zero1": (16, SHARDED),
     "zero1 overlapped": (16, OVERLAPPED),
     "zero3": (16, ZERO_3),
+    "instances": (32, {**OVERLAPPED, "num_distributed_optimizer_instances": 4}),
+    "hybrid": (32, {**ZERO_3, "num_distributed_optimizer_instances": 4}),
     "tp": (4, TP),
     "tp overlapped": (4, {**TP, "tp_comm_overlap": True}),
     "tp without sp": (4, {"tensor_model_parallel_size": 4}),
@@ -369,3 +371,49 @@ class TestWireBytes:
         assert wire_bytes(Place(8, 8), op, 800) == one_node
         assert wire_bytes(Place(8, 4), op, 800) == two_nodes
         assert wire_bytes(Place(1, 1), op, 800) == (0, 0)
+
+
+class TestInstances:
+    """Several instances of the optimizer: sums inside of each, then sums of slices between them."""
+
+    LAYOUT = (32, {**SHARDED, "num_distributed_optimizer_instances": 4})
+
+    def test_groups_are_those_of_the_mesh(self):
+        model = model_of(*self.LAYOUT)
+        mesh = mesh_of(ParallelConfig(**self.LAYOUT[1]), 32)
+        groups = mesh.optimizer_groups(4)
+        for kind in ("shard", "replicas"):
+            place = model.places[f"dense_{kind}"]
+            nodes = [{rank // H100.node for rank in ranks} for ranks in groups[kind]]
+            assert {len(ranks) for ranks in groups[kind]} == {place.size}
+            assert {len(found) for found in nodes} == {place.nodes}
+
+    def test_the_sum_is_a_reduce_scatter_inside_and_an_all_reduce_between(self):
+        model = model_of(*self.LAYOUT)
+        clock = model.clock(Constants())
+        parameters = model.replicas.held[0].all
+        inside, between = Place(8, 8), Place(4, 1)
+        seconds = (
+            clock.collective(inside, REDUCE_SCATTER, 4 * parameters)
+            + clock.collective(between, ALL_REDUCE, 4 * parameters / 8)
+            + clock.collective(inside, ALL_GATHER, 2 * parameters)
+        )
+        assert model.time(clock).parts["dp"] == pytest.approx(seconds, rel=1e-9)
+        assert model.time(clock).parts["optimizer"] == pytest.approx(clock.update(parameters / 8), rel=1e-9)
+
+    @pytest.mark.parametrize("mode", ["optim", "optim_grads", "optim_grads_params"])
+    def test_one_instance_is_the_default_and_many_of_one_rank_gather_nothing(self, mode):
+        asked = {"data_parallel_sharding_strategy": mode}
+        one = time_of(16, {**asked, "num_distributed_optimizer_instances": 1})
+        assert one.parts == time_of(16, asked).parts
+        each = model_of(16, {**asked, "num_distributed_optimizer_instances": 16})
+        assert each.places["dense_shard"].size == 1
+        assert each.replicas.reductions(each.clock(Constants())).hidden == 0.0
+
+    def test_gathers_inside_of_nodes_are_faster(self):
+        """With sharded parameters the gathers of every microbatch stay on the link of a node."""
+        network = dataclasses.replace(H100, network=H100.network / 20)
+        one, four = (
+            time_of(32, {**ZERO_3, "num_distributed_optimizer_instances": number}, cluster=network) for number in (1, 4)
+        )
+        assert four.parts["dp"] < one.parts["dp"]
