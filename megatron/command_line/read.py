@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import Field, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -116,6 +116,24 @@ def read(argv: Sequence[str]) -> CommandLine:
     if run.logging.strict_flags:
         problems += [note.refusal for note in notes]
     return CommandLine(run, outcomes, tuple(dict.fromkeys(problems)))
+
+
+def words_without(argv: Sequence[str], fields: Collection[str]) -> list[str]:
+    """Returns the words of the command line, as typed, but for flags that set any of these fields.
+
+    Of a flag that stands for others, those that set other fields are written out.
+    """
+    chunks: list[list[str]] = []
+    for word in argv:
+        if not chunks or (word.startswith("--") and len(word) > 2):
+            chunks.append([])
+        chunks[-1].append(word)
+    kept: list[str] = []
+    for chunk, outcome in zip(chunks, read(argv).outcomes, strict=True):
+        meant = _split(outcome.meant)[0]
+        others = [item for item in meant if item.flag == PRESET or _fields()[item.flag][0].name not in fields]
+        kept += chunk if len(others) == len(meant) else [word for item in others for word in (item.flag, *item.words)]
+    return kept
 
 
 def canonical(flag: str) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import activation_offload as rules_activation_offload
 from megatron.config.rules import cuda_graphs as rules_cuda_graphs
 from megatron.config.rules import files as rules_files
@@ -83,7 +84,8 @@ def check_vocabulary(model: ModelConfig, tp: int, tokenizer_vocab_size: int) -> 
             f"the tokenizer has {tokenizer_vocab_size} ids but --vocab-size is {model.vocab_size}; give --vocab-size "
             f"{tokenizer_vocab_size} or more, or another tokenizer"
         )
+    shards = ParallelConfig(tensor_model_parallel_size=tp)
     known = dataclasses.replace(model, vocab_size=model.vocab_size or tokenizer_vocab_size)
-    for problem in (rules_model.padding_holds_vocabulary(known), rules_layout.tp_divides_vocabulary(known, tp)):
+    for problem in (rules_model.padding_holds_vocabulary(known), rules_layout.tp_divides_vocabulary(known, shards)):
         if problem is not None:
             raise ConfigError(problem)

@@ -38,10 +38,10 @@ def fp8_layers_are_left(fp8: Fp8Config, model: ModelConfig) -> str | None:
     return None
 
 
-def fp8_sizes_are_multiples(fp8: Fp8Config, model: ModelConfig, tp: int) -> str | None:
+def fp8_sizes_are_multiples(fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """Inputs and outputs of every FP8 layer, as a tensor-parallel rank holds them, are multiples of 16, or of mxfp8's 32."""
     assert model.num_attention_heads and model.hidden_size
-    h, d = model.hidden_size, model.head_dim
+    h, d, tp = model.hidden_size, model.head_dim, parallel.tensor_model_parallel_size
     groups = max(1, model.num_kv_heads // tp)
     queries, shares = model.num_attention_heads // tp * d, f"tp {tp}"
     widths = {"linear_fc2": model.ffn_dim} if not all(model.moe_layers) else {}
@@ -88,5 +88,5 @@ def rules(run: RunConfig) -> list[ConfigRule]:
     return [
         *always,
         partial(fp8_layers_are_left, run.fp8, run.model),
-        partial(fp8_sizes_are_multiples, run.fp8, run.model, run.parallel.tensor_model_parallel_size),
+        partial(fp8_sizes_are_multiples, run.fp8, run.model, run.parallel),
     ]

@@ -46,9 +46,10 @@ def communicators_are_known(parallel: ParallelConfig) -> str | None:
     return None
 
 
-def tp_divides_layers(model: ModelConfig, tp: int) -> str | None:
+def tp_divides_layers(model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """Each tensor-parallel rank holds whole heads, whole key/value heads and an equal part of the MLP."""
     assert model.num_attention_heads
+    tp = parallel.tensor_model_parallel_size
     sizes = {"--num-attention-heads": model.num_attention_heads}
     if not all(model.moe_layers):
         sizes["--ffn-hidden-size"] = model.ffn_dim
@@ -105,11 +106,11 @@ def heads_fit_context_parallelism(parallel: ParallelConfig, model: ModelConfig) 
     return None
 
 
-def tp_divides_vocabulary(model: ModelConfig, tp: int) -> str | None:
+def tp_divides_vocabulary(model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """Each tensor-parallel rank holds equally many rows of the embedding. Skipped while the vocabulary is unknown."""
     if model.vocab_size is None:
         return None
-    rows = model.padded_vocab_size
+    rows, tp = model.padded_vocab_size, parallel.tensor_model_parallel_size
     if rows % tp and model.fixed_padded_vocab_size is not None:
         return (
             f"--padded-vocab-size {rows} is not a multiple of --tensor-model-parallel-size {tp}; give "
@@ -136,9 +137,9 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         return processes
     return [
         *processes,
-        partial(tp_divides_layers, model, parallel.tensor_model_parallel_size),
+        partial(tp_divides_layers, model, parallel),
         partial(sequence_parallel_divides_sequence, run.data, parallel),
         partial(layers_fill_the_pipeline, parallel, model),
         partial(heads_fit_context_parallelism, parallel, model),
-        partial(tp_divides_vocabulary, model, parallel.tensor_model_parallel_size),
+        partial(tp_divides_vocabulary, model, parallel),
     ]

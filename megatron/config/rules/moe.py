@@ -29,9 +29,10 @@ def experts_exist_to_be_shared(model: ModelConfig, parallel: ParallelConfig) -> 
     return None
 
 
-def ep_divides_experts(model: ModelConfig, ep: int) -> str | None:
+def ep_divides_experts(model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """Each expert-parallel rank holds equally many experts."""
     assert model.num_experts
+    ep = parallel.expert_model_parallel_size
     if model.num_experts % ep:
         return f"--num-experts {model.num_experts} is not a multiple of --expert-model-parallel-size {ep}; change one"
     return None
@@ -52,9 +53,9 @@ def etp_divides_expert_width(model: ModelConfig, parallel: ParallelConfig) -> st
     )
 
 
-def tp_divides_shared_expert(model: ModelConfig, tp: int) -> str | None:
+def tp_divides_shared_expert(model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """The shared experts are one MLP, sharded over tp like a dense one."""
-    width = model.moe_shared_expert_intermediate_size
+    width, tp = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
     if width is not None and width % tp:
         return (
             f"--moe-shared-expert-intermediate-size {width} is not a multiple of --tensor-model-parallel-size {tp}; change "
@@ -239,9 +240,9 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         return [alone]
     return [
         alone,
-        partial(ep_divides_experts, model, parallel.expert_model_parallel_size),
+        partial(ep_divides_experts, model, parallel),
         partial(etp_divides_expert_width, model, parallel),
-        partial(tp_divides_shared_expert, model, parallel.tensor_model_parallel_size),
+        partial(tp_divides_shared_expert, model, parallel),
         partial(experts_are_enough, model),
         partial(groups_are_chosen_from, model),
         partial(groups_divide_experts, model),

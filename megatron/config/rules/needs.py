@@ -28,24 +28,33 @@ _SHAPE_OF_FLAGS = Need(
 
 def unneeded(run: RunConfig) -> dict[str, Need]:
     """Returns the fields of typed flags that have no effect in this run, with the first condition that fails."""
-    found: dict[str, Need] = {}
-    for name, (part, spec) in flag_fields().items():
-        flag = flag_of(spec)
-        if name not in run.given or flag is None:
-            continue
-        is_shape = part == "model" and name not in RUNTIME_FIELDS
-        missing = [need for need in (_SHAPE_OF_FLAGS,) * is_shape + flag.needs if not need.holds(run)]
-        if missing:
-            found[name] = missing[0]
-    return found
+    typed = [name for name in flag_fields() if name in run.given]
+    return {name: need for name in typed if (need := missing_need(run, name)) is not None}
+
+
+def missing_need(run: RunConfig, name: str) -> Need | None:
+    """Returns the first condition of the flag of this field that fails in a run, or None."""
+    part, spec = flag_fields()[name]
+    flag = flag_of(spec)
+    assert flag is not None
+    is_shape = part == "model" and name not in RUNTIME_FIELDS
+    return next((need for need in (_SHAPE_OF_FLAGS,) * is_shape + flag.needs if not need.holds(run)), None)
 
 
 def own_flags_have_an_effect(run: RunConfig) -> str | None:
     """A typed flag that only this program has changes the behaviour of the run."""
-    for name, need in unneeded(run).items():
-        if run.logging.strict_flags or flag_name(name) not in read_flags():
-            return f"{flag_name(name)} has no effect: {need.reason_in(run)}; remove it, or {need.fix}"
-    return None
+    typed = (name for name in flag_fields() if name in run.given)
+    return next((problem for name in typed if (problem := flag_has_an_effect(run, name))), None)
+
+
+def flag_has_an_effect(run: RunConfig, name: str) -> str | None:
+    """The typed flag of this field changes the behaviour of the run, if only this program has it."""
+    if not run.logging.strict_flags and flag_name(name) in read_flags():
+        return None
+    need = missing_need(run, name)
+    if need is None:
+        return None
+    return f"{flag_name(name)} has no effect: {need.reason_in(run)}; remove it, or {need.fix}"
 
 
 def notes(run: RunConfig) -> list[Note]:

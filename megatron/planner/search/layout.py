@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.data_parallel import LAST
-from megatron.config.recompute import BLOCK, FULL, SELECTIVE, UNIFORM
-from megatron.config.run import RunConfig
+from megatron.config.activation_offload import AUTO as MEASURED
+from megatron.config.data_parallel import AUTO, LAST
+from megatron.config.optimizer_offload import policy_of
+from megatron.config.recompute import BLOCK, CORE_ATTN, FULL, SELECTIVE, UNIFORM
+from megatron.config.run import RunConfig, flag_fields
+from megatron.schedule.registry import SCHEDULES, schedule_or_default
 
 KEEP_ALL = "none"
 HIERARCHICAL = "a2a+p2p"
+SHARDED_GRADS = ("optim_grads", "optim_grads_params")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +27,13 @@ class Layout:
     """The choices of a search. Each field is an axis of the space of layouts.
 
     cp_inner: neighbours that exchange heads, with cp_kind a2a+p2p; else 1. schedule: its name. virtual_stages: of each
-    pipeline rank. group: microbatches that a virtual stage processes before the next one, 0 for the default. sharding,
-    reduce_mode: values of --data-parallel-sharding-strategy and --grad-reduce-mode. dp_overlap: reductions of gradients
-    and gathers of parameters are overlapped. recompute: "none"; modules joined by "+"; "full", every layer; or "full:N",
-    the first N layers of each stage. offload: fraction of the activations in host memory. optimizer_offload: fraction of
-    the optimizer's state in host memory, which the CPU updates.
+    pipeline rank, also where the schedule says how many. group: microbatches that a virtual stage processes before the
+    next one, 0 for the default. uneven_ends: the embedding and the loss take a layer's place each when layers are shared
+    between stages. sharding, reduce_mode: values of --data-parallel-sharding-strategy and --grad-reduce-mode.
+    dp_overlap: reductions of gradients and gathers of parameters are overlapped. recompute: "none"; modules joined by
+    "+"; "full", every layer; "full:N", the first N layers of each stage; or "full/N", every layer, in groups of N that
+    keep one input. offload: fraction of the activations in host memory. optimizer_offload: fraction of the optimizer's
+    state in host memory, which the CPU updates.
     """
 
     tp: int = 1
@@ -40,6 +46,7 @@ class Layout:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     group: int = 0
+    uneven_ends: bool = False
     micro_batch: int = 1
     ep: int = 1
     etp: int = 1
@@ -52,59 +59,114 @@ class Layout:
     optimizer_offload: float = 0.0
 
     def apply(self, run: RunConfig) -> RunConfig:
-        """Returns the run in this layout. All other flags stay."""
-        parallel = dataclasses.replace(
-            run.parallel,
-            tensor_model_parallel_size=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            tp_comm_overlap=self.tp_overlap,
-            context_parallel_size=self.cp,
-            cp_comm_type=(self.cp_kind,),
-            hierarchical_context_parallel_sizes=(self.cp_inner, self.cp // self.cp_inner)
-            if self.cp_kind == HIERARCHICAL
-            else None,
-            pipeline_model_parallel_size=self.pp,
-            pipeline_schedule=self.schedule if self.pp > 1 else None,
-            num_virtual_stages_per_pipeline_rank=self.virtual_stages if self.virtual_stages > 1 else None,
-            microbatch_group_size_per_virtual_pipeline_stage=self.group or None,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=self.etp if run.model.num_experts is not None else None,
-            data_parallel_sharding_strategy=self.sharding,
-            grad_reduce_mode=self.reduce_mode if self.sharding != "no_shard" else None,
-            overlap_grad_reduce=self.dp_overlap,
-            overlap_param_gather=self.dp_overlap and self.sharding != "no_shard",
-            num_distributed_optimizer_instances=self.instances,
-        )
-        return dataclasses.replace(
-            run,
-            parallel=parallel,
-            train=dataclasses.replace(run.train, micro_batch_size=self.micro_batch),
-            recompute=dataclasses.replace(run.recompute, **_recompute(self.recompute)),
-            activation_offload=dataclasses.replace(
-                run.activation_offload, pipeline_offload_ratio=f"{self.offload:g}" if self.offload else None
-            ),
-            optimizer_offload=dataclasses.replace(
-                run.optimizer_offload,
-                optimizer_cpu_offload=self.optimizer_offload > 0,
-                optimizer_offload_fraction=self.optimizer_offload or 1.0,
-            ),
-        )
+        """Returns the run in this layout: the fields of `FIELDS` are set, and count as given where they are typed."""
+        values = {name: of(self, run) for name, of in FIELDS.items()}
+        parts: dict[str, dict[str, Any]] = {}
+        typed = set(run.given - FIELDS.keys())
+        for name, value in values.items():
+            part, spec = flag_fields()[name]
+            parts.setdefault(part, {})[name] = value
+            if value != spec.default:
+                typed.add(name)
+        changed = {part: dataclasses.replace(getattr(run, part), **fields) for part, fields in parts.items()}
+        return dataclasses.replace(run, given=frozenset(typed), **changed)
 
 
 AXES = tuple(field.name for field in dataclasses.fields(Layout))
 
 
-def _recompute(text: str) -> Mapping[str, Any]:
-    """The fields of RecomputeConfig for a value of the axis."""
-    kind, _, number = text.partition(":")
-    whole = kind == FULL
-    parts = not whole and kind != KEEP_ALL
-    return {
-        "recompute_granularity": FULL if whole else SELECTIVE if parts else None,
-        "recompute_method": (BLOCK if number else UNIFORM) if whole else None,
-        "recompute_num_layers": int(number or 1) if whole else None,
-        "recompute_modules": tuple(kind.split("+")) if parts else None,
-    }
+def _recompute(text: str) -> tuple[str | None, str | None, int | None, tuple[str, ...] | None]:
+    """Granularity, method, number of layers and modules for a value of the axis."""
+    if text == KEEP_ALL:
+        return None, None, None, None
+    if text == FULL:
+        return FULL, UNIFORM, 1, None
+    for sign, method in ((":", BLOCK), ("/", UNIFORM)):
+        kind, _, number = text.partition(sign)
+        if kind == FULL and number:
+            return FULL, method, int(number), None
+    # Selective recompute is that of core_attn unless modules are named.
+    return SELECTIVE, None, None, None if text == CORE_ATTN else tuple(text.split("+"))
+
+
+def _virtual_stages(layout: Layout) -> int | None:
+    """Those that are typed: some schedules need a number of their own."""
+    if layout.pp == 1 or SCHEDULES[layout.schedule].virtual_stages is not None:
+        return None
+    return layout.virtual_stages
+
+
+def _schedule(layout: Layout, run: RunConfig) -> str | None:
+    """The one that is typed. Without one, the stages of --pipeline-model-parallel-layout would choose."""
+    if layout.pp == 1:
+        return None
+    written_out = run.parallel.pipeline_model_parallel_layout is not None
+    is_default = schedule_or_default(None, _virtual_stages(layout)).name == layout.schedule
+    return None if is_default and not written_out else layout.schedule
+
+
+def _offload_ratio(layout: Layout, run: RunConfig) -> str | None:
+    """A ratio that the run measures stays."""
+    measured = run.activation_offload.pipeline_offload_ratio == MEASURED
+    return f"{layout.offload:g}" if layout.offload else MEASURED if measured else None
+
+
+def offload_is_fixed(run: RunConfig) -> bool:
+    """Whether flags that no layout has decide which part of the optimizer is offloaded."""
+    return run.optimizer.optimizer == "hybridadam" or policy_of(run.optimizer, run.optimizer_offload) == "auto"
+
+
+# The fields of a run that a layout sets, with their values.
+FIELDS: Mapping[str, Callable[[Layout, RunConfig], Any]] = {
+    "tensor_model_parallel_size": lambda layout, run: layout.tp,
+    "sequence_parallel": lambda layout, run: layout.sequence_parallel,
+    "tp_comm_overlap": lambda layout, run: layout.tp_overlap,
+    "context_parallel_size": lambda layout, run: layout.cp,
+    "cp_comm_type": lambda layout, run: (layout.cp_kind,),
+    "hierarchical_context_parallel_sizes": lambda layout, run: (
+        (layout.cp_inner, layout.cp // layout.cp_inner) if layout.cp_kind == HIERARCHICAL else None
+    ),
+    "pipeline_model_parallel_size": lambda layout, run: layout.pp,
+    "pipeline_schedule": _schedule,
+    "num_layers_per_virtual_pipeline_stage": lambda layout, run: None,
+    "num_virtual_stages_per_pipeline_rank": lambda layout, run: _virtual_stages(layout),
+    "microbatch_group_size_per_virtual_pipeline_stage": lambda layout, run: layout.group or None,
+    "account_for_embedding_in_pipeline_split": lambda layout, run: (
+        layout.uneven_ends or run.parallel.account_for_embedding_in_pipeline_split
+    ),
+    "account_for_loss_in_pipeline_split": lambda layout, run: (
+        layout.uneven_ends or run.parallel.account_for_loss_in_pipeline_split
+    ),
+    "micro_batch_size": lambda layout, run: layout.micro_batch,
+    "expert_model_parallel_size": lambda layout, run: layout.ep,
+    "expert_tensor_parallel_size": lambda layout, run: (
+        None if run.model.num_experts is None or layout.etp == layout.tp else layout.etp
+    ),
+    "use_distributed_optimizer": lambda layout, run: layout.sharding == "optim",
+    "overlapped_distributed_optimizer": lambda layout, run: False,
+    "data_parallel_sharding_strategy": lambda layout, run: (
+        layout.sharding if layout.sharding in SHARDED_GRADS else None
+    ),
+    "grad_reduce_mode": lambda layout, run: AUTO if layout.reduce_mode == AUTO else None,
+    # Gradients that are not kept are reduced at once anyway.
+    "overlap_grad_reduce": lambda layout, run: layout.dp_overlap and layout.reduce_mode == LAST,
+    "overlap_param_gather": lambda layout, run: layout.dp_overlap and layout.sharding in ("optim", "optim_grads"),
+    "num_distributed_optimizer_instances": lambda layout, run: layout.instances,
+    "recompute_granularity": lambda layout, run: _recompute(layout.recompute)[0],
+    "recompute_method": lambda layout, run: _recompute(layout.recompute)[1],
+    "recompute_num_layers": lambda layout, run: _recompute(layout.recompute)[2],
+    "recompute_modules": lambda layout, run: _recompute(layout.recompute)[3],
+    "recompute_activations": lambda layout, run: False,
+    "kaimm_recompute_norm": lambda layout, run: False,
+    "kaimm_recompute_mlp_activation_func": lambda layout, run: False,
+    "pipeline_offload_ratio": _offload_ratio,
+    "optimizer_cpu_offload": lambda layout, run: (
+        layout.optimizer_offload > 0 or (offload_is_fixed(run) and run.optimizer_offload.optimizer_cpu_offload)
+    ),
+    "optimizer_offload_fraction": lambda layout, run: (
+        run.optimizer_offload.optimizer_offload_fraction if offload_is_fixed(run) else layout.optimizer_offload or 1.0
+    ),
+}
 
 
 @dataclass(frozen=True)
