@@ -1,53 +1,36 @@
 """The step time of one schedule for many costs at once.
 
-The order of all events of a schedule is known before the costs are (megatron/schedule/simulate.py has the rules), so the
-start of each event is the maximum over a fixed set of earlier events, plus a cost. `ScheduleGraph` finds these sets
-once. `makespans` then computes the step time for K different costs together, with the same sums in the same order as
-the simulator, so the results are equal to the last bit.
+The start of each event of a schedule is the maximum over a fixed set of earlier events, plus a cost (events.py).
+`ScheduleGraph` finds these sets once. `makespans` then computes the step time for K different costs together, with the same
+sums in the same order as the simulator, so the results are equal to the last bit.
+
+[Note: schedules that repeat themselves]
+With many microbatches a schedule is a head, a block of events that is repeated, and a tail. A block reads the times of a few
+events before it, the border, and gives the times of the border of the next block. Maxima and sums commute with a constant
+that is added to all times. So if a whole border is later than one some blocks before by the same number of seconds for each
+of its events, it will be so after every further block, and the remaining blocks need not be played. If this never happens,
+all of them are.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.schedule.schedule import (
-    COMPUTE,
-    COPIES,
-    GRADIENTS_OF_INPUT,
-    RECEIVES,
-    TRANSFERS,
-    Action,
-    Kind,
-    Schedule,
-    other_end,
-)
-from megatron.schedule.simulate import last_weight_grads
+from megatron.planner.schedule.events import BEGIN, COSTS, Events
+from megatron.schedule.schedule import Schedule
 
 _Array = NDArray[np.float64]
-_COSTS = (
-    "none",
-    "forward",
-    "input_grad",
-    "weight_grad",
-    "backward",
-    "transfer",
-    "latency",
-    "offload",
-    "reload",
-    "bucket",
-)
-_OF_KIND = {
-    Kind.FORWARD: "forward",
-    Kind.INPUT_GRAD: "input_grad",
-    Kind.WEIGHT_GRAD: "weight_grad",
-    Kind.BACKWARD: "backward",
-    Kind.OFFLOAD: "offload",
-    Kind.RELOAD: "reload",
-}
+_Places = NDArray[np.intp]
+# Borders are compared with so many earlier ones, after the 3rd block, the 4th, the 6th, the 9th, and so on.
+_EARLIER = 16
+_GROWTH = 1.4
+# Of a time: the rounding of some hundred sums. Extended over a thousand blocks it is below 1e-10.
+_ROUNDING = 1e-13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +56,82 @@ class ManyCosts:
         """Returns the costs of all, one after the other."""
         if len(many) == 1:
             return many[0]
-        return cls(**{name: np.concatenate([getattr(costs, name) for costs in many], axis=1) for name in _COSTS[1:]})
+        return cls(**{name: np.concatenate([getattr(costs, name) for costs in many], axis=1) for name in COSTS[1:]})
 
     def rows(self) -> _Array:
-        """All costs as one array, in the order of `_COSTS`, after one row of zeros."""
-        return np.concatenate([np.zeros_like(self.forward[:1]), *(getattr(self, name) for name in _COSTS[1:])])
+        """All costs as one array, in the order of `COSTS`, after one row of zeros."""
+        return np.concatenate([np.zeros_like(self.forward[:1]), *(getattr(self, name) for name in COSTS[1:])])
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The events of a schedule as arrays.
+
+    events: [E, most waits] of the events that each one waits for, some of them more than once; counts: columns without
+    those that only repeat. cost, share, depth: [E], see `Events`.
+    """
+
+    events: _Places
+    counts: _Places
+    cost: _Places
+    share: _Array
+    depth: _Places
+
+    @classmethod
+    def of(cls, events: Events) -> Waits:
+        """Returns the arrays of a schedule."""
+        counts = np.fromiter(map(len, events.after), dtype=np.intp)
+        flat = np.fromiter(itertools.chain.from_iterable(events.after), dtype=np.intp)
+        starts = np.cumsum(counts) - counts
+        columns = np.arange(counts.max())
+        places = flat[starts[:, None] + np.where(columns < counts[:, None], columns, 0)]
+        # An event that waits for another one has no need to wait for BEGIN.
+        places = np.where(places == BEGIN, places.max(axis=1, keepdims=True), places)
+        return cls(places, counts, np.array(events.cost), np.array(events.share), np.array(events.depth))
+
+
+class Segment:
+    """Some events of a schedule, after those of a border.
+
+    members: the events. border: the events before them that they may wait for, in order. after_it: the events whose times
+    are the border of what follows, of the members or of the border.
+    """
+
+    def __init__(self, waits: Waits, members: _Places, border: _Places, after_it: _Places) -> None:
+        order = members[np.argsort(waits.depth[members], kind="stable")]
+        place = np.zeros(len(waits.cost), dtype=np.intp)
+        place[border] = np.arange(len(border))
+        place[order] = np.arange(len(border), len(border) + len(order))
+        self._costs, self._shares = waits.cost[order], waits.share[order][:, None]
+        self._after_it = place[after_it]
+        # Events of one depth do not depend on each other and are computed together.
+        depth, places, counts = waits.depth[order], place[waits.events[order]], waits.counts[order]
+        starts = np.flatnonzero(np.diff(depth, prepend=-1))
+        self._levels = []
+        if len(order):
+            for first, last, width in zip(
+                starts, [*starts[1:], len(order)], np.maximum.reduceat(counts, starts), strict=True
+            ):
+                here = slice(first + len(border), last + len(border))
+                self._levels.append((here, slice(first, last), places[first:last, :width].copy()))
+
+    def costs(self, rows: _Array) -> _Array:
+        """Returns [members, K] seconds, of `ManyCosts.rows`."""
+        seconds: _Array = rows[self._costs] * self._shares
+        return seconds
+
+    def times(self, border: _Array, costs: _Array) -> _Array:
+        """Returns [border and members, K] times."""
+        times = np.empty((len(border) + len(costs), border.shape[1]))
+        times[: len(border)] = border
+        for here, cost, waits in self._levels:
+            times[here] = (times[waits].max(axis=1) if waits.shape[1] > 1 else times[waits[:, 0]]) + costs[cost]
+        return times
+
+    def border_after(self, times: _Array) -> _Array:
+        """Returns the times of the next border."""
+        border: _Array = times[self._after_it]
+        return border
 
 
 class ScheduleGraph:
@@ -88,133 +142,71 @@ class ScheduleGraph:
     """
 
     def __init__(self, schedule: Schedule, *, num_buckets: int = 0, blocking: bool = False) -> None:
-        self._stages = schedule.placement.num_stages
-        events = _Events(schedule, self._stages, num_buckets, blocking)
-        self._last = np.array(events.ends)
-        # Events are computed in groups that do not depend on each other.
-        depth = np.zeros(len(events.after), dtype=int)
-        for event, after in enumerate(events.after):
-            depth[event] = 1 + max((depth[other] for other in after), default=-1)
-        self._groups = []
-        order = np.argsort(depth, kind="stable")
-        for group in np.split(order, np.flatnonzero(np.diff(depth[order])) + 1):
-            width = max(1, *(len(events.after[event]) for event in group), 1)
-            # Time 0 is event 0, which waits for nothing.
-            waits = np.array([[*events.after[event], *[0] * (width - len(events.after[event]))] for event in group])
-            costs = np.array([events.cost[event] for event in group])
-            shares = np.array([events.share[event] for event in group])
-            self._groups.append((group, waits, costs, shares[:, None]))
-        self._count = len(events.after)
+        waits = Waits.of(Events(schedule, num_buckets, blocking))
+        begin = np.array([BEGIN])
+        self._head = Segment(waits, np.arange(1, len(waits.cost)), begin, begin)
 
     def makespans(self, costs: ManyCosts) -> _Array:
         """[K] seconds until the last action has ended and the last bucket has been reduced."""
         rows = costs.rows()
-        times = np.zeros((self._count, rows.shape[1]))
-        for group, waits, cost, share in self._groups[1:]:
-            times[group] = times[waits].max(axis=1) + share * rows[cost]
-        last: _Array = times[self._last].max(axis=0)
+        last: _Array = self._head.times(np.zeros_like(rows[:1]), self._head.costs(rows)).max(axis=0)
         return last
 
 
-class _Events:
-    """The simulator's play, with events in place of times.
+@dataclass(frozen=True)
+class RepeatingGraph:
+    """A schedule whose block is played `count` times. See [Note: schedules that repeat themselves]."""
 
-    after: the events that each one waits for. cost, share: the row of `ManyCosts` that it takes, and how much of it. ends:
-    events that end the step.
-    """
+    head: Segment
+    block: Segment
+    tail: Segment
+    count: int
 
-    def __init__(self, schedule: Schedule, stages: int, num_buckets: int, blocking: bool) -> None:
-        self.after: list[tuple[int, ...]] = [()]
-        self.cost, self.share = [0], [0.0]
-        self.ends = [0]
-        starts = [0, 1]
-        for name in _COSTS[1:-1]:
-            starts.append(starts[-1] + (stages - 1 if name in ("transfer", "latency") else stages))
-        self._row = dict(zip(_COSTS, starts, strict=True))
-        ranks = schedule.placement.num_ranks
-        self._schedule, self._rank_of, self._blocking = schedule, schedule.placement.rank_of, blocking
-        self._num_buckets = num_buckets
-        self._with_transfers = any(action.kind in TRANSFERS for actions in schedule.actions for action in actions)
-        self._fills_buckets = last_weight_grads(schedule) if num_buckets else {}
-        self._free, self._due, self._reduced = [0] * ranks, [0] * ranks, [0] * ranks
-        self._copied = {kind: [0] * ranks for kind in COPIES}
-        self._done: dict[Action, int] = {}  # of a transfer: arrived
-        self._made: dict[Action, int] = {}
-        self._posted: dict[Action, int] = {}
-        self._way_free: dict[tuple[int, int], int] = {}
-        place = [0] * ranks
-        waiting = True
-        while waiting:
-            waiting = False
-            for rank, actions in enumerate(schedule.actions):
-                while place[rank] < len(actions) and self._try(rank, actions[place[rank]]):
-                    place[rank] += 1
-                    waiting = True
-        assert all(at == len(actions) for at, actions in zip(place, schedule.actions, strict=True))
-        self.ends += [*self._free, *self._reduced, *(event for copied in self._copied.values() for event in copied)]
+    def makespans(self, costs: ManyCosts) -> _Array:
+        """[K] seconds until the last action has ended and the last bucket has been reduced."""
+        rows = costs.rows()
+        begin = np.zeros_like(rows[:1])
+        border = self.head.border_after(self.head.times(begin, self.head.costs(rows)))
+        border = self._after_blocks(border, self.block.costs(rows))
+        last: _Array = self.tail.times(border, self.tail.costs(rows)).max(axis=0)
+        return last
 
-    def _event(self, after: tuple[int, ...], cost: str = "none", number: int = 0, share: float = 1.0) -> int:
-        self.after.append(tuple(dict.fromkeys(after)))
-        self.cost.append(self._row[cost] + number if cost != "none" else 0)
-        self.share.append(share)
-        return len(self.after) - 1
+    def _after_blocks(self, border: _Array, costs: _Array) -> _Array:
+        """Returns the border after the last block; columns of costs that repeat themselves are not played any further."""
+        final = np.empty_like(border)
+        left = np.arange(border.shape[1])  # columns that are still played
+        earlier = [border]
+        check = 3
+        for played in range(1, self.count + 1):
+            border = self.block.border_after(self.block.times(border, costs))
+            if played == check and played < self.count:
+                check = max(played + 1, int(_GROWTH * played))
+                extended = self._extended(earlier, border, played)
+                done = ~np.isnan(extended[0])
+                final[:, left[done]] = extended[:, done]
+                if done.all():
+                    return final
+                if done.any():
+                    left, border, costs = left[~done], border[:, ~done], costs[:, ~done]
+                    earlier = [each[:, ~done] for each in earlier]
+            earlier = [*earlier[-_EARLIER + 1 :], border]
+        final[:, left] = border
+        return final
 
-    def _try(self, rank: int, action: Action) -> bool:
-        if action.kind in COMPUTE:
-            return self._compute(rank, action)
-        if action.kind in TRANSFERS:
-            return self._transfer(rank, action)
-        self._copy(rank, action)
-        return True
+    def _extended(self, earlier: Sequence[_Array], border: _Array, played: int) -> _Array:
+        """Returns the border after the last block, and nan in the columns that do not repeat themselves so far.
 
-    def _compute(self, rank: int, action: Action) -> bool:
-        kind, stage, microbatch = action
-        after = [self._free[rank], self._due[rank]]
-        source = stage - 1 if kind is Kind.FORWARD else stage + 1
-        if kind is not Kind.WEIGHT_GRAD and 0 <= source < len(self._rank_of):
-            if self._with_transfers and self._rank_of[source] != rank:
-                receive = Action(Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD, stage, microbatch)
-                if receive not in self._done:
-                    return False
-                after.append(self._done[receive])
-            need = Action(Kind.FORWARD if kind is Kind.FORWARD else Kind.INPUT_GRAD, source, microbatch)
-            if need not in self._made:
-                return False
-            after.append(self._made[need])
-        if kind in GRADIENTS_OF_INPUT:
-            after.append(self._done.get(Action(Kind.RELOAD, stage, microbatch), 0))
-        start = self._event(tuple(after))
-        self._due[rank] = self._copied[Kind.OFFLOAD][rank]
-        self._free[rank] = stop = self._event((start,), _OF_KIND[kind], stage)
-        if action in self._fills_buckets:
-            for number in range(1, self._num_buckets + 1):
-                full = self._event((start,), _OF_KIND[kind], stage, number / self._num_buckets)
-                self._reduced[rank] = self._event((self._reduced[rank], full), "bucket", stage)
-        if kind is not Kind.WEIGHT_GRAD:
-            self._made[action if kind is not Kind.BACKWARD else Action(Kind.INPUT_GRAD, stage, microbatch)] = stop
-        return True
-
-    def _copy(self, rank: int, action: Action) -> None:
-        after = [self._free[rank], self._copied[action.kind][rank]]
-        if action.kind is Kind.RELOAD:
-            after += [self._done[Action(Kind.OFFLOAD, action.stage, action.microbatch)], self._due[rank]]
-        stop = self._event(tuple(after), _OF_KIND[action.kind], action.stage)
-        self._copied[action.kind][rank] = self._done[action] = stop
-
-    def _transfer(self, rank: int, action: Action) -> bool:
-        other = other_end(action)
-        if action not in self._posted:
-            self._posted[action] = self._free[rank]
-            if other in self._posted:
-                way = (self._rank_of[action.stage], self._rank_of[other.stage])
-                way = way[::-1] if action.kind in RECEIVES else way
-                after = (self._posted[action], self._posted[other], self._way_free.get(way, 0))
-                boundary = min(action.stage, other.stage)
-                self._way_free[way] = self._event(after, "transfer", boundary)
-                arrived = self._event((self._way_free[way],), "latency", boundary)
-                self._done[action] = self._done[other] = arrived
-        if self._blocking:
-            if action not in self._done:
-                return False
-            self._free[rank] = self._done[action]
-        return True
+        earlier: the borders before `border`, the last one before it at the end.
+        """
+        found = np.full_like(border, np.nan)
+        allowed = _ROUNDING * border.max(axis=0)
+        for apart in range(1, len(earlier) + 1):
+            later = border - earlier[-apart]
+            alike = np.isnan(found[0]) & (later.max(axis=0) - later.min(axis=0) <= allowed)
+            if alike.any():
+                # The last border is so many times `apart` blocks later than one of those that were played.
+                times = -(-(self.count - played) // apart)
+                start = played + apart * times - self.count
+                like = earlier[-start] if start else border
+                found[:, alike] = like[:, alike] + times * later[:, alike].mean(axis=0)
+        return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.planner.schedule.graph import ManyCosts, ScheduleGraph
+from megatron.planner.schedule.graph import ManyCosts, RepeatingGraph, ScheduleGraph
+from megatron.planner.schedule.repeat import Repetition, find_repetition
 from megatron.schedule.passes import with_transfers
+from megatron.schedule.schedule import Schedule
 from megatron.schedule.spec import ScheduleSpec
-
-_LEAST_PLAYED = 16  # microbatches; a schedule is played with at least 2 p or p + 16 of them, and extended from there
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,30 @@ class PlayShape:
     blocking: bool
     buckets: int
 
-    def lengths(self, m: int) -> tuple[int, int]:
-        """Returns the numbers of microbatches with which the schedule of m is played, equal if m is one of them.
+    @property
+    def step(self) -> int:
+        """Returns the number of microbatches after which the schedule may repeat itself."""
+        return (self.group or self.p) if self.schedule.takes_groups else 1
 
-        With many microbatches a schedule repeats itself: it is played with two small numbers of them that are one period
-        apart, and the time of a period is added for all others.
+    def computations(self, m: int) -> Schedule:
+        """Returns the schedule of m microbatches without transfers."""
+        asked = self.v if self.schedule.virtual_stages is None else None
+        return self.schedule.build(self.p, m, v=asked, group=self.group)
+
+    def whole(self, m: int) -> Schedule:
+        """Returns the schedule of m microbatches."""
+        return _whole(dataclasses.replace(self, blocking=False, buckets=0), m)
+
+    def lengths(self, m: int) -> Iterator[int]:
+        """Yields the numbers of microbatches, besides those in blocks, with which the schedule of m may repeat itself.
+
+        Until the first backward and from the last forward on are at most 2 p microbatches, or three groups.
         """
-        step = (self.group or self.p) if self.schedule.takes_groups else 1
-        few = max(_LEAST_PLAYED, min(2 * self.p, self.p + _LEAST_PLAYED))
-        few += (m - few) % step
-        return (m, m) if m <= few + step else (few, few + step)
+        enough = 3 * self.step if self.schedule.takes_groups else 2 * self.p
+        few = enough + (m - enough) % self.step
+        while few + 2 * self.step < m:
+            yield few
+            few, enough = few + enough, 2 * enough
 
 
 @dataclass(frozen=True)
@@ -50,28 +65,35 @@ class Play:
 
 
 def makespans(plays: Sequence[Play]) -> list[NDArray[np.float64]]:
-    """Returns the [K] seconds of each. Those of the same shape are computed together."""
+    """Returns the [K] seconds of each. Those of the same shape and length are computed together."""
     together: dict[tuple[PlayShape, int], list[int]] = {}
     for number, play in enumerate(plays):
-        for length in set(play.shape.lengths(play.m)):
-            together.setdefault((play.shape, length), []).append(number)
-    times: dict[tuple[int, int], NDArray[np.float64]] = {}
-    for (shape, length), numbers in together.items():
-        found = _graph(shape, length).makespans(ManyCosts.joined([plays[number].costs for number in numbers]))
+        together.setdefault((play.shape, play.m), []).append(number)
+    times: dict[int, NDArray[np.float64]] = {}
+    for (shape, m), numbers in together.items():
+        found = _graph(shape, m).makespans(ManyCosts.joined([plays[number].costs for number in numbers]))
         ends = np.cumsum([plays[number].costs.forward.shape[1] for number in numbers])[:-1]
-        for number, part in zip(numbers, np.split(found, ends), strict=True):
-            times[number, length] = part
-    results = []
-    for number, play in enumerate(plays):
-        few, more = play.shape.lengths(play.m)
-        short, longer = times[number, few], times[number, more]
-        results.append(short if few == more else short + (play.m - few) / (more - few) * (longer - short))
-    return results
+        times |= zip(numbers, np.split(found, ends), strict=True)
+    return [times[number] for number in range(len(plays))]
 
 
 @functools.lru_cache(maxsize=1024)
-def _graph(shape: PlayShape, m: int) -> ScheduleGraph:
-    schedule = shape.schedule
-    asked = shape.v if schedule.virtual_stages is None else None
-    played = with_transfers(schedule.build(shape.p, m, v=asked, group=shape.group), overlap=shape.overlap)
-    return ScheduleGraph(played, num_buckets=shape.buckets, blocking=shape.blocking)
+def _graph(shape: PlayShape, m: int) -> ScheduleGraph | RepeatingGraph:
+    """The graph of as few events as possible, since most of the time is spent on finding them."""
+    for few in shape.lengths(m):
+        repetition = _repetition(shape, few)
+        if repetition is not None:
+            return repetition.graph(m)
+    return ScheduleGraph(shape.whole(m), num_buckets=shape.buckets, blocking=shape.blocking)
+
+
+@functools.lru_cache(maxsize=1024)
+def _repetition(shape: PlayShape, few: int) -> Repetition | None:
+    return find_repetition(
+        shape.computations, shape.whole, few, shape.step, num_buckets=shape.buckets, blocking=shape.blocking
+    )
+
+
+@functools.lru_cache(maxsize=16)  # the most recent, which differ in blocking or buckets
+def _whole(shape: PlayShape, m: int) -> Schedule:
+    return with_transfers(shape.computations(m), overlap=shape.overlap)

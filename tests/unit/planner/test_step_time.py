@@ -17,17 +17,14 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
 from megatron.config.train import TrainConfig
-from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.time.constants import Constants, fitted, priors
 from megatron.planner.time.fit import constants_of
 from megatron.planner.time.hardware import BF16, FP8, Place, built_in, with_device
 from megatron.planner.time.kernels import attention_seconds, gemm_seconds
 from megatron.planner.time.messages import wire_bytes
 from megatron.planner.time.operations import FusedAttention, Gemm
-from megatron.planner.time.play import Play, PlayShape, makespans
 from megatron.planner.time.software import FLASH, FLASH_1, UNFUSED, Software
 from megatron.planner.time.step_time import PARTS, StepModel, step_seconds
-from megatron.schedule.registry import SCHEDULES
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SHIFT
 
 MODEL = ModelConfig(
@@ -277,48 +274,6 @@ class TestKernels:
             1e12 / attention_seconds(Constants(), H100.device, 1e12, keys, 128, FLASH) for keys in (512, 4096, 65536)
         ]
         assert rates == sorted(rates)
-
-
-@pytest.mark.parametrize("name", list(SCHEDULES))
-def test_many_microbatches_are_extended_from_few(name):
-    """Stages of a real model: all alike, but the first and the last have more work."""
-    spec = SCHEDULES[name]
-    p, v = 4, spec.virtual_stages or 2
-    stages = p * v
-    rng = np.random.default_rng(0)
-
-    def stage_times(low, high):
-        times = np.ones((stages, 1)) * rng.uniform(low, high, (1, 8))
-        times[0] *= 1.1
-        times[-1] *= 1.3
-        return times / v
-
-    forward, input_grad, weight_grad = stage_times(0.9, 1.1), stage_times(0.9, 1.5), stage_times(0.8, 1.2)
-    nothing, boundary = np.zeros_like(forward), np.full((stages - 1, 8), 0.02)
-    costs = ManyCosts(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        backward=input_grad + weight_grad,
-        transfer=boundary,
-        latency=0.1 * boundary,
-        offload=nothing,
-        reload=nothing,
-        bucket=nothing + 0.05,
-    )
-    shape = PlayShape(spec, p, v, None, overlap=True, blocking=False, buckets=2)
-    m = 48
-    assert shape.lengths(m)[1] < m
-    all_of_them = _Whole(spec, p, v, None, overlap=True, blocking=False, buckets=2)
-    found, whole = makespans([Play(shape, m, costs), Play(all_of_them, m, costs)])
-    assert found == pytest.approx(whole, rel=2e-3)
-
-
-class _Whole(PlayShape):
-    """Plays all microbatches."""
-
-    def lengths(self, m):
-        return m, m
 
 
 class TestRefused:
