@@ -78,13 +78,17 @@ class Fleet:
 
     def ask(self, request: dict[str, Any], where: str) -> list[dict[str, Any]]:
         """Sends a request to all workers; returns their answers in rank order. `where` is shown with the progress."""
-        for worker in self._workers:
+        return self.ask_each([request] * len(self._workers), where)
+
+    def ask_each(self, requests: Sequence[dict[str, Any]], where: str) -> list[Any]:
+        """Sends each worker its own request; returns their answers. See `ask`."""
+        for worker, request in zip(self._workers, requests, strict=True):
             assert worker.stdin
             worker.stdin.write(json.dumps(request) + "\n")
             worker.stdin.flush()
         return self._answers("measured", where)
 
-    def _answers(self, key: str, where: str) -> list[dict[str, Any]]:
+    def _answers(self, key: str, where: str) -> list[Any]:
         found = []
         for rank, worker in enumerate(self._workers):
             assert worker.stdout

@@ -1,0 +1,157 @@
+"""Runs every layout on the emulated cluster, in turn, and writes what it measures as a table.
+
+[Note: one run, all rates]
+A run starts at the lowest rate of the links. After the first step its ranks are held to their share of a core, and after
+some more follow the next rates. Each time one step is left out, in which something changed, and the others count. So all
+rates of a layout cost one start of its processes.
+
+The bytes on the wire are those between the ends of two steps at the lowest rate, where a late reading costs least.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.quota import Quotas, achieved_shares
+from benchmarks.planner.emulated.grid import COUNTED, LEFT_OUT, RANKS, RATES, SHARE, STEPS, Case
+from benchmarks.planner.emulated.ranks import Ranks, RunError
+from megatron.training.logging.line import parse_line
+
+LONGEST_SECONDS = 300.0  # of a run
+KINDS = ("compute", "tp", "cp", "dp", "pp", "bubble", "other")
+COLUMNS = ("model", "layout", "hosts", "rate", "repeat", "status", "step_ms", *KINDS, "sent", "drops", "flags")
+_SUMMARY = re.compile(r"where iteration (\d+) went: \S+ ms((?: \| [a-z]+ [-\d.]+%)+)")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a run: milliseconds that it took; fraction of them by kind, the mean over ranks."""
+
+    milliseconds: float
+    shares: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run. steps: all of them. sent: bytes of each host in one step. drops: packets lost by full queues."""
+
+    steps: list[Step]
+    sent: list[float]
+    drops: int
+
+
+def measure(cases: Sequence[Case], repeats: int, out: Path) -> int:
+    """Runs all cases `repeats` times, in turn, and writes a line per case, rate and repeat. Returns the failed runs.
+
+    Raises ClusterError and QuotaError if the machine cannot do it.
+    """
+    progress = _Progress(len(cases) * repeats)
+    with Quotas(RANKS, SHARE) as quotas, tempfile.TemporaryDirectory() as folder, open(out, "w", newline="") as file:
+        show_shares(quotas)
+        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        for repeat in range(repeats):
+            for hosts in sorted({case.model.hosts for case in cases}):
+                here = [case for case in cases if case.model.hosts == hosts]
+                with Ranks(hosts, RATES[0], quotas, Path(folder)) as ranks:
+                    for case in here:
+                        rows = list(_rows(case, ranks, quotas, Path(folder)))
+                        table.writerows({**row, "repeat": repeat + 1} for row in rows)
+                        file.flush()
+                        progress.show(case, rows)
+    return progress.failed
+
+
+def show_shares(quotas: Quotas) -> None:
+    """Prints the share of a core that a rank gets, alone and beside the others."""
+    alone = achieved_shares(quotas, [0])[0]
+    beside = " ".join(f"{share:.1%}" for share in achieved_shares(quotas, range(quotas.ranks)))
+    print(f"a rank that computes alone gets {alone:.1%} of a core; all at once: {beside}", flush=True)
+
+
+def run_case(case: Case, ranks: Ranks, quotas: Quotas, folder: Path) -> Measured:
+    """Runs a case to its end. Raises RunError."""
+    quotas.limit(on=False)
+    ranks.cluster.set_rate(RATES[0])
+    drops, sent = ranks.cluster.drops(), []
+
+    def after_line(line: str) -> None:
+        if "iteration" not in parse_line(line):
+            return
+        sent.append([ranks.cluster.counters(host).sent for host in range(ranks.cluster.hosts)])
+        place, within = divmod(len(sent) - 1, LEFT_OUT + COUNTED)
+        if len(sent) == 1:
+            quotas.limit(on=True)
+        if within == 0 and 0 < place < len(RATES):
+            ranks.cluster.set_rate(RATES[place])
+
+    timeline = ["--profile-timeline", str(folder / "timeline.json"), "--profile-step-start", "2"]
+    flags = [*case.flags, *timeline, "--profile-step-end", str(STEPS + 1)]
+    text = ranks.run("pretrain_gpt.py", flags, LONGEST_SECONDS, after_line)
+    steps = steps_of(text)
+    if len(steps) != STEPS:
+        raise RunError(f"it logged {len(steps)} of {STEPS} steps")
+    before, after = sent[LEFT_OUT], sent[LEFT_OUT + COUNTED]
+    each = [(more - less) / COUNTED for less, more in zip(before, after, strict=True)]
+    return Measured(steps, each, ranks.cluster.drops() - drops)
+
+
+def steps_of(text: str) -> list[Step]:
+    """Returns the steps of rank 0's log, in order; the first has no shares."""
+    shares = {}
+    for number, parts in _SUMMARY.findall(text):
+        words = (part.split() for part in parts.split(" | ")[1:])
+        shares[int(number)] = {kind: float(value.rstrip("%")) / 100 for kind, value in words}
+    lines = [line for line in map(parse_line, text.splitlines()) if "iteration" in line]
+    return [
+        Step(float(line["elapsed time per iteration (ms)"]), shares.get(int(line["iteration"]), {})) for line in lines
+    ]
+
+
+def _rows(case: Case, ranks: Ranks, quotas: Quotas, folder: Path) -> Iterator[dict[str, Any]]:
+    """Runs a case; yields a row per rate."""
+    fixed = {"model": case.model.name, "layout": case.layout, "hosts": case.model.hosts, "flags": " ".join(case.flags)}
+    try:
+        run = run_case(case, ranks, quotas, folder)
+    except RunError as error:
+        for rate in RATES:
+            yield {**fixed, "rate": f"{rate:g}", "status": f"failed: {error}"}
+        return
+    for place, rate in enumerate(RATES):
+        first = 1 + place * (LEFT_OUT + COUNTED) + LEFT_OUT
+        steps = run.steps[first : first + COUNTED]
+        means = {kind: sum(step.shares.get(kind, 0.0) for step in steps) / len(steps) for kind in KINDS}
+        yield {
+            **fixed,
+            "rate": f"{rate:g}",
+            "status": "ok",
+            "step_ms": " ".join(f"{step.milliseconds:.1f}" for step in steps),
+            **{kind: f"{mean:.4f}" for kind, mean in means.items()},
+            "sent": " ".join(f"{nbytes:.0f}" for nbytes in run.sent),
+            "drops": run.drops,
+        }
+
+
+class _Progress:
+    """Prints a line per run, with the time that is left."""
+
+    def __init__(self, total: int) -> None:
+        self.failed = 0
+        self._total, self._done, self._started = total, 0, time.monotonic()
+
+    def show(self, case: Case, rows: Sequence[dict[str, Any]]) -> None:
+        """A run is done."""
+        self._done += 1
+        bad = [row for row in rows if row["status"] != "ok"]
+        self.failed += bool(bad)
+        said = bad[0]["status"] if bad else ", ".join(f"{row['step_ms']} ms at {row['rate']} Mbit/s" for row in rows)
+        spent = time.monotonic() - self._started
+        left = spent / self._done * (self._total - self._done)
+        print(f"{self._done}/{self._total} {case.name}: {said} ({left / 60:.0f} min left)", flush=True)
