@@ -123,7 +123,7 @@ class Replicas:
             return Reductions(None)
         exposed: Number = 0.0
         hidden: Number = 0.0
-        if settings.shards == "optim":
+        if settings.shards in ("optim", "optim_grads"):
             gathers = self._slowest_rank([self._gather(clock, held) for held in self.held])
             if settings.overlap_gather:
                 hidden = hidden + gathers

@@ -70,12 +70,10 @@ LAYOUTS = {
 }
 
 
-def model_of(
+def run_of(
     world=1,
     parallel=None,
     *,
-    cluster=H100,
-    software=None,
     micro_batch=1,
     batch=64,
     seq=4096,
@@ -91,8 +89,11 @@ def model_of(
         train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=batch),
         **parts,
     )
-    settings = resolve(run, mesh_of(run.parallel, world))
-    return StepModel(run, settings, cluster, software or Software())
+    return run, resolve(run, mesh_of(run.parallel, world))
+
+
+def model_of(*args, cluster=H100, software=None, **kwargs):
+    return StepModel(*run_of(*args, **kwargs), cluster, software or Software())
 
 
 def time_of(*args, **kwargs):
@@ -285,7 +286,6 @@ class TestRefused:
         ("fields", "word"),
         [
             ({"model": dataclasses.replace(MODEL, lora_rank=8)}, "--lora-rank"),
-            ({"activation_offload": ActivationOffloadConfig(pipeline_offload_ratio="0.5")}, "activation offload"),
             ({"activation_offload": ActivationOffloadConfig(cpu_offloading_weights=True)}, "--cpu-offloading-weights"),
             ({"optimizer_offload": OptimizerOffloadConfig(optimizer_cpu_offload=True)}, "optimizer offload"),
             ({"optimizer_offload": OptimizerOffloadConfig(offload_optimizer_states=True)}, "optimizer offload"),
@@ -372,3 +372,12 @@ class TestInstances:
             time_of(32, {**ZERO_3, "num_distributed_optimizer_instances": number}, cluster=network) for number in (1, 4)
         )
         assert four.parts["dp"] < one.parts["dp"]
+
+
+def test_updated_parameters_are_gathered_unless_they_stay_sharded():
+    gathers = {}
+    for mode in ("optim", "optim_grads", "optim_grads_params"):
+        model = model_of(16, {"data_parallel_sharding_strategy": mode})
+        reductions = model.replicas.reductions(model.clock(Constants()))
+        gathers[mode] = reductions.exposed + reductions.hidden
+    assert gathers["optim_grads"] > 0 == gathers["optim_grads_params"]
