@@ -52,11 +52,6 @@ class LayerMoves:
         self.away = away
         self.held = min(residual, away[0].get(RESIDUAL, 0)) if away else 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are away from the device between forward and backward."""
-        return sum(sum(group.values()) for group in self.away)
-
 
 class Leaving:
     """Frees the memory of groups in a trace as they leave the device in a forward."""

@@ -35,14 +35,19 @@ NONE_OFFLOADED = OffloadedBuckets()
 class StageMemory:
     """One profile per kind of computation of a schedule. Tensors that pass between stages count as communication.
 
-    weight_grad: the second half of a backward that the schedule splits, None if it does not. offloaded: bytes that have
-    been offloaded layer by layer when the forward ends.
+    weight_grad: the second half of a backward that the schedule splits, None if it does not. by_layer: bytes of each layer's
+    group that are offloaded layer by layer.
     """
 
     forward: Profile
     backward: Profile
     weight_grad: Profile | None
-    offloaded: int = 0
+    by_layer: tuple[int, ...]
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes that have been offloaded layer by layer when the forward ends."""
+        return sum(self.by_layer)
 
     def of(self, kind: Kind) -> Profile:
         """Returns the profile of a computation."""
@@ -70,7 +75,8 @@ def stage_memory(
     leave the device layer by layer; if it is False, the schedule offloads them, and these profiles do not include it.
     """
     events = _StageEvents(spec, sizes, stage, recompute, offload, offloaded, by_layer=by_layer)
-    forward, backward, moved = profile_of(events.forward), profile_of(events.backward), events.moves.nbytes
+    forward, backward = profile_of(events.forward), profile_of(events.backward)
+    moved = tuple(sum(group.values()) for group in events.moves.away)
     if not sizes.split_backward:
         return StageMemory(forward, backward, None, moved)
     used = {*forward.net, *backward.net} - {COMMUNICATION}

@@ -80,6 +80,10 @@ class Clock(ABC):
         """Returns the time in which the device updates so many parameters."""
 
     @abstractmethod
+    def host_copy(self, nbytes: float) -> Number:
+        """Returns the time of a copy between a device and the memory of its host, in one direction."""
+
+    @abstractmethod
     def step(self) -> Number:
         """Returns the seconds of a step that belong to no microbatch."""
 

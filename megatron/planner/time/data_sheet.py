@@ -84,6 +84,10 @@ class DataSheetClock(Clock):
         """Returns the time in which the device updates so many parameters."""
         return self.traffic(UPDATE_BYTES * parameters)
 
+    def host_copy(self, nbytes: float) -> Number:
+        """Returns the time of a copy between a device and the memory of its host, in one direction."""
+        return nbytes / self.cluster.host
+
     def step(self) -> Number:
         """Returns the seconds of a step that belong to no microbatch."""
         return self.constants.step

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.planner.schedule.graph import ManyCosts, RepeatingGraph, ScheduleGraph
 from megatron.planner.schedule.repeat import Repetition, find_repetition
+from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.schedule import Schedule
 from megatron.schedule.spec import ScheduleSpec
@@ -19,7 +20,10 @@ from megatron.schedule.spec import ScheduleSpec
 
 @dataclass(frozen=True)
 class PlayShape:
-    """A schedule without its number of microbatches. v: virtual stages per rank. buckets: per stage."""
+    """A schedule without its number of microbatches.
+
+    v: virtual stages per rank. buckets: per stage. offload: it copies activations to host memory and back.
+    """
 
     schedule: ScheduleSpec
     p: int
@@ -28,6 +32,7 @@ class PlayShape:
     overlap: bool
     blocking: bool
     buckets: int
+    offload: bool = False
 
     @property
     def step(self) -> int:
@@ -35,7 +40,7 @@ class PlayShape:
         return (self.group or self.p) if self.schedule.takes_groups else 1
 
     def computations(self, m: int) -> Schedule:
-        """Returns the schedule of m microbatches without transfers."""
+        """Returns the schedule of m microbatches without transfers and copies."""
         asked = self.v if self.schedule.virtual_stages is None else None
         return self.schedule.build(self.p, m, v=asked, group=self.group)
 
@@ -96,4 +101,5 @@ def _repetition(shape: PlayShape, few: int) -> Repetition | None:
 
 @functools.lru_cache(maxsize=16)  # the most recent, which differ in blocking or buckets
 def _whole(shape: PlayShape, m: int) -> Schedule:
-    return with_transfers(shape.computations(m), overlap=shape.overlap)
+    played = with_transfers(shape.computations(m), overlap=shape.overlap)
+    return with_offload(played) if shape.offload else played

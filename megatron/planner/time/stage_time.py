@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from megatron.planner.time.constants import Number
 
 # Parts of a microbatch's time. tp, cp, ep, dp: communication that is not overlapped. interference: the computation that is
-# slower because of the overlapped one. host: waiting for the host to queue kernels.
+# slower because of the overlapped one. host: waiting for the host to queue kernels. offload: waiting
+# for copies to or from host memory.
 GEMM, ATTENTION, MEMORY, RECOMPUTE, HOST = "gemm", "attention", "memory", "recompute", "host"
-INTERFERENCE, TP, CP, EP, DP = "interference", "tp", "cp", "ep", "dp"
-STAGE_PARTS = (GEMM, ATTENTION, MEMORY, RECOMPUTE, HOST, INTERFERENCE, TP, CP, EP, DP)
+INTERFERENCE, TP, CP, EP, DP, OFFLOAD = "interference", "tp", "cp", "ep", "dp", "offload"
+STAGE_PARTS = (GEMM, ATTENTION, MEMORY, RECOMPUTE, HOST, INTERFERENCE, TP, CP, EP, DP, OFFLOAD)
 
 
 class Parts(dict[str, Number]):

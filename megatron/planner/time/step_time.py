@@ -15,6 +15,7 @@ from megatron.config.recompute import BALANCED
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.schedule.graph import ManyCosts
+from megatron.planner.time.activation_copies import activation_copies, scheduled_copies
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.constants import Constants, Number
 from megatron.planner.time.data_sheet import DataSheetClock
@@ -23,7 +24,7 @@ from megatron.planner.time.model_work import model_work, places_of
 from megatron.planner.time.play import Play, PlayShape, makespans
 from megatron.planner.time.replicas import Replicas, held_by
 from megatron.planner.time.software import Software
-from megatron.planner.time.stage_time import DP, INTERFERENCE, NOTHING, STAGE_PARTS, Parts, Phases
+from megatron.planner.time.stage_time import DP, INTERFERENCE, NOTHING, OFFLOAD, STAGE_PARTS, Parts, Phases
 from megatron.schedule.partition import Stage
 from megatron.spec.flops import train_flops
 
@@ -84,8 +85,20 @@ class StepModel:
             [held_by(self.work.spec, settings.mesh, stage) for stage in settings.pipeline.stages],
             settings.pipeline.placement.rank_of,
         )
-        self._buckets = self.replicas.buckets
+        self._copies = activation_copies(run, settings, self.work.spec)
         self._microbatches = settings.batches.final_num_microbatches
+        pipeline, p = settings.pipeline, settings.mesh.pp
+        blocking = software.blocking_pipeline or not pipeline.overlap
+        self._shape = PlayShape(
+            pipeline.schedule,
+            p,
+            len(pipeline.stages) // p,
+            pipeline.group,
+            overlap=pipeline.overlap and not blocking,
+            blocking=blocking,
+            buckets=self.replicas.buckets,
+            offload=self._copies is not None and self._copies.ratio > 0,
+        )
         self._recompute = run.recompute
         samples = settings.batches.final_global_batch_size
         assert run.data.seq_length
@@ -120,8 +133,25 @@ class StepModel:
                 phases = phases.plus(clock.end(self.work.embedding, self.places))
             if stage.head:
                 phases = phases.plus(clock.end(self.work.head, self.places))
+            if self._copies is not None and any(self._copies.by_layer[number]):
+                in_order = [
+                    layers[self.work.kinds[layer], full]
+                    for group, full in self._recompute.groups(stage.layers)
+                    for layer in group
+                ]
+                phases = self._copies.waits(clock, phases, number, in_order, self._share_by_layer(number))
             found.append(self.replicas.with_microbatch(clock, phases, number))
         return found
+
+    def offload_ratio(self, clock: Clock) -> float | None:
+        """Returns the ratio that --pipeline-offload-ratio auto will choose, None without this flag. It costs no time."""
+        if self._copies is None or not self._copies.is_auto:
+            return None
+        pipeline = self._settings.pipeline
+        schedule = pipeline.schedule_of(self._microbatches)
+        return self._copies.hidden_ratio(
+            clock, schedule, self.stages(clock), [len(stage.layers) for stage in pipeline.stages]
+        )
 
     def time(self, clock: Clock) -> StepTime:
         """Returns the time of a step."""
@@ -134,15 +164,17 @@ class StepModel:
                 busy[rank] = busy[rank].plus(parts, self._microbatches)
         slowest = max(busy, key=lambda parts: float(np.mean(parts.total)))
         reductions = self.replicas.reductions(clock)
-        whole, without_dp, without_pp = makespans(
+        whole, without_dp, without_copies, without_pp = makespans(
             [
-                self._play(clock, stages, transfers=True, reductions=reductions.overlapped),
-                self._play(clock, stages, transfers=True, reductions=None),  # the buckets cost nothing
-                self._play(clock, stages, transfers=False, reductions=None),
+                self._play(clock, stages, reductions=reductions.overlapped),
+                self._play(clock, stages),
+                self._play(clock, stages, copies=False),
+                self._play(clock, stages, copies=False, transfers=False),
             ]
         )
         result = Parts(slowest)
-        result.add(PP, without_dp - without_pp)
+        result.add(OFFLOAD, without_dp - without_copies)
+        result.add(PP, without_copies - without_pp)
         result.add(BUBBLE, without_pp - slowest.total)
         result.add(DP, whole - without_dp + reductions.exposed)
         result.add(INTERFERENCE, clock.slowing(reductions.hidden))
@@ -166,24 +198,34 @@ class StepModel:
     def prepare(self, clock: Clock) -> PreparedStep:
         """Returns the step without playing its schedule."""
         reductions = self.replicas.reductions(clock)
-        play = self._play(clock, self.stages(clock), transfers=True, reductions=reductions.overlapped)
+        play = self._play(clock, self.stages(clock), reductions=reductions.overlapped)
         rest = reductions.exposed + clock.slowing(reductions.hidden) + self.replicas.update(clock) + clock.step()
         return PreparedStep(play, rest, 1 + clock.straggling(self._settings.mesh.world_size))
+
+    def _share_by_layer(self, stage: int) -> float:
+        """Returns the share of a stage's microbatches whose activations move layer by layer."""
+        if not self._shape.offload:
+            return 1.0
+        return 1 - scheduled_copies(self._shape, self._microbatches)[stage] / self._microbatches
 
     def _play(
         self,
         clock: Clock,
         stages: Sequence[Phases],
         *,
-        transfers: bool,
-        reductions: Sequence[Number] | None,
+        transfers: bool = True,
+        copies: bool = True,
+        reductions: Sequence[Number] | None = None,
     ) -> Play:
-        pipeline, size = self._settings.pipeline, np.size(stages[0].forward.total)
+        """transfers, copies: whether messages between stages, and copies of activations, take time. reductions: of each
+        stage."""
+        size = np.size(stages[0].forward.total)
 
         def rows(values: Sequence[Number]) -> NDArray[np.float64]:
             return np.array([np.broadcast_to(value, (size,)) for value in values]).reshape(len(values), size)
 
-        nothing = [0.0] * len(stages)
+        nothing: list[Number] = [0.0] * len(stages)
+        copied = self._copies.scheduled(clock) if self._copies is not None and copies else nothing
         boundary = [self._transfer(clock) if transfers else (0.0, 0.0)] * (len(stages) - 1)
         costs = ManyCosts(
             forward=rows([phases.forward.total for phases in stages]),
@@ -192,22 +234,13 @@ class StepModel:
             backward=rows([phases.input_grad.total + phases.weight_grad.total for phases in stages]),
             transfer=rows([transfer for transfer, _ in boundary]),
             latency=rows([latency for _, latency in boundary]),
-            offload=rows(nothing),
-            reload=rows(nothing),
-            bucket=rows([seconds / self._buckets for seconds in reductions] if reductions is not None else nothing),
+            offload=rows(copied),
+            reload=rows(copied),
+            bucket=rows(
+                [seconds / self._shape.buckets for seconds in reductions] if reductions is not None else nothing
+            ),
         )
-        blocking = self._software.blocking_pipeline or not pipeline.overlap
-        p = pipeline.placement.num_ranks
-        shape = PlayShape(
-            pipeline.schedule,
-            p,
-            len(stages) // p,
-            pipeline.group,
-            overlap=pipeline.overlap and not blocking,
-            blocking=blocking,
-            buckets=self._buckets,
-        )
-        return Play(shape, self._microbatches, costs)
+        return Play(self._shape, self._microbatches, costs)
 
     def _transfer(self, clock: Clock) -> tuple[Number, Number]:
         """(time on the link, time until the data is there) of the hidden states between pipeline ranks."""
@@ -235,7 +268,6 @@ def _refuse(run: RunConfig, settings: RunSettings) -> None:
         raise ConfigError("the size of the vocabulary decides about the time of the head; give --vocab-size")
     unplanned = {
         "of adapters (--lora-rank)": bool(run.model.lora_rank),
-        "of copies to host memory (activation offload)": run.activation_offload.kind is not None,
         "of copies to host memory (--cpu-offloading-weights)": run.activation_offload.cpu_offloading_weights,
         "of an update on the CPU, or of states in host memory (optimizer offload)": settings.optimizer_offload.mode
         != OFF,

@@ -49,7 +49,11 @@ def plan_time(args: argparse.Namespace, flags: Sequence[str]) -> None:
     attention = UNFUSED if run.model.attention_backend == "unfused" else FLASH_3
     software = Software(precision=precision, attention=attention)
     model = StepModel(run, settings, cluster, software)
-    show(model.time(model.clock(fitted())), cluster)
+    clock = model.clock(fitted())
+    show(model.time(clock), cluster)
+    ratio = model.offload_ratio(clock)
+    if ratio is not None:
+        print(f"--pipeline-offload-ratio auto: {ratio:.2f} of the activations, the largest ratio that costs no time")
 
 
 def show(time: StepTime, cluster: Cluster) -> None:
