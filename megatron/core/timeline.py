@@ -7,16 +7,18 @@ begins and ends, so it shows when the device did the work, not when it was queue
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_CYCLES_PER_SECOND = 2e9  # of a device's clock, about
 # Others follow these: pipeline messages have a row per direction, as "pp 0>1", and waits one per group, as "wait tp".
 ROWS = ("iteration", "compute", "step", "tp", "cp", "reduce-scatter", "all-reduce", "all-gather")
 
@@ -56,6 +58,40 @@ class Stopwatch:
         while self._running and (self._device.type != "cuda" or self._running[0][1].query()):
             self._seconds = _seconds(self._device, *self._running.popleft())
         return self._seconds
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Seconds that a piece of work took the device, and that the host took to queue it (0 on the CPU)."""
+
+    device: float
+    host: float
+
+
+def laps(device: torch.device, pieces: Sequence[Callable[[], object]], *, idle: float = 0.0) -> list[Lap]:
+    """Runs pieces of work one after the other, and returns the time of each. The host waits for the device before and after.
+
+    idle: seconds for which the device is kept busy first. With as many as the host needs to queue everything, the device
+    never waits for the host, and its times are those of its kernels.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        if idle:
+            torch.cuda._sleep(int(idle * _CYCLES_PER_SECOND))
+    points, queued = [_now(device)], [time.perf_counter()]
+    for piece in pieces:
+        piece()
+        points.append(_now(device))
+        queued.append(time.perf_counter())
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.synchronize(device)
+    ends = itertools.pairwise(points)
+    hosts = itertools.pairwise(queued)
+    return [
+        Lap(_seconds(device, *both), after - before if on_cuda else 0.0)
+        for both, (before, after) in zip(ends, hosts, strict=True)
+    ]
 
 
 def _now(device: torch.device) -> Any:

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.base.log import get_logger
@@ -44,17 +42,10 @@ from megatron.config.recompute import (
 )
 from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import all_reduce
-from megatron.core.device import synchronize
 from megatron.core.groups import Groups
 from megatron.core.offload.bandwidth import measure_bandwidth
-from megatron.core.parameter import initialize, local_parameters
-from megatron.core.recompute.saved_bytes import saved_bytes
 from megatron.core.streams.streams import Streams
-from megatron.core.transformer.block import TransformerBlock
-from megatron.core.transformer.context import Build, Positions
-from megatron.core.transformer.lora import freeze_all_but_adapters
-from megatron.kernels.ops.attention_segments import segments_of
-from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
+from megatron.core.transformer.context import Build
 from megatron.planner.memory.balance import Choice, Option, cheapest, front
 from megatron.planner.memory.front_report import MIB, draw, table
 from megatron.schedule.partition import Stage
@@ -62,13 +53,13 @@ from megatron.schedule.schedule import Schedule
 from megatron.schedule.validate import memory_in_flight
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.moe import MoESpec
-from megatron.training.batch import part_of
 from megatron.training.offload import build_pool_and_engine
+from megatron.training.probe import LayerProbe
 
 log = get_logger(__name__)
 
 _ROUNDS = 7  # timed rounds, after a warm-up
-WHOLE_LAYER = RecomputeConfig(recompute_granularity=FULL, recompute_method=BLOCK, recompute_num_layers=1)
+RECOMPUTE_WHOLE_LAYER = RecomputeConfig(recompute_granularity=FULL, recompute_method=BLOCK, recompute_num_layers=1)
 
 
 def parts(*names: str) -> RecomputeConfig:
@@ -200,17 +191,19 @@ def _measure(
     """
     sets = _sets(build.spec.layers[number])
     # Each part is timed alone; of several together the times add up.
-    timed = [*(config for config in sets if len(config.modules) == 1), WHOLE_LAYER]
+    timed = [*(config for config in sets if len(config.modules) == 1), RECOMPUTE_WHOLE_LAYER]
     with build.rng.replay(build.rng.snapshot()):  # the run draws the numbers it would draw anyway
-        keep = _Probe(data, train, build, number, KEEP_ALL)
+        keep = LayerProbe(data, train, build, number, KEEP_ALL)
         added: list[float] = []
         base: list[float] = []
         for config in timed:
-            probe = _Probe(data, train, build, number, config)
-            pairs = [(keep.seconds(), probe.seconds()) for _ in range(_ROUNDS + 1)][1:]
+            probe = LayerProbe(data, train, build, number, config)
+            pairs = [(keep.laps().seconds, probe.laps().seconds) for _ in range(_ROUNDS + 1)][1:]
             base += [without for without, _ in pairs]
             added.append(statistics.median(again - without for without, again in pairs))
-        kept = [_Probe(data, train, build, number, config).saved_bytes() for config in (*sets, WHOLE_LAYER)]
+        kept = [
+            LayerProbe(data, train, build, number, config).saved_bytes() for config in (*sets, RECOMPUTE_WHOLE_LAYER)
+        ]
     found = [*added, statistics.median(base), *(rates or (0.0, 0.0)), *map(float, kept)]
     times = torch.tensor(found, dtype=torch.float64, device=build.device).clamp_(min=0.0)
     for group in (build.groups.tp, build.groups.dp_cp):
@@ -224,7 +217,7 @@ def _measure(
         Way(Option(_name(config), size, sum(seconds[str(parts(name))] for name in config.modules)), config)
         for config, size in zip(sets, sizes, strict=False)
     ]
-    ways.append(Way(Option("layer", sizes[-1], seconds[str(WHOLE_LAYER)]), WHOLE_LAYER))
+    ways.append(Way(Option("layer", sizes[-1], seconds[str(RECOMPUTE_WHOLE_LAYER)]), RECOMPUTE_WHOLE_LAYER))
     if rates is not None:
         ways += [Way(_offloaded(way.option, alone, out, back), way.config, offloads=True) for way in ways]
     return ways, alone
@@ -247,61 +240,3 @@ def _seconds_per_byte(directory: str | None, streams: Streams) -> tuple[float, f
 
 def _name(config: RecomputeConfig) -> str:
     return "keep" if config is KEEP_ALL else str(config).replace(" ", "+")
-
-
-class _Probe:
-    """One layer of this run, with weights and inputs of its own."""
-
-    def __init__(
-        self,
-        data: DataConfig,
-        train: TrainConfig,
-        build: Build,
-        number: int,
-        recompute: RecomputeConfig,
-    ) -> None:
-        self._number, self._device = number, build.device
-        self._block = TransformerBlock(dataclasses.replace(build, recompute=recompute), [number], final_norm=False)
-        parameters = local_parameters(self._block)
-        initialize(parameters, train.seed)
-        if build.config.lora_rank:
-            freeze_all_but_adapters(parameters)
-        assert data.seq_length and train.micro_batch_size and build.config.hidden_size
-        groups, b = build.groups, train.micro_batch_size
-        shards = groups.tp.size if build.sequence_parallel else 1
-        places = part_of(torch.arange(data.seq_length, device=build.device).unsqueeze(0), groups.cp, shards)
-        rotary = None
-        if build.spec.rotary is not None:
-            frequencies, factor = rotary_frequencies(build.spec.rotary, build.device)
-            rotary = rotary_tables(places, frequencies, factor, build.dtype)
-        segments = None
-        if data.separate_documents:
-            whole = torch.zeros(b, places.shape[1] * groups.cp.size, dtype=torch.int64)
-            segments = segments_of(whole, build.device)
-        self._positions = Positions(rotary, segments)
-        dtype = torch.float32 if build.config.fp32_residual_connection else build.dtype
-        shape = (places.shape[1] // shards, b, build.config.hidden_size)
-        self._x = torch.rand(shape, dtype=dtype, device=build.device).requires_grad_()
-        self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-
-    def seconds(self) -> float:
-        """Seconds of a forward and a backward."""
-        synchronize(self._device)
-        started = time.perf_counter()
-        out = self._forward()
-        torch.autograd.grad(out, [self._x, *self._trained], torch.ones_like(out))
-        synchronize(self._device)
-        return time.perf_counter() - started
-
-    def saved_bytes(self) -> int:
-        """Bytes that a forward saves for backward: distinct storages, without parameters and tensors shared by layers."""
-        shared = [*self._block.parameters(), *(self._positions.rotary or ())]
-        if self._positions.segments is not None:
-            shared += self._positions.segments.tensors
-        return saved_bytes(self._forward, shared)
-
-    def _forward(self) -> Tensor:
-        out: Tensor = self._block(
-            self._x, self._positions, layers=range(self._number, self._number + 1), final_norm=False
-        )
-        return out
