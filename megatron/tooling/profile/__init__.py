@@ -1,0 +1,1 @@
+"""Measures a machine for the planner: tools/profile_machine.py."""

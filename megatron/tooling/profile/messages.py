@@ -1,0 +1,289 @@
+"""Times of messages between the ranks of the world, by operation, size and placement, and what they cost computation.
+
+Groups of one stride are measured together, as they communicate in a run: ranks of a node share its interfaces. Every
+figure is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron.base.mesh import DENSE, Mesh
+from megatron.core.comm.all_to_all import all_to_all_async
+from megatron.core.comm.bucket_comm import BucketComm
+from megatron.core.comm.collectives import (
+    all_gather_async,
+    all_reduce_async,
+    barrier,
+    gather_objects,
+    reduce_scatter_async,
+)
+from megatron.core.comm.p2p import shift_async
+from megatron.core.comm.pipeline_messages import Mailbox
+from megatron.core.groups import Group, Groups, create_groups
+from megatron.core.streams.streams import Streams
+from megatron.core.timeline import Timeline, laps
+from megatron.planner.time.hardware import Place
+from megatron.planner.time.profile_file import (
+    BUCKET_ALL_REDUCE,
+    BUCKET_GATHER,
+    BUCKET_REDUCE_SCATTER,
+    SEND,
+    MessageRow,
+)
+from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SHIFT
+from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample
+
+_SMALLEST, _LARGEST, _RATIO = 1 << 12, {"cpu": 1 << 24, "cuda": 1 << 28}, 8
+_LEAST, _MOST = 3, 15  # repeats
+_TIMEOUT = 600.0
+_SIDE = {"cpu": 256, "cuda": 4096}  # of the products that are slowed down
+_TWICE = 2.0  # computation lasts so many times as long as the message that it hides
+
+
+class Started(Protocol):
+    """A message under way."""
+
+    def wait(self) -> None:
+        """Returns when it is there."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """start: makes, from a number of bytes, the function that starts a message of so many."""
+
+    op: str
+    place: Place
+    start: Callable[[int], Callable[[], Started]]
+
+
+def measure_messages(
+    world: Group,
+    node: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    budget: Budget,
+    share: float,
+) -> list[MessageRow]:
+    """Returns the rows of all operations and placements. sizes: bytes to measure besides a series of them.
+
+    node: ranks that share a host. Collective over the world: all ranks return the same rows.
+    """
+    found: list[MessageRow] = []
+    for sender in _senders(world, node, device, dtype):
+        found += _series(sender, world, device, sizes, budget, share)
+    return found
+
+
+def placements(world_size: int, node: int) -> list[tuple[int, Place]]:
+    """Returns (stride, placement) of the groups along an axis of any mesh, each placement once."""
+    found: dict[Place, int] = {}
+    for stride in _divisors(world_size):
+        for size in _divisors(world_size // stride):
+            if size > 1:
+                found.setdefault(Place(size, max(1, min(size, node // stride))), stride)
+    return [(stride, place) for place, stride in found.items()]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _senders(world: Group, node: int, device: torch.device, dtype: torch.dtype) -> Iterator[_Sender]:
+    streams = Streams(device, Timeline(device))
+    for stride, place in placements(world.size, node):
+        mesh = Mesh.create(world.size, tp=stride, pp=world.size // (stride * place.size))
+        groups = create_groups(mesh, world.rank, world.heartbeat, _TIMEOUT)
+        barrier(groups.dp)
+        yield from _collectives(groups.dp, place, device, dtype)
+        yield from _buckets(groups, place, device, dtype, streams)
+        apart = create_groups(mesh, world.rank, world.heartbeat, _TIMEOUT, optimizer_instances=None)
+        yield _bucket_sum(apart, place, device, streams)
+    for stride, together, there in ((1, 2, node > 1), (node, 1, world.size > node)):
+        if there:
+            mesh = Mesh.create(world.size, tp=stride, pp=world.size // stride)
+            groups = create_groups(mesh, world.rank, world.heartbeat, _TIMEOUT)
+            yield _neighbours(groups, Place(2, together), device, dtype, streams)
+
+
+def _collectives(group: Group, place: Place, device: torch.device, dtype: torch.dtype) -> Iterator[_Sender]:
+    n = group.size
+
+    def numbers(nbytes: int, parts: int) -> torch.Tensor:
+        return torch.zeros(max(1, nbytes // dtype.itemsize // parts), dtype=dtype, device=device)
+
+    def gather(nbytes: int) -> Callable[[], Started]:
+        shard = numbers(nbytes, n)
+        return lambda: all_gather_async(shard, group)[1]
+
+    def scatter(nbytes: int) -> Callable[[], Started]:
+        full = numbers(nbytes, n).repeat(n)
+        return lambda: reduce_scatter_async(full, group)[1]
+
+    def reduce(nbytes: int) -> Callable[[], Started]:
+        tensor = numbers(nbytes, 1)
+        return lambda: all_reduce_async(tensor, group)
+
+    def exchange(nbytes: int) -> Callable[[], Started]:
+        tensor = numbers(nbytes, n).repeat(n, 1)
+        return lambda: all_to_all_async(tensor, group)[1]
+
+    def shift(nbytes: int) -> Callable[[], Started]:
+        tensor = numbers(nbytes, 1)
+        return lambda: shift_async(tensor, group)[1]
+
+    yield _Sender(ALL_GATHER, place, gather)
+    yield _Sender(REDUCE_SCATTER, place, scatter)
+    yield _Sender(ALL_REDUCE, place, reduce)
+    yield _Sender(ALL_TO_ALL, place, exchange)
+    yield _Sender(SHIFT, place, shift)
+
+
+def _buckets(
+    groups: Groups, place: Place, device: torch.device, dtype: torch.dtype, streams: Streams
+) -> Iterator[_Sender]:
+    comm, view = BucketComm(torch.float32, streams), groups.views[DENSE]
+
+    def gather(nbytes: int) -> Callable[[], Started]:
+        full = torch.zeros(max(1, nbytes // dtype.itemsize // place.size) * place.size, dtype=dtype, device=device)
+        return lambda: comm.gather(view, full, "probe")
+
+    yield _Sender(BUCKET_GATHER, place, gather)
+    yield _Sender(BUCKET_REDUCE_SCATTER, place, lambda nbytes: _reduce(comm, groups, place, device, nbytes))
+
+
+def _bucket_sum(groups: Groups, place: Place, device: torch.device, streams: Streams) -> _Sender:
+    comm = BucketComm(torch.float32, streams)
+    return _Sender(BUCKET_ALL_REDUCE, place, lambda nbytes: _reduce(comm, groups, place, device, nbytes))
+
+
+def _reduce(comm: BucketComm, groups: Groups, place: Place, device: torch.device, nbytes: int) -> Callable[[], Started]:
+    full = torch.zeros(max(1, nbytes // torch.float32.itemsize // place.size) * place.size, device=device)
+    return lambda: comm.reduce(groups.views[DENSE], full, "probe")
+
+
+def _neighbours(groups: Groups, place: Place, device: torch.device, dtype: torch.dtype, streams: Streams) -> _Sender:
+    """Pipeline ranks in pairs: the lower one of a pair sends. A rank without a partner does nothing."""
+    mailbox, me, last = Mailbox(groups, streams), groups.pp.rank, groups.pp.size - 1
+
+    def send(nbytes: int) -> Callable[[], Started]:
+        shape = (max(1, nbytes // dtype.itemsize),)
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+
+        def start() -> Started:
+            if me % 2 == 0 and me < last:
+                mailbox.send(tensor, me + 1, "probe")
+                return _Then(mailbox.flush)
+            if me % 2 == 1:
+                return _Then(mailbox.receive(shape, dtype, me - 1, "probe").take)
+            return _Then(lambda: None)
+
+        return start
+
+    return _Sender(SEND, place, send)
+
+
+@dataclass(frozen=True)
+class _Then:
+    """What ends a message."""
+
+    end: Callable[[], object]
+
+    def wait(self) -> None:
+        """See Started."""
+        self.end()
+
+
+def _series(
+    sender: _Sender, world: Group, device: torch.device, sizes: Sequence[int], budget: Budget, share: float
+) -> list[MessageRow]:
+    """The sizes that say most come first: a small one and two of which one is large, then those between and around."""
+    first = [_SMALLEST, _SMALLEST * _RATIO**2, _SMALLEST * _RATIO**3]
+    series = [_SMALLEST * _RATIO**power for power in (1, *range(4, 20))]
+    others = [nbytes for nbytes in sorted({*series, *sizes}) if nbytes <= _LARGEST[device.type] and nbytes not in first]
+    found: list[tuple[int, Sample]] = []
+    for nbytes in (*first, *others):
+        name = f"{sender.op} of {nbytes} bytes on {sender.place.size} ranks, {sender.place.together} on a node"
+        rate = max((size / sample.median for size, sample in found), default=math.inf)
+        if len(found) > 1 and nbytes / rate > budget.of_one() / 2:
+            continue  # those before took long enough for their rate
+        if _agreed(world, nbytes in first or budget.allows(name, share)):
+            found.append((nbytes, _alone(sender.start(nbytes), world, device, budget.of_one() / 4)))
+    found.sort(key=lambda each: each[0])
+    short = [number for number, (_, sample) in enumerate(found) if sample.median < budget.of_one() / 10]
+    number = short[-1] if short else 0
+    interference = _interference(sender.start(found[number][0]), found[number][1].median, world, device)
+    return [
+        MessageRow(
+            op=sender.op,
+            ranks=sender.place.size,
+            together=sender.place.together,
+            nbytes=nbytes,
+            seconds=sample.median,
+            interference=interference,
+            spread=sample.spread,
+        )
+        for nbytes, sample in found
+    ]
+
+
+def _agreed(world: Group, mine: bool) -> bool:
+    """The decision of rank 0."""
+    return bool(gather_objects(mine, world)[0])
+
+
+def _alone(start: Callable[[], Started], world: Group, device: torch.device, seconds: float) -> Sample:
+    """All ranks begin together; the slowest one counts."""
+    return _slowest(lambda: laps(device, [lambda: start().wait()])[0].device, world, seconds)
+
+
+def _slowest(once: Callable[[], float], world: Group, seconds: float) -> Sample:
+    values = []
+    for _ in range(WARM_UPS):
+        barrier(world)
+        values.append(once())
+    longest = max(max(each) for each in gather_objects(values[1:], world))
+    for _ in range(min(_MOST, max(_LEAST, int(seconds / max(longest, 1e-9))))):
+        barrier(world)
+        values.append(once())
+    ranks = gather_objects(values[WARM_UPS:], world)
+    return Sample.of([max(each) for each in zip(*ranks, strict=True)])
+
+
+def _interference(start: Callable[[], Started], seconds: float, world: Group, device: torch.device) -> float:
+    """The part of the message's time by which a computation, twice as long, ends later when the message travels."""
+    side = _SIDE[device.type]
+    x = torch.rand((side, side), device=device)
+    out = torch.empty_like(x)
+
+    def products(number: int) -> None:
+        for _ in range(number):
+            torch.mm(x, x, out=out)
+
+    products(WARM_UPS)
+    one = statistics.median(laps(device, [lambda: products(1)])[0].device for _ in range(_LEAST))
+    longest = max(gather_objects(one, world))
+    number = max(4, int(_TWICE * seconds / longest))
+
+    def hiding() -> None:
+        started = start()
+        products(number)
+        started.wait()
+
+    lost = []
+    for _ in range(1 + _LEAST):
+        each = []
+        for work in (lambda: products(number), hiding):
+            barrier(world)
+            each.append(laps(device, [work])[0].device)
+        lost.append(each[1] - each[0])
+    ranks = gather_objects(lost[1:], world)
+    return max(0.0, statistics.median(max(each) for each in zip(*ranks, strict=True)) / seconds)
