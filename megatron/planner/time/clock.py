@@ -80,6 +80,10 @@ class Clock(ABC):
         """Returns the time in which the device updates so many parameters."""
 
     @abstractmethod
+    def cpu_update(self, parameters: float) -> Number:
+        """Returns the time in which the CPU updates so many parameters, while every rank of the host does."""
+
+    @abstractmethod
     def host_copy(self, nbytes: float) -> Number:
         """Returns the time of a copy between a device and the memory of its host, in one direction."""
 

@@ -24,6 +24,7 @@ _CLUSTER = {
     "network_gb_per_s": ("network", GB, POSITIVE),
     "host_gb_per_s": ("host", GB, POSITIVE),
     "host_memory_gib": ("host_memory", GIB, POSITIVE),
+    "host_memory_gb_per_s": ("host_rate", GB, POSITIVE),
 }
 _DEVICE = {
     "memory_gib": ("memory", GIB, POSITIVE),
@@ -69,8 +70,9 @@ def _cluster(file: str, words: Mapping[str, Any]) -> Cluster:
         for key, value in words.items()
         if key in _CLUSTER
     }
-    if "node" in found:  # a node of more devices has more main memory, unless the file says otherwise
-        found.setdefault("host_memory", usual.host_memory * found["node"] / usual.node)
+    if "node" in found:  # a node of more devices has more and faster main memory, unless the file says otherwise
+        for name in ("host_memory", "host_rate"):
+            found.setdefault(name, getattr(usual, name) * found["node"] / usual.node)
     return dataclasses.replace(cluster, **found)  # type: ignore[arg-type]
 
 

@@ -15,6 +15,11 @@ from megatron.planner.time.software import Software
 
 # Per parameter of a rank's slice: fp32 master, gradient and two moments, read and written; bf16 weight.
 UPDATE_BYTES = 36
+# The same in host memory, whose gradient is not written: 30 bytes in one pass (docs/cpu_adam.md).
+CPU_UPDATE_BYTES = 30
+# The part of the main memory's rate that the CPU's Adam reaches: 0.95 of what plain copies of the same streams reach
+# (benchmarks/results/cpu_adam.md), which reach about 0.8 of the data sheet.
+CPU_UPDATE_RATE = 0.76
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,11 @@ class DataSheetClock(Clock):
     def update(self, parameters: float) -> Number:
         """Returns the time in which the device updates so many parameters."""
         return self.traffic(UPDATE_BYTES * parameters)
+
+    def cpu_update(self, parameters: float) -> Number:
+        """Returns the time in which the CPU updates so many parameters, while every rank of the host does."""
+        rate = CPU_UPDATE_RATE * self.cluster.host_rate / self.cluster.node
+        return CPU_UPDATE_BYTES * parameters / rate
 
     def host_copy(self, nbytes: float) -> Number:
         """Returns the time of a copy between a device and the memory of its host, in one direction."""

@@ -121,8 +121,8 @@ class Cluster:
     """Nodes of equal devices.
 
     node: devices of one node, which reach each other at the device's link. network: bytes/s per device to other nodes.
-    host: bytes/s between a device and the memory of its host. host_memory: bytes of main memory of a node. nodes: None if
-    the number follows from the run.
+    host: bytes/s between a device and the memory of its host. host_memory: bytes of main memory of a node; host_rate:
+    bytes/s of it. nodes: None if the number follows from the run.
     """
 
     device: Device
@@ -130,6 +130,7 @@ class Cluster:
     network: float
     host: float = 25.0 * GB
     host_memory: float = 1024.0 * GIB
+    host_rate: float = 400.0 * GB
     nodes: int | None = None
 
     def check(self, world_size: int) -> None:
@@ -148,6 +149,11 @@ _HOST = {"volta": 12.0, "ampere": 25.0, "ada": 25.0}
 # servers of 8 MI300X 2 TB, and of 4 L40S 384 GB. A Grace processor has 480 GB, for one GH200 or for two GB200 or GB300.
 _HOST_MEMORY = {"volta": 64.0, "ampere": 128.0, "hopper": 256.0, "blackwell": 256.0, "ada": 96.0, "cdna3": 256.0}
 _GRACE_MEMORY = {"gh200": 447.0, "gb200": 223.0, "gb300": 223.0}
+# GB/s of main memory per device, of the data sheets of the same servers: 8 channels of DDR4-2400 in DGX-1, 16 of DDR4-3200
+# in DGX A100, 16 of DDR5-4800 in DGX H100 and beside L40S, 16 of DDR5-5600 in DGX B200, 24 of DDR5-4800 beside MI300X.
+# Grace has 512 GB/s.
+_HOST_RATE = {"volta": 19.2, "ampere": 51.2, "hopper": 76.8, "blackwell": 89.6, "ada": 153.6, "cdna3": 115.2}
+_GRACE_RATE = {"gh200": 512.0, "gb200": 256.0, "gb300": 256.0}
 _NAME = re.compile(r"([a-z0-9-]+)(?::(\d+)x(\d+))?")
 
 
@@ -167,6 +173,7 @@ def built_in(name: str) -> Cluster:
         network=_NETWORK[device.architecture] * GB,
         host=_HOST.get(device.architecture, 55.0) * GB,
         host_memory=node * _GRACE_MEMORY.get(device.name, _HOST_MEMORY[device.architecture]) * GIB,
+        host_rate=node * _GRACE_RATE.get(device.name, _HOST_RATE[device.architecture]) * GB,
         nodes=nodes,
     )
 

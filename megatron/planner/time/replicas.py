@@ -13,6 +13,7 @@ from megatron.base.mesh import COPY_AXES, DENSE, EXPERT, Mesh
 from megatron.config.data_parallel import EVERY, DataParallelSettings
 from megatron.planner.time.clock import Clock, Places
 from megatron.planner.time.constants import Number
+from megatron.planner.time.optimizer_update import OptimizerUpdate, RankPasses
 from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import DP, INTERFERENCE, MEMORY, Parts, Phases
 from megatron.schedule.partition import Stage
@@ -136,13 +137,18 @@ class Replicas:
             return Reductions(None, exposed + self._slowest_rank(stages), hidden)
         return Reductions(stages, exposed, hidden)
 
-    def update(self, clock: Clock) -> Number:
-        """Returns the update of the slice on the rank with the most parameters."""
-        held = [Held(0, 0)] * (max(self.rank_of) + 1)
-        for rank, more in zip(self.rank_of, self.held, strict=True):
-            held[rank] = held[rank].plus(more)
-        dense, expert = (self.places[f"{view}_shard"].size for view in (DENSE, EXPERT))
-        return clock.update(max(each.dense / dense + each.expert / expert for each in held))
+    def update(self, clock: Clock, optimizer: OptimizerUpdate, stages: Sequence[Phases]) -> Number:
+        """Returns the update of each rank's slice, of which the slowest counts. stages: a microbatch in each."""
+        ranks = range(max(self.rank_of) + 1)
+        elements = [0.0 for _ in ranks]
+        forward: list[Number] = [0.0 for _ in ranks]
+        backward: list[Number] = [0.0 for _ in ranks]
+        for rank, held, phases in zip(self.rank_of, self.held, stages, strict=True):
+            elements[rank] += sum(numel / self.places[f"{view}_shard"].size for view, numel in held.by_view.items())
+            forward[rank] = forward[rank] + phases.forward.total
+            backward[rank] = backward[rank] + phases.input_grad.total + phases.weight_grad.total
+        times = [optimizer.seconds(clock, elements[rank], RankPasses(forward[rank], backward[rank])) for rank in ranks]
+        return functools.reduce(np.maximum, times)
 
     @property
     def _every_microbatch(self) -> bool:

@@ -21,6 +21,7 @@ from megatron.planner.time.constants import Constants, Number
 from megatron.planner.time.data_sheet import DataSheetClock
 from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.model_work import model_work, places_of
+from megatron.planner.time.optimizer_update import optimizer_update
 from megatron.planner.time.play import Play, PlayShape, makespans
 from megatron.planner.time.replicas import Replicas, held_by
 from megatron.planner.time.software import Software
@@ -86,6 +87,7 @@ class StepModel:
             settings.pipeline.placement.rank_of,
         )
         self._copies = activation_copies(run, settings, self.work.spec)
+        self._update = optimizer_update(run.optimizer, settings, half=run.model.dtype_name != "float32")
         self._microbatches = settings.batches.final_num_microbatches
         pipeline, p = settings.pipeline, settings.mesh.pp
         blocking = software.blocking_pipeline or not pipeline.overlap
@@ -178,7 +180,7 @@ class StepModel:
         result.add(BUBBLE, without_pp - slowest.total)
         result.add(DP, whole - without_dp + reductions.exposed)
         result.add(INTERFERENCE, clock.slowing(reductions.hidden))
-        result.add(OPTIMIZER, self.replicas.update(clock))
+        result.add(OPTIMIZER, self.replicas.update(clock, self._update, stages))
         result.add(STEP, clock.step())
         result.add(STRAGGLER, result.total * clock.straggling(self._settings.mesh.world_size))
         if np.ndim(slowest.total) == 0:
@@ -197,9 +199,10 @@ class StepModel:
 
     def prepare(self, clock: Clock) -> PreparedStep:
         """Returns the step without playing its schedule."""
-        reductions = self.replicas.reductions(clock)
-        play = self._play(clock, self.stages(clock), reductions=reductions.overlapped)
-        rest = reductions.exposed + clock.slowing(reductions.hidden) + self.replicas.update(clock) + clock.step()
+        reductions, stages = self.replicas.reductions(clock), self.stages(clock)
+        play = self._play(clock, stages, reductions=reductions.overlapped)
+        update = self.replicas.update(clock, self._update, stages)
+        rest = reductions.exposed + clock.slowing(reductions.hidden) + update + clock.step()
         return PreparedStep(play, rest, 1 + clock.straggling(self._settings.mesh.world_size))
 
     def _share_by_layer(self, stage: int) -> float:
@@ -266,11 +269,12 @@ def _refuse(run: RunConfig, settings: RunSettings) -> None:
     """Raises ConfigError for runs whose time is not planned."""
     if run.model.vocab_size is None:
         raise ConfigError("the size of the vocabulary decides about the time of the head; give --vocab-size")
+    offload = settings.optimizer_offload
     unplanned = {
         "of adapters (--lora-rank)": bool(run.model.lora_rank),
         "of copies to host memory (--cpu-offloading-weights)": run.activation_offload.cpu_offloading_weights,
-        "of an update on the CPU, or of states in host memory (optimizer offload)": settings.optimizer_offload.mode
-        != OFF,
+        "of an update on the CPU that depends on free memory (--optimizer-offload-policy auto)": offload.is_auto,
+        "of optimizer state in files (--offload-dir)": offload.mode != OFF and offload.directory is not None,
         "of layers that are chosen by measuring (--recompute-policy balanced)": run.recompute.recompute_policy
         == BALANCED,
     }

@@ -287,8 +287,18 @@ class TestRefused:
         [
             ({"model": dataclasses.replace(MODEL, lora_rank=8)}, "--lora-rank"),
             ({"activation_offload": ActivationOffloadConfig(cpu_offloading_weights=True)}, "--cpu-offloading-weights"),
-            ({"optimizer_offload": OptimizerOffloadConfig(optimizer_cpu_offload=True)}, "optimizer offload"),
-            ({"optimizer_offload": OptimizerOffloadConfig(offload_optimizer_states=True)}, "optimizer offload"),
+            (
+                {
+                    "optimizer_offload": OptimizerOffloadConfig(
+                        optimizer_cpu_offload=True, optimizer_offload_policy="auto"
+                    )
+                },
+                "--optimizer-offload-policy auto",
+            ),
+            (
+                {"optimizer_offload": OptimizerOffloadConfig(offload_optimizer_states=True, offload_dir="x")},
+                "--offload-dir",
+            ),
             ({"recompute": RecomputeConfig(recompute_policy="balanced")}, "balanced"),
         ],
     )
