@@ -41,6 +41,7 @@ from megatron.spec.sizes import Sizes
 
 CHANNEL = 2  # bytes of a channel of an activation
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = "forward", "input_grad", "weight_grad"
+ATTENTION_GRADIENT = "attention gradient"  # the name of attention's backward
 _CAST = {FP8: 2, MXFP8: 3}  # channels that the cast of one moves
 _SLOW_SOFTMAX = 2.5  # traffic of a softmax of plain torch, in units of the fused one
 
@@ -245,7 +246,7 @@ def _attention(spec: AttentionSpec, sizes: Sizes, software: Software) -> Iterato
         yield from ((INPUT_GRAD, LayerMessage(call)) for call in calls.backward)
         return
     forward = FusedAttention("attention", operations, keys, spec.head_dim)
-    backward = FusedAttention("attention gradient", 2.5 * operations, keys, spec.head_dim)
+    backward = FusedAttention(ATTENTION_GRADIENT, 2.5 * operations, keys, spec.head_dim)
     yield FORWARD, forward
     yield INPUT_GRAD, backward
     ring = sizes.comm_type in ("p2p", "a2a+p2p")
