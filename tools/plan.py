@@ -37,7 +37,7 @@ def build_parser() -> FlagParser:
             "memory of a run",
             "[--world-size N] [--cpu-multiplies-halves] [--moe-load-imbalance X]",
         ),
-        ("time", add_time_command, "time of a run's step", "--cluster NAME|FILE [--world-size N]"),
+        ("time", add_time_command, "time of a run's step", "--cluster NAME|FILE [--profile FILE] [--world-size N]"),
         ("predict", add_predict_command, "time of the runs of a table", None),
     ):
         usage = None if flags is None else f"%(prog)s {flags} FLAGS OF THE RUN"

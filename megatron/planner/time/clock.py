@@ -41,7 +41,6 @@ Places = Mapping[str, Place]  # where the ranks of each group of a collective ar
 _PART = {Gemm: GEMM, FusedAttention: ATTENTION, Traffic: MEMORY}
 _PART_OF_GROUP = {"tp": TP, "cp": CP, "cp_inner": CP, "cp_outer": CP, "etp_ep": EP}
 _COMPUTED = (GEMM, ATTENTION, MEMORY)
-_OF_A_RING = 0.25  # a message between two ranks takes a quarter of the processors of a collective
 
 
 class Clock(ABC):
@@ -64,8 +63,8 @@ class Clock(ABC):
         """Returns the part of `hop` that any number of messages spend at the same time."""
 
     @abstractmethod
-    def slowing(self, hidden: Number) -> Number:
-        """Returns what computation loses to `hidden` seconds of communication that it overlaps."""
+    def slowing(self, hidden: Number, place: Place, op: str) -> Number:
+        """Returns what computation loses to `hidden` seconds of such messages, which it overlaps."""
 
     @abstractmethod
     def queueing(self, work: LayerWork) -> Number:
@@ -94,6 +93,18 @@ class Clock(ABC):
     @abstractmethod
     def straggling(self, ranks: int) -> Number:
         """Returns the part of a step that `ranks` wait for the slowest of them."""
+
+    def bucket(self, place: Place, op: str, nbytes: float) -> Number:
+        """Returns the time of a collective of parameters or gradients, whose transport may be another one."""
+        return self.collective(place, op, nbytes)
+
+    def bucket_slowing(self, hidden: Number, place: Place, op: str) -> Number:
+        """Returns what computation loses to `hidden` seconds of such collectives."""
+        return self.slowing(hidden, place, op)
+
+    def sum_slowing(self, hidden: Number, place: Place, op: str) -> Number:
+        """Returns what the last backward loses to sums of gradients that it hides: nothing, unless it was measured."""
+        return 0.0
 
     def call(self, places: Places, call: Collective) -> Number:
         """Returns the time of a call of the decoder, whose bytes are those of each rank's input."""
@@ -142,6 +153,6 @@ class Clock(ABC):
                 exposed = np.maximum(seconds / message.pieces, seconds - cover * (1 - 1 / message.pieces))
             else:
                 exposed = np.maximum(0.0, seconds - cover)
-            slowing = _OF_A_RING if message.call.op == SHIFT else 1.0
-            found.add(INTERFERENCE, slowing * self.slowing(seconds - exposed))
+            place = places[message.call.group]
+            found.add(INTERFERENCE, self.slowing(seconds - exposed, place, message.call.op))
         found.add(_PART_OF_GROUP[message.call.group], exposed)

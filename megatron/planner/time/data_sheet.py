@@ -12,6 +12,7 @@ from megatron.planner.time.kernels import attention_seconds, gemm_seconds, traff
 from megatron.planner.time.messages import collective_seconds, hop_latency, hop_seconds
 from megatron.planner.time.operations import Computation, FusedAttention, Gemm, LayerWork
 from megatron.planner.time.software import Software
+from megatron.spec.collectives import SHIFT
 
 # Per parameter of a rank's slice: fp32 master, gradient and two moments, read and written; bf16 weight.
 UPDATE_BYTES = 36
@@ -20,6 +21,7 @@ CPU_UPDATE_BYTES = 30
 # The part of the main memory's rate that the CPU's Adam reaches: 0.95 of what plain copies of the same streams reach
 # (benchmarks/results/cpu_adam.md), which reach about 0.8 of the data sheet.
 CPU_UPDATE_RATE = 0.76
+_OF_A_RING = 0.25  # a message between two ranks takes a quarter of the processors of a collective
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class DataSheetClock(Clock):
         """Returns the part of `hop` that any number of messages spend at the same time."""
         return hop_latency(self.constants, place)
 
-    def slowing(self, hidden: Number) -> Number:
-        """Returns what computation loses to `hidden` seconds of communication that it overlaps."""
-        return self.constants.interference * hidden
+    def slowing(self, hidden: Number, place: Place, op: str) -> Number:
+        """Returns what computation loses to `hidden` seconds of such messages, which it overlaps."""
+        return (_OF_A_RING if op == SHIFT else 1.0) * self.constants.interference * hidden
 
     def queueing(self, work: LayerWork) -> Number:
         """Returns the time that the host needs to queue the kernels of a layer's forward."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -74,11 +73,6 @@ class MessageTable:
     def interference(self, op: str, place: Place) -> float:
         """Returns what a computation loses to a message that it hides, in units of the message's time."""
         return 0.0 if place.size == 1 else self._similar(op, place)[0][0].interference
-
-    @property
-    def usual_interference(self) -> float:
-        """The median over all operations and placements."""
-        return statistics.median(rows[0].interference for rows in self._rows.values()) if self._rows else 0.0
 
     def _similar(self, op: str, place: Place) -> tuple[list[MessageRow], float]:
         """The rows of the operation and the placement, or else of the nearest one, with the factor on their times: each

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron.base.errors import ConfigError
 from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
 from megatron.config.run import RunConfig
 from megatron.planner.time.clock import Clock, Places
@@ -86,6 +87,16 @@ def cluster_of(profile: MachineProfile) -> Cluster:
         host=min(profile.to_host_bytes_per_second, profile.to_device_bytes_per_second),
         host_memory=float(profile.memory_bytes * profile.devices_per_node),
     )
+
+
+def check_device(profile: MachineProfile, device: str, path: str) -> None:
+    """Raises ConfigError if a profile was not taken on this device: a built-in name such as h100-pcie, or the driver's."""
+    words = device.lower().split()[0].split("-")[0]
+    if device != profile.device and words not in profile.device.lower():
+        raise ConfigError(
+            f"--profile {path} was taken on {profile.device}, and the run is for {device}; take a profile there with "
+            "tools/profile_machine.py"
+        )
 
 
 @dataclass(frozen=True)
@@ -169,11 +180,21 @@ class ProfiledClock(Clock):
         """Returns the part of `hop` that any number of messages spend at the same time."""
         return self._messages.latency(SEND, _pair(place))
 
-    def slowing(self, hidden: Number, place: Place | None = None, op: str | None = None) -> Number:
-        """Returns what computation loses to `hidden` seconds of this message, or of a message of any kind."""
-        if place is None or op is None:
-            return self._messages.usual_interference * hidden
+    def slowing(self, hidden: Number, place: Place, op: str) -> Number:
+        """Returns what computation loses to `hidden` seconds of such messages, which it overlaps."""
         return self._messages.interference(_measured_name(op), place) * hidden
+
+    def bucket_slowing(self, hidden: Number, place: Place, op: str) -> Number:
+        """Returns what computation loses to `hidden` seconds of such collectives of buckets."""
+        return self._messages.interference(_OF_BUCKETS[op], place) * hidden
+
+    def sum_slowing(self, hidden: Number, place: Place, op: str) -> Number:
+        """Returns what the last backward loses to sums of gradients that it hides."""
+        return self.bucket_slowing(hidden, place, op)
+
+    def host_copy(self, nbytes: float) -> Number:
+        """Returns the time of a copy between a device and the memory of its host, in the slower direction."""
+        return nbytes / min(self.profile.to_host_bytes_per_second, self.profile.to_device_bytes_per_second)
 
     def queueing(self, work: LayerWork) -> Number:
         """Returns the time that the host needs to queue the kernels of a layer's forward."""
@@ -221,7 +242,7 @@ class ProfiledClock(Clock):
         if WHOLE_MLP in repeated:
             repeated[WHOLE_MLP] += repeated.pop(MLP_ACT, [])
         there = _by_module(known.work.forward)
-        there[WHOLE_MLP] = there.get(WHOLE_MLP, []) + there.get(MLP_ACT, [])
+        there[WHOLE_MLP] = [*there.get(WHOLE_MLP, []), *there.get(MLP_ACT, [])]
         seconds = 0.0
         for module, operations in repeated.items():
             wanted, table = self._computed(operations), self._computed(there.get(module, []))
@@ -276,6 +297,8 @@ _MODULE_OF = {
     "MLP norm": NORM,
     "post norm": NORM,
     "residual": NORM,
+    "fc1": WHOLE_MLP,
+    "fc2": WHOLE_MLP,
     "activation": MLP_ACT,
     "rotary": CORE_ATTN,
     "attention": CORE_ATTN,
@@ -286,11 +309,11 @@ _MODULE_OF = {
 
 
 def _by_module(operations: Iterable[LayerOperation]) -> dict[str, list[LayerOperation]]:
-    """The kernels of recomputed modules; those of the MLP's linear layers belong to the whole MLP."""
+    """The kernels by the module whose recompute repeats them; those of no such module are under ""."""
     found: dict[str, list[LayerOperation]] = {}
     for operation in operations:
         if not isinstance(operation, LayerMessage):
-            found.setdefault(_MODULE_OF.get(operation.name, WHOLE_MLP), []).append(operation)
+            found.setdefault(_MODULE_OF.get(operation.name, ""), []).append(operation)
     return found
 
 

@@ -65,22 +65,26 @@ def held_by(spec: DecoderSpec, mesh: Mesh, stage: Stage) -> Held:
 
 @dataclass(frozen=True)
 class Reductions:
-    """Communication of a step. overlapped: of each stage, behind its last backward, or None. exposed, hidden: all other."""
+    """Communication of a step. overlapped: of each stage, behind its last backward, or None. exposed: all other that no
+    computation hides. slowing: what computation loses to what it hides.
+    """
 
     overlapped: Sequence[Number] | None
     exposed: Number = 0.0
-    hidden: Number = 0.0
+    slowing: Number = 0.0
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a run. held: parameters of each stage; rank_of: its rank of the pipeline."""
+    """The replicas of a run. held: parameters of each stage; rank_of: its rank of the pipeline. parameter_bytes: of a
+    parameter that is gathered."""
 
     settings: DataParallelSettings
     software: Software
     places: Places
     held: Sequence[Held]
     rank_of: Sequence[int]
+    parameter_bytes: int = _HALF
 
     @property
     def buckets(self) -> int:
@@ -111,10 +115,14 @@ class Replicas:
                 forward.add(MEMORY, _COPIED_GATHER * moved)
                 input_grad.add(MEMORY, _COPIED_GATHER * moved)
             input_grad.add(MEMORY, _COPIED_REDUCE * moved)
-        for parts, sent, cover in ((forward, gather, forward.total), (input_grad, gather + reduce, backward)):
+        shard = self.places[f"{DENSE}_shard"]
+        for parts, sent, cover, op in (
+            (forward, gather, forward.total, ALL_GATHER),
+            (input_grad, gather + reduce, backward, REDUCE_SCATTER),
+        ):
             exposed = np.maximum(0.0, sent - cover)
             parts.add(DP, exposed)
-            parts.add(INTERFERENCE, clock.slowing(sent - exposed))
+            parts.add(INTERFERENCE, clock.bucket_slowing(sent - exposed, shard, op))
         return Phases(forward, input_grad, phases.weight_grad)
 
     def reductions(self, clock: Clock) -> Reductions:
@@ -123,19 +131,36 @@ class Replicas:
         if all(self.places[f"{view}_{kind}"].size == 1 for view in COPY_AXES for kind in ("shard", "replicas")):
             return Reductions(None)
         exposed: Number = 0.0
-        hidden: Number = 0.0
-        if settings.shards in ("optim", "optim_grads"):
+        slowing: Number = 0.0
+        if self._gathers_once:
             gathers = self._slowest_rank([self._gather(clock, held) for held in self.held])
             if settings.overlap_gather:
-                hidden = hidden + gathers
+                slowing = slowing + clock.bucket_slowing(gathers, self.places[f"{DENSE}_shard"], ALL_GATHER)
             else:
                 exposed = exposed + gathers
         if self._every_microbatch:
-            return Reductions(None, exposed, hidden)
+            return Reductions(None, exposed, slowing)
         stages = [self._reduce(clock, held) for held in self.held]
         if not settings.overlap_reduce:
-            return Reductions(None, exposed + self._slowest_rank(stages), hidden)
-        return Reductions(stages, exposed, hidden)
+            return Reductions(None, exposed + self._slowest_rank(stages), slowing)
+        return Reductions(stages, exposed, slowing)
+
+    def sum_slowing(self, clock: Clock, reductions: Reductions, stages: Sequence[Phases]) -> Number:
+        """Returns what the last backward of the stages loses to the sums of gradients that it hides."""
+        if reductions.overlapped is None:
+            return 0.0
+        shard = self.places[f"{DENSE}_shard"]
+        place, op = (shard, REDUCE_SCATTER) if shard.size > 1 else (self.places[f"{DENSE}_replicas"], ALL_REDUCE)
+        hidden = [
+            np.minimum(seconds, phases.input_grad.total + phases.weight_grad.total)
+            for seconds, phases in zip(reductions.overlapped, stages, strict=True)
+        ]
+        return self._slowest_rank([clock.sum_slowing(seconds, place, op) for seconds in hidden])
+
+    @property
+    def _gathers_once(self) -> bool:
+        """Whether parameters are gathered once per step."""
+        return self.settings.shards in ("optim", "optim_grads")
 
     def update(self, clock: Clock, optimizer: OptimizerUpdate, stages: Sequence[Phases]) -> Number:
         """Returns the update of each rank's slice, of which the slowest counts. stages: a microbatch in each."""
@@ -165,7 +190,7 @@ class Replicas:
         """Every rank's slice of the parameters goes to the ranks that share them."""
         seconds: Number = 0.0
         for view, numel in held.by_view.items():
-            seconds = seconds + clock.collective(self.places[f"{view}_shard"], ALL_GATHER, _HALF * numel)
+            seconds = seconds + clock.bucket(self.places[f"{view}_shard"], ALL_GATHER, self.parameter_bytes * numel)
         return seconds
 
     def _reduce(self, clock: Clock, held: Held) -> Number:
@@ -177,8 +202,8 @@ class Replicas:
                 self.places[f"{view}_replicas"],
                 self._gradient_bytes * numel,
             )
-            seconds = seconds + clock.collective(shard, REDUCE_SCATTER, nbytes)
-            seconds = seconds + clock.collective(replicas, ALL_REDUCE, nbytes / shard.size)
+            seconds = seconds + clock.bucket(shard, REDUCE_SCATTER, nbytes)
+            seconds = seconds + clock.bucket(replicas, ALL_REDUCE, nbytes / shard.size)
         return seconds
 
     def _slowest_rank(self, seconds: Sequence[Number]) -> Number:

@@ -85,6 +85,7 @@ class StepModel:
             self.places,
             [held_by(self.work.spec, settings.mesh, stage) for stage in settings.pipeline.stages],
             settings.pipeline.placement.rank_of,
+            self.work.sizes.e,
         )
         self._copies = activation_copies(run, settings, self.work.spec)
         self._update = optimizer_update(run.optimizer, settings, half=run.model.dtype_name != "float32")
@@ -179,7 +180,7 @@ class StepModel:
         result.add(PP, without_copies - without_pp)
         result.add(BUBBLE, without_pp - slowest.total)
         result.add(DP, whole - without_dp + reductions.exposed)
-        result.add(INTERFERENCE, clock.slowing(reductions.hidden))
+        result.add(INTERFERENCE, reductions.slowing + self.replicas.sum_slowing(clock, reductions, stages))
         result.add(OPTIMIZER, self.replicas.update(clock, self._update, stages))
         result.add(STEP, clock.step())
         result.add(STRAGGLER, result.total * clock.straggling(self._settings.mesh.world_size))
@@ -202,7 +203,8 @@ class StepModel:
         reductions, stages = self.replicas.reductions(clock), self.stages(clock)
         play = self._play(clock, stages, reductions=reductions.overlapped)
         update = self.replicas.update(clock, self._update, stages)
-        rest = reductions.exposed + clock.slowing(reductions.hidden) + update + clock.step()
+        slowing = reductions.slowing + self.replicas.sum_slowing(clock, reductions, stages)
+        rest = reductions.exposed + slowing + update + clock.step()
         return PreparedStep(play, rest, 1 + clock.straggling(self._settings.mesh.world_size))
 
     def _share_by_layer(self, stage: int) -> float:

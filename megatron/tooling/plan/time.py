@@ -10,14 +10,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from megatron.command_line.flag_parser import within
+from megatron.command_line.flag_parser import path_word, within
 from megatron.config.fp8 import MXFP8 as MXFP8_RECIPE
 from megatron.config.interval import RANKS
-from megatron.planner.time.cluster_file import read_cluster
-from megatron.planner.time.constants import blind_error, fitted
-from megatron.planner.time.hardware import BF16, FP8, MXFP8, TERA, Cluster
+from megatron.planner.time.hardware import BF16, FP8, MXFP8, TERA
 from megatron.planner.time.software import FLASH_3, UNFUSED, Software
 from megatron.planner.time.step_time import PARTS, StepModel, StepTime
+from megatron.tooling.plan.machine import PlannedMachine, machine_of
 from megatron.tooling.plan.run import settings_of
 
 MS = 1e-3
@@ -26,22 +25,26 @@ MS = 1e-3
 def add_time_command(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `time` other than the run's own."""
     add = parser.add_argument
-    add("--cluster", required=True, metavar="NAME|FILE", help="built-in devices such as h100:32x8, or a TOML file")
+    add("--cluster", metavar="NAME|FILE", help="built-in devices such as h100:32x8, or a TOML file")
+    add(
+        "--profile",
+        type=path_word,
+        metavar="FILE",
+        help="what tools/profile_machine.py measured; without --cluster its machine",
+    )
     add(
         "--world-size",
         type=within(int, RANKS),
         metavar="N",
-        help="processes of the run; default all devices of the cluster, or the fewest of this layout",
+        help="processes of the run; default all devices of the cluster or the profile, or the fewest of this layout",
     )
     parser.set_defaults(work=plan_time)
 
 
 def plan_time(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the time of a step. Raises UserErrors, also for flags that the run would reject."""
-    cluster = read_cluster(args.cluster)
-    world_size = args.world_size
-    if world_size is None and cluster.nodes is not None:
-        world_size = cluster.nodes * cluster.node
+    machine = machine_of(args.cluster, args.profile)
+    cluster, world_size = machine.cluster, args.world_size or machine.world_size
     run, settings = settings_of(flags, world_size, description="Time of the run with these flags.")
     precision = BF16
     if run.fp8.enabled:
@@ -49,16 +52,16 @@ def plan_time(args: argparse.Namespace, flags: Sequence[str]) -> None:
     attention = UNFUSED if run.model.attention_backend == "unfused" else FLASH_3
     software = Software(precision=precision, attention=attention)
     model = StepModel(run, settings, cluster, software)
-    clock = model.clock(fitted())
-    show(model.time(clock), cluster)
+    clock = machine.clock(run, software)
+    show(model.time(clock), machine)
     ratio = model.offload_ratio(clock)
     if ratio is not None:
         print(f"--pipeline-offload-ratio auto: {ratio:.2f} of the activations, the largest ratio that costs no time")
 
 
-def show(time: StepTime, cluster: Cluster) -> None:
+def show(time: StepTime, machine: PlannedMachine) -> None:
     """Prints the step's figures and a table of its parts."""
-    seconds = float(time.seconds)
+    cluster, seconds = machine.cluster, float(time.seconds)
     table = Table(box=SIMPLE, pad_edge=False)
     for heading in ("part of the slowest rank", "ms", "share"):
         table.add_column(heading, justify="left" if heading[0] == "p" else "right")
@@ -74,13 +77,9 @@ def show(time: StepTime, cluster: Cluster) -> None:
         f"{achieved / TERA:.0f} TFLOP/s and {achieved / cluster.device.flops(BF16):.1%} MFU per device",
         soft_wrap=True,
     )
+    console.print(machine.basis, soft_wrap=True)
     console.print(
-        "a prediction: of dense runs that Megatron-LM, NeMo and Bridge published, half were within "
-        f"{blind_error():g} % by constants that had not seen them",
-        soft_wrap=True,
-    )
-    console.print(
-        "MFU: model FLOPs (spec/flops.py: causal attention counted by half, no recompute) over the dense bf16 peak, "
-        f"{cluster.device.flops(BF16) / TERA:.0f} TFLOP/s",
+        "MFU: model FLOPs (spec/flops.py: causal attention counted by half, no recompute) over "
+        f"{machine.peak_name}, {cluster.device.flops(BF16) / TERA:.3g} TFLOP/s",
         soft_wrap=True,
     )

@@ -373,7 +373,7 @@ class TestInstances:
         assert one.parts == time_of(16, asked).parts
         each = model_of(16, {**asked, "num_distributed_optimizer_instances": 16})
         assert each.places["dense_shard"].size == 1
-        assert each.replicas.reductions(each.clock(Constants())).hidden == 0.0
+        assert each.replicas.reductions(each.clock(Constants())).slowing == 0.0
 
     def test_gathers_inside_of_nodes_are_faster(self):
         """With sharded parameters the gathers of every microbatch stay on the link of a node."""
@@ -389,5 +389,5 @@ def test_updated_parameters_are_gathered_unless_they_stay_sharded():
     for mode in ("optim", "optim_grads", "optim_grads_params"):
         model = model_of(16, {"data_parallel_sharding_strategy": mode})
         reductions = model.replicas.reductions(model.clock(Constants()))
-        gathers[mode] = reductions.exposed + reductions.hidden
+        gathers[mode] = reductions.exposed + reductions.slowing
     assert gathers["optim_grads"] > 0 == gathers["optim_grads_params"]
