@@ -210,6 +210,10 @@ class ProfiledClock(Clock):
         """Returns the time in which the device updates so many parameters."""
         return parameters / self.profile.update_parameters_per_second
 
+    def cpu_update(self, parameters: float) -> Number:
+        """Returns the time in which the CPU updates so many parameters."""
+        return parameters / self.profile.cpu_adam_parameters_per_second
+
     def step(self) -> Number:
         """Returns the seconds of a step that belong to no microbatch."""
         return self.profile.step_seconds
