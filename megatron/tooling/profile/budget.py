@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -9,7 +10,17 @@ from dataclasses import dataclass
 
 WARM_UPS = 2
 LEAST, MOST = 5, 40  # repeats
+# [Note: long enough on the CPU]
+# A rank that is held to a share of a core computes at full speed for some milliseconds, and then not at all for some. So a
+# figure of the CPU is a mean over as many calls as take this long together, and only then a median over such means.
+_LONG_ENOUGH = 0.03  # seconds
+_MOST_CALLS = 2000
 _QUARTERS = 4
+
+
+def calls_of(on_cuda: bool, seconds: float) -> int:
+    """Returns how many calls of `seconds` each make one repeat; see the note."""
+    return 1 if on_cuda else max(1, min(_MOST_CALLS, math.ceil(_LONG_ENOUGH / max(seconds, 1e-9))))
 
 
 class Budget:

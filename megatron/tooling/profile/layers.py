@@ -21,12 +21,13 @@ from megatron.config.rules.check import problems
 from megatron.config.run import RunConfig
 from megatron.core.comm.simulated import simulated_world
 from megatron.core.groups import with_shared_heads
+from megatron.core.timeline import Lap
 from megatron.core.transformer.context import Build
 from megatron.planner.search.layout import Layout
 from megatron.planner.time.profile_file import EMBEDDING, HEAD, WHOLE_LAYER, EndRow, LayerRow
 from megatron.planner.time.profiled_run import run_in, settings_in
 from megatron.spec.decoder import decoder_spec
-from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample, repeat
+from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample, calls_of, repeat
 from megatron.training.balanced_recompute import RECOMPUTE_WHOLE_LAYER, parts
 from megatron.training.prepare import prepare
 from megatron.training.probe import EndProbe, LayerProbe, PhaseLaps, Probe
@@ -39,7 +40,10 @@ _MORE_IDLE = 1.3  # the device idles so many times as long as the host needs to 
 
 def layouts(run: RunConfig, tps: Sequence[int], cps: Sequence[int], micro_batches: Sequence[int]) -> list[Layout]:
     """Returns the layouts to measure, the most useful first: those that the rules accept."""
-    least = min(micro_batches)
+    own = run.train.micro_batch_size
+    least = (
+        own if own is not None and own in micro_batches else min(micro_batches)
+    )  # of layouts that are measured with one size only
     found = [Layout(micro_batch=b) for b in micro_batches]
     found += [Layout(tp=t, sequence_parallel=True, micro_batch=b) for b in micro_batches for t in tps if t > 1]
     found += [
@@ -47,7 +51,7 @@ def layouts(run: RunConfig, tps: Sequence[int], cps: Sequence[int], micro_batche
     ]
     found += [Layout(tp=t, sequence_parallel=True, tp_overlap=True, micro_batch=least) for t in tps if t > 1]
     found += [Layout(tp=t, micro_batch=least) for t in tps if t > 1]
-    found += [Layout(cp=c, cp_kind="p2p", micro_batch=b) for b in micro_batches for c in cps if c > 1 and b > least]
+    found += [Layout(cp=c, cp_kind="p2p", micro_batch=b) for b in micro_batches for c in cps if c > 1 and b != least]
     found += [
         Layout(tp=t, sequence_parallel=True, cp=c, cp_kind="p2p", micro_batch=least)
         for t in tps
@@ -146,16 +150,38 @@ class _Measured:
 
 def _measured(probe: Probe, seconds: float) -> _Measured:
     found: list[PhaseLaps] = []
-    idle = _MORE_IDLE * probe.laps().host  # the first run also chooses kernels
-    repeat(lambda: found.append(probe.laps(idle)), seconds)
+    calls, idle = _pace(probe)
+    repeat(lambda: found.append(_mean([probe.laps(idle) for _ in range(calls)])), seconds)
     return _Measured(found[WARM_UPS:])
+
+
+def _pace(probe: Probe) -> tuple[int, float]:
+    """Calls of a repeat, and seconds for which the device idles before each; the first call also chooses kernels."""
+    probe.laps()
+    laps = probe.laps()
+    return calls_of(laps.host > 0, laps.seconds), _MORE_IDLE * laps.host
+
+
+def _mean(found: Sequence[PhaseLaps]) -> PhaseLaps:
+    def mean(of: Callable[[PhaseLaps], Lap]) -> Lap:
+        each = [of(laps) for laps in found]
+        return Lap(statistics.fmean(lap.device for lap in each), statistics.fmean(lap.host for lap in each))
+
+    return PhaseLaps(
+        mean(lambda laps: laps.forward), mean(lambda laps: laps.input_grad), mean(lambda laps: laps.weight_grad)
+    )
 
 
 def _added(probe: Probe, other: Probe, seconds: float) -> float:
     """Seconds by which the other probe is slower, measured in pairs."""
     pairs: list[float] = []
-    idle = _MORE_IDLE * other.laps().host
-    repeat(lambda: pairs.append(-probe.laps(idle).seconds + other.laps(idle).seconds), seconds)
+    calls, idle = _pace(other)
+
+    def pair() -> None:
+        each = [(probe.laps(idle).seconds, other.laps(idle).seconds) for _ in range(calls)]
+        pairs.append(statistics.fmean(again - plain for plain, again in each))
+
+    repeat(pair, seconds)
     return max(0.0, statistics.median(pairs[WARM_UPS:]))
 
 

@@ -38,7 +38,7 @@ from megatron.planner.time.profile_file import (
     MessageRow,
 )
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SHIFT
-from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample
+from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample, calls_of
 
 _SMALLEST, _LARGEST, _RATIO = 1 << 12, {"cpu": 1 << 24, "cuda": 1 << 28}, 8
 _LEAST, _MOST = 3, 15  # repeats
@@ -242,7 +242,17 @@ def _agreed(world: Group, mine: bool) -> bool:
 
 def _alone(start: Callable[[], Started], world: Group, device: torch.device, seconds: float) -> Sample:
     """All ranks begin together; the slowest one counts."""
-    return _slowest(lambda: laps(device, [lambda: start().wait()])[0].device, world, seconds)
+    barrier(world)
+    start().wait()
+    barrier(world)
+    one = laps(device, [lambda: start().wait()])[0].device
+    calls = calls_of(device.type == "cuda", max(gather_objects(one, world)))
+
+    def chain() -> None:
+        for _ in range(calls):
+            start().wait()
+
+    return _slowest(lambda: laps(device, [chain])[0].device / calls, world, seconds / calls)
 
 
 def _slowest(once: Callable[[], float], world: Group, seconds: float) -> Sample:
@@ -272,18 +282,23 @@ def _interference(start: Callable[[], Started], seconds: float, world: Group, de
     one = statistics.median(laps(device, [lambda: products(1)])[0].device for _ in range(_LEAST))
     longest = max(gather_objects(one, world))
     number = max(4, int(_TWICE * seconds / longest))
+    calls = calls_of(device.type == "cuda", number * longest)
+
+    def alone() -> None:
+        products(calls * number)
 
     def hiding() -> None:
-        started = start()
-        products(number)
-        started.wait()
+        for _ in range(calls):
+            started = start()
+            products(number)
+            started.wait()
 
     lost = []
     for _ in range(1 + _LEAST):
         each = []
-        for work in (lambda: products(number), hiding):
+        for work in (alone, hiding):
             barrier(world)
-            each.append(laps(device, [work])[0].device)
+            each.append(laps(device, [work])[0].device / calls)
         lost.append(each[1] - each[0])
     ranks = gather_objects(lost[1:], world)
     return max(0.0, statistics.median(max(each) for each in zip(*ranks, strict=True)) / seconds)

@@ -21,7 +21,7 @@ from megatron.planner.time.operations import Gemm, LayerMessage, LayerWork
 from megatron.planner.time.profile_file import AttentionRow, ProductRow
 from megatron.planner.time.profiled_run import run_in, settings_in
 from megatron.planner.time.software import Software
-from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample, timed
+from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample, calls_of, timed
 
 _IDLE = 2e-3  # seconds, in which the host queues one operation
 _AROUND = (0.25, 4.0)  # factors on the tokens of the products of a layer
@@ -108,7 +108,16 @@ def _of_layer(work: LayerWork) -> Iterator[Gemm]:
 
 
 def _seconds_of(build: Build, work: Callable[[], object]) -> Callable[[], float]:
-    return lambda: laps(build.device, [work], idle=_IDLE)[0].device
+    """A repeat of the work: seconds of one call."""
+    device = build.device
+    work()
+    calls = calls_of(device.type == "cuda", laps(device, [work])[0].device)
+
+    def all_calls() -> None:
+        for _ in range(calls):
+            work()
+
+    return lambda: laps(device, [all_calls], idle=_IDLE)[0].device / calls
 
 
 def _product(build: Build, m: int, n: int, k: int, *, accumulates: bool) -> Callable[[], object]:
@@ -151,10 +160,13 @@ def _attention(
 
     backwards: list[float] = []
 
+    forward()
+    calls = calls_of(build.device.type == "cuda", sum(lap.device for lap in laps(build.device, [forward, backward])))
+
     def both() -> float:
-        ahead, back = laps(build.device, [forward, backward], idle=_IDLE)
-        backwards.append(back.device)
-        return ahead.device
+        found = laps(build.device, [forward, backward] * calls, idle=_IDLE)
+        backwards.append(sum(lap.device for lap in found[1::2]) / calls)
+        return sum(lap.device for lap in found[::2]) / calls
 
     ahead = timed(both, seconds)
     return ahead, Sample.of(backwards[WARM_UPS:])
