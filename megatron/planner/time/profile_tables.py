@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -48,7 +49,10 @@ def attention_seconds(rows: Sequence[AttentionRow], operation: FusedAttention) -
 
 
 class MessageTable:
-    """Messages by operation and placement; between two sizes the time is a straight line, and beyond the last one, too."""
+    """Messages by operation and placement; between two sizes the time is a straight line, and beyond the last one, too.
+
+    A message does not take longer than a larger one: of two that contradict this the shorter time counts.
+    """
 
     def __init__(self, rows: Sequence[MessageRow], path: str) -> None:
         """path: of the profile, for messages."""
@@ -64,11 +68,12 @@ class MessageTable:
         if place.size == 1:
             return 0.0
         measured, times = self._similar(op, place)
-        return times * _line([(row.nbytes, row.seconds) for row in measured], nbytes)
+        shortest = list(itertools.accumulate((row.seconds for row in reversed(measured)), min))[::-1]
+        return times * _line([(row.nbytes, each) for row, each in zip(measured, shortest, strict=True)], nbytes)
 
     def latency(self, op: str, place: Place) -> float:
         """Returns the time of the smallest message."""
-        return 0.0 if place.size == 1 else self._similar(op, place)[0][0].seconds
+        return 0.0 if place.size == 1 else self.seconds(op, place, self._similar(op, place)[0][0].nbytes)
 
     def interference(self, op: str, place: Place) -> float:
         """Returns what a computation loses to a message that it hides, in units of the message's time."""
