@@ -69,7 +69,7 @@ def check_output(flag: str, path: str | None) -> None:
     """
     if path is None:
         return
-    there = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    there = next((parent for parent in Path(path).absolute().parents if parent.exists()), Path(path))
     if os.path.isdir(path):
         reason = "it is a folder"
     elif not there.is_dir():

@@ -107,6 +107,11 @@ def test_an_output_that_cannot_be_written(name, reason, tmp_path):
     assert str(error.value).startswith(f"--png {tmp_path / name} cannot be written: ")
 
 
+def test_the_root_of_the_disk_is_a_folder():
+    with pytest.raises(ConfigError, match="--json / cannot be written: it is a folder"):
+        check_output("--json", "/")
+
+
 def test_an_output_that_can_be_written(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "new", "none/new"):
