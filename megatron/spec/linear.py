@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class LinearSpec:
         """Per token, of the global layer."""
         return self.in_features * math.prod(self.out_shape)
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 (specs are few and small)
     def local_features(self, tp: int) -> tuple[int, int]:
         """(inputs, outputs) of one of `tp` ranks."""
         *outputs, inputs = local_shape(self.weight, {"tp": tp})

@@ -117,8 +117,8 @@ def optimizer_bytes(
     if by_cpu:
         gradients = sum(offloaded) if settings.overlap else buffers * largest
         results = buffers * largest * (2 if half else 4 if settings.directory else 0)
-        passing = 4 * gradients + results + 4 * largest * len(_converted(config, half=half, on_cpu=True))
-    converted = 4 * len(_converted(config, half=half, on_cpu=False))
+        passing = 4 * gradients + results + 4 * largest * len(converted_values(config, half=half, on_cpu=True))
+    converted = 4 * len(converted_values(config, half=half, on_cpu=False))
     staging = converted * max(sizes if settings.mode == STATES else resident, default=0)
     if settings.mode == STATES:
         staging += buffers * state_bytes(config, largest, half=half, on_cpu=False)
@@ -130,7 +130,7 @@ def optimizer_bytes(
     )
 
 
-def _converted(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> list[str]:
+def converted_values(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> list[str]:
     """Returns the values that exist as fp32 only while a chunk is updated."""
     layout = state_layout(config, half=half, on_cpu=on_cpu)
     return [key for key, (dtype, _) in layout.items() if dtype in ("bf16", "int16")]

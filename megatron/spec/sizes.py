@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from megatron.spec.expert_rows import ExpertRows
@@ -57,27 +58,27 @@ class Sizes:
         """Returns the sizes of one layer: those without FP8 products have no `fp8`."""
         return self if self.fp8 is None or number in self.fp8.layers else dataclasses.replace(self, fp8=None)
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         """Tokens of this rank's part of the microbatch."""
         return self.s * self.b
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Tokens where sequence parallelism divides them."""
         return self.tokens // self.sp
 
-    @property
+    @functools.cached_property
     def hidden(self) -> int:
         """Bytes of hidden states between the layers' linear parts."""
         return self.rows * self.h * self.e
 
-    @property
+    @functools.cached_property
     def whole(self) -> int:
         """Bytes of hidden states, gathered over sequence parallelism."""
         return self.tokens * self.h * self.e
 
-    @property
+    @functools.cached_property
     def residual(self) -> int:
         """Bytes of the residual stream."""
         return self.rows * self.h * self.r

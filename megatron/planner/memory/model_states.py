@@ -41,7 +41,7 @@ from megatron.spec.optimizer_state import OptimizerBytes, optimizer_bytes
 from megatron.spec.parameter import local_numel
 from megatron.spec.sizes import FP32, Sizes, Target
 
-_NORM_BYTES = 4 + 8  # per row: its norm in fp32 and in fp64
+NORM_BYTES = 4 + 8  # per row: its norm in fp32 and in fp64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +116,16 @@ def state_memory(
     away = [width * bucket.slice for bucket in buckets if bucket.on_host]
     offloaded = offloaded_buckets([bucket.layout for bucket in buckets if bucket.on_host], width)
     by_cpu = offload.mode == UPDATE and offload.fraction == 1.0
-    wire = FP32 // 2 if data_parallel.reduce_in_bf16 else FP32
-    staging = _staging(buckets, wire, sizes.target)
+    staging = sorted(
+        (staging_bytes(each.size, each.shards, each.copies, data_parallel, sizes.target) for each in buckets),
+        reverse=True,
+    )
     unkept = sorted((bucket.size for bucket, ranks in shared if ranks.gradients > 1), reverse=True)
     slices = [bucket.slice for bucket in buckets]
     return StateMemory(
         numel=sum(sum(bucket.layout.numels.values()) for bucket in buckets),
         parameters=sum(width * bucket.size // ranks.weights for bucket, ranks in shared if not bucket.on_host),
-        quantized=_quantized_weights(spec, stages, sizes, offloaded_layers),
+        quantized=quantized_weights(spec, stages, sizes, offloaded_layers),
         gradients=sum(FP32 * bucket.size // ranks.gradients for bucket, ranks in shared),
         optimizer=optimizer_bytes(slices, optimizer, offload, half=width < FP32),
         blocks=FP32 * sum(unkept[:GRADIENT_BLOCKS]),
@@ -131,13 +133,13 @@ def state_memory(
         prefetched=offloaded.pair + (0 if by_cpu else max(away, default=0)),
         offloaded=OffloadedBuckets() if sharded else offloaded,
         offloaded_slices=sum(away),
-        staging=staging[0] if data_parallel.overlap_reduce and staging else 0,
+        staging=staging[0] if data_parallel.overlap_reduce else 0,
         at_end=sum(staging[:IN_FLIGHT]),
-        norm=max(slices) // NORM_ROW * _NORM_BYTES,
+        norm=max(slices) // NORM_ROW * NORM_BYTES,
     )
 
 
-def _quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, offloaded_layers: int) -> int:
+def quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, offloaded_layers: int) -> int:
     """Returns the bytes of quantized weights that a rank keeps during a step: none of weights that are freed after use."""
     fp8 = sizes.fp8
     if fp8 is None:
@@ -182,20 +184,17 @@ def rank_buckets(
     return buckets
 
 
-def _staging(buckets: Sequence[RankBucket], wire: int, target: Target) -> list[int]:
-    """Returns the bytes of work space that each bucket's reduction takes, the largest first.
+def staging_bytes(size: int, shards: int, copies: int, settings: DataParallelSettings, target: Target) -> int:
+    """Returns the bytes of work space that the reduction of a bucket of `size` elements takes; see RankBucket.
 
-    wire: bytes per element that is sent. On the CPU a rank receives the other ranks' versions of its slice before it adds
-    them; NCCL adds while it receives. A bucket that is reduced in bf16 is converted first.
+    On the CPU a rank receives the other ranks' versions of its slice before it adds them; NCCL adds while it receives. A
+    bucket that is reduced in bf16 is converted first.
     """
-    found = []
-    for bucket in buckets:
-        shards, copies = bucket.shards, bucket.copies
-        if shards == copies == 1:
-            continue
-        converted = wire * bucket.size if wire < FP32 else 0
-        received = 0
-        if target.cpu:
-            received = max((shards - 1) * bucket.slice, (copies - 1) * -(-bucket.slice // copies)) * wire
-        found.append(converted + received)
-    return sorted(found, reverse=True)
+    if shards == copies == 1:
+        return 0
+    wire = FP32 // 2 if settings.reduce_in_bf16 else FP32
+    converted = wire * size if wire < FP32 else 0
+    if not target.cpu:
+        return converted
+    part = size // shards
+    return converted + max((shards - 1) * part, (copies - 1) * -(-part // copies)) * wire

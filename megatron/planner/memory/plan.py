@@ -17,7 +17,7 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.model_states import StateMemory, state_memory
 from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by, with_moves
-from megatron.planner.memory.sizes import sizes_of
+from megatron.planner.memory.sizes import batch_bytes, sizes_of
 from megatron.planner.memory.stage import stage_memory
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
@@ -35,7 +35,7 @@ from megatron.spec.memory.trace import (
     MemoryTrace,
     Profile,
 )
-from megatron.spec.sizes import FP32, INT64, MASK, Sizes, Target
+from megatron.spec.sizes import Sizes, Target
 
 _NAMES = {
     Kind.FORWARD: "forward",
@@ -84,10 +84,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
     `config.rules.check` has accepted the run. Raises ConfigError for runs that are not planned: with adapters, or with a
     vocabulary whose size only a tokenizer knows.
     """
-    if run.model.vocab_size is None:
-        raise ConfigError("the size of the vocabulary decides about memory; give --vocab-size")
-    if run.model.lora_rank:
-        raise ConfigError(f"--lora-rank {run.model.lora_rank}: the memory of adapters is not planned; leave it out")
+    check_planned(run)
     seq_length, micro_batch_size, offload = run.data.seq_length, run.train.micro_batch_size, run.activation_offload
     assert seq_length and micro_batch_size
     model = dataclasses.replace(run.model, max_position_embeddings=run.model.max_position_embeddings or seq_length)
@@ -121,7 +118,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         trace = MemoryTrace()
         _take_state(trace, state)
         start = sum(trace.now.values())
-        trace.take(BATCH, microbatches * _batch(sizes))
+        trace.take(BATCH, microbatches * batch_bytes(sizes))
         activations = OffloadTrace(trace, offloaded_by(offload, schedule, rank), whole, by_layer)
         _replay_step(trace, schedule.actions[rank], activations, state, sizes)
         in_files = run.optimizer_offload.offload_dir is not None
@@ -140,6 +137,14 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
             )
         )
     return ranks
+
+
+def check_planned(run: RunConfig) -> None:
+    """Raises ConfigError for runs whose memory is not planned, see `plan_memory`."""
+    if run.model.vocab_size is None:
+        raise ConfigError("the size of the vocabulary decides about memory; give --vocab-size")
+    if run.model.lora_rank:
+        raise ConfigError(f"--lora-rank {run.model.lora_rank}: the memory of adapters is not planned; leave it out")
 
 
 def _take_state(trace: MemoryTrace, state: StateMemory) -> None:
@@ -186,9 +191,3 @@ def _replay_step(
 def _activations(forward: Profile) -> int:
     """Bytes of activations that the forward of a stage leaves behind."""
     return sum(forward.net.get(kind, 0) for kind in ACTIVATIONS)
-
-
-def _batch(sizes: Sizes) -> int:
-    """Bytes of a microbatch: tokens and labels, the loss mask, the loss weights twice, positions; numbers of documents."""
-    whole = sizes.tokens * (2 * INT64 + MASK + 2 * FP32 + sizes.documents * INT64) + sizes.s * INT64
-    return whole * (1 + sizes.cp) if sizes.cp > 1 else whole

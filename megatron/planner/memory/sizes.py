@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from megatron.base.mesh import Mesh
 from megatron.config.fp8 import OFF, Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.moe_training import ALL_GATHER, MoEConfig
@@ -13,7 +14,7 @@ from megatron.spec.decoder import decoder_spec
 from megatron.spec.expert_rows import expert_rows
 from megatron.spec.fp8_sizes import fp8_sizes
 from megatron.spec.moe import MoESpec
-from megatron.spec.sizes import FP32, Sizes, Target
+from megatron.spec.sizes import FP32, INT64, MASK, Sizes, Target
 
 
 def sizes_of(
@@ -33,9 +34,49 @@ def sizes_of(
 
     All layers are planned with the context-parallel communication of the first one: the types need about equal memory.
     """
-    assert model.hidden_size
-    mesh = settings.mesh
-    sp = mesh.tp if settings.sequence_parallel else 1
+    return microbatch_sizes(
+        model,
+        settings.mesh,
+        sequence_parallel=settings.sequence_parallel,
+        comm_type=settings.attention_comm_types[0],
+        cp_inner=settings.context_inner,
+        split_backward=settings.pipeline.schedule.splits_backward,
+        keeps_weights=settings.data_parallel.shards != "optim_grads_params",
+        microbatches=settings.batches.final_num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        documents=documents,
+        target=target,
+        moe=moe,
+        imbalance=imbalance,
+        fp8=fp8,
+    )
+
+
+def microbatch_sizes(
+    model: ModelConfig,
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool,
+    comm_type: str,
+    cp_inner: int,
+    split_backward: bool,
+    keeps_weights: bool,
+    microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    documents: bool,
+    target: Target,
+    moe: MoEConfig,
+    imbalance: float = 1.0,
+    fp8: Fp8Config = OFF,
+) -> Sizes:
+    """As `sizes_of`, from the settings that sizes depend on.
+
+    comm_type, cp_inner: communication of the first layer's attention. keeps_weights: weights in FP8 are kept during a step.
+    """
+    assert model.hidden_size and model.num_layers
+    sp = mesh.tp if sequence_parallel else 1
     step = 2 * mesh.cp * sp if mesh.cp > 1 else 1  # sequences are padded to a multiple of it
     e = FP32 if model.dtype_name == "float32" else FP32 // 2
     sizes = Sizes(
@@ -48,18 +89,13 @@ def sizes_of(
         tp=mesh.tp,
         sp=sp,
         cp=mesh.cp,
-        comm_type=settings.attention_comm_types[0],
-        cp_inner=settings.context_inner,
+        comm_type=comm_type,
+        cp_inner=cp_inner,
         unfused_attention=model.attention_backend == "unfused",
         documents=documents,
         fused_weight_grad=model.gradient_accumulation_fusion,
-        split_backward=settings.pipeline.schedule.splits_backward,
-        fp8=fp8_sizes(
-            fp8,
-            len(settings.attention_comm_types),
-            keeps_weights=settings.data_parallel.shards != "optim_grads_params",
-            microbatches=settings.batches.final_num_microbatches,
-        ),
+        split_backward=split_backward,
+        fp8=fp8_sizes(fp8, model.num_layers, keeps_weights=keeps_weights, microbatches=microbatches),
     )
     routers = (
         [layer.mlp.router for layer in decoder_spec(model).layers if isinstance(layer.mlp, MoESpec)]
@@ -79,3 +115,9 @@ def sizes_of(
         everywhere=moe.moe_token_dispatcher_type == ALL_GATHER,
     )
     return dataclasses.replace(sizes, load=load)
+
+
+def batch_bytes(sizes: Sizes) -> int:
+    """Bytes of a microbatch: tokens and labels, the loss mask, the loss weights twice, positions; numbers of documents."""
+    whole = sizes.tokens * (2 * INT64 + MASK + 2 * FP32 + sizes.documents * INT64) + sizes.s * INT64
+    return whole * (1 + sizes.cp) if sizes.cp > 1 else whole

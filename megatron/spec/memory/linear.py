@@ -7,6 +7,7 @@ and of the result exist for the time of the GEMM.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,28 +35,28 @@ class LinearMemory:
         """Its outputs are sharded, and not its inputs."""
         return self.spec.parallel == COLUMN
 
-    @property
+    @functools.cached_property
     def inputs(self) -> int:
         """Input features of this rank."""
         return self.spec.local_features(self.sizes.tp)[0]
 
-    @property
+    @functools.cached_property
     def outputs(self) -> int:
         """Output features of this rank."""
         return self.spec.local_features(self.sizes.tp)[1]
 
-    @property
+    @functools.cached_property
     def out(self) -> int:
         """Bytes of the result."""
         return self.sizes.tokens * self.outputs * self.sizes.e
 
-    @property
+    @functools.cached_property
     def kept(self) -> int:
         """Bytes of the input as it is kept."""
         rows = self.sizes.rows if self.column else self.sizes.tokens
         return rows * self.inputs * self.sizes.e
 
-    @property
+    @functools.cached_property
     def gathered(self) -> int:
         """Bytes of a column layer's input once sequence parallelism has gathered it; 0 without it."""
         return self.sizes.tokens * self.inputs * self.sizes.e if self.column and self.sizes.sp > 1 else 0
@@ -168,12 +169,12 @@ class LinearMemory:
         fp8.multiply(trace, tokens * outputs, tokens * inputs, inputs * outputs)
         trace.free(WORK, quantized + product)
 
-    @property
+    @functools.cached_property
     def _fp8(self) -> Fp8Work | None:
         fp8 = self.sizes.fp8
         return None if fp8 is None else Fp8Work(self.sizes, fp8, self.inputs * self.outputs)
 
-    @property
+    @functools.cached_property
     def _copy(self) -> int:
         """Bytes of a copy of the input in the order that products need."""
         return self.sizes.tokens * self.inputs * self.sizes.e if self.strided and self.sizes.b > 1 else 0

@@ -1,0 +1,369 @@
+"""The memory of all layouts of a search: a lower bound for many at once, and the exact figure of a few.
+
+The bound takes the same steps as the exact plan, each once per distinct combination of the axes that it depends on: layers
+and ends (layer_levels.py), stages (stage_levels.py), the moments of the schedule (planner/memory/moments.py), and the state
+of a rank (state_levels.py). Each is exact or lower, as the modules say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.data_parallel import LAST, DataParallelSettings
+from megatron.config.mesh import mesh_of
+from megatron.config.optimizer_offload import offload_settings
+from megatron.config.pipeline import PipelineSettings
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.run import RunConfig
+from megatron.config.settings import resolve
+from megatron.planner.memory.model_states import quantized_weights
+from megatron.planner.memory.moments import AWAY, MomentCounts, counts_per_class, moments_of
+from megatron.planner.memory.plan import RankMemory, check_planned, plan_memory
+from megatron.planner.memory.sizes import batch_bytes, microbatch_sizes
+from megatron.planner.search.layer_levels import EndLevels, LayerLevels, ManyBytes, end_levels, layer_levels
+from megatron.planner.search.layout import Candidates, Layout
+from megatron.planner.search.layout_table import LayoutTable, Numbers, distinct, groups_of
+from megatron.planner.search.stage_levels import StageKind, StageLevels, stage_levels
+from megatron.planner.search.state_levels import BUCKET_SUMS, RankBuckets, StateColumns, StateLevels, state_levels
+from megatron.schedule.partition import Stage
+from megatron.schedule.spec import ScheduleSizes
+from megatron.spec.decoder import LayerSpec, decoder_spec
+from megatron.spec.sizes import FP32, Sizes, Target
+
+_PLAIN = Layout()
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of device memory and of host memory of the rank that has the most of each; and all pipeline ranks."""
+
+    device: int
+    host: int
+    ranks: tuple[RankMemory, ...]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Pipeline ranks that need the same memory. stages: their kinds. numbers: of the ranks. model: stages of the first."""
+
+    stages: tuple[StageKind, ...]
+    numbers: tuple[int, ...]
+    model: tuple[Stage, ...]
+
+
+class MemoryBounds:
+    """The memory of layouts of a run on `world_size` devices of a kind. All other flags of the run stay.
+
+    Raises ConfigError where `plan_memory` does for every layout.
+    """
+
+    def __init__(self, run: RunConfig, world_size: int, target: Target) -> None:
+        check_planned(run)
+        seq_length = run.data.seq_length
+        assert seq_length
+        self._run, self._world_size, self._target = run, world_size, target
+        self._model = dataclasses.replace(
+            run.model, max_position_embeddings=run.model.max_position_embeddings or seq_length
+        )
+        self._spec = decoder_spec(self._model)
+        offload = run.activation_offload
+        self._weights_stay = not offload.offloaded_weight_layers
+        fp8_layers = run.fp8.layers(len(self._spec.layers)) if run.fp8.enabled else range(0)
+        self._kinds, self._kind_of = _kinds_of_layers(self._spec.layers, fp8_layers)
+        self._buckets = RankBuckets(
+            self._spec, [self._spec.layers[n] for n in self._kinds], target, weights_stay=self._weights_stay
+        )
+        self._settings: dict[Hashable, DataParallelSettings] = {}
+        self._exact: dict[Layout, Peaks] = {}
+
+    def exact(self, layouts: Sequence[Layout]) -> list[Peaks]:
+        """Returns the plans of these layouts, each made once for all layouts that need the same memory."""
+        found = []
+        for layout in layouts:
+            key = self._relevant(layout)
+            if key not in self._exact:
+                run = layout.apply(self._run)
+                settings = resolve(run, mesh_of(run.parallel, self._world_size))
+                ranks = plan_memory(run, settings, self._target)
+                self._exact[key] = Peaks(max(r.peak for r in ranks), max(r.host for r in ranks), tuple(ranks))
+            found.append(self._exact[key])
+        return found
+
+    def nbytes(self, candidates: Candidates) -> ManyBytes:
+        """Returns the [N] lower bounds of the peak of the fullest rank, in bytes."""
+        if not len(candidates):
+            return np.zeros(0)
+        codes = [codes for axis, codes in candidates.codes.items() if axis != "tp_overlap"]
+        first, alike = distinct(codes)
+        return self._nbytes(candidates.take(first))[alike]
+
+    def _nbytes(self, candidates: Candidates) -> ManyBytes:
+        table = LayoutTable(candidates, self._run, self._world_size)
+        first, of_size = distinct(self._size_columns(table))
+        sizes = [self._sizes(table, number) for number in first]
+        again = list(dict.fromkeys(each.modules for each in table.recompute))
+        again_of = np.array([again.index(each.modules) for each in table.recompute])[table.codes["recompute"]]
+        first, of_layer = distinct([of_size, again_of])
+        size_of, modules = of_size[first], [again[number] for number in again_of[first]]
+        layers = [
+            layer_levels(self._spec.layers[kind], [sizes[n].of_layer(kind) for n in size_of], modules)
+            for kind in self._kinds
+        ]
+        ends = _taker(size_of)(end_levels(self._spec, sizes))
+        batch = np.array([batch_bytes(one) for one in sizes], np.float64)[of_size]
+        found = np.zeros(len(candidates))
+        for places in groups_of(table.columns("pp", "schedule", "virtual_stages", "uneven_ends")):
+            pipeline = candidates.layout(places[0]).apply(self._run).pipeline_settings()
+            ranks = self._ranks(pipeline)
+            stages = list(dict.fromkeys(stage for rank in ranks for stage in rank.stages))
+            levels = self._stages(table, stages, layers, ends, places, of_layer[places])
+            message = ends.residual[of_layer[places]]
+            for rank in ranks:
+                state = self._state(table, rank, places, sizes, of_size[places])
+                used = self._used(table, rank, pipeline, places, levels, message, state.reduction)
+                peak = state.start + np.maximum(state.step + used, state.end)
+                found[places] = np.maximum(found[places], peak)
+        return np.floor(found + batch * table.microbatches)
+
+    def _sizes(self, table: LayoutTable, number: int) -> Sizes:
+        run = self._run
+        assert run.data.seq_length
+        return microbatch_sizes(
+            self._model,
+            table.mesh(number),
+            sequence_parallel=bool(table.sequence_parallel[number]),
+            comm_type=table.value("cp_kind", number),
+            cp_inner=table.value("cp_inner", number),
+            split_backward=bool(table.split[number]),
+            keeps_weights=bool(table.keeps_weights[number]),
+            microbatches=int(table.microbatches[number]),
+            seq_length=run.data.seq_length,
+            micro_batch_size=table.value("micro_batch", number),
+            documents=run.data.separate_documents,
+            target=self._target,
+            moe=run.moe,
+            fp8=run.fp8,
+        )
+
+    def _ranks(self, pipeline: PipelineSettings) -> list[_Rank]:
+        """The kinds of ranks of a pipeline."""
+        found: dict[tuple[StageKind, ...], list[int]] = {}
+        for rank in range(pipeline.placement.num_ranks):
+            stages = tuple(
+                StageKind(tuple(self._kind_of[layer] for layer in stage.layers), stage.embedding, stage.head)
+                for stage in pipeline.stages_of(rank)
+            )
+            found.setdefault(stages, []).append(rank)
+        return [_Rank(stages, tuple(ranks), pipeline.stages_of(ranks[0])) for stages, ranks in found.items()]
+
+    def _stages(
+        self,
+        table: LayoutTable,
+        stages: Sequence[StageKind],
+        layers: Sequence[LayerLevels],
+        ends: EndLevels,
+        places: Numbers,
+        of_layer: Numbers,
+    ) -> dict[StageKind, ManyBytes]:
+        """The [counts, N] bytes that each count of a class of stages stands for, see moments.py."""
+        found = {stage: np.zeros((AWAY + 1, len(places))) for stage in stages}
+        kinds = [Layout(offload=share).apply(self._run).activation_offload.kind for share in table.choices("offload")]
+        groupings = [_grouping(each) for each in table.recompute]
+        shapes = np.array([groupings.index(each) for each in groupings])
+        ratios = table.values("offload", places)
+        for some in groups_of([shapes[table.codes["recompute"][places]], ratios > 0]):
+            kind = kinds[table.codes["offload"][places[some[0]]]]
+            recompute = table.recompute[table.codes["recompute"][places[some[0]]]]
+            used, alike = distinct([of_layer[some], table.codes["offload"][places[some]]])
+            take, ratio = _taker(of_layer[some[used]]), ratios[some[used]]
+            some_layers, some_ends = [take(layer) for layer in layers], take(ends)
+            by_layer = np.ones(len(used)) if kind in ("layers", "modules") else ratio if ratio[0] else None
+            for stage in stages:
+                moved = stage_levels(
+                    stage,
+                    some_layers,
+                    some_ends,
+                    recompute,
+                    ratio=by_layer,
+                    keeps_last=kind != "layers",
+                    holds_input=kind is None,
+                )
+                rows = _counted(moved)
+                if ratio[0]:
+                    whole = stage_levels(stage, some_layers, some_ends, recompute, holds_input=False)
+                    rows += [*_counted(whole), ratio * whole.saved]
+                found[stage][: len(rows), some] = np.array(rows)[:, alike]
+        return found
+
+    def _used(
+        self,
+        table: LayoutTable,
+        rank: _Rank,
+        pipeline: PipelineSettings,
+        places: Numbers,
+        levels: Mapping[StageKind, ManyBytes],
+        message: ManyBytes,
+        reduction: ManyBytes,
+    ) -> ManyBytes:
+        """The most that the computations of a step use on a rank, [N]."""
+        kinds = list(dict.fromkeys(rank.stages))
+        classes = [kinds.index(stage) for stage in rank.stages]
+        found = np.zeros(len(places))
+        offloads = table.values("offload", places) > 0
+        groups = table.values("group", places)
+        p = pipeline.placement.num_ranks
+        v = pipeline.placement.num_stages // p
+        for some in groups_of([offloads, groups, table.microbatches[places]]):
+            offload, group = bool(offloads[some[0]]), int(groups[some[0]])
+            sizes = ScheduleSizes(p, v, int(table.microbatches[places[some[0]]]), group or p)
+            counts = self._moments(pipeline, sizes, rank.numbers, tuple(classes), offload)
+            rows = counts_per_class(offload=offload)
+            parts = [levels[kind][:rows][:, some] for kind in kinds]
+            each = np.concatenate([*parts, message[None, some], reduction[None, some]])
+            found[some] = (counts @ each).max(axis=0)
+        return found
+
+    def _moments(
+        self,
+        pipeline: PipelineSettings,
+        sizes: ScheduleSizes,
+        ranks: Sequence[int],
+        classes: Sequence[int],
+        offload: bool,
+    ) -> MomentCounts:
+        return moments_of(
+            pipeline.schedule,
+            sizes,
+            ranks,
+            classes,
+            offload=offload,
+            overlap=pipeline.overlap,
+            cpu=self._target.cpu,
+        )
+
+    def _size_columns(self, table: LayoutTable) -> list[NDArray[Any]]:
+        """What the sizes of a microbatch depend on."""
+        axes = table.columns("tp", "cp", "cp_kind", "cp_inner", "micro_batch", "ep", "etp")
+        of_fp8 = [table.keeps_weights, table.microbatches > 1] if self._run.fp8.enabled else []
+        return [*axes, table.sequence_parallel, table.split, *of_fp8]
+
+    def _state(
+        self, table: LayoutTable, rank: _Rank, places: Numbers, sizes: Sequence[Sizes], of_size: Numbers
+    ) -> StateLevels:
+        """The state of a rank."""
+        shards = np.array([choice != "no_shard" for choice in table.choices("sharding")])[
+            table.codes["sharding"][places]
+        ]
+        # Not cp: a parameter's copies are spread over cp x dp.
+        first, of_bucket = distinct(
+            [*(column[places] for column in table.columns("tp", "ep", "etp", "instances")), shards]
+        )
+        rows = []
+        for number in places[first]:
+            rows.append(self._buckets.sums(rank.stages, table.mesh(number), self._data_parallel(table, number)))
+        columns = dict(zip(BUCKET_SUMS, np.array(rows, np.float64).T[:, of_bucket], strict=True))
+        kinds, of_kind = distinct(
+            [column[places] for column in table.columns("sharding", "reduce_mode", "dp_overlap")]
+            + [table.split[places]]
+        )
+        settings = [self._data_parallel(table, number) for number in places[kinds]]
+        offload = [
+            offload_settings(self._run.optimizer, Layout(optimizer_offload=value).apply(self._run).optimizer_offload)
+            for value in table.choices("optimizer_offload")
+        ]
+        weights = np.zeros(len(sizes))
+        if self._run.fp8.enabled:
+            for number in np.unique(of_size):
+                weights[number] = quantized_weights(
+                    self._spec, rank.model, sizes[number], self._run.activation_offload.offloaded_weight_layers
+                )
+        return state_levels(
+            StateColumns(
+                columns,
+                np.array([each.shards == "optim_grads_params" for each in settings])[of_kind],
+                np.array([each.mode == LAST for each in settings])[of_kind],
+                np.array([each.overlap_reduce for each in settings])[of_kind],
+                offload,
+                table.codes["optimizer_offload"][places],
+                weights[of_size],
+            ),
+            self._run.optimizer,
+            FP32 if self._model.dtype_name == "float32" else FP32 // 2,
+            weights_stay=self._weights_stay,
+        )
+
+    def _data_parallel(self, table: LayoutTable, number: int) -> DataParallelSettings:
+        key = tuple(
+            table.value(axis, number)
+            for axis in ("sharding", "reduce_mode", "dp_overlap", "instances", "pp", "schedule")
+        )
+        if key not in self._settings:
+            self._settings[key] = table.data_parallel(number)
+        return self._settings[key]
+
+    def _relevant(self, layout: Layout) -> Layout:
+        """A layout that needs the same memory, and the same one for all that do: axes without effect have their default."""
+        unused = {"tp_overlap"}
+        if layout.cp == 1:
+            unused |= {"cp_kind", "cp_inner"}
+        if layout.tp == 1:
+            unused |= {"sequence_parallel"}
+        if layout.pp == 1:
+            unused |= {"schedule", "virtual_stages", "group", "uneven_ends"}
+        run = layout.apply(self._run)
+        if not self._target.cpu and not run.parallel.grad_reduce_in_bf16:
+            unused |= {"dp_overlap"}  # it takes work space that only these have
+        return dataclasses.replace(layout, **{axis: getattr(_PLAIN, axis) for axis in unused})
+
+
+def _grouping(recompute: RecomputeConfig) -> Hashable:
+    """What decides which layers of a stage backward recomputes together."""
+    return (recompute.recompute_method, recompute.recompute_num_layers) if recompute.is_full else None
+
+
+def _counted(levels: StageLevels) -> list[ManyBytes]:
+    """Bytes per microbatch of each count of moments.py."""
+    forward, backward = levels.forward, levels.backward
+    return [levels.saved, np.maximum(0.0, forward.net + backward.net), forward.peak, backward.peak]
+
+
+def _taker(numbers: Numbers) -> Callable[[Any], Any]:
+    """Returns a function that takes some columns of a dataclass of columns."""
+
+    def take(part: Any) -> Any:
+        if isinstance(part, np.ndarray):
+            return part[numbers]
+        return dataclasses.replace(part, **{f.name: take(getattr(part, f.name)) for f in dataclasses.fields(part)})
+
+    return take
+
+
+def _kinds_of_layers(layers: Sequence[LayerSpec], fp8: range) -> tuple[list[int], list[int]]:
+    """Returns (the first layer of each kind, the kind of each layer). fp8: layers with FP8 products.
+
+    Layers of a kind need the same memory; their windows may differ.
+    """
+    seen: dict[Hashable, int] = {}
+    by_identity: dict[Hashable, int] = {}
+    first, kind_of = [], []
+    for number, layer in enumerate(layers):
+        alike = (id(layer), number in fp8)
+        if alike not in by_identity:
+            kind = (
+                dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=None)),
+                layer.dropout,
+                layer.attention.dropout,
+                number in fp8,
+            )
+            if kind not in seen:
+                seen[kind] = len(seen)
+                first.append(number)
+            by_identity[alike] = seen[kind]
+        kind_of.append(by_identity[alike])
+    return first, kind_of

@@ -1,0 +1,63 @@
+"""The moments of a schedule: a few microbatches have those of many."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron.planner.memory import moments
+from megatron.planner.memory.moments import KEPT, MESSAGES, counts_per_class, enough_microbatches, moments_of
+from megatron.schedule.registry import SCHEDULES
+from megatron.schedule.spec import ScheduleSizes
+from megatron.schedule.validate import memory_in_flight
+
+STAGES = {"interleaved": (2, 3), "zb-v": (2,)}
+
+
+def sizes_of(spec, ranks, microbatches):
+    """All sizes with so many ranks and microbatches."""
+    for p, m in itertools.product(ranks, microbatches):
+        for v in STAGES.get(spec.name, (1,)):
+            for group in (p, p + 1, 2 * p) if spec.takes_groups else (p,):
+                yield ScheduleSizes(p, v, m, group)
+
+
+def same_as_with_all(spec, sizes, monkeypatch, **how):
+    """Whether the moments of each rank are those of all microbatches."""
+    for rank in range(sizes.p):
+        found = moments_of(spec, sizes, (rank,), range(sizes.v), **how)
+        with monkeypatch.context() as patch:
+            patch.setattr(moments, "enough_microbatches", lambda spec, sizes: sizes)
+            everything = moments_of(spec, sizes, (rank,), range(sizes.v), **how)
+        np.testing.assert_array_equal(found, everything, err_msg=f"{spec.name} {sizes} rank {rank}")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_few_microbatches_are_enough(name, monkeypatch):
+    spec = SCHEDULES[name]
+    for sizes in sizes_of(spec, (2, 3), (7, 13, 32)):
+        same_as_with_all(spec, sizes, monkeypatch, offload=False, overlap=True, cpu=False)
+    assert enough_microbatches(spec, ScheduleSizes(2, STAGES.get(name, (1,))[0], 64, 2)).m < 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_few_microbatches_are_enough_in_all_sizes(name, monkeypatch):
+    spec = SCHEDULES[name]
+    for sizes in sizes_of(spec, range(2, 9), (1, 2, 5, 16, 31, 47, 64)):
+        for offload, overlap in ((False, True), (True, True), (False, False)):
+            same_as_with_all(spec, sizes, monkeypatch, offload=offload, overlap=overlap, cpu=False)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_microbatches_in_flight(name):
+    """During a computation one microbatch less is kept than in flight, or as many in a backward."""
+    spec = SCHEDULES[name]
+    sizes = ScheduleSizes(4, STAGES.get(name, (1,))[0], 9, 4)
+    schedule = spec.build(4, 9, v=sizes.v, group=4 if spec.takes_groups else None)
+    for rank, in_flight in enumerate(memory_in_flight(schedule)):
+        counts = moments_of(spec, sizes, (rank,), (0,) * sizes.v, offload=False, overlap=True, cpu=False)
+        kept = counts[:, KEPT : counts_per_class(offload=False) : 1]
+        most = (kept[:, 0] + kept[:, 1] + kept[:, 2]).max()  # KEPT, DEFERRED and a running FORWARD
+        assert most == in_flight.activations
+        assert counts[:, MESSAGES].max() <= 3 or name == "gpipe"
