@@ -69,14 +69,9 @@ def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSett
             embedding_counts=parallel.account_for_embedding_in_pipeline_split,
             head_counts=parallel.account_for_loss_in_pipeline_split,
         )
-    settings = PipelineSettings(
-        schedule,
-        placement,
-        stages,
-        parallel.microbatch_group_size_per_virtual_pipeline_stage,
-        parallel.overlap_p2p_communication,
-    )
-    settings.schedule_of(1)  # checks the remaining conditions
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    schedule.sizes(p, 1, placement.num_stages // p, group)  # refuses a group that does not fit
+    settings = PipelineSettings(schedule, placement, stages, group, parallel.overlap_p2p_communication)
     for rank in range(p):
         if not any(stage.layers or stage.embedding or stage.head for stage in settings.stages_of(rank)):
             raise ConfigError(f"pipeline rank {rank} would hold nothing; give it a layer, or use fewer ranks")

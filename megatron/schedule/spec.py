@@ -67,6 +67,11 @@ class ScheduleSpec:
             raise ConfigError(
                 f"--microbatch-group-size-per-virtual-pipeline-stage has no effect under schedule {self.name}; remove it"
             )
+        if group is not None and group < p:
+            raise ConfigError(
+                f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {p}; "
+                f"give {p} or more"
+            )
         return ScheduleSizes(p, self.virtual_stages_for(v), m, p if group is None else group)
 
     def virtual_stages_for(self, asked: int | None) -> int:

@@ -26,6 +26,7 @@ from megatron.schedule.schedules.interleaved import group_sizes
 
 AxisValues = Mapping[str, tuple[Any, ...]]
 Condition = Callable[[], str | None]  # returns the problem
+_Layers = Callable[..., tuple[int, ...]]
 
 NEUTRAL = Layout()
 # They read every field, and each of them for itself: so they are asked once.
@@ -70,7 +71,7 @@ def _computed(field: Callable[[Layout, RunConfig], Any], layout: Layout, run: Ru
 
 # Axes that have an effect in some layouts only. In the others they have their neutral value, whatever is chosen.
 SOMETIMES = (
-    *("sequence_parallel", "tp_overlap", "cp_kind", "cp_inner", "group", "uneven_ends", "ep", "etp"),
+    *("sequence_parallel", "tp_overlap", "cp_kind", "cp_inner", "group", "uneven_ends"),
     *("sharding", "dp_overlap", "instances", "optimizer_offload"),
 )
 
@@ -91,22 +92,22 @@ def conditions(real: RunConfig, world_size: int, choices: AxisValues, asked: Ask
         "tp_overlap": lambda: layout.tp > 1,
         "cp_kind": lambda: layout.cp > 1,
         "cp_inner": lambda: layout.cp_kind == HIERARCHICAL,
-        "group": lambda: layout.pp > 1 and SCHEDULES[layout.schedule].takes_groups,
+        "group": lambda: layout.pp > 1,
         "uneven_ends": lambda: layout.pp > 1,
-        "ep": lambda: run.model.num_experts is not None,
-        "etp": lambda: run.model.num_experts is not None,
         "sharding": lambda: _has_copies(run, world_size),
         "dp_overlap": lambda: layout.sharding != "optim_grads_params" and _has_copies(run, world_size),
         "instances": lambda: layout.sharding != "no_shard",
         "optimizer_offload": lambda: not offload_is_fixed(real),
     }
+    layers = functools.cache(partial(_layers_of_stages, real))
     unique = [
         *(partial(_is_chosen, layout, axis, choices[axis], effects[axis]) for axis in SOMETIMES),
         partial(_fits_schedule, layout),
         partial(_group_is_new, run, world_size, layout, choices["group"]),
         partial(_inner_is_between, layout),
         partial(_reduces_as_sharding_needs, run, layout, choices["reduce_mode"]),
-        partial(_some_layers_are_kept, layout, choices["recompute"], functools.cache(partial(_most_layers, real))),
+        partial(_ends_matter, layout, choices["uneven_ends"], layers),
+        partial(_recompute_is_new, real, layout, choices["recompute"], layers),
     ]
     return [*found, *(partial(_problem, partial(_alike, is_met)) for is_met in unique)]
 
@@ -179,18 +180,36 @@ def _reduces_as_sharding_needs(run: RunConfig, layout: Layout, values: tuple[str
     return layout.reduce_mode == LAST and (LAST in values or measured_is_last)
 
 
-def _some_layers_are_kept(layout: Layout, values: tuple[str, ...], most_layers: Callable[..., int]) -> bool:
-    """Some stage has more than the N layers of "full:N": else it is "full"."""
-    kind, _, number = layout.recompute.partition(":")
-    if kind != FULL or not number or FULL not in values:
+def _ends_matter(layout: Layout, values: tuple[bool, ...], layers: _Layers) -> bool:
+    """If the embedding and the loss count, the stages have other layers than if they do not."""
+    if layout.pp == 1 or not layout.uneven_ends or False not in values:
         return True
-    return int(number) < most_layers(layout.pp, layout.schedule, layout.virtual_stages, layout.uneven_ends)
+    sizes = layout.pp, layout.schedule, layout.virtual_stages
+    return layers(*sizes, uneven_ends=True) != layers(*sizes, uneven_ends=False)
 
 
-def _most_layers(run: RunConfig, pp: int, schedule: str, virtual_stages: int, uneven_ends: bool) -> int:
-    """Layers of the largest stage; 0 where they do not divide."""
+def _recompute_is_new(run: RunConfig, layout: Layout, values: tuple[str, ...], layers: _Layers) -> bool:
+    """No earlier value recomputes the same layers in the same groups, as "full" and "full:8" of a stage with 8 layers."""
+    if not layout.recompute.startswith(FULL):
+        return True
+    sizes = layers(layout.pp, layout.schedule, layout.virtual_stages, uneven_ends=layout.uneven_ends)
+    earlier = [value for value in values[: values.index(layout.recompute)] if value.startswith(FULL)]
+    groups = _groups(run, layout.recompute, sizes)
+    return all(_groups(run, value, sizes) != groups for value in earlier)
+
+
+def _groups(run: RunConfig, recompute: str, sizes: tuple[int, ...]) -> list[list[tuple[int, bool]]]:
+    """Of stages of so many layers, the layers of each group and whether they are recomputed."""
+    config = Layout(recompute=recompute).apply(run).recompute
+    return [[(len(group), again) for group, again in config.groups(range(size))] for size in set(sizes)]
+
+
+def _layers_of_stages(
+    run: RunConfig, pp: int, schedule: str, virtual_stages: int, *, uneven_ends: bool
+) -> tuple[int, ...]:
+    """The number of layers of each stage; none where they do not divide."""
     layout = Layout(pp=pp, schedule=schedule, virtual_stages=virtual_stages, uneven_ends=uneven_ends)
     try:
-        return max(len(stage.layers) for stage in layout.apply(run).pipeline_settings().stages)
+        return tuple(len(stage.layers) for stage in layout.apply(run).pipeline_settings().stages)
     except ConfigError:
-        return 0
+        return ()

@@ -140,7 +140,7 @@ FIELDS: Mapping[str, Callable[[Layout, RunConfig], Any]] = {
     "micro_batch_size": lambda layout, run: layout.micro_batch,
     "expert_model_parallel_size": lambda layout, run: layout.ep,
     "expert_tensor_parallel_size": lambda layout, run: (
-        None if run.model.num_experts is None or layout.etp == layout.tp else layout.etp
+        None if layout.etp == (1 if run.model.num_experts is None else layout.tp) else layout.etp
     ),
     "use_distributed_optimizer": lambda layout, run: layout.sharding == "optim",
     "overlapped_distributed_optimizer": lambda layout, run: False,
@@ -149,7 +149,9 @@ FIELDS: Mapping[str, Callable[[Layout, RunConfig], Any]] = {
     ),
     "grad_reduce_mode": lambda layout, run: AUTO if layout.reduce_mode == AUTO else None,
     # Gradients that are not kept are reduced at once anyway.
-    "overlap_grad_reduce": lambda layout, run: layout.dp_overlap and layout.reduce_mode == LAST,
+    "overlap_grad_reduce": lambda layout, run: (
+        layout.dp_overlap and layout.sharding not in SHARDED_GRADS and layout.reduce_mode != AUTO
+    ),
     "overlap_param_gather": lambda layout, run: layout.dp_overlap and layout.sharding in ("optim", "optim_grads"),
     "num_distributed_optimizer_instances": lambda layout, run: layout.instances,
     "recompute_granularity": lambda layout, run: _recompute(layout.recompute)[0],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.base.errors import ConfigError
 from megatron.schedule.schedule import Action, Kind
 from megatron.schedule.schedules.one_f_one_b import in_turn
 from megatron.schedule.spec import Formula, Lists, ScheduleSizes, ScheduleSpec, Times
@@ -16,7 +15,7 @@ def interleaved(sizes: ScheduleSizes) -> Lists:
     default p; a larger one leaves a transfer more time and keeps more activations. Rank r keeps at most (v - 1) G + 2
     (p - r - 1) + 1 chunks' activations, with G the largest group of `group_sizes`.
 
-    With v = 1 this is 1F1B. Raises ConfigError for a group smaller than p.
+    With v = 1 this is 1F1B.
     """
     p, v = sizes.p, sizes.v
     groups = group_sizes(p, sizes.m, sizes.group)
@@ -43,13 +42,8 @@ def group_sizes(p: int, m: int, group: int) -> list[int]:
     These are groups of `group` with the rest at the end, if that is zero or at least p, which Megatron-LM accepts. A
     smaller rest would leave ranks idle, or deadlocked. Then the microbatches are distributed evenly instead, over the
     largest number of groups with p members each: up to p - 1 more than `group` in one, and fewer with more groups.
-    Raises ConfigError for a group smaller than p.
+    `group` is p or more: ScheduleSpec.sizes refuses others.
     """
-    if group < p:
-        raise ConfigError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {p}; "
-            f"give {p} or more"
-        )
     full, rest = divmod(m, group)
     if rest == 0 or rest >= p:
         return [group] * full + ([rest] if rest else [])

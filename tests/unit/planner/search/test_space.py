@@ -1,0 +1,91 @@
+"""The space of layouts: what the rules accept and nothing else, and no run twice."""
+
+import itertools
+import random
+
+import pytest
+
+from megatron.base.errors import ConfigError
+from megatron.config.mesh import mesh_of
+from megatron.config.rules.check import problems
+from megatron.config.run import RunConfig
+from megatron.config.settings import resolve
+from megatron.planner.search.layout import AXES, Layout
+from megatron.planner.search.space import space_of
+from megatron.schedule.schedules.interleaved import group_sizes
+from tests.unit.planner.search.runs import RUNS, WORLD, run_of, some_choices
+
+
+def meaning(run: RunConfig) -> tuple:
+    """What a run does, so that two runs that do the same have one value. Independent of the space's own conditions."""
+    settings = resolve(run, mesh_of(run.parallel, WORLD))
+    mesh, pipeline, replicas = settings.mesh, settings.pipeline, settings.data_parallel
+    parallel, experts = run.parallel, run.model.num_experts is not None
+    m = settings.batches.final_num_microbatches
+    group = pipeline.schedule.takes_groups and group_sizes(mesh.pp, m, pipeline.group or mesh.pp)
+    copies = max(mesh.dp * mesh.cp, mesh.edp if experts else 1)
+    kinds, inner = set(settings.attention_comm_types), settings.context_inner
+    if mesh.cp == 1:
+        kinds = set()
+    elif kinds == {"a2a+p2p"} and inner in (1, mesh.cp):
+        kinds = {"p2p" if inner == 1 else "a2a"}
+    recompute = [
+        [(list(layers), again) for layers, again in run.recompute.groups(stage.layers) if layers]
+        for stage in pipeline.stages
+    ]
+    return (
+        (mesh.tp, mesh.cp, mesh.pp, mesh.ep, mesh.etp if experts else 1),
+        settings.sequence_parallel,
+        parallel.tp_comm_overlap and mesh.tp > 1,
+        (str(sorted(kinds)), inner if kinds == {"a2a+p2p"} else 1),
+        (pipeline.schedule.name, str(pipeline.stages), str(group)),
+        run.train.micro_batch_size,
+        None if copies == 1 else (replicas.shards, replicas.mode, replicas.overlap_reduce),
+        None if copies == 1 or replicas.shards == "no_shard" else (replicas.overlap_gather, replicas.instances),
+        (str(recompute), str(sorted(run.recompute.modules)), run.recompute.recompute_policy),
+        (run.activation_offload.kind, run.activation_offload.pipeline_offload_ratio or "0"),
+        str(settings.optimizer_offload),
+    )
+
+
+def compare(run: RunConfig, draw: random.Random, most: int) -> int:
+    """Compares the space of some choices with all of their product; returns the number of its layouts."""
+    choices = some_choices(draw, most)
+    accepted = {}
+    for values in itertools.product(*(choices[axis] for axis in AXES)):
+        layout = Layout(**dict(zip(AXES, values, strict=True)))
+        applied = layout.apply(run)
+        if not problems(applied, WORLD):
+            accepted[meaning(applied)] = layout
+    try:
+        found = space_of(run, WORLD, choices)
+    except ConfigError:
+        assert not accepted, f"refused whatever the layout, but {next(iter(accepted.values()))} passes"
+        return 0
+    seen = {}
+    for number in range(len(found)):
+        layout = found.layout(number)
+        applied = layout.apply(run)
+        assert problems(applied, WORLD) == [], layout
+        what = meaning(applied)
+        assert what not in seen, f"{layout} is {seen[what]}"
+        seen[what] = layout
+    missing = [layout for what, layout in accepted.items() if what not in seen]
+    assert not missing, f"{len(missing)} of {len(accepted)} are missing, as {missing[0]}"
+    assert not [layout for what, layout in seen.items() if what not in accepted]
+    return len(found)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_space_is_what_the_rules_accept(name):
+    draw, run = random.Random(name), run_of(RUNS[name])
+    for _ in range(2):
+        compare(run, draw, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_many_spaces_are_what_the_rules_accept(name):
+    draw, run = random.Random(f"many {name}"), run_of(RUNS[name])
+    found = sum(compare(run, draw, 1000) for _ in range(20))
+    assert found > 20
