@@ -13,7 +13,6 @@ offloaded only to files, if --offload-dir is given.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,21 +24,7 @@ from megatron.base.errors import ConfigError
 from megatron.base.log import get_logger
 from megatron.config.activation_offload import RESIDENT_LAYERS
 from megatron.config.data import DataConfig
-from megatron.config.recompute import (
-    BLOCK,
-    CORE_ATTN,
-    FULL,
-    KEEP_ALL,
-    MLP_ACT,
-    MOE_ACT,
-    NORM,
-    SELECTIVE,
-    SHARED_EXPERTS,
-    WHOLE_MLP,
-    WHOLE_MOE,
-    LayerChoices,
-    RecomputeConfig,
-)
+from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
 from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Groups
@@ -48,35 +33,17 @@ from megatron.core.streams.streams import Streams
 from megatron.core.transformer.context import Build
 from megatron.planner.memory.balance import Choice, Option, cheapest, front
 from megatron.planner.memory.front_report import MIB, draw, table
+from megatron.planner.memory.recompute_options import RECOMPUTE_WHOLE_LAYER, option_name, part_sets, parts
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import Schedule
 from megatron.schedule.validate import memory_in_flight
 from megatron.spec.decoder import LayerSpec
-from megatron.spec.moe import MoESpec
 from megatron.training.offload import build_pool_and_engine
 from megatron.training.probe import LayerProbe
 
 log = get_logger(__name__)
 
 _ROUNDS = 7  # timed rounds, after a warm-up
-RECOMPUTE_WHOLE_LAYER = RecomputeConfig(recompute_granularity=FULL, recompute_method=BLOCK, recompute_num_layers=1)
-
-
-def parts(*names: str) -> RecomputeConfig:
-    """The configuration that recomputes these parts of a layer."""
-    return RecomputeConfig(recompute_granularity=SELECTIVE, recompute_modules=names) if names else KEEP_ALL
-
-
-def _sets(layer: LayerSpec) -> list[RecomputeConfig]:
-    """The sets of parts from which a layer chooses. The first is empty."""
-    mlps: tuple[tuple[str, ...], ...] = ((), (MLP_ACT,), (WHOLE_MLP,))
-    if isinstance(layer.mlp, MoESpec):
-        mlps = ((), (MOE_ACT,), (WHOLE_MOE,))
-        if layer.mlp.shared is not None:
-            mlps = (*mlps, (SHARED_EXPERTS,), (SHARED_EXPERTS, MOE_ACT))
-    return [
-        parts(*attention, *norm, *mlp) for attention in ((), (CORE_ATTN,)) for norm in ((), (NORM,)) for mlp in mlps
-    ]
 
 
 class Balanced(NamedTuple):
@@ -119,11 +86,7 @@ def choose(
     # A chunk of a microbatch keeps what its own stage's layers keep.
     at_once = memory_in_flight(schedule)[groups.pp.rank].activations / max(1, len(stages))
     options = [
-        [
-            _at_once(way.option, at_once)
-            for way in measured[kinds[number]][0]
-            if not (way.offloads and number in resident)
-        ]
+        [way.option.held(at_once) for way in measured[kinds[number]][0] if not (way.offloads and number in resident)]
         for number in numbers
     ]
     ways = {way.option.name: way for found, _ in measured.values() for way in found}
@@ -169,11 +132,6 @@ def _kind(build: Build, number: int) -> tuple[LayerSpec, str]:
     return build.spec.layers[number], comm_type
 
 
-def _at_once(option: Option, times: float) -> Option:
-    """The option's bytes for all microbatches that a rank holds at once."""
-    return dataclasses.replace(option, nbytes=int(option.nbytes * times))
-
-
 class Way(NamedTuple):
     """An option of a layer and its recompute flags. offloads: what the layer saves is offloaded to host memory."""
 
@@ -189,7 +147,7 @@ def _measure(
 
     rates: seconds per byte to the host and to the device, if layers may be offloaded.
     """
-    sets = _sets(build.spec.layers[number])
+    sets = part_sets(build.spec.layers[number])
     # Each part is timed alone; of several together the times add up.
     timed = [*(config for config in sets if len(config.modules) == 1), RECOMPUTE_WHOLE_LAYER]
     with build.rng.replay(build.rng.snapshot()):  # the run draws the numbers it would draw anyway
@@ -214,7 +172,7 @@ def _measure(
     ]  # with experts ranks keep different numbers of rows
     seconds = {str(config): cost for config, cost in zip(timed, added, strict=True)}
     ways = [
-        Way(Option(_name(config), size, sum(seconds[str(parts(name))] for name in config.modules)), config)
+        Way(Option(option_name(config), size, sum(seconds[str(parts(name))] for name in config.modules)), config)
         for config, size in zip(sets, sizes, strict=False)
     ]
     ways.append(Way(Option("layer", sizes[-1], seconds[str(RECOMPUTE_WHOLE_LAYER)]), RECOMPUTE_WHOLE_LAYER))
@@ -236,7 +194,3 @@ def _seconds_per_byte(directory: str | None, streams: Streams) -> tuple[float, f
     pool, engine = build_pool_and_engine(directory, streams)
     to_host, to_device = measure_bandwidth(engine, pool, streams.device)
     return 1 / to_host, 1 / to_device
-
-
-def _name(config: RecomputeConfig) -> str:
-    return "keep" if config is KEEP_ALL else str(config).replace(" ", "+")

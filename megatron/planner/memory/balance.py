@@ -8,6 +8,7 @@ between fixed sets by hand; here every layer may differ.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ class Option:
     name: str
     nbytes: int
     seconds: float
+
+    def held(self, times: float) -> Option:
+        """Returns the option with its bytes for all microbatches that a rank holds at once."""
+        return dataclasses.replace(self, nbytes=int(self.nbytes * times))
 
 
 @dataclass(frozen=True)

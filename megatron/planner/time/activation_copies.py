@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,6 +118,14 @@ def activation_copies(run: RunConfig, settings: RunSettings, spec: DecoderSpec) 
         offload.kind == "ratio" and offload.ratio is None,
         settings.pipeline.schedule.splits_backward,
     )
+
+
+def copies_of_layers(settings: RunSettings, offloaded: Mapping[int, int]) -> ActivationCopies:
+    """Returns the copies where single layers are offloaded. offloaded: layer -> bytes."""
+    stages = settings.pipeline.stages
+    by_layer = tuple(tuple(offloaded.get(number, 0) for number in stage.layers) for stage in stages)
+    split = settings.pipeline.schedule.splits_backward
+    return ActivationCopies(tuple(map(sum, by_layer)), by_layer, 0.0, is_auto=False, split=split)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron.base.mesh import COPY_AXES
+from megatron.config.recompute import LayerChoices
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.sizes import sizes_of
@@ -33,8 +34,13 @@ class ModelWork:
         return self.works[self.kinds[number]]
 
 
-def model_work(run: RunConfig, settings: RunSettings, software: Software) -> ModelWork:
-    """Returns the operations of a run's model. Its sequence length and micro batch size are known."""
+def model_work(
+    run: RunConfig, settings: RunSettings, software: Software, choices: LayerChoices | None = None
+) -> ModelWork:
+    """Returns the operations of a run's model. Its sequence length and micro batch size are known.
+
+    choices: the recompute of its layers, if the flags leave it to a measurement.
+    """
     seq_length, micro_batch_size = run.data.seq_length, run.train.micro_batch_size
     assert seq_length and micro_batch_size
     model = dataclasses.replace(run.model, max_position_embeddings=run.model.max_position_embeddings or seq_length)
@@ -48,12 +54,12 @@ def model_work(run: RunConfig, settings: RunSettings, software: Software) -> Mod
         target=Target(cpu=False),
         moe=run.moe,
     )
-    overlap = _overlap(run, settings, software)
+    overlap = overlap_of(run, settings, software)
     places: dict[tuple[int, frozenset[str]], int] = {}
     works: list[LayerWork] = []
     kinds: list[int] = []
     for number, layer in enumerate(spec.layers):
-        again = run.recompute.parts_of(number)
+        again = (choices or run.recompute).parts_of(number)
         key = id(layer), again  # alike layers are one object
         if key not in places:
             places[key] = len(works)
@@ -88,7 +94,8 @@ def places_of(settings: RunSettings, cluster: Cluster) -> Places:
     }
 
 
-def _overlap(run: RunConfig, settings: RunSettings, software: Software) -> Overlap:
+def overlap_of(run: RunConfig, settings: RunSettings, software: Software) -> Overlap:
+    """Returns which communication of tensor parallelism a run overlaps."""
     pieces = run.parallel.tp_comm_overlap
     split = settings.pipeline.schedule.splits_backward
     return Overlap(

@@ -15,9 +15,10 @@ from megatron.config.recompute import BALANCED
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.schedule.graph import ManyCosts
-from megatron.planner.time.activation_copies import activation_copies, scheduled_copies
+from megatron.planner.time.activation_copies import activation_copies, copies_of_layers, scheduled_copies
+from megatron.planner.time.balanced_layers import BalancedLayers, balanced_layers
 from megatron.planner.time.clock import Clock
-from megatron.planner.time.constants import Constants, Number
+from megatron.planner.time.constants import Constants, Number, fitted
 from megatron.planner.time.data_sheet import DataSheetClock
 from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.model_work import model_work, places_of
@@ -72,12 +73,27 @@ class StepModel:
     `config.rules` accept the run, and its vocabulary is known. Raises ConfigError for runs that are not planned.
     """
 
-    def __init__(self, run: RunConfig, settings: RunSettings, cluster: Cluster, software: Software) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        settings: RunSettings,
+        cluster: Cluster,
+        software: Software,
+        balanced: BalancedLayers | None = None,
+    ) -> None:
+        """balanced: the choice of a run with --recompute-policy balanced."""
         _refuse(run, settings)
+        if run.recompute.recompute_policy == BALANCED and balanced is None:
+            raise ConfigError(
+                "the time of layers that are chosen by measuring (--recompute-policy balanced) is planned for single runs "
+                "only, with tools/plan.py time; leave the flag out, and add it to the run afterwards"
+            )
         cluster.check(settings.mesh.world_size)
         cluster.device.flops(software.precision)
         self._settings, self._cluster, self._software = settings, cluster, software
-        self.work = model_work(run, settings, software)
+        choices = None if balanced is None else balanced.choices
+        self._recompute = choices or run.recompute
+        self.work = model_work(run, settings, software, choices)
         self.places = places_of(settings, cluster)
         self.replicas = Replicas(
             settings.data_parallel,
@@ -87,7 +103,11 @@ class StepModel:
             settings.pipeline.placement.rank_of,
             self.work.sizes.e,
         )
-        self._copies = activation_copies(run, settings, self.work.spec)
+        self._copies = (
+            activation_copies(run, settings, self.work.spec)
+            if balanced is None
+            else copies_of_layers(settings, balanced.offloaded)
+        )
         self._update = optimizer_update(run.optimizer, settings, half=run.model.dtype_name != "float32")
         self._microbatches = settings.batches.final_num_microbatches
         pipeline, p = settings.pipeline, settings.mesh.pp
@@ -102,7 +122,6 @@ class StepModel:
             buckets=self.replicas.buckets,
             offload=self._copies is not None and self._copies.ratio > 0,
         )
-        self._recompute = run.recompute
         samples = settings.batches.final_global_batch_size
         assert run.data.seq_length
         self.tokens = samples * run.data.seq_length
@@ -255,6 +274,16 @@ class StepModel:
         return clock.hop(self.places["pp"], self.work.sizes.residual) - latency, latency
 
 
+def model_of_run(run: RunConfig, settings: RunSettings, cluster: Cluster, software: Software) -> StepModel:
+    """Returns the model of any run, also of one that leaves recompute to a measurement: by the times of data sheets."""
+    balanced = None
+    if run.recompute.recompute_policy == BALANCED:
+        _refuse(run, settings)
+        clock = DataSheetClock(fitted(), cluster, software)
+        balanced = balanced_layers(run, settings, software, clock, places_of(settings, cluster))
+    return StepModel(run, settings, cluster, software, balanced)
+
+
 def clocked_seconds(models: Sequence[StepModel], clocks: Sequence[Clock]) -> NDArray[np.float64]:
     """Returns [models, K] seconds of a step of each model, for clocks with K times."""
     prepared = [model.prepare(clock) for model, clock in zip(models, clocks, strict=True)]
@@ -277,8 +306,6 @@ def _refuse(run: RunConfig, settings: RunSettings) -> None:
         "of copies to host memory (--cpu-offloading-weights)": run.activation_offload.cpu_offloading_weights,
         "of an update on the CPU that depends on free memory (--optimizer-offload-policy auto)": offload.is_auto,
         "of optimizer state in files (--offload-dir)": offload.mode != OFF and offload.directory is not None,
-        "of layers that are chosen by measuring (--recompute-policy balanced)": run.recompute.recompute_policy
-        == BALANCED,
     }
     for what, asked in unplanned.items():
         if asked:

@@ -15,7 +15,7 @@ from megatron.config.fp8 import MXFP8 as MXFP8_RECIPE
 from megatron.config.interval import RANKS
 from megatron.planner.time.hardware import BF16, FP8, MXFP8, TERA
 from megatron.planner.time.software import FLASH_3, UNFUSED, Software
-from megatron.planner.time.step_time import PARTS, StepModel, StepTime
+from megatron.planner.time.step_time import PARTS, StepTime, model_of_run
 from megatron.tooling.plan.machine import PlannedMachine, machine_of
 from megatron.tooling.plan.run import settings_of
 
@@ -51,7 +51,7 @@ def plan_time(args: argparse.Namespace, flags: Sequence[str]) -> None:
         precision = MXFP8 if run.fp8.fp8_recipe == MXFP8_RECIPE else FP8
     attention = UNFUSED if run.model.attention_backend == "unfused" else FLASH_3
     software = Software(precision=precision, attention=attention)
-    model = StepModel(run, settings, cluster, software)
+    model = model_of_run(run, settings, cluster, software)
     clock = machine.clock(run, software)
     show(model.time(clock), machine)
     ratio = model.offload_ratio(clock)

@@ -23,12 +23,12 @@ from megatron.core.comm.simulated import simulated_world
 from megatron.core.groups import with_shared_heads
 from megatron.core.timeline import Lap
 from megatron.core.transformer.context import Build
+from megatron.planner.memory.recompute_options import RECOMPUTE_WHOLE_LAYER, parts
 from megatron.planner.search.layout import Layout
 from megatron.planner.time.profile_file import EMBEDDING, HEAD, WHOLE_LAYER, EndRow, LayerRow
 from megatron.planner.time.profiled_run import run_in, settings_in
 from megatron.spec.decoder import decoder_spec
 from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample, calls_of, repeat
-from megatron.training.balanced_recompute import RECOMPUTE_WHOLE_LAYER, parts
 from megatron.training.prepare import prepare
 from megatron.training.probe import EndProbe, LayerProbe, PhaseLaps, Probe
 from megatron.training.process import groups_of
