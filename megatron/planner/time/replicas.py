@@ -63,6 +63,12 @@ def held_by(spec: DecoderSpec, mesh: Mesh, stage: Stage) -> Held:
     return Held(dense, expert)
 
 
+def shared_by_ends(spec: DecoderSpec, mesh: Mesh, stages: Sequence[Stage]) -> int:
+    """Returns the parameters of a rank that another rank of the pipeline has, too. stages: of the rank."""
+    placed = spec.rank_parameters(stages).values()
+    return sum(local_numel(each.spec, mesh.sizes) for each in placed if each.on_both_ends)
+
+
 @dataclass(frozen=True)
 class Reductions:
     """Communication of a step. overlapped: of each stage, behind its last backward, or None. exposed: all other that no
@@ -76,8 +82,11 @@ class Reductions:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a run. held: parameters of each stage; rank_of: its rank of the pipeline. parameter_bytes: of a
-    parameter that is gathered."""
+    """The replicas of a run. held: parameters of each stage; rank_of: its rank of the pipeline.
+
+    parameter_bytes: of a parameter that is gathered. shared_by_ends: parameters of which the first and the last rank of the
+    pipeline each have a copy.
+    """
 
     settings: DataParallelSettings
     software: Software
@@ -85,6 +94,7 @@ class Replicas:
     held: Sequence[Held]
     rank_of: Sequence[int]
     parameter_bytes: int = _HALF
+    shared_by_ends: int = 0
 
     @property
     def buckets(self) -> int:
@@ -128,10 +138,13 @@ class Replicas:
     def reductions(self, clock: Clock) -> Reductions:
         """Returns the communication of a step, without that of every microbatch."""
         settings = self.settings
-        if all(self.places[f"{view}_{kind}"].size == 1 for view in COPY_AXES for kind in ("shard", "replicas")):
-            return Reductions(None)
         exposed: Number = 0.0
         slowing: Number = 0.0
+        if self.shared_by_ends:  # slices of the sums over replicas
+            nbytes = FP32 * self.shared_by_ends / self.places[f"{DENSE}_shard"].size
+            exposed = exposed + clock.collective(self.places["ends"], ALL_REDUCE, nbytes)
+        if all(self.places[f"{view}_{kind}"].size == 1 for view in COPY_AXES for kind in ("shard", "replicas")):
+            return Reductions(None, exposed, slowing)
         if self._gathers_once:
             gathers = self._slowest_rank([self._gather(clock, held) for held in self.held])
             if settings.overlap_gather:

@@ -24,7 +24,7 @@ from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.model_work import model_work, places_of
 from megatron.planner.time.optimizer_update import optimizer_update
 from megatron.planner.time.play import Play, PlayShape, makespans
-from megatron.planner.time.replicas import Replicas, held_by
+from megatron.planner.time.replicas import Replicas, held_by, shared_by_ends
 from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import DP, INTERFERENCE, NOTHING, OFFLOAD, STAGE_PARTS, Parts, Phases
 from megatron.schedule.partition import Stage
@@ -102,6 +102,7 @@ class StepModel:
             [held_by(self.work.spec, settings.mesh, stage) for stage in settings.pipeline.stages],
             settings.pipeline.placement.rank_of,
             self.work.sizes.e,
+            shared_by_ends(self.work.spec, settings.mesh, settings.pipeline.stages_of(0)),
         )
         self._copies = (
             activation_copies(run, settings, self.work.spec)

@@ -391,3 +391,28 @@ def test_updated_parameters_are_gathered_unless_they_stay_sharded():
         reductions = model.replicas.reductions(model.clock(Constants()))
         gathers[mode] = reductions.exposed + reductions.slowing
     assert gathers["optim_grads"] > 0 == gathers["optim_grads_params"]
+
+
+class TestTiedEmbedding:
+    """Both ends of a pipeline sum the gradients of the embedding that they share."""
+
+    TIED = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=False)
+
+    @pytest.mark.parametrize("cluster", [H100, dataclasses.replace(H100, node=1)])
+    def test_the_sum_is_an_all_reduce_of_two(self, cluster):
+        model = model_of(4, PP, model=self.TIED, cluster=cluster)
+        clock = model.clock(Constants())
+        words = 32000 * 2048
+        seconds = clock.collective(Place(2, min(2, cluster.node)), ALL_REDUCE, 4 * words)
+        assert model.time(clock).parts["dp"] == pytest.approx(seconds, rel=1e-9)
+        sharded = model_of(16, {**PP, **OVERLAPPED}, model=self.TIED)
+        nothing = model_of(16, {**PP, **OVERLAPPED}, model=self.TIED).replicas
+        nothing = dataclasses.replace(nothing, shared_by_ends=0)
+        added = sharded.replicas.reductions(clock).exposed - nothing.reductions(clock).exposed
+        slices = clock.collective(sharded.places["ends"], ALL_REDUCE, 4 * words / 4)
+        assert added == pytest.approx(slices, rel=1e-9)
+
+    def test_nothing_if_one_rank_holds_both_ends(self):
+        assert model_of(model=self.TIED).replicas.shared_by_ends == 0
+        assert model_of(4, {**PP, "pipeline_schedule": "zb-v"}, model=self.TIED).replicas.shared_by_ends == 0
+        assert model_of(4, PP).replicas.shared_by_ends == 0
