@@ -36,34 +36,54 @@ class RankPasses:
 class OptimizerUpdate:
     """The update of slices. states: bytes per element on the device; result: of an updated weight.
 
-    waits_for_all: the parameters of all chunks are gathered before the next forward begins.
+    waits_for_all: the parameters of all chunks are gathered before the next forward begins. away: part of the weights that
+    lives in host memory; weight_buckets: their buckets; reads_weights: the update reads them.
     """
 
     offload: OffloadSettings
     states: float
     result: int
     waits_for_all: bool
+    away: float = 0.0
+    weight_buckets: int = 1
+    reads_weights: bool = False
 
     def seconds(self, clock: Clock, elements: float, passes: RankPasses) -> Number:
         """Returns the time that the update of a rank's slice adds to the step. elements: of the slice."""
-        if self.offload.mode == OFF or not elements:
-            return clock.update(elements)
+        if not elements:
+            return 0.0
+        if self.offload.mode == OFF:
+            return self._on_device(clock, elements)
         if self.offload.mode == STATES:
+            weights = self.away * self.result
 
             def update(part: float) -> tuple[Number, ...]:
-                copy = clock.host_copy(self.states * part)
-                return copy, clock.update(part), copy
+                back = clock.host_copy((self.states + weights) * part)
+                return clock.host_copy((self.states + weights * self.reads_weights) * part), clock.update(part), back
 
             return self._in_chunks(elements, update)
-        here = clock.update(elements * (1 - self.offload.fraction))
+        here = self._on_device(clock, elements * (1 - self.offload.fraction))
         there = elements * self.offload.fraction
         if not self.offload.overlap:
+            copied = self.result * (1 - self.away)  # the CPU writes offloaded weights where they are
 
             def on_cpu(part: float) -> tuple[Number, ...]:
-                return clock.host_copy(FP32 * part), clock.cpu_update(part), clock.host_copy(self.result * part)
+                return clock.host_copy(FP32 * part), clock.cpu_update(part), clock.host_copy(copied * part)
 
             return np.maximum(here, self._in_chunks(there, on_cpu))
         return here + self._late(clock, elements, here, passes)
+
+    def _on_device(self, clock: Clock, elements: float) -> Number:
+        """Weights in host memory are copied to the device bucket by bucket, updated and copied back."""
+        if not self.away:
+            return clock.update(elements)
+
+        def update(part: float) -> tuple[Number, ...]:
+            copy = clock.host_copy(self.result * part)
+            return copy * self.reads_weights, clock.update(part), copy
+
+        there = elements * self.away
+        return clock.update(elements - there) + _pipelined(update(there / self.weight_buckets), self.weight_buckets)
 
     def _late(self, clock: Clock, elements: float, here: Number, passes: RankPasses) -> Number:
         """What an overlapped update delays: the end of backward, by copies of gradients that outlast it, and the next
@@ -74,8 +94,10 @@ class OptimizerUpdate:
         fraction = self.offload.fraction
         there = elements * fraction
 
+        copied = self.result * (1 - self.away)
+
         def cpu(part: float) -> tuple[Number, ...]:
-            return clock.cpu_update(part), clock.host_copy(self.result * part)
+            return clock.cpu_update(part), clock.host_copy(copied * part)
 
         chunk = self._chunk(there)
         first, all_of_them = self._in_chunks(chunk, cpu), self._in_chunks(there, cpu)
@@ -93,12 +115,23 @@ class OptimizerUpdate:
     def _in_chunks(self, elements: float, times: Callable[[float], Sequence[Number]]) -> Number:
         """times: from the elements of a chunk to the seconds of what happens to it, each beside the others' other."""
         chunk = self._chunk(elements)
-        each = times(chunk)
-        return sum(each, 0.0) + (elements / chunk - 1) * functools.reduce(np.maximum, each)
+        return _pipelined(times(chunk), elements / chunk)
 
 
-def optimizer_update(optimizer: OptimizerConfig, settings: RunSettings, *, half: bool) -> OptimizerUpdate:
-    """Returns the update of a run. half: the model is not fp32."""
+def _pipelined(each: Sequence[Number], count: float) -> Number:
+    """Returns the seconds of `count` chunks whose steps take the seconds of `each`."""
+    return sum(each, 0.0) + (count - 1) * functools.reduce(np.maximum, each)
+
+
+def optimizer_update(
+    optimizer: OptimizerConfig,
+    settings: RunSettings,
+    *,
+    half: bool,
+    away: float = 0.0,
+    weight_buckets: int = 1,
+) -> OptimizerUpdate:
+    """Returns the update of a run. half: the model is not fp32. away, weight_buckets: see OptimizerUpdate."""
     offload, shares = settings.optimizer_offload, settings.data_parallel
     gathers = shares.shards in ("optim", "optim_grads")
     return OptimizerUpdate(
@@ -106,4 +139,7 @@ def optimizer_update(optimizer: OptimizerConfig, settings: RunSettings, *, half:
         states=state_bytes(optimizer, _MANY, half=half, on_cpu=False) / _MANY,
         result=FP32 // 2 if half else FP32,
         waits_for_all=gathers and not shares.overlap_gather,
+        away=away,
+        weight_buckets=weight_buckets,
+        reads_weights=not half or optimizer.main_params_dtype != "fp32",
     )

@@ -46,6 +46,10 @@ class Held:
         """Both."""
         return self.dense + self.expert
 
+    def sliced(self, places: Places) -> float:
+        """Returns the parameters of the slices that a rank owns."""
+        return sum(numel / places[f"{view}_shard"].size for view, numel in self.by_view.items())
+
     def plus(self, other: Held) -> Held:
         """Returns the sum."""
         return Held(self.dense + other.dense, self.expert + other.expert)
@@ -99,12 +103,15 @@ class Replicas:
     @property
     def buckets(self) -> int:
         """The reductions of a stage that are followed one by one."""
-        ranks = max(self.rank_of) + 1
         largest = max(held.all for held in self.held)
-        rank = sum(held.all for held in self.held) // ranks
+        return max(1, min(MOST_BUCKETS, math.ceil(largest / self.bucket_size)))
+
+    @property
+    def bucket_size(self) -> int:
+        """Parameters of a bucket, at least."""
+        rank = sum(held.all for held in self.held) // (max(self.rank_of) + 1)
         shards = max(self.places[f"{view}_shard"].size for view in COPY_AXES)
-        bucket = self.settings.bucket_size or default_bucket_size(rank, shards)
-        return max(1, min(MOST_BUCKETS, math.ceil(largest / bucket)))
+        return self.settings.bucket_size or default_bucket_size(rank, shards)
 
     def with_microbatch(self, clock: Clock, phases: Phases, stage: int) -> Phases:
         """Adds the communication of every microbatch: gathers of sharded parameters and sums of sharded gradients."""
@@ -182,7 +189,7 @@ class Replicas:
         forward: list[Number] = [0.0 for _ in ranks]
         backward: list[Number] = [0.0 for _ in ranks]
         for rank, held, phases in zip(self.rank_of, self.held, stages, strict=True):
-            elements[rank] += sum(numel / self.places[f"{view}_shard"].size for view, numel in held.by_view.items())
+            elements[rank] += held.sliced(self.places)
             forward[rank] = forward[rank] + phases.forward.total
             backward[rank] = backward[rank] + phases.input_grad.total + phases.weight_grad.total
         times = [optimizer.seconds(clock, elements[rank], RankPasses(forward[rank], backward[rank])) for rank in ranks]

@@ -27,8 +27,10 @@ from megatron.planner.time.play import Play, PlayShape, makespans
 from megatron.planner.time.replicas import Replicas, held_by, shared_by_ends
 from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import DP, INTERFERENCE, NOTHING, OFFLOAD, STAGE_PARTS, Parts, Phases
+from megatron.planner.time.weight_copies import weight_copies
 from megatron.schedule.partition import Stage
 from megatron.spec.flops import train_flops
+from megatron.spec.sizes import FP32
 
 PP, BUBBLE, OPTIMIZER, STEP, STRAGGLER = "pp", "bubble", "optimizer", "step", "straggler"
 PARTS = (*STAGE_PARTS, PP, BUBBLE, OPTIMIZER, STEP, STRAGGLER)
@@ -109,7 +111,14 @@ class StepModel:
             if balanced is None
             else copies_of_layers(settings, balanced.offloaded)
         )
-        self._update = optimizer_update(run.optimizer, settings, half=run.model.dtype_name != "float32")
+        self._weights = weight_copies(run, settings, self.work.spec, self.replicas, self.work.sizes.e)
+        self._update = optimizer_update(
+            run.optimizer,
+            settings,
+            half=self.work.sizes.e < FP32,
+            away=self._weights.share(self.replicas.held) if self._weights else 0.0,
+            weight_buckets=max(self._weights.buckets) if self._weights else 1,
+        )
         self._microbatches = settings.batches.final_num_microbatches
         pipeline, p = settings.pipeline, settings.mesh.pp
         blocking = software.blocking_pipeline or not pipeline.overlap
@@ -156,13 +165,15 @@ class StepModel:
                 phases = phases.plus(clock.end(self.work.embedding, self.places))
             if stage.head:
                 phases = phases.plus(clock.end(self.work.head, self.places))
+            in_order = [
+                layers[self.work.kinds[layer], full]
+                for group, full in self._recompute.groups(stage.layers)
+                for layer in group
+            ]
             if self._copies is not None and any(self._copies.by_layer[number]):
-                in_order = [
-                    layers[self.work.kinds[layer], full]
-                    for group, full in self._recompute.groups(stage.layers)
-                    for layer in group
-                ]
                 phases = self._copies.waits(clock, phases, number, in_order, self._share_by_layer(number))
+            if self._weights is not None:
+                phases = self._weights.waits(clock, self.places, phases, number, in_order)
             found.append(self.replicas.with_microbatch(clock, phases, number))
         return found
 
@@ -304,7 +315,6 @@ def _refuse(run: RunConfig, settings: RunSettings) -> None:
     offload = settings.optimizer_offload
     unplanned = {
         "of adapters (--lora-rank)": bool(run.model.lora_rank),
-        "of copies to host memory (--cpu-offloading-weights)": run.activation_offload.cpu_offloading_weights,
         "of an update on the CPU that depends on free memory (--optimizer-offload-policy auto)": offload.is_auto,
         "of optimizer state in files (--offload-dir)": offload.mode != OFF and offload.directory is not None,
     }

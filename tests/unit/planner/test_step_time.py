@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.data import DataConfig
 from megatron.config.mesh import mesh_of
 from megatron.config.model import ModelConfig
@@ -286,7 +285,6 @@ class TestRefused:
         ("fields", "word"),
         [
             ({"model": dataclasses.replace(MODEL, lora_rank=8)}, "--lora-rank"),
-            ({"activation_offload": ActivationOffloadConfig(cpu_offloading_weights=True)}, "--cpu-offloading-weights"),
             (
                 {
                     "optimizer_offload": OptimizerOffloadConfig(
