@@ -199,7 +199,7 @@ def _recompute_is_new(run: RunConfig, layout: Layout, values: tuple[str, ...], l
 
 
 def _groups(run: RunConfig, recompute: str, sizes: tuple[int, ...]) -> list[list[tuple[int, bool]]]:
-    """Of stages of so many layers, the layers of each group and whether they are recomputed."""
+    """The layers of each group, and whether they are recomputed, in stages with so many layers."""
     config = Layout(recompute=recompute).apply(run).recompute
     return [[(len(group), again) for group, again in config.groups(range(size))] for size in set(sizes)]
 
