@@ -69,7 +69,7 @@ class Mesh:
     @property
     def sizes(self) -> dict[str, int]:
         """The number of ranks along every axis of both views."""
-        return dataclasses.asdict(self)
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the position of `rank` on every axis of both views."""

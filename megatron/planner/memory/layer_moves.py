@@ -33,7 +33,6 @@ from megatron.spec.memory.trace import (
     RESIDUAL,
     ROUTING,
     MemoryTrace,
-    profile_of,
 )
 from megatron.spec.sizes import Sizes
 
@@ -110,12 +109,13 @@ def layer_moves(
     recompute: RecomputeConfig,
     sizes: Sizes,
     stage: Stage,
-    memories: Sequence[LayerMemory],
+    memories: Sequence[tuple[LayerMemory, Bytes]],
     embedding: Bytes,
 ) -> LayerMoves:
     """Returns the bytes of a stage that leave the device layer by layer.
 
-    memories: of the stage's layers. embedding: bytes by kind that the embedding's forward leaves behind.
+    memories: of the stage's layers, with the bytes by kind that each leaves behind. embedding: the same bytes of the
+    embedding's forward.
     """
     layers = len(memories)
     saved, start = [Counter[str]() for _ in range(layers)], 0
@@ -124,8 +124,7 @@ def layer_moves(
             saved[keeper(start)][RESIDUAL] += sizes.residual
         else:
             for place in range(start, start + len(group)):
-                net = profile_of(memories[place].forward).net
-                saved[place].update({kind: size for kind, size in net.items() if kind != ROUTING})
+                saved[place].update({kind: size for kind, size in memories[place][1].items() if kind != ROUTING})
         start += len(group)
     if layers and stage.embedding and offload.kind != "modules":
         saved[0].update({kind: size for kind, size in embedding.items() if kind != RESIDUAL})
@@ -135,7 +134,7 @@ def layer_moves(
     elif offload.kind == "ratio":
         shares = [offload.ratio or 0.0] * layers  # auto begins with 0
     elif offload.kind == "modules":
-        shares = [_share_of_parts(offload, recompute.modules, memory) for memory in memories]
+        shares = [_share_of_parts(offload, recompute.modules, memory) for memory, _ in memories]
     away = [
         {kind: int(share * size) for kind, size in group.items()}
         for share, group in zip(shares[:moved], saved[:moved], strict=True)

@@ -169,10 +169,10 @@ def rank_buckets(
     each = {
         view: 1 if settings.shards == "no_shard" else mesh.copies(view) // settings.instances for view in mesh.views
     }
-    numels, kinds, shards = {}, {}, {}
+    numels, kinds, shards, sizes = {}, {}, {}, mesh.sizes
     for name, placed in reversed(parameters.items()):
         view = mesh.view(placed.spec.axis)
-        numels[name] = local_numel(placed.spec, mesh.sizes)
+        numels[name] = local_numel(placed.spec, sizes)
         kinds[name] = (view, placed.stage, placed.on_both_ends, name in on_host)
         shards[name] = each[view]
     size = settings.bucket_size or default_bucket_size(sum(numels.values()), max(each.values()))

@@ -37,10 +37,15 @@ def counts_per_class(*, offload: bool) -> int:
 
 
 def enough_microbatches(spec: ScheduleSpec, sizes: ScheduleSizes) -> ScheduleSizes:
-    """Returns sizes with fewer microbatches, or the same, whose ranks have the same most memory in use.
+    """Returns sizes with fewer microbatches, or the same, in which all ranks have the same most memory in use.
 
-    A full pipeline repeats itself. GPipe keeps all microbatches: its memory grows evenly from this number on.
+    A full pipeline repeats itself. GPipe keeps all microbatches.
     """
+    return sizes if spec is GPIPE else _few_microbatches(spec, sizes)
+
+
+def _few_microbatches(spec: ScheduleSpec, sizes: ScheduleSizes) -> ScheduleSizes:
+    """The same; of GPipe, whose memory grows evenly with every microbatch more, so many that this holds."""
     p, v, m, group = sizes
     rest, unit = 0, p
     if spec.takes_groups and v > 1:
@@ -68,7 +73,7 @@ def moments_of(
     overlap: messages are overlapped with computations. cpu: a sent message is freed at once, and not when the next leaves.
     The first counts are those of class 0, then come those of class 1, ..., and then MESSAGES and REDUCTION.
     """
-    few = enough_microbatches(spec, sizes)
+    few = _few_microbatches(spec, sizes)
     found = functools.partial(
         _moments_of, spec, ranks=tuple(ranks), classes=tuple(classes), offload=offload, overlap=overlap, cpu=cpu
     )

@@ -16,11 +16,13 @@ from megatron.base.errors import ConfigError
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.model_states import StateMemory, state_memory
+from megatron.planner.memory.moments import enough_microbatches
 from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by, with_moves
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
-from megatron.planner.memory.stage import stage_memory
+from megatron.planner.memory.stage import LayerProfiles, stage_memory
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
+from megatron.schedule.spec import ScheduleSizes
 from megatron.schedule.validate import memory_in_flight
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import (
@@ -101,26 +103,31 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         fp8=run.fp8,
     )
     microbatches = settings.batches.final_num_microbatches
-    schedule = with_moves(offload, settings.pipeline.schedule_of(microbatches))
+    played = _played(settings, target)
+    schedule = with_moves(offload, settings.pipeline.schedule_of(played))
+    in_flight = memory_in_flight(schedule)
+    profiles = LayerProfiles(spec, sizes, run.recompute.modules)
     ranks = []
     for rank in range(settings.pipeline.placement.num_ranks):
         stages = settings.pipeline.stages_of(rank)
         state = state_memory(spec, stages, settings, run.optimizer, sizes, offload.offloaded_weight_layers)
-        whole, by_layer = (
-            {
+        whole = by_layer = {
+            stage.number: stage_memory(spec, sizes, stage, run.recompute, offload, state.offloaded, profiles=profiles)
+            for stage in stages
+        }
+        if offload.kind is not None:
+            whole = {
                 stage.number: stage_memory(
-                    spec, sizes, stage, run.recompute, offload, state.offloaded, by_layer=moves_by_layer
+                    spec, sizes, stage, run.recompute, offload, state.offloaded, by_layer=False, profiles=profiles
                 )
                 for stage in stages
             }
-            for moves_by_layer in (False, True)
-        )
         trace = MemoryTrace()
         _take_state(trace, state)
         start = sum(trace.now.values())
         trace.take(BATCH, microbatches * batch_bytes(sizes))
         activations = OffloadTrace(trace, offloaded_by(offload, schedule, rank), whole, by_layer)
-        _replay_step(trace, schedule.actions[rank], activations, state, sizes)
+        _replay_step(trace, schedule.actions[rank], activations, state, sizes, played, microbatches)
         in_files = run.optimizer_offload.offload_dir is not None
         ranks.append(
             RankMemory(
@@ -131,12 +138,22 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
                 moment=trace.moment,
                 start=start,
                 per_microbatch=sum(_activations(whole[stage.number].forward) for stage in stages),
-                in_flight=memory_in_flight(schedule)[rank].activations,
+                in_flight=in_flight[rank].activations,
                 host=state.optimizer.host + activations.most + (0 if in_files else state.offloaded_slices),
                 disk=state.optimizer.disk + (state.offloaded_slices if in_files else 0),
             )
         )
     return ranks
+
+
+def _played(settings: RunSettings, target: Target) -> int:
+    """The number of microbatches to replay, so that every rank's peak is that of all of them, and at the same moment."""
+    pipeline, microbatches = settings.pipeline, settings.batches.final_num_microbatches
+    if settings.data_parallel.overlap_reduce and (target.cpu or settings.data_parallel.reduce_in_bf16):
+        return microbatches  # reductions need memory in the last one
+    p = pipeline.placement.num_ranks
+    sizes = ScheduleSizes(p, pipeline.placement.num_stages // p, microbatches, pipeline.group or p)
+    return enough_microbatches(pipeline.schedule, sizes).m
 
 
 def check_planned(run: RunConfig) -> None:
@@ -156,9 +173,18 @@ def _take_state(trace: MemoryTrace, state: StateMemory) -> None:
 
 
 def _replay_step(
-    trace: MemoryTrace, actions: Sequence[Action], activations: OffloadTrace, state: StateMemory, sizes: Sizes
+    trace: MemoryTrace,
+    actions: Sequence[Action],
+    activations: OffloadTrace,
+    state: StateMemory,
+    sizes: Sizes,
+    played: int,
+    microbatches: int,
 ) -> None:
-    """Replays a step of one rank: its actions, then the reduction of gradients and the update."""
+    """Replays a step of one rank: its actions, then the reduction of gradients and the update.
+
+    played: microbatches of the actions, of so many of the step; those in the middle are left out, and names skip them.
+    """
     trace.take(COMMUNICATION, state.gathered)
     trace.take(QUANTIZED, state.quantized)
     last = {action.stage: action for action in actions if action.kind in COMPUTE}
@@ -173,7 +199,8 @@ def _replay_step(
             trace.take(COMMUNICATION, sizes.residual)
         elif action.kind in COMPUTE:
             staging = state.staging if last[action.stage] == action else 0
-            with trace.doing(f"{_NAMES[action.kind]} of microbatch {action.microbatch}"):
+            number = action.microbatch + (microbatches - played if action.microbatch >= played // 2 else 0)
+            with trace.doing(f"{_NAMES[action.kind]} of microbatch {number}"):
                 trace.take(COMMUNICATION, staging)
                 trace.replay(activations.profile(action))
                 trace.free(COMMUNICATION, staging)

@@ -68,13 +68,16 @@ def stage_memory(
     offloaded: OffloadedBuckets = NONE_OFFLOADED,
     *,
     by_layer: bool = True,
+    profiles: LayerProfiles | None = None,
 ) -> StageMemory:
     """Returns the memory of one stage of the decoder.
 
+    profiles: those of this decoder, these sizes and this recompute, where several stages share them.
     offloaded: the buckets of the stage's weights that live in host memory. by_layer: the activations that the flags offload
     leave the device layer by layer; if it is False, the schedule offloads them, and these profiles do not include it.
     """
-    events = _StageEvents(spec, sizes, stage, recompute, offload, offloaded, by_layer=by_layer)
+    profiles = profiles or LayerProfiles(spec, sizes, recompute.modules)
+    events = _StageEvents(spec, sizes, stage, recompute, offload, offloaded, profiles, by_layer=by_layer)
     forward, backward = profile_of(events.forward), profile_of(events.backward)
     moved = tuple(sum(group.values()) for group in events.moves.away)
     if not sizes.split_backward:
@@ -85,7 +88,7 @@ def stage_memory(
 
 
 @dataclass(frozen=True)
-class _LayerProfiles:
+class _OneLayer:
     """The memory of a layer, and its profiles.
 
     backward: by whether the layer alone holds the gradient of its output. forget: frees all that the forward left behind
@@ -99,12 +102,29 @@ class _LayerProfiles:
     again: Profile
 
 
-def _profiles(layer: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> _LayerProfiles:
+class LayerProfiles:
+    """The profiles of a decoder's layers, each made once for all layers that are alike. modules: computed again."""
+
+    def __init__(self, spec: DecoderSpec, sizes: Sizes, modules: frozenset[str]) -> None:
+        self._spec, self._sizes, self._modules = spec, sizes, modules
+        self._made: dict[tuple[int, bool], _OneLayer] = {}
+
+    def of(self, number: int) -> _OneLayer:
+        """Returns those of a layer."""
+        # Most layers are alike, and alike layers are one object. (They would compare equal with another dropout, too.)
+        sizes = self._sizes.of_layer(number)
+        kind = (id(self._spec.layers[number]), sizes.fp8 is None)
+        if kind not in self._made:
+            self._made[kind] = _profiles(self._spec.layers[number], sizes, self._modules)
+        return self._made[kind]
+
+
+def _profiles(layer: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> _OneLayer:
     memory = LayerMemory(layer, sizes, modules)
     forward = profile_of(memory.forward)
     again = Profile(_without_routing(forward.net), _without_routing(forward.top), forward.moment, forward.parts)
     kept = {**again.net, RESIDUAL: forward.net[RESIDUAL] - sizes.residual}
-    return _LayerProfiles(
+    return _OneLayer(
         memory,
         forward,
         {owned: profile_of(functools.partial(memory.backward, owned=owned)) for owned in (True, False)},
@@ -131,15 +151,12 @@ class _StageEvents:
         recompute: RecomputeConfig,
         offload: ActivationOffloadConfig,
         offloaded: OffloadedBuckets,
+        profiles: LayerProfiles,
         *,
         by_layer: bool,
     ) -> None:
         self._sizes, self._stage, self._offloaded = sizes, stage, offloaded
-        # Most layers are alike, and alike layers are one object. (They would compare equal with another dropout, too.)
-        kinds = {number: (id(spec.layers[number]), sizes.of_layer(number)) for number in stage.layers}
-        alike = {kind: spec.layers[number] for number, kind in kinds.items()}
-        profiles = {kind: _profiles(layer, kind[1], recompute.modules) for kind, layer in alike.items()}
-        self._layers = {number: profiles[kinds[number]] for number in stage.layers}
+        self._layers = {number: profiles.of(number) for number in stage.layers}
         self._place = {number: place for place, number in enumerate(stage.layers)}
         self._groups = recompute.groups(stage.layers)
         self._embedding, self._head = EmbeddingMemory(spec.embedding, sizes), HeadMemory(spec, sizes)
@@ -147,10 +164,10 @@ class _StageEvents:
         # The engine holds the stage's input until the backward ends. Activation offload leaves it without its memory.
         self._held_input = sizes.residual if offload.kind is None else 0
         self.moves = LayerMoves([{}] * len(stage.layers), 0)
-        if by_layer:
-            memories = [self._layers[number].memory for number in stage.layers]
+        if by_layer and offload.kind is not None:
+            layers = [(self._layers[number].memory, self._layers[number].forward.net) for number in stage.layers]
             embedding = profile_of(self._embedding.forward).net
-            self.moves = layer_moves(offload, recompute, sizes, stage, memories, embedding)
+            self.moves = layer_moves(offload, recompute, sizes, stage, layers, embedding)
 
     def forward(self, trace: MemoryTrace) -> None:
         """Reports the forward."""
