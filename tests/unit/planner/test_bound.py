@@ -1,0 +1,104 @@
+"""The closed-form bound of a schedule's time: never above the played time, and close to it for costs of real models."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron.planner.schedule.bound import least_makespans
+from megatron.planner.schedule.graph import ManyCosts, ScheduleGraph
+from megatron.schedule.passes import with_transfers
+from megatron.schedule.registry import SCHEDULES
+
+COLUMNS = 30
+# p, v, m, group: more and fewer microbatches than stages, and numbers that divide nothing.
+SHAPES = [
+    (2, 2, 3, None),
+    (4, 3, 8, None),
+    (3, 2, 7, None),
+    (4, 2, 5, None),
+    (4, 4, 24, 8),
+    (4, 2, 19, 4),
+    (4, 2, 1, None),
+]
+MODES = [(True, False), (False, False), (False, True)]  # overlap, blocking
+
+
+def wild_costs(stages, rng):
+    """Costs that no model has: each stage and boundary its own, over two orders of magnitude."""
+
+    def draw(rows):
+        return np.exp(1.5 * rng.normal(size=(rows, COLUMNS)))
+
+    per_stage = ("forward", "input_grad", "weight_grad", "backward", "offload", "reload", "bucket")
+    return ManyCosts(
+        **{name: draw(stages) for name in per_stage}, transfer=draw(stages - 1), latency=0.1 * draw(stages - 1)
+    )
+
+
+def real_costs(stages, rng):
+    """Equal layers, more work at both ends, transfers of a few percent of a stage."""
+
+    def draw(low, high):
+        return np.ones((stages, COLUMNS)) * rng.uniform(low, high, COLUMNS)
+
+    forward, input_grad, weight_grad = draw(0.9, 1.1), draw(0.9, 1.5), draw(0.8, 1.2)
+    for seconds in (forward, input_grad, weight_grad):
+        seconds[0] *= rng.uniform(1, 1.1, COLUMNS)
+        seconds[-1] *= rng.uniform(1, 1.3, COLUMNS)
+    boundary = draw(0, 0.1)[1:]
+    return ManyCosts(
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        backward=input_grad + weight_grad,
+        transfer=boundary,
+        latency=0.1 * boundary,
+        offload=0 * forward,
+        reload=0 * forward,
+        bucket=draw(0, 0.5),
+    )
+
+
+def bound_and_time(spec, p, v, m, group, costs_of, *, overlap=True, blocking=False, buckets=0):
+    """[K] of each."""
+    group = group if spec.takes_groups else None
+    asked = v if spec.virtual_stages is None else None
+    schedule = with_transfers(spec.build(p, m, v=asked, group=group), overlap=overlap)
+    costs = costs_of(schedule.placement.num_stages, np.random.default_rng(m))
+    played = ScheduleGraph(schedule, num_buckets=buckets, blocking=blocking).makespans(costs)
+    stages = spec.virtual_stages or v
+    counts = np.full(COLUMNS, m)
+    return least_makespans(spec, p, stages, group, counts, costs, num_buckets=buckets, blocking=blocking), played
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_never_above_the_played_time(name):
+    for shape, (overlap, blocking), costs in itertools.product(SHAPES, MODES, (wild_costs, real_costs)):
+        bound, time = bound_and_time(SCHEDULES[name], *shape, costs, overlap=overlap, blocking=blocking, buckets=3)
+        assert (bound > 0).all() and (bound <= time * (1 + 1e-12)).all(), (shape, overlap, blocking)
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_close_to_the_played_time_of_real_models(name):
+    gaps = []
+    for shape, buckets in itertools.product([(4, 2, 8, None), (4, 2, 32, None), (8, 2, 16, None)], (0, 3)):
+        bound, time = bound_and_time(SCHEDULES[name], *shape, real_costs, buckets=buckets)
+        gaps.append(1 - bound / time)
+    assert np.median(gaps) < (0.04 if name == "zb-v" else 0.01)
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_few_microbatches_tell_the_ends_of_the_lists_of_many(name, monkeypatch):
+    """The bound counts the beginnings and ends of short lists; those of the whole lists give the same."""
+    spec = SCHEDULES[name]
+    costs = real_costs(4 * (spec.virtual_stages or 2), np.random.default_rng(0))
+    m = np.arange(40, 40 + COLUMNS)
+    groups = (None, 8) if spec.takes_groups else (None,)
+
+    def bounds():
+        return np.array([least_makespans(spec, 4, 2, group, m, costs, num_buckets=2) for group in groups])
+
+    short = bounds()
+    monkeypatch.setattr("megatron.planner.schedule.bound._counted", lambda schedule, p, group, m: m)
+    assert short == pytest.approx(bounds(), rel=1e-12)
