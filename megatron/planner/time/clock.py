@@ -115,16 +115,22 @@ class Clock(ABC):
 
     def layer(self, work: LayerWork, places: Places, *, full: bool) -> Phases:
         """Returns the time of a layer. full: backward repeats the whole forward."""
-        forward, input_grad = self.parts(work.forward, places), self.parts(work.input_grad, places)
-        weight_grad = self.parts(work.weight_grad, places)
+        once = self.end(work, places)
+        again = once.forward if full else self.parts(work.again, places)
+        return self.with_repeated(work, once, again, full=full)
+
+    def with_repeated(self, work: LayerWork, once: Phases, again: Parts, *, full: bool) -> Phases:
+        """Returns the time of a layer whose backward repeats `again`, from that of each operation once. full: that is the
+        whole forward."""
         host = self.queueing(work)
-        again = Parts(forward) if full else self.parts(work.again, places)
+        forward = Parts(once.forward)
         forward.add(HOST, np.maximum(0.0, host - forward.total))
-        backward = input_grad.total + weight_grad.total + again.total
+        backward = once.input_grad.total + once.weight_grad.total + again.total
+        input_grad = Parts(once.input_grad)
         input_grad.add(RECOMPUTE, again.of(_COMPUTED))
         input_grad = input_grad.plus({part: again[part] for part in again if part not in _COMPUTED})
         input_grad.add(HOST, np.maximum(0.0, host * (2.0 if full else 1.0) - backward))
-        return Phases(forward, input_grad, weight_grad)
+        return Phases(forward, input_grad, once.weight_grad)
 
     def end(self, work: LayerWork, places: Places) -> Phases:
         """Returns the time of the embedding or the head, whose kernels are few and large."""

@@ -18,6 +18,7 @@ and writes its outputs once. The counts of plain torch are the sums over its ker
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -93,13 +94,15 @@ LayerOperation = Computation | LayerMessage
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The operations of one layer for a microbatch. again: those of its forward that backward repeats."""
+    """The operations of one layer for a microbatch. again: those of its forward that backward repeats. modules: of each
+    operation of the forward, the module that it belongs to, see config/recompute.py."""
 
     forward: tuple[LayerOperation, ...]
     input_grad: tuple[LayerOperation, ...]
     weight_grad: tuple[LayerOperation, ...]
     again: tuple[LayerOperation, ...] = ()
     experts: bool = False
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,17 +132,27 @@ def layer_work(
     for norm in (layer.post_attention_norm, layer.post_mlp_norm):
         if norm is not None:
             parts.append((NORM, _norm(sizes, software, "post norm")))
-    repeated = set(again) | ({"fc1", "fc2", MLP_ACT} if WHOLE_MLP in again else set())
     in_phase = {
         phase: tuple(op for _, ops in parts for found, op in ops if found == phase)
         for phase in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
     }
-    twice = tuple(op for part, ops in parts if part in repeated for found, op in ops if found == FORWARD)
-    if software.recompute_half:
-        twice = tuple(_half(in_phase[FORWARD]))
-    return LayerWork(
-        in_phase[FORWARD], in_phase[INPUT_GRAD], in_phase[WEIGHT_GRAD], twice, isinstance(layer.mlp, MoESpec)
+    modules = tuple(part for part, ops in parts for found, _ in ops if found == FORWARD)
+    work = LayerWork(
+        in_phase[FORWARD],
+        in_phase[INPUT_GRAD],
+        in_phase[WEIGHT_GRAD],
+        experts=isinstance(layer.mlp, MoESpec),
+        modules=modules,
     )
+    return dataclasses.replace(work, again=repeated(work, again, software))
+
+
+def repeated(work: LayerWork, again: frozenset[str], software: Software) -> tuple[LayerOperation, ...]:
+    """Returns the operations of a layer's forward that backward repeats, if it recomputes these modules."""
+    if software.recompute_half:
+        return tuple(_half(work.forward))
+    whole = again | ({"fc1", "fc2", MLP_ACT} if WHOLE_MLP in again else set())
+    return tuple(op for module, op in zip(work.modules, work.forward, strict=True) if module in whole)
 
 
 def head_work(spec: DecoderSpec, sizes: Sizes, software: Software) -> LayerWork:
