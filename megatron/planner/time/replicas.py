@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +22,7 @@ from megatron.schedule.partition import Stage
 from megatron.spec.buckets import default_bucket_size
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from megatron.spec.decoder import DecoderSpec
-from megatron.spec.parameter import local_numel
+from megatron.spec.parameter import ParamSpec, local_numel
 from megatron.spec.sizes import FP32
 
 MOST_BUCKETS = 8  # reductions per stage that are followed one by one
@@ -57,10 +59,21 @@ class Held:
 
 def held_by(spec: DecoderSpec, mesh: Mesh, stage: Stage) -> Held:
     """Returns the parameters of a stage on one rank."""
+    ends = spec.rank_parameters([dataclasses.replace(stage, layers=range(0))])
+    held = _held([placed.spec for placed in ends.values()], mesh)
+    layers = [spec.layers[number] for number in stage.layers]
+    for kind, count in Counter(map(id, layers)).items():  # alike layers are one object
+        alike = next(layer for layer in layers if id(layer) == kind)
+        each = _held([parameter for _, parameter in alike.parameters()], mesh)
+        held = held.plus(Held(count * each.dense, count * each.expert))
+    return held
+
+
+def _held(parameters: Iterable[ParamSpec], mesh: Mesh) -> Held:
     dense = expert = 0
-    for placed in spec.rank_parameters([stage]).values():
-        numel = local_numel(placed.spec, mesh.sizes)
-        if mesh.view(placed.spec.axis) == DENSE:
+    for parameter in parameters:
+        numel = local_numel(parameter, mesh.sizes)
+        if mesh.view(parameter.axis) == DENSE:
             dense += numel
         else:
             expert += numel
