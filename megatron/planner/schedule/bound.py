@@ -16,7 +16,6 @@ How many actions a rank runs before its first gradient and after its last forwar
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,22 +38,23 @@ def least_makespans(
     group: int | None,
     m: NDArray[np.int64],
     costs: ManyCosts,
+    num_buckets: NDArray[np.int64],
     *,
-    num_buckets: int = 0,
-    blocking: bool = False,
+    blocking: bool,
 ) -> _Array:
-    """Returns [K] seconds that a schedule takes at least, with [K] microbatches and K costs.
+    """Returns [K] seconds that a schedule takes at least, for K costs.
 
-    schedule, p, v, group: see `ScheduleSpec.build`. num_buckets, blocking: see `ScheduleGraph`.
+    schedule, p, v, group: see `ScheduleSpec.build`. m: [K] microbatches. num_buckets: [K], 1 or more; and blocking: see
+    `ScheduleGraph`.
     """
     found = np.zeros(len(m))
     asked = v if schedule.virtual_stages is None else None
     counted = _counted(schedule, p, group, m)
     for few in np.unique(counted).tolist():
         which = np.flatnonzero(counted == few)
-        some = ManyCosts(**{spec.name: getattr(costs, spec.name)[:, which] for spec in dataclasses.fields(costs)})
         outline = _outline(schedule, p, few, asked, group)
-        found[which] = _Chains(outline, m[which], some, num_buckets).longest(blocking=blocking)
+        chains = _Chains(outline, m[which], costs.take(which), num_buckets[which])
+        found[which] = chains.longest(blocking=blocking)
     return found
 
 
@@ -156,7 +156,9 @@ def _outline(schedule: ScheduleSpec, p: int, m: int, v: int | None, group: int |
 class _Chains:
     """The chains of one outline, for K costs with [K] microbatches. Arrays are [stages, K] or [ranks, K]."""
 
-    def __init__(self, outline: _Outline, m: NDArray[np.int64], costs: ManyCosts, num_buckets: int) -> None:
+    def __init__(
+        self, outline: _Outline, m: NDArray[np.int64], costs: ManyCosts, num_buckets: NDArray[np.int64]
+    ) -> None:
         self._outline, self._m, self._num_buckets, self._bucket = outline, m, num_buckets, costs.bucket
         split = outline.splits_backward
         self._forward = costs.forward
@@ -188,9 +190,7 @@ class _Chains:
         reached[outline.last_grad] = ended + self._way_down[outline.last_grad]
         reached = np.maximum.accumulate(reached[::-1])[::-1] - self._way_down
         finished = np.maximum(ended, reached[outline.last_grad]) + left
-        if not self._num_buckets:
-            return finished.max(axis=0)
-        return np.maximum(finished.max(axis=0), self._reductions(work, finished).max(axis=0))
+        return self._reductions(work, finished).max(axis=0)
 
     def _held(self) -> _Array:
         """[ranks, stages] 1 for the stages of each rank."""

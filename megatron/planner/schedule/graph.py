@@ -58,6 +58,10 @@ class ManyCosts:
             return many[0]
         return cls(**{name: np.concatenate([getattr(costs, name) for costs in many], axis=1) for name in COSTS[1:]})
 
+    def take(self, which: NDArray[np.int64]) -> ManyCosts:
+        """Returns those of some columns."""
+        return ManyCosts(**{name: getattr(self, name)[:, which] for name in _COSTS[1:]})
+
     def rows(self) -> _Array:
         """All costs as one array, in the order of `COSTS`, after one row of zeros."""
         return np.concatenate([np.zeros_like(self.forward[:1]), *(getattr(self, name) for name in COSTS[1:])])

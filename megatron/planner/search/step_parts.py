@@ -1,0 +1,232 @@
+"""The parts of a layout's step, each clocked once for all layouts that agree in the axes that it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.mesh import mesh_of
+from megatron.config.pipeline import PipelineSettings
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.run import RunConfig
+from megatron.config.settings import RunSettings, resolve
+from megatron.planner.search.layout import AXES, Layout
+from megatron.planner.time.clock import Clock, Places
+from megatron.planner.time.constants import Number
+from megatron.planner.time.hardware import Cluster
+from megatron.planner.time.model_work import ModelWork, model_work, places_of
+from megatron.planner.time.operations import repeated
+from megatron.planner.time.replicas import Held, Replicas, held_by
+from megatron.planner.time.software import Software
+from megatron.planner.time.stage_time import NOTHING, Phases
+from megatron.schedule.partition import Stage
+from megatron.schedule.registry import SCHEDULES
+
+_Array = NDArray[np.float64]
+_T = TypeVar("_T")
+Modules = frozenset[str]  # those that backward recomputes
+
+# The axes that each part depends on. A layer depends on the schedule too, but only as far as that splits the backward.
+LAYER = ("tp", "sequence_parallel", "tp_overlap", "cp", "cp_kind", "cp_inner", "micro_batch", "ep", "etp")
+PIPELINE = tuple(axis for axis in AXES if axis in ("pp", "schedule", "virtual_stages", "uneven_ends"))
+GROUPED = (*PIPELINE, "group")
+MESH = ("tp", "cp", "pp", "ep", "etp")
+SHARDING = ("sharding", "reduce_mode", "dp_overlap", "instances")
+REPLICAS = (*dict.fromkeys((*MESH, *PIPELINE, *SHARDING)),)
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of a microbatch: arrays are [3, kinds of layers], of forward, input gradient and weight gradient.
+
+    again: by the modules that are recomputed. whole: if all of the layer is. embedding, head: [3]. residual: bytes of the
+    hidden states that pass from stage to stage.
+    """
+
+    again: Mapping[Modules, _Array]
+    whole: _Array
+    embedding: _Array
+    head: _Array
+    residual: float
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a pipeline, of which most are alike.
+
+    examples: one stage of each kind. kind_of: [stages] its kind. ranks: the kinds of stages of each rank, of alike ranks
+    once. layer_kinds: of each layer of the model.
+    """
+
+    settings: PipelineSettings
+    examples: tuple[Stage, ...]
+    kind_of: NDArray[np.int64]
+    ranks: tuple[tuple[int, ...], ...]
+    layer_kinds: tuple[int, ...]
+
+    def layers(self, recompute: RecomputeConfig) -> _Array:
+        """Returns [2, kinds of stages, kinds of layers] layers that are recomputed in parts, and whole."""
+        counts = np.zeros((2, len(self.examples), max(self.layer_kinds) + 1))
+        for place, stage in enumerate(self.examples):
+            for group, full in recompute.groups(stage.layers):
+                for number in group:
+                    counts[int(full), place, self.layer_kinds[number]] += 1
+        return counts
+
+
+@dataclass(frozen=True)
+class ReplicaSeconds:
+    """What replicas do together.
+
+    bucket: [kinds of stages] seconds of each of `buckets` reductions behind a stage's last backward. rest: seconds of the
+    step outside of its schedule. every_microbatch: whether they communicate in every microbatch; then `replicas` has a
+    stage of each kind at `example`.
+    """
+
+    replicas: Replicas
+    example: tuple[int, ...]
+    bucket: _Array
+    buckets: int
+    rest: float
+    every_microbatch: bool
+
+
+class StepParts:
+    """The parts of layouts of a run that `config.rules` accept."""
+
+    def __init__(self, run: RunConfig, world_size: int, cluster: Cluster, software: Software, clock: Clock) -> None:
+        self._run, self._world_size, self._cluster = run, world_size, cluster
+        self._software, self.clock = software, clock
+        self._found: dict[Hashable, Any] = {}
+
+    def layer(self, layout: Layout, recomputed: tuple[Modules, ...]) -> LayerSeconds:
+        """Returns the seconds of layers for each choice of modules that are recomputed."""
+        key = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward, recomputed
+        return self._once(LAYER, layout, lambda: self._layer(layout, recomputed), *key)
+
+    def hop(self, layout: Layout, residual: float) -> tuple[float, float]:
+        """Returns the seconds of hidden states on a link between stages, and until they are there."""
+        if layout.pp == 1:
+            return 0.0, 0.0
+        place = self._places(layout)["pp"]
+        latency = _number(self.clock.hop_latency(place))
+        return _number(self.clock.hop(place, residual)) - latency, latency
+
+    def pipeline(self, layout: Layout) -> Pipeline:
+        """Returns the stages."""
+        return self._once(GROUPED, layout, lambda: self._pipeline(layout))
+
+    def replicas(self, layout: Layout) -> ReplicaSeconds:
+        """Returns what replicas do together."""
+        return self._once(REPLICAS, layout, lambda: self._replicas(layout))
+
+    @property
+    def straggling(self) -> float:
+        """Part of a step that is spent waiting for the slowest rank."""
+        return _number(self.clock.straggling(self._world_size))
+
+    def samples(self, layout: Layout) -> int:
+        """Returns the samples of a step."""
+        return self._settings(layout).batches.final_global_batch_size
+
+    def _once(self, axes: Sequence[str], layout: Layout, find: Callable[[], _T], *more: Hashable) -> _T:
+        key = (axes, *(getattr(layout, axis) for axis in axes), *more)
+        if key not in self._found:
+            self._found[key] = find()
+        found: _T = self._found[key]
+        return found
+
+    def _settings(self, layout: Layout) -> RunSettings:
+        run = layout.apply(self._run)
+        return resolve(run, mesh_of(run.parallel, self._world_size))
+
+    def _meshed(self, layout: Layout) -> RunSettings:
+        """Settings of a layout with the same mesh, and perhaps others of everything else."""
+        return self._once(MESH, layout, lambda: self._settings(layout), "settings")
+
+    def _places(self, layout: Layout) -> Places:
+        """Where the ranks of all groups but those inside of cp are."""
+        return self._once(MESH, layout, lambda: places_of(self._meshed(layout), self._cluster), "places")
+
+    def _work(self, layout: Layout) -> ModelWork:
+        return model_work(layout.apply(self._run), self._settings(layout), self._software)
+
+    def _layer(self, layout: Layout, recomputed: tuple[Modules, ...]) -> LayerSeconds:
+        settings, clock = self._settings(layout), self.clock
+        places = places_of(settings, self._cluster)
+        work = model_work(layout.apply(self._run), settings, self._software)
+        again: dict[Modules, list[_Array]] = {modules: [] for modules in recomputed}
+        whole = []
+        for kind in work.works:
+            once = clock.end(kind, places)
+            whole.append(_seconds(clock.with_repeated(kind, once, once.forward, full=True)))
+            for modules, found in again.items():
+                parts = clock.parts(repeated(kind, modules, self._software), places)
+                found.append(_seconds(clock.with_repeated(kind, once, parts, full=False)))
+        return LayerSeconds(
+            {modules: np.stack(found, axis=1) for modules, found in again.items()},
+            np.stack(whole, axis=1),
+            _seconds(clock.end(work.embedding, places)),
+            _seconds(clock.end(work.head, places)),
+            work.sizes.residual,
+        )
+
+    def _pipeline(self, layout: Layout) -> Pipeline:
+        settings = self._settings(layout).pipeline
+        layer_kinds = self._once((), layout, lambda: self._work(layout).kinds, "kinds")
+        kinds: dict[tuple[object, ...], int] = {}
+        examples, kind_of = [], []
+        for stage in settings.stages:
+            key = (tuple(layer_kinds[number] for number in stage.layers), stage.embedding, stage.head)
+            if key not in kinds:
+                kinds[key] = len(kinds)
+                examples.append(stage)
+            kind_of.append(kinds[key])
+        placement = settings.placement
+        ranks = [tuple(kind_of[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+        return Pipeline(settings, tuple(examples), np.array(kind_of), tuple(dict.fromkeys(ranks)), layer_kinds)
+
+    def _held(self, layout: Layout) -> list[Held]:
+        spec = self._once((), layout, lambda: self._work(layout).spec, "spec")
+        mesh = self._meshed(layout).mesh
+        return [held_by(spec, mesh, stage) for stage in self.pipeline(layout).examples]
+
+    def _replicas(self, layout: Layout) -> ReplicaSeconds:
+        pipeline, places, clock = self.pipeline(layout), self._places(layout), self.clock
+        settings = self._once(
+            SHARDING, layout, lambda: self._settings(layout).data_parallel, layout.pp > 1, layout.schedule
+        )
+        held = self._once((*PIPELINE, "tp", "ep", "etp"), layout, lambda: self._held(layout))
+        everywhere = [held[kind] for kind in pipeline.kind_of.tolist()]
+        rank_of = pipeline.settings.placement.rank_of
+        buckets = Replicas(settings, self._software, places, everywhere, rank_of).buckets
+        # Alike ranks take equally long.
+        stages = [(rank, kind) for rank, kinds in enumerate(pipeline.ranks) for kind in kinds]
+        replicas = Replicas(
+            settings, self._software, places, [held[kind] for _, kind in stages], [rank for rank, _ in stages]
+        )
+        example = tuple([kind for _, kind in stages].index(kind) for kind in range(len(held)))
+        reductions = replicas.reductions(clock)
+        overlapped = reductions.overlapped
+        rest = reductions.exposed + clock.slowing(reductions.hidden) + replicas.update(clock) + clock.step()
+        return ReplicaSeconds(
+            replicas,
+            example,
+            np.array([0.0 if overlapped is None else _number(overlapped[place]) / buckets for place in example]),
+            buckets,
+            _number(rest),
+            replicas.with_microbatch(clock, NOTHING, 0) is not NOTHING,
+        )
+
+
+def _seconds(phases: Phases) -> _Array:
+    """[3]."""
+    return np.array([_number(parts.total) for parts in (phases.forward, phases.input_grad, phases.weight_grad)])
+
+
+def _number(seconds: Number) -> float:
+    return float(np.squeeze(seconds))

@@ -1,0 +1,216 @@
+"""The step time of many layouts at once: a lower bound for all of them, and the exact time of those that need it.
+
+Layouts share most of their parts, which are clocked once (step_parts.py) and combined for all layouts by numpy. Only the
+schedule depends on everything: it has a bound in closed form (planner/schedule/bound.py), and is played where the exact
+time is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.run import RunConfig
+from megatron.planner.schedule.bound import least_makespans
+from megatron.planner.schedule.graph import ManyCosts
+from megatron.planner.search.layout import Candidates, Layout
+from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS, Pipeline, ReplicaSeconds, StepParts
+from megatron.planner.time.clock import Clock
+from megatron.planner.time.hardware import Cluster
+from megatron.planner.time.play import Play, PlayShape, makespans
+from megatron.planner.time.software import Software
+from megatron.planner.time.stage_time import MEMORY, Parts, Phases
+from megatron.schedule.registry import SCHEDULES
+
+_Array = NDArray[np.float64]
+_Numbers = NDArray[np.int64]
+_ROUNDING = 1e-9  # sums in another order differ by much less
+_AT_ONCE = 4096  # layouts whose costs stay in the cache
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """n layouts of one pipeline: their numbers among the candidates, [n] microbatches, buckets of each stage, and seconds
+    outside of the schedule, and the [stages, n] costs of the schedule."""
+
+    numbers: _Numbers
+    pipeline: Pipeline
+    m: _Numbers
+    buckets: _Numbers
+    rest: _Array
+    costs: ManyCosts
+
+
+class TimeBounds:
+    """The step times of layouts of a run that `config.rules` accept, and whose vocabulary is known."""
+
+    def __init__(self, run: RunConfig, world_size: int, cluster: Cluster, software: Software, clock: Clock) -> None:
+        self._run, self._world_size, self._software = run, world_size, software
+        self._parts = StepParts(run, world_size, cluster, software, clock)
+
+    def seconds(self, candidates: Candidates) -> _Array:
+        """Returns [N] seconds of a step, of which none is above that of `StepModel`."""
+        found = np.zeros(len(candidates))
+        for steps in self._steps(candidates):
+            shape = self._shape(steps.pipeline)
+            schedule = least_makespans(
+                *(shape.schedule, shape.p, shape.v, shape.group, steps.m, steps.costs, steps.buckets),
+                blocking=shape.blocking,
+            )
+            found[steps.numbers] = schedule + steps.rest
+        return found * (1 + self._parts.straggling) * (1 - _ROUNDING)
+
+    def played_seconds(self, candidates: Candidates) -> _Array:
+        """Returns [N] seconds of a step, those of `StepModel` but for rounding."""
+        found = np.zeros(len(candidates))
+        numbers, plays = [], []
+        for steps in self._steps(candidates):
+            found[steps.numbers] = steps.rest
+            alike = _distinct([steps.m, steps.buckets])
+            for place, first in enumerate(alike.first.tolist()):
+                which = np.flatnonzero(alike.place == place)
+                shape = self._shape(steps.pipeline, int(steps.buckets[first]))
+                plays.append(Play(shape, int(steps.m[first]), steps.costs.take(which)))
+                numbers.append(steps.numbers[which])
+        for which, seconds in zip(numbers, makespans(plays), strict=True):
+            found[which] += seconds
+        return found * (1 + self._parts.straggling)
+
+    def _shape(self, pipeline: Pipeline, buckets: int = 1) -> PlayShape:
+        settings = pipeline.settings
+        p = settings.placement.num_ranks
+        blocking = self._software.blocking_pipeline or not settings.overlap
+        return PlayShape(
+            settings.schedule,
+            p,
+            settings.placement.num_stages // p,
+            settings.group,
+            overlap=settings.overlap and not blocking,
+            blocking=blocking,
+            buckets=buckets,
+        )
+
+    def _steps(self, candidates: Candidates) -> Iterator[_Steps]:
+        """The layouts by pipeline, those with the same replicas next to each other."""
+        if not len(candidates):
+            return
+        columns = _Columns(self._run, self._world_size, self._parts, candidates)
+        pipelines = _distinct([candidates.codes[axis] for axis in GROUPED])
+        order = np.lexsort((columns.replicas.place, pipelines.place))
+        for numbers in np.split(order, np.flatnonzero(np.diff(pipelines.place[order])) + 1):
+            pipeline = self._parts.pipeline(candidates.layout(numbers[0]))
+            for start in range(0, len(numbers), _AT_ONCE):
+                yield columns.steps(pipeline, numbers[start : start + _AT_ONCE])
+
+
+class _Distinct(NamedTuple):
+    """first: [n] number of the first row with each combination of values. place: [N] the combination of each row."""
+
+    first: _Numbers
+    place: _Numbers
+
+
+def _distinct(columns: Sequence[NDArray[np.integer]]) -> _Distinct:
+    combined = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        combined = combined * (int(column.max()) + 1) + column
+    _, first, place = np.unique(combined, return_index=True, return_inverse=True)
+    return _Distinct(first, place)
+
+
+class _Columns:
+    """The parts of N candidates as arrays."""
+
+    def __init__(self, run: RunConfig, world_size: int, parts: StepParts, candidates: Candidates) -> None:
+        self._parts, self._clock = parts, parts.clock
+        codes = candidates.codes
+        self._recompute = codes["recompute"]
+        self._recomputes = [Layout(recompute=text).apply(run).recompute for text in candidates.values["recompute"]]
+        recomputed = tuple(dict.fromkeys(config.parts_of(0) for config in self._recomputes))
+
+        split = np.array([SCHEDULES[name].splits_backward for name in candidates.values["schedule"]])[codes["schedule"]]
+        split = split & (candidates.column("pp") > 1)
+        layers = _distinct([*(codes[axis] for axis in LAYER), split.astype(np.int16)])
+        self._layer = layers.place
+        found = [parts.layer(candidates.layout(number), recomputed) for number in layers.first.tolist()]
+        self._again = {modules: np.stack([each.again[modules] for each in found], axis=-1) for modules in recomputed}
+        self._whole = np.stack([each.whole for each in found], axis=-1)
+        self._embedding = np.stack([each.embedding for each in found], axis=-1)
+        self._head = np.stack([each.head for each in found], axis=-1)
+
+        hops = _distinct([layers.place, codes["pp"]])
+        self._hop = np.array(
+            [
+                parts.hop(candidates.layout(number), found[layers.place[number]].residual)
+                for number in hops.first.tolist()
+            ]
+        ).T[:, hops.place]
+
+        self.replicas = _distinct([codes[axis] for axis in REPLICAS])
+        self._replicas: list[ReplicaSeconds] = [
+            parts.replicas(candidates.layout(number)) for number in self.replicas.first.tolist()
+        ]
+        ranks = np.prod([candidates.column(axis) for axis in ("tp", "cp", "pp")], axis=0)
+        samples = parts.samples(candidates.layout(0))
+        self._m = samples // (candidates.column("micro_batch") * (world_size // ranks))
+
+    def steps(self, pipeline: Pipeline, numbers: _Numbers) -> _Steps:
+        """Returns some of the layouts, which have this pipeline."""
+        seconds = self._stage_seconds(pipeline, numbers)
+        buckets, rest = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers))
+        bucket = np.zeros((len(pipeline.examples), len(numbers)))
+        places = self.replicas.place[numbers]
+        borders = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(numbers)]
+        for start, stop in itertools.pairwise(borders):
+            together = self._replicas[places[start]]
+            buckets[start:stop], rest[start:stop] = together.buckets, together.rest
+            bucket[:, start:stop] = together.bucket[:, None]
+            if together.every_microbatch:
+                self._add_messages(together, seconds[:, :, start:stop])
+        forward, input_grad, weight_grad = seconds[:, pipeline.kind_of]
+        boundaries = (len(forward) - 1, len(numbers))
+        nothing = np.zeros_like(forward)
+        costs = ManyCosts(
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            backward=input_grad + weight_grad,
+            transfer=np.broadcast_to(self._hop[0, numbers], boundaries),
+            latency=np.broadcast_to(self._hop[1, numbers], boundaries),
+            offload=nothing,
+            reload=nothing,
+            bucket=bucket[pipeline.kind_of],
+        )
+        return _Steps(numbers, pipeline, self._m[numbers], buckets, rest, costs)
+
+    def _stage_seconds(self, pipeline: Pipeline, numbers: _Numbers) -> _Array:
+        """[3, kinds of stages, n] seconds of a microbatch: forward, input gradient, weight gradient."""
+        found = np.zeros((3, len(pipeline.examples), len(numbers)))
+        recompute, layer = self._recompute[numbers], self._layer[numbers]
+        for code in np.unique(recompute).tolist():
+            which = np.flatnonzero(recompute == code)
+            config = self._recomputes[code]
+            in_parts, whole = pipeline.layers(config)
+            places = layer[which]
+            found[:, :, which] = in_parts @ self._again[config.parts_of(0)][:, :, places]
+            if whole.any():
+                found[:, :, which] += whole @ self._whole[:, :, places]
+        for place, stage in enumerate(pipeline.examples):
+            if stage.embedding:
+                found[:, place] += self._embedding[:, layer]
+            if stage.head:
+                found[:, place] += self._head[:, layer]
+        return found
+
+    def _add_messages(self, together: ReplicaSeconds, seconds: _Array) -> None:
+        """Adds the messages of every microbatch to [3, kinds of stages, n] seconds."""
+        for kind, example in enumerate(together.example):
+            phases = Phases(*(Parts({MEMORY: each}) for each in seconds[:, kind]))
+            longer = together.replicas.with_microbatch(self._clock, phases, example)
+            for phase, parts in enumerate((longer.forward, longer.input_grad, longer.weight_grad)):
+                seconds[phase, kind] = parts.total
