@@ -60,7 +60,7 @@ class ManyCosts:
 
     def take(self, which: NDArray[np.int64]) -> ManyCosts:
         """Returns those of some columns."""
-        return ManyCosts(**{name: getattr(self, name)[:, which] for name in _COSTS[1:]})
+        return ManyCosts(**{name: getattr(self, name)[:, which] for name in COSTS[1:]})
 
     def rows(self) -> _Array:
         """All costs as one array, in the order of `COSTS`, after one row of zeros."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.mesh import mesh_of
 from megatron.config.pipeline import PipelineSettings
 from megatron.config.recompute import RecomputeConfig
@@ -148,9 +150,18 @@ class StepParts:
         """Settings of a layout with the same mesh, and perhaps others of everything else."""
         return self._once(MESH, layout, lambda: self._settings(layout), "settings")
 
+    def _sharding(self, layout: Layout) -> DataParallelSettings:
+        split = layout.pp > 1 and layout.schedule
+        return self._once(SHARDING, layout, lambda: self._settings(layout).data_parallel, split)
+
     def _places(self, layout: Layout) -> Places:
         """Where the ranks of all groups but those inside of cp are."""
-        return self._once(MESH, layout, lambda: places_of(self._meshed(layout), self._cluster), "places")
+
+        def found() -> Places:
+            settings = dataclasses.replace(self._meshed(layout), data_parallel=self._sharding(layout))
+            return places_of(settings, self._cluster)
+
+        return self._once((*MESH, *SHARDING), layout, found)
 
     def _work(self, layout: Layout) -> ModelWork:
         return model_work(layout.apply(self._run), self._settings(layout), self._software)
@@ -197,9 +208,7 @@ class StepParts:
 
     def _replicas(self, layout: Layout) -> ReplicaSeconds:
         pipeline, places, clock = self.pipeline(layout), self._places(layout), self.clock
-        settings = self._once(
-            SHARDING, layout, lambda: self._settings(layout).data_parallel, layout.pp > 1, layout.schedule
-        )
+        settings = self._sharding(layout)
         held = self._once((*PIPELINE, "tp", "ep", "etp"), layout, lambda: self._held(layout))
         everywhere = [held[kind] for kind in pipeline.kind_of.tolist()]
         rank_of = pipeline.settings.placement.rank_of
@@ -219,7 +228,7 @@ class StepParts:
             np.array([0.0 if overlapped is None else _number(overlapped[place]) / buckets for place in example]),
             buckets,
             _number(rest),
-            replicas.with_microbatch(clock, NOTHING, 0) is not NOTHING,
+            any(replicas.with_microbatch(clock, NOTHING, place) is not NOTHING for place in example),
         )
 
 

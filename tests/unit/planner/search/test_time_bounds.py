@@ -1,0 +1,115 @@
+"""The bounds of the step time: never above the exact time, close to it, and the exact time without a model per layout."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.mesh import mesh_of
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import ScheduleConfig
+from megatron.config.run import RunConfig
+from megatron.config.settings import resolve
+from megatron.config.train import TrainConfig
+from megatron.planner.search.choices import default_choices
+from megatron.planner.search.layout import AXES
+from megatron.planner.search.space import space_of
+from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS
+from megatron.planner.search.time_bounds import TimeBounds
+from megatron.planner.time.constants import Constants, fitted
+from megatron.planner.time.hardware import built_in
+from megatron.planner.time.software import FLASH, Software
+from megatron.planner.time.step_time import StepModel
+
+SMALL = ModelConfig(
+    num_layers=8,
+    hidden_size=2048,
+    ffn_hidden_size=5632,
+    num_attention_heads=16,
+    group_query_attention=True,
+    num_query_groups=4,
+    vocab_size=32000,
+    swiglu=True,
+    bf16=True,
+    add_bias_linear=False,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    untie_embeddings_and_output_weights=True,
+)
+TIED = dataclasses.replace(SMALL, untie_embeddings_and_output_weights=False, swiglu=False, num_layers=6)
+EXPERTS = dataclasses.replace(
+    SMALL, num_layers=4, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=2816, moe_layer_freq="([0]*1+[1]*3)"
+)
+LARGE = dataclasses.replace(
+    SMALL, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8
+)
+PLAIN = Software(attention=FLASH, fused_norm=False, bulk_overlap=False, copies_sharded=True, blocking_pipeline=True)
+# Model, world size, cluster, software, constants, samples of a step, sequence length.
+CASES = {
+    "small": (SMALL, 16, "h100:2x8", Software(), fitted(), 64, 4096),
+    "tied": (TIED, 12, "a100:3x4", PLAIN, Constants(), 48, 2048),
+    "experts": (EXPERTS, 16, "h100:4x4", Software(), fitted(), 32, 4096),
+    "large": (LARGE, 256, "h100:32x8", Software(), fitted(), 256, 8192),
+}
+
+
+def sampled(name, count, seed=0, **fixed):
+    """(candidates, bounds, exact times by a model each)."""
+    model, world, cluster_name, software, constants, batch, seq = CASES[name]
+    cluster = built_in(cluster_name)
+    run = RunConfig(
+        model=model,
+        data=DataConfig(seq_length=seq, mock_data=True),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer"),
+        schedule=ScheduleConfig(lr=1e-4),
+        train=TrainConfig(micro_batch_size=1, global_batch_size=batch, train_iters=10),
+    )
+    choices = {**default_choices(run, world), "sequence_parallel": (False, True), **fixed}
+    choices["pp"] = tuple(size for size in choices["pp"] if size <= 8)
+    space = space_of(run, world, choices)
+    rng = np.random.default_rng(seed)
+    candidates = space.take(np.sort(rng.choice(len(space), min(count, len(space)), replace=False)))
+    exact = []
+    for number in range(len(candidates)):
+        chosen = candidates.layout(number).apply(run)
+        step = StepModel(chosen, resolve(chosen, mesh_of(chosen.parallel, world)), cluster, software)
+        exact.append(float(np.squeeze(step.seconds(step.clock(constants)))))
+    bounds = TimeBounds(run, world, cluster, software, step.clock(constants))
+    return candidates, bounds, np.array(exact)
+
+
+def check(name, count, **fixed):
+    candidates, bounds, exact = sampled(name, count, **fixed)
+    least = bounds.seconds(candidates)
+    above = np.flatnonzero(least > exact)
+    assert not len(above), (candidates.layout(above[0]), least[above[0]], exact[above[0]])
+    assert bounds.played_seconds(candidates) == pytest.approx(exact, rel=1e-9)
+    return 1 - least / exact
+
+
+# Sizes whose time the model does not have are left out.
+PLANNED = {"offload": (0.0,), "optimizer_offload": (0.0,)}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_bounds_are_below_the_exact_time_and_close(name):
+    gaps = check(name, 12, **PLANNED)
+    assert np.median(gaps) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CASES))
+def test_bounds_of_many_layouts(name):
+    gaps = check(name, 1300, **PLANNED)
+    assert np.median(gaps) < 0.02
+
+
+def test_every_axis_is_part_of_something():
+    assert {*LAYER, *GROUPED, *REPLICAS, "recompute", *PLANNED} == set(AXES)
+
+
+def test_nothing_to_bound():
+    candidates, bounds, _ = sampled("small", 1, **PLANNED)
+    nothing = candidates.take(np.array([], dtype=int))
+    assert len(bounds.seconds(nothing)) == len(bounds.played_seconds(nothing)) == 0
