@@ -22,9 +22,10 @@ from megatron.planner.time.constants import Number
 from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.model_work import ModelWork, model_work, places_of
 from megatron.planner.time.operations import repeated
+from megatron.planner.time.optimizer_update import OptimizerUpdate, optimizer_update
 from megatron.planner.time.replicas import Held, Replicas, held_by
 from megatron.planner.time.software import Software
-from megatron.planner.time.stage_time import NOTHING, Phases
+from megatron.planner.time.stage_time import MEMORY, NOTHING, Parts, Phases
 from megatron.schedule.partition import Stage
 from megatron.schedule.registry import SCHEDULES
 
@@ -38,7 +39,8 @@ PIPELINE = tuple(axis for axis in AXES if axis in ("pp", "schedule", "virtual_st
 GROUPED = (*PIPELINE, "group")
 MESH = ("tp", "cp", "pp", "ep", "etp")
 SHARDING = ("sharding", "reduce_mode", "dp_overlap", "instances")
-REPLICAS = (*dict.fromkeys((*MESH, *PIPELINE, *SHARDING)),)
+UPDATE = (*SHARDING, "optimizer_offload")
+REPLICAS = (*dict.fromkeys((*MESH, *PIPELINE, *UPDATE)),)
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,36 @@ class Pipeline:
 class ReplicaSeconds:
     """What replicas do together.
 
+    replicas: those of one rank of each kind, with stages of these `kinds`; `example`: of each kind, the place of one.
     bucket: [kinds of stages] seconds of each of `buckets` reductions behind a stage's last backward. rest: seconds of the
-    step outside of its schedule. every_microbatch: whether they communicate in every microbatch; then `replicas` has a
-    stage of each kind at `example`.
+    step outside of its schedule, without the update. every_microbatch: whether they communicate in every microbatch.
     """
 
     replicas: Replicas
+    optimizer: OptimizerUpdate
+    kinds: tuple[int, ...]
     example: tuple[int, ...]
     bucket: _Array
     buckets: int
     rest: float
     every_microbatch: bool
+
+    def with_microbatch(self, clock: Clock, seconds: _Array) -> _Array:
+        """Returns [3, kinds of stages, n] seconds of a microbatch with its communication."""
+        if not self.every_microbatch:
+            return seconds
+        stages = [
+            self.replicas.with_microbatch(clock, _phases(seconds[:, kind]), self.example[kind])
+            for kind in range(len(self.example))
+        ]
+        return np.stack(
+            [[each.forward.total, each.input_grad.total, each.weight_grad.total] for each in stages], axis=1
+        )
+
+    def update(self, clock: Clock, seconds: _Array) -> _Array:
+        """Returns the [n] seconds of the update. seconds: [3, kinds of stages, n] of a microbatch."""
+        stages = [_phases(seconds[:, kind]) for kind in self.kinds]
+        return np.asarray(self.replicas.update(clock, self.optimizer, stages))
 
 
 class StepParts:
@@ -213,23 +234,31 @@ class StepParts:
         everywhere = [held[kind] for kind in pipeline.kind_of.tolist()]
         rank_of = pipeline.settings.placement.rank_of
         buckets = Replicas(settings, self._software, places, everywhere, rank_of).buckets
-        # Alike ranks take equally long.
-        stages = [(rank, kind) for rank, kinds in enumerate(pipeline.ranks) for kind in kinds]
-        replicas = Replicas(
-            settings, self._software, places, [held[kind] for _, kind in stages], [rank for rank, _ in stages]
-        )
-        example = tuple([kind for _, kind in stages].index(kind) for kind in range(len(held)))
+        kinds = tuple(kind for kinds in pipeline.ranks for kind in kinds)
+        ranks = [rank for rank, kinds in enumerate(pipeline.ranks) for _ in kinds]
+        replicas = Replicas(settings, self._software, places, [held[kind] for kind in kinds], ranks)
+        example = tuple(kinds.index(kind) for kind in range(len(held)))
         reductions = replicas.reductions(clock)
         overlapped = reductions.overlapped
-        rest = reductions.exposed + clock.slowing(reductions.hidden) + replicas.update(clock) + clock.step()
+        rest = reductions.exposed + clock.slowing(reductions.hidden) + clock.step()
         return ReplicaSeconds(
             replicas,
+            self._once(UPDATE, layout, lambda: self._optimizer(layout)),
+            kinds,
             example,
             np.array([0.0 if overlapped is None else _number(overlapped[place]) / buckets for place in example]),
             buckets,
             _number(rest),
             any(replicas.with_microbatch(clock, NOTHING, place) is not NOTHING for place in example),
         )
+
+    def _optimizer(self, layout: Layout) -> OptimizerUpdate:
+        half = self._run.model.dtype_name != "float32"
+        return optimizer_update(self._run.optimizer, self._settings(layout), half=half)
+
+
+def _phases(seconds: _Array) -> Phases:
+    return Phases(*(Parts({MEMORY: each}) for each in seconds))
 
 
 def _seconds(phases: Phases) -> _Array:

@@ -19,12 +19,11 @@ from megatron.config.run import RunConfig
 from megatron.planner.schedule.bound import least_makespans
 from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.search.layout import Candidates, Layout
-from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS, Pipeline, ReplicaSeconds, StepParts
+from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS, Pipeline, StepParts
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.play import Play, PlayShape, makespans
 from megatron.planner.time.software import Software
-from megatron.planner.time.stage_time import MEMORY, Parts, Phases
 from megatron.schedule.registry import SCHEDULES
 
 _Array = NDArray[np.float64]
@@ -66,7 +65,7 @@ class TimeBounds:
         return found * (1 + self._parts.straggling) * (1 - _ROUNDING)
 
     def played_seconds(self, candidates: Candidates) -> _Array:
-        """Returns [N] seconds of a step, those of `StepModel` but for rounding."""
+        """Returns [N] seconds of a step, those of `StepModel` but for rounding, and without copies of activations."""
         found = np.zeros(len(candidates))
         numbers, plays = [], []
         for steps in self._steps(candidates):
@@ -152,9 +151,7 @@ class _Columns:
         ).T[:, hops.place]
 
         self.replicas = _distinct([codes[axis] for axis in REPLICAS])
-        self._replicas: list[ReplicaSeconds] = [
-            parts.replicas(candidates.layout(number)) for number in self.replicas.first.tolist()
-        ]
+        self._replicas = [parts.replicas(candidates.layout(number)) for number in self.replicas.first.tolist()]
         ranks = np.prod([candidates.column(axis) for axis in ("tp", "cp", "pp")], axis=0)
         samples = parts.samples(candidates.layout(0))
         self._m = samples // (candidates.column("micro_batch") * (world_size // ranks))
@@ -168,10 +165,10 @@ class _Columns:
         borders = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(numbers)]
         for start, stop in itertools.pairwise(borders):
             together = self._replicas[places[start]]
-            buckets[start:stop], rest[start:stop] = together.buckets, together.rest
+            seconds[:, :, start:stop] = together.with_microbatch(self._clock, seconds[:, :, start:stop])
+            buckets[start:stop] = together.buckets
+            rest[start:stop] = together.rest + together.update(self._clock, seconds[:, :, start:stop])
             bucket[:, start:stop] = together.bucket[:, None]
-            if together.every_microbatch:
-                self._add_messages(together, seconds[:, :, start:stop])
         forward, input_grad, weight_grad = seconds[:, pipeline.kind_of]
         boundaries = (len(forward) - 1, len(numbers))
         nothing = np.zeros_like(forward)
@@ -206,11 +203,3 @@ class _Columns:
             if stage.head:
                 found[:, place] += self._head[:, layer]
         return found
-
-    def _add_messages(self, together: ReplicaSeconds, seconds: _Array) -> None:
-        """Adds the messages of every microbatch to [3, kinds of stages, n] seconds."""
-        for kind, example in enumerate(together.example):
-            phases = Phases(*(Parts({MEMORY: each}) for each in seconds[:, kind]))
-            longer = together.replicas.with_microbatch(self._clock, phases, example)
-            for phase, parts in enumerate((longer.forward, longer.input_grad, longer.weight_grad)):
-                seconds[phase, kind] = parts.total

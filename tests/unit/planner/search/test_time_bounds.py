@@ -84,32 +84,30 @@ def check(name, count, **fixed):
     least = bounds.seconds(candidates)
     above = np.flatnonzero(least > exact)
     assert not len(above), (candidates.layout(above[0]), least[above[0]], exact[above[0]])
-    assert bounds.played_seconds(candidates) == pytest.approx(exact, rel=1e-9)
+    played, stays = bounds.played_seconds(candidates), candidates.column("offload") == 0
+    assert played[stays] == pytest.approx(exact[stays], rel=1e-9)
+    assert (played <= exact * (1 + 1e-9)).all()
     return 1 - least / exact
-
-
-# Sizes whose time the model does not have are left out.
-PLANNED = {"offload": (0.0,), "optimizer_offload": (0.0,)}
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_bounds_are_below_the_exact_time_and_close(name):
-    gaps = check(name, 12, **PLANNED)
+    gaps = check(name, 12)
     assert np.median(gaps) < 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_bounds_of_many_layouts(name):
-    gaps = check(name, 1300, **PLANNED)
+    gaps = check(name, 1300)
     assert np.median(gaps) < 0.02
 
 
 def test_every_axis_is_part_of_something():
-    assert {*LAYER, *GROUPED, *REPLICAS, "recompute", *PLANNED} == set(AXES)
+    assert {*LAYER, *GROUPED, *REPLICAS, "recompute", "offload"} == set(AXES)
 
 
 def test_nothing_to_bound():
-    candidates, bounds, _ = sampled("small", 1, **PLANNED)
+    candidates, bounds, _ = sampled("small", 1)
     nothing = candidates.take(np.array([], dtype=int))
     assert len(bounds.seconds(nothing)) == len(bounds.played_seconds(nothing)) == 0
