@@ -23,7 +23,7 @@ from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.model_work import ModelWork, model_work, places_of
 from megatron.planner.time.operations import repeated
 from megatron.planner.time.optimizer_update import OptimizerUpdate, optimizer_update
-from megatron.planner.time.replicas import Held, Replicas, held_by
+from megatron.planner.time.replicas import Held, Reductions, Replicas, held_by
 from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import MEMORY, NOTHING, Parts, Phases
 from megatron.schedule.partition import Stage
@@ -87,8 +87,8 @@ class ReplicaSeconds:
     """What replicas do together.
 
     replicas: those of one rank of each kind, with stages of these `kinds`; `example`: of each kind, the place of one.
-    bucket: [kinds of stages] seconds of each of `buckets` reductions behind a stage's last backward. rest: seconds of the
-    step outside of its schedule, without the update. every_microbatch: whether they communicate in every microbatch.
+    bucket: [kinds of stages] seconds of each of `buckets` reductions behind a stage's last backward. every_microbatch:
+    whether they communicate in every microbatch.
     """
 
     replicas: Replicas
@@ -97,7 +97,7 @@ class ReplicaSeconds:
     example: tuple[int, ...]
     bucket: _Array
     buckets: int
-    rest: float
+    reductions: Reductions
     every_microbatch: bool
 
     def with_microbatch(self, clock: Clock, seconds: _Array) -> _Array:
@@ -112,10 +112,12 @@ class ReplicaSeconds:
             [[each.forward.total, each.input_grad.total, each.weight_grad.total] for each in stages], axis=1
         )
 
-    def update(self, clock: Clock, seconds: _Array) -> _Array:
-        """Returns the [n] seconds of the update. seconds: [3, kinds of stages, n] of a microbatch."""
+    def rest(self, clock: Clock, seconds: _Array) -> _Array:
+        """Returns the [n] seconds of the step outside of its schedule. seconds: [3, kinds of stages, n] of a microbatch."""
         stages = [_phases(seconds[:, kind]) for kind in self.kinds]
-        return np.asarray(self.replicas.update(clock, self.optimizer, stages))
+        slowing = self.reductions.slowing + self.replicas.sum_slowing(clock, self.reductions, stages)
+        update = self.replicas.update(clock, self.optimizer, stages)
+        return np.asarray(self.reductions.exposed + slowing + update + clock.step())
 
 
 class StepParts:
@@ -233,14 +235,14 @@ class StepParts:
         held = self._once((*PIPELINE, "tp", "ep", "etp"), layout, lambda: self._held(layout))
         everywhere = [held[kind] for kind in pipeline.kind_of.tolist()]
         rank_of = pipeline.settings.placement.rank_of
+        width = self._once((), layout, lambda: self._work(layout).sizes.e, "width")
         buckets = Replicas(settings, self._software, places, everywhere, rank_of).buckets
         kinds = tuple(kind for kinds in pipeline.ranks for kind in kinds)
         ranks = [rank for rank, kinds in enumerate(pipeline.ranks) for _ in kinds]
-        replicas = Replicas(settings, self._software, places, [held[kind] for kind in kinds], ranks)
+        replicas = Replicas(settings, self._software, places, [held[kind] for kind in kinds], ranks, width)
         example = tuple(kinds.index(kind) for kind in range(len(held)))
         reductions = replicas.reductions(clock)
         overlapped = reductions.overlapped
-        rest = reductions.exposed + clock.slowing(reductions.hidden) + clock.step()
         return ReplicaSeconds(
             replicas,
             self._once(UPDATE, layout, lambda: self._optimizer(layout)),
@@ -248,7 +250,7 @@ class StepParts:
             example,
             np.array([0.0 if overlapped is None else _number(overlapped[place]) / buckets for place in example]),
             buckets,
-            _number(rest),
+            reductions,
             any(replicas.with_microbatch(clock, NOTHING, place) is not NOTHING for place in example),
         )
 

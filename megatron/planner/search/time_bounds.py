@@ -167,7 +167,7 @@ class _Columns:
             together = self._replicas[places[start]]
             seconds[:, :, start:stop] = together.with_microbatch(self._clock, seconds[:, :, start:stop])
             buckets[start:stop] = together.buckets
-            rest[start:stop] = together.rest + together.update(self._clock, seconds[:, :, start:stop])
+            rest[start:stop] = together.rest(self._clock, seconds[:, :, start:stop])
             bucket[:, start:stop] = together.bucket[:, None]
         forward, input_grad, weight_grad = seconds[:, pipeline.kind_of]
         boundaries = (len(forward) - 1, len(numbers))

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
 from megatron.base.mesh import DENSE_AXES, EXPERT_AXES, Mesh
+from megatron.planner.time.constants import Number
 
 GB, GIB, TERA = 10**9, 2**30, 10**12
 BF16, FP8, MXFP8 = "bf16", "fp8", "mxfp8"
 PRECISIONS = (BF16, FP8, MXFP8)
+# Device memory that no tensor requests: CUDA's context, communicators, libraries, and what the allocator cannot use.
+_OUTSIDE, _LOST = 3.0 * GB, 0.04
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +186,11 @@ def device_named(name: str) -> Device:
     if name not in DEVICES:
         raise ConfigError(f"unknown device {name}; known are {', '.join(DEVICES)}; a cluster file may give its numbers")
     return DEVICES[name]
+
+
+def used_memory(requested: Number) -> Number:
+    """Returns bytes of device memory in use when tensors request so many."""
+    return requested * (1 + _LOST) + _OUTSIDE
 
 
 def stride(mesh: Mesh, axis: str) -> int:

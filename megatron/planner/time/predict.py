@@ -14,7 +14,7 @@ from megatron.config.settings import resolve
 from megatron.planner.memory.plan import plan_memory
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.fit import Vector, constants_of, fit_machine
-from megatron.planner.time.hardware import GB
+from megatron.planner.time.hardware import GB, used_memory
 from megatron.planner.time.rows import Planned, Row, candidates, number
 from megatron.planner.time.step_time import PARTS, StepModel, StepTime, step_seconds
 from megatron.spec.sizes import Target
@@ -22,8 +22,6 @@ from megatron.spec.sizes import Target
 FACTOR, WHOLE_MACHINE = "factor", "machine"
 ANCHORS = (FACTOR, WHOLE_MACHINE)
 COLUMNS = ("id", "tokens_per_s_per_gpu", "step_s", "peak_memory_GB", "fits", *PARTS, "factor", "reason")
-# Device memory that no tensor requests: CUDA's context, communicators, libraries, and what the allocator cannot use.
-OUTSIDE_GB, LOST = 3.0, 0.04
 _SAME_MEMORY = 3  # times pp: microbatches from which on the peak stays
 PLAIN_LOSS = 8  # bytes per logit: two copies in fp32
 REQUIRED = ("gpu", "gpus_per_node", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq", "gpus")
@@ -113,7 +111,7 @@ def peak_memory(planned: Planned) -> float:
         tokens = seq_length * micro_batch // mesh.cp
         last = settings.pipeline.placement.rank_of[-1]
         peaks[last] += PLAIN_LOSS * tokens * run.model.padded_vocab_size // mesh.tp
-    return max(peaks) * (1 + LOST) + OUTSIDE_GB * GB
+    return float(used_memory(max(peaks)))
 
 
 def source_factors(anchors: Sequence[RowRun], constants: Constants) -> dict[str, float]:

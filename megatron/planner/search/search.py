@@ -1,0 +1,212 @@
+"""Finds the fastest layouts that fit into memory, and computes exactly only where that could change the answer.
+
+All candidates have lower bounds of their time and of their memory. Those that fit by the bound are taken in the order of
+their bounds. Each has its schedule played, a batch at a time; the ones that are still faster than the layouts found so far
+are planned in full, in the order of the played time. The search ends when no bound of the rest is below the slowest of the
+layouts that it returns, so these are the ones that planning every candidate would find.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.mesh import mesh_of
+from megatron.config.run import RunConfig
+from megatron.config.settings import resolve
+from megatron.planner.memory.plan import RankMemory
+from megatron.planner.search.layout import Candidates, Layout
+from megatron.planner.search.memory_bounds import MemoryBounds
+from megatron.planner.search.time_bounds import TimeBounds
+from megatron.planner.time.clock import Clock
+from megatron.planner.time.hardware import Cluster, used_memory
+from megatron.planner.time.software import Software
+from megatron.planner.time.step_time import StepModel, StepTime
+from megatron.spec.sizes import Target
+
+_Array = NDArray[np.float64]
+_Numbers = NDArray[np.int64]
+_BATCH = 64  # schedules that are played together, at first; each further batch is larger
+_GROWTH = 2
+_ROUNDING = 1 + 1e-9  # played times are those of the model but for rounding
+_DIGITS = 11
+_OF_THE_HOST = 0.9  # part of its memory that a run may have
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayout:
+    """A candidate in full. number: its place among the candidates. memory: bytes of the device of the fullest rank, with
+    what libraries take and the allocator loses. host: bytes of host memory of the rank that has the most. ranks: the
+    plan of each pipeline rank."""
+
+    number: int
+    layout: Layout
+    time: StepTime
+    memory: float
+    host: int
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return float(np.squeeze(self.time.seconds))
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The order of layouts: equal times, but for rounding, in the order of the candidates."""
+        return rounded(self.seconds), self.number
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """best: the fastest that fit, the fastest first. time_bounds, memory_bounds: [N] seconds and bytes. exact: those that
+    were planned in full, by number. out_of_memory: candidates that do not fit, by their bound or by their plan.
+    bounded_out: those that fit by the bound and were too slow by the bound. simulated: those whose schedule was played.
+    least: where nothing fits, the candidate that needs the least memory. parts: wall seconds of the search, by part."""
+
+    best: tuple[PlannedLayout, ...]
+    candidates: Candidates
+    time_bounds: _Array
+    memory_bounds: _Array
+    exact: Mapping[int, PlannedLayout]
+    out_of_memory: int
+    bounded_out: int
+    simulated: int
+    least: PlannedLayout | None
+    parts: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Of wall time, of all parts."""
+        return sum(self.parts.values())
+
+
+def rounded(seconds: float) -> float:
+    """Returns a time without the digits that the order of sums decides."""
+    return float(f"{seconds:.{_DIGITS}g}")
+
+
+class Planner:
+    """Plans layouts of a run on a cluster, by bounds and in full."""
+
+    def __init__(self, run: RunConfig, world_size: int, cluster: Cluster, software: Software, clock: Clock) -> None:
+        self.run, self.world_size, self.cluster, self.software, self.clock = run, world_size, cluster, software, clock
+        self.target = Target(cpu=False)
+        self.times = TimeBounds(run, world_size, cluster, software, clock)
+        self._memory = MemoryBounds(run, world_size, self.target)
+        self._planned: dict[Layout, PlannedLayout] = {}
+
+    @property
+    def limit(self) -> float:
+        """Bytes of memory of a device."""
+        return self.cluster.device.memory
+
+    def memory_bounds(self, candidates: Candidates) -> _Array:
+        """Returns [N] bytes of a device, of which none is above that of the plan in full."""
+        return np.asarray(used_memory(self._memory.nbytes(candidates)))
+
+    def fits(self, planned: PlannedLayout) -> bool:
+        """Returns whether a device and a node have so much memory."""
+        ranks = min(self.cluster.node, self.world_size)
+        return planned.memory <= self.limit and ranks * planned.host <= _OF_THE_HOST * self.cluster.host_memory
+
+    def seconds(self, layout: Layout) -> float:
+        """Returns the seconds of a step of a layout."""
+        return float(np.squeeze(self._model(layout).seconds(self.clock)))
+
+    def plan(self, candidates: Candidates, numbers: Iterable[int]) -> list[PlannedLayout]:
+        """Returns the plans in full of some candidates."""
+        found = []
+        for number in numbers:
+            layout = candidates.layout(number)
+            if layout not in self._planned:
+                (peaks,) = self._memory.exact([layout])
+                self._planned[layout] = PlannedLayout(
+                    number=number,
+                    layout=layout,
+                    time=self._model(layout).time(self.clock),
+                    memory=float(used_memory(peaks.device)),
+                    host=peaks.host,
+                    ranks=peaks.ranks,
+                )
+            found.append(self._planned[layout])
+        return found
+
+    def _model(self, layout: Layout) -> StepModel:
+        run = layout.apply(self.run)
+        return StepModel(run, resolve(run, mesh_of(run.parallel, self.world_size)), self.cluster, self.software)
+
+
+def search(planner: Planner, candidates: Candidates, keep: int = 5) -> SearchResult:
+    """Returns the `keep` fastest candidates that fit; of equally fast ones those that come first."""
+    begun = time.perf_counter()
+    times, memory = planner.times.seconds(candidates), planner.memory_bounds(candidates)
+    bounded = time.perf_counter()
+    fitting = np.flatnonzero(memory <= planner.limit)
+    order = fitting[np.argsort(times[fitting], kind="stable")]
+    chosen = _Best(planner, candidates, keep)
+    size, start = _BATCH, 0
+    while start < len(order) and times[order[start]] <= chosen.slowest:
+        batch = order[start : start + size]
+        chosen.consider(batch[times[batch] <= chosen.slowest])
+        start, size = start + len(batch), size * _GROWTH
+    least = None
+    if not chosen.best:
+        least = _least(planner, candidates, memory)
+    return SearchResult(
+        best=tuple(chosen.best),
+        candidates=candidates,
+        time_bounds=times,
+        memory_bounds=memory,
+        exact={planned.number: planned for planned in chosen.planned},
+        out_of_memory=len(candidates) - len(fitting) + chosen.too_large,
+        bounded_out=len(fitting) - chosen.simulated,
+        simulated=chosen.simulated,
+        least=least,
+        parts={"bounds": bounded - begun, "exact": time.perf_counter() - bounded},
+    )
+
+
+class _Best:
+    """The fastest that fit of the candidates that were considered so far."""
+
+    def __init__(self, planner: Planner, candidates: Candidates, keep: int) -> None:
+        self._planner, self._candidates, self._keep = planner, candidates, keep
+        self.best: list[PlannedLayout] = []
+        self.planned: list[PlannedLayout] = []
+        self.simulated = self.too_large = 0
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of the slowest that is kept; infinite until there are enough."""
+        return self.best[-1].seconds if len(self.best) == self._keep else np.inf
+
+    def consider(self, numbers: _Numbers) -> None:
+        """Plays these candidates, and plans those in full that could be among the best."""
+        self.simulated += len(numbers)
+        played = self._planner.times.played_seconds(self._candidates.take(numbers))
+        for place in np.lexsort((numbers, played)).tolist():
+            if played[place] > self.slowest * _ROUNDING:
+                break
+            (planned,) = self._planner.plan(self._candidates, [int(numbers[place])])
+            self.planned.append(planned)
+            if not self._planner.fits(planned):
+                self.too_large += 1
+                continue
+            self.best = sorted([*self.best, planned], key=lambda each: each.rank)[: self._keep]
+
+
+def _least(planner: Planner, candidates: Candidates, bounds: _Array) -> PlannedLayout | None:
+    """The candidate that needs the least memory of a device, the first of equal ones."""
+    least: PlannedLayout | None = None
+    for number in np.argsort(bounds, kind="stable").tolist():
+        if least is not None and bounds[number] > least.memory:
+            break
+        (planned,) = planner.plan(candidates, [number])
+        if least is None or (planned.memory, planned.number) < (least.memory, least.number):
+            least = planned
+    return least
