@@ -23,7 +23,7 @@ from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.model_work import ModelWork, model_work, places_of
 from megatron.planner.time.operations import repeated
 from megatron.planner.time.optimizer_update import OptimizerUpdate, optimizer_update
-from megatron.planner.time.replicas import Held, Reductions, Replicas, held_by
+from megatron.planner.time.replicas import Held, Reductions, Replicas, held_by, shared_by_ends
 from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import MEMORY, NOTHING, Parts, Phases
 from megatron.schedule.partition import Stage
@@ -224,22 +224,24 @@ class StepParts:
         ranks = [tuple(kind_of[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
         return Pipeline(settings, tuple(examples), np.array(kind_of), tuple(dict.fromkeys(ranks)), layer_kinds)
 
-    def _held(self, layout: Layout) -> list[Held]:
+    def _held(self, layout: Layout) -> tuple[list[Held], int]:
+        """Parameters of each kind of stage, and those of the first rank that another one has, too."""
         spec = self._once((), layout, lambda: self._work(layout).spec, "spec")
-        mesh = self._meshed(layout).mesh
-        return [held_by(spec, mesh, stage) for stage in self.pipeline(layout).examples]
+        mesh, pipeline = self._meshed(layout).mesh, self.pipeline(layout)
+        shared = shared_by_ends(spec, mesh, pipeline.settings.stages_of(0))
+        return [held_by(spec, mesh, stage) for stage in pipeline.examples], shared
 
     def _replicas(self, layout: Layout) -> ReplicaSeconds:
         pipeline, places, clock = self.pipeline(layout), self._places(layout), self.clock
         settings = self._sharding(layout)
-        held = self._once((*PIPELINE, "tp", "ep", "etp"), layout, lambda: self._held(layout))
+        held, shared = self._once((*PIPELINE, "tp", "ep", "etp"), layout, lambda: self._held(layout))
         everywhere = [held[kind] for kind in pipeline.kind_of.tolist()]
         rank_of = pipeline.settings.placement.rank_of
         width = self._once((), layout, lambda: self._work(layout).sizes.e, "width")
         buckets = Replicas(settings, self._software, places, everywhere, rank_of).buckets
         kinds = tuple(kind for kinds in pipeline.ranks for kind in kinds)
         ranks = [rank for rank, kinds in enumerate(pipeline.ranks) for _ in kinds]
-        replicas = Replicas(settings, self._software, places, [held[kind] for kind in kinds], ranks, width)
+        replicas = Replicas(settings, self._software, places, [held[kind] for kind in kinds], ranks, width, shared)
         example = tuple(kinds.index(kind) for kind in range(len(held)))
         reductions = replicas.reductions(clock)
         overlapped = reductions.overlapped
