@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 COMPILE := $(BIN)/python -m compileall -q -x '/tests/|/transformers/models/|/site-packages/(networkx|pip|setuptools)/'
 
 .PHONY: quickstart test test-all check bench bench-dp bench-tp bench-cp bench-pp bench-adam bench-recompute \
-	bench-offload bench-memory bench-planner bench-plan format
+	bench-offload bench-memory bench-planner bench-plan bench-search format
 $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; give one with make PYTHON=python3.12")'
 	@echo "Installing into $(VENV). This happens once; torch is large."
@@ -86,6 +86,10 @@ bench-memory: $(STAMP)
 # How well the planner predicts published runs; any machine, about 10 minutes of one core.
 bench-planner: $(STAMP)
 	$(BIN)/python -m benchmarks.planner.published_runs
+
+# How many layouts the search plans in full, and how long it takes; any machine.
+bench-search: $(STAMP)
+	$(BIN)/python -m benchmarks.planner.search
 
 # How well the planner predicts the steps of many layouts on emulated hosts; it needs root and iproute2, an idle machine and
 # about half an hour.
