@@ -8,9 +8,8 @@ time is asked for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from megatron.config.run import RunConfig
 from megatron.planner.schedule.bound import least_makespans
 from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.search.layout import Candidates, Layout
+from megatron.planner.search.layout_table import distinct
 from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS, Pipeline, StepParts
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.hardware import Cluster
@@ -54,6 +54,13 @@ class TimeBounds:
 
     def seconds(self, candidates: Candidates) -> _Array:
         """Returns [N] seconds of a step, of which none is above that of `StepModel`."""
+        if not len(candidates):
+            return np.zeros(0)
+        # Copies of activations cost nothing here.
+        first, alike = distinct([codes for axis, codes in candidates.codes.items() if axis != "offload"])
+        return self._seconds(candidates.take(first))[alike]
+
+    def _seconds(self, candidates: Candidates) -> _Array:
         found = np.zeros(len(candidates))
         for steps in self._steps(candidates):
             shape = self._shape(steps.pipeline)
@@ -70,9 +77,9 @@ class TimeBounds:
         numbers, plays = [], []
         for steps in self._steps(candidates):
             found[steps.numbers] = steps.rest
-            alike = _distinct([steps.m, steps.buckets])
-            for place, first in enumerate(alike.first.tolist()):
-                which = np.flatnonzero(alike.place == place)
+            firsts, alike = distinct([steps.m, steps.buckets])
+            for place, first in enumerate(firsts.tolist()):
+                which = np.flatnonzero(alike == place)
                 shape = self._shape(steps.pipeline, int(steps.buckets[first]))
                 plays.append(Play(shape, int(steps.m[first]), steps.costs.take(which)))
                 numbers.append(steps.numbers[which])
@@ -99,27 +106,12 @@ class TimeBounds:
         if not len(candidates):
             return
         columns = _Columns(self._run, self._world_size, self._parts, candidates)
-        pipelines = _distinct([candidates.codes[axis] for axis in GROUPED])
-        order = np.lexsort((columns.replicas.place, pipelines.place))
-        for numbers in np.split(order, np.flatnonzero(np.diff(pipelines.place[order])) + 1):
+        _, pipelines = distinct([candidates.codes[axis] for axis in GROUPED])
+        order = np.lexsort((columns.replicas, pipelines))
+        for numbers in np.split(order, np.flatnonzero(np.diff(pipelines[order])) + 1):
             pipeline = self._parts.pipeline(candidates.layout(numbers[0]))
             for start in range(0, len(numbers), _AT_ONCE):
                 yield columns.steps(pipeline, numbers[start : start + _AT_ONCE])
-
-
-class _Distinct(NamedTuple):
-    """first: [n] number of the first row with each combination of values. place: [N] the combination of each row."""
-
-    first: _Numbers
-    place: _Numbers
-
-
-def _distinct(columns: Sequence[NDArray[np.integer]]) -> _Distinct:
-    combined = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        combined = combined * (int(column.max()) + 1) + column
-    _, first, place = np.unique(combined, return_index=True, return_inverse=True)
-    return _Distinct(first, place)
 
 
 class _Columns:
@@ -134,24 +126,20 @@ class _Columns:
 
         split = np.array([SCHEDULES[name].splits_backward for name in candidates.values["schedule"]])[codes["schedule"]]
         split = split & (candidates.column("pp") > 1)
-        layers = _distinct([*(codes[axis] for axis in LAYER), split.astype(np.int16)])
-        self._layer = layers.place
-        found = [parts.layer(candidates.layout(number), recomputed) for number in layers.first.tolist()]
+        layers, self._layer = distinct([*(codes[axis] for axis in LAYER), split.astype(np.int16)])
+        found = [parts.layer(candidates.layout(number), recomputed) for number in layers.tolist()]
         self._again = {modules: np.stack([each.again[modules] for each in found], axis=-1) for modules in recomputed}
         self._whole = np.stack([each.whole for each in found], axis=-1)
         self._embedding = np.stack([each.embedding for each in found], axis=-1)
         self._head = np.stack([each.head for each in found], axis=-1)
 
-        hops = _distinct([layers.place, codes["pp"]])
+        hops, hop = distinct([self._layer, codes["pp"]])
         self._hop = np.array(
-            [
-                parts.hop(candidates.layout(number), found[layers.place[number]].residual)
-                for number in hops.first.tolist()
-            ]
-        ).T[:, hops.place]
+            [parts.hop(candidates.layout(number), found[self._layer[number]].residual) for number in hops.tolist()]
+        ).T[:, hop]
 
-        self.replicas = _distinct([codes[axis] for axis in REPLICAS])
-        self._replicas = [parts.replicas(candidates.layout(number)) for number in self.replicas.first.tolist()]
+        replicas, self.replicas = distinct([codes[axis] for axis in REPLICAS])
+        self._replicas = [parts.replicas(candidates.layout(number)) for number in replicas.tolist()]
         ranks = np.prod([candidates.column(axis) for axis in ("tp", "cp", "pp")], axis=0)
         samples = parts.samples(candidates.layout(0))
         self._m = samples // (candidates.column("micro_batch") * (world_size // ranks))
@@ -161,7 +149,7 @@ class _Columns:
         seconds = self._stage_seconds(pipeline, numbers)
         buckets, rest = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers))
         bucket = np.zeros((len(pipeline.examples), len(numbers)))
-        places = self.replicas.place[numbers]
+        places = self.replicas[numbers]
         borders = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(numbers)]
         for start, stop in itertools.pairwise(borders):
             together = self._replicas[places[start]]
