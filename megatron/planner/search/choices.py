@@ -80,7 +80,7 @@ def default_choices(run: RunConfig, world_size: int) -> dict[str, tuple[Any, ...
 def fixed_choices(run: RunConfig) -> dict[str, tuple[Any, ...]]:
     """Returns the axes whose flags are typed, with their values. Raises ConfigError for flags that no layout has."""
     found = {}
-    for names, axis, values in _TYPED:
+    for names, axis, values in TYPED:
         if run.given.intersection(names):
             found[axis] = values(run)
     return found
@@ -154,7 +154,7 @@ def _value(name: str) -> Callable[[RunConfig], tuple[Any, ...]]:
 
 
 # Typed flags (their fields), the axis that they fix, and its values in the run of the flags.
-_TYPED: tuple[tuple[tuple[str, ...], str, Callable[[RunConfig], tuple[Any, ...]]], ...] = (
+TYPED: tuple[tuple[tuple[str, ...], str, Callable[[RunConfig], tuple[Any, ...]]], ...] = (
     (("tensor_model_parallel_size",), "tp", _value("tensor_model_parallel_size")),
     (("sequence_parallel",), "sequence_parallel", _value("sequence_parallel")),
     (("tp_comm_overlap",), "tp_overlap", _value("tp_comm_overlap")),

@@ -14,7 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.time.activation_copies import activation_copies
 from megatron.planner.time.clock import Clock
-from megatron.planner.time.constants import Constants, Number
+from megatron.planner.time.constants import Number, fitted
 from megatron.planner.time.data_sheet import DataSheetClock
 from megatron.planner.time.hardware import Cluster, Place
 from megatron.planner.time.messages import wire_bytes
@@ -118,10 +118,10 @@ def name_of(operation: LayerOperation) -> str:
 
 
 def links_by_load(
-    run: RunConfig, model: StepModel, settings: RunSettings, cluster: Cluster, software: Software, constants: Constants
+    run: RunConfig, model: StepModel, settings: RunSettings, cluster: Cluster, software: Software
 ) -> list[LinkLoad]:
     """Returns the links of a device of the slowest rank, with the bytes that it sends in a step."""
-    clock = _RecordingClock(constants, cluster, software)
+    clock = _RecordingClock(fitted(), cluster, software)
     rank = slowest_rank(model, settings, clock)
     sent = np.zeros(2)
     for place, op, nbytes, times in _messages(model, settings, clock, rank):

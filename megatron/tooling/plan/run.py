@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from megatron.base.errors import ConfigError
 from megatron.command_line.read import parse
+from megatron.config.fp8 import MXFP8 as MXFP8_RECIPE
 from megatron.config.mesh import mesh_of, smallest_world
 from megatron.config.rules.check import check, check_vocabulary
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.core.datasets.tokenizer import build_tokenizer
+from megatron.planner.time.hardware import BF16, FP8, MXFP8
+from megatron.planner.time.software import FLASH_3, UNFUSED, Software
 
 
 def settings_of(flags: Sequence[str], world_size: int | None, *, description: str) -> tuple[RunConfig, RunSettings]:
@@ -22,9 +26,28 @@ def settings_of(flags: Sequence[str], world_size: int | None, *, description: st
     parallel = run.parallel
     world_size = smallest_world(parallel) if world_size is None else world_size
     check(run, world_size)
-    if run.model.vocab_size is None:
-        size = build_tokenizer(run.tokenizer, None).vocab_size
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=size))
+    run = with_vocabulary(run)
     assert run.model.vocab_size
     check_vocabulary(run.model, parallel.tensor_model_parallel_size, run.model.vocab_size)
     return run, resolve(run, mesh_of(parallel, world_size))
+
+
+def with_vocabulary(run: RunConfig) -> RunConfig:
+    """Returns the run with the size of its vocabulary, which its tokenizer knows if no flag says it. Raises UserErrors."""
+    if run.model.vocab_size is not None:
+        return run
+    if run.tokenizer.tokenizer_type is None:
+        raise ConfigError(
+            "the size of the vocabulary is not known; give --vocab-size, or --tokenizer-type and its files"
+        )
+    size = build_tokenizer(run.tokenizer, None).vocab_size
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=size))
+
+
+def software_of(run: RunConfig) -> Software:
+    """Returns the properties of the kernels that a run uses."""
+    precision = BF16
+    if run.fp8.enabled:
+        precision = MXFP8 if run.fp8.fp8_recipe == MXFP8_RECIPE else FP8
+    attention = UNFUSED if run.model.attention_backend == "unfused" else FLASH_3
+    return Software(precision=precision, attention=attention)

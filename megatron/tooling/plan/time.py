@@ -11,13 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.command_line.flag_parser import path_word, within
-from megatron.config.fp8 import MXFP8 as MXFP8_RECIPE
 from megatron.config.interval import RANKS
-from megatron.planner.time.hardware import BF16, FP8, MXFP8, TERA
-from megatron.planner.time.software import FLASH_3, UNFUSED, Software
+from megatron.planner.time.hardware import BF16, TERA
 from megatron.planner.time.step_time import PARTS, StepTime, model_of_run
 from megatron.tooling.plan.machine import PlannedMachine, machine_of
-from megatron.tooling.plan.run import settings_of
+from megatron.tooling.plan.run import settings_of, software_of
 
 MS = 1e-3
 
@@ -46,11 +44,7 @@ def plan_time(args: argparse.Namespace, flags: Sequence[str]) -> None:
     machine = machine_of(args.cluster, args.profile)
     cluster, world_size = machine.cluster, args.world_size or machine.world_size
     run, settings = settings_of(flags, world_size, description="Time of the run with these flags.")
-    precision = BF16
-    if run.fp8.enabled:
-        precision = MXFP8 if run.fp8.fp8_recipe == MXFP8_RECIPE else FP8
-    attention = UNFUSED if run.model.attention_backend == "unfused" else FLASH_3
-    software = Software(precision=precision, attention=attention)
+    software = software_of(run)
     model = model_of_run(run, settings, cluster, software)
     clock = machine.clock(run, software)
     show(model.time(clock), machine)

@@ -1,0 +1,108 @@
+"""What a search is asked for: the run without its layout, the cluster, and the words of the command line that stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.base.errors import ConfigError
+from megatron.command_line.read import parse, words_without
+from megatron.config.batch_schedule import BatchSchedule
+from megatron.config.run import RunConfig
+from megatron.planner.search.layout import FIELDS
+from megatron.planner.search.search import Planner
+from megatron.planner.time.hardware import Cluster
+from megatron.planner.time.software import Software
+from megatron.tooling.plan.machine import PlannedMachine
+from megatron.tooling.plan.run import software_of, with_vocabulary
+
+MOCK_STEPS = 100  # of a command whose length nobody gave
+
+
+@dataclass(frozen=True)
+class Asked:
+    """run: with its vocabulary. flags: as typed. added: those that a run needs and nobody typed. words: both, without the
+    flags that a layout sets. tokens: of the whole training, None if its length was not given."""
+
+    run: RunConfig
+    world_size: int
+    machine: PlannedMachine
+    software: Software
+    flags: tuple[str, ...]
+    words: tuple[str, ...]
+    added: tuple[str, ...]
+    tokens: float | None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machine's."""
+        return self.machine.cluster
+
+    def planner(self, world_size: int) -> Planner:
+        """Returns what plans the run on so many ranks, however many devices there are. Raises ConfigError."""
+        cluster = self.cluster if world_size == self.world_size else dataclasses.replace(self.cluster, nodes=None)
+        return Planner(self.run, world_size, cluster, self.software, self.machine.clock(self.run, self.software))
+
+
+def asked_of(flags: Sequence[str], machine: PlannedMachine, world_size: int | None, tokens: float | None) -> Asked:
+    """Returns what these flags ask for. Raises UserErrors.
+
+    world_size: None for all devices of the machine. tokens: of the whole training; None for those of the run's length.
+    """
+    description = "The layouts of the run with these flags."
+    run = parse(flags, description=description)
+    ranks = world_of(machine.cluster, machine.world_size if world_size is None else world_size)
+    added = _missing(run, tokens)
+    if run.train.global_batch_size is None and run.train.step_batch_size_schedule is None:
+        raise ConfigError("layouts are compared at one batch, which is missing; give --global-batch-size")
+    run = with_vocabulary(parse([*flags, *added], description=description))
+    if tokens is None and not {"--train-iters", "--train-samples"} & set(added):
+        tokens = float(_samples(run) * (run.data.seq_length or 0)) or None
+    return Asked(
+        run, ranks, machine, software_of(run), tuple(flags), (*words_without(flags, FIELDS), *added), added, tokens
+    )
+
+
+def world_of(cluster: Cluster, asked: int | None) -> int:
+    """Returns the number of ranks. Raises ConfigError.
+
+    They fill whole nodes, or a part of one: a layout that leaves devices of its nodes idle is not planned.
+    """
+    node = cluster.node
+    if asked is None:
+        raise ConfigError(
+            f"--cluster {cluster.device.name} does not say how many nodes there are; give "
+            f"{cluster.device.name}:NODESx{node}, or --world-size"
+        )
+    cluster.check(asked)
+    if asked > node and asked % node:
+        raise ConfigError(
+            f"--world-size {asked} does not fill nodes of {node} {cluster.device.name}; give {asked // node * node} or "
+            f"{(asked // node + 1) * node}"
+        )
+    return asked
+
+
+def _missing(run: RunConfig, tokens: float | None) -> tuple[str, ...]:
+    """Words for flags without which no run starts, and that do not matter to its layout."""
+    words: list[str] = []
+    model, data, train = run.model, run.data, run.train
+    if not (model.bf16 or model.fp16) and run.parallel.device != "cpu":
+        words.append("--bf16")
+    if train.train_iters is None and train.train_samples is None:
+        whole = tokens is not None and data.seq_length is not None
+        words += ["--train-samples", str(round((tokens or 0) / (data.seq_length or 1)))] if whole else []
+        words += [] if whole else ["--train-iters", str(MOCK_STEPS)]
+    if run.schedule.lr is None:
+        words += ["--lr", "1e-4"]
+    if not data.mock_data and data.data_path is None and data.train_data_path is None:
+        words.append("--mock-data")
+    if run.tokenizer.tokenizer_type is None and model.vocab_size is not None:
+        words += ["--tokenizer-type", "NullTokenizer"]
+    return tuple(words)
+
+
+def _samples(run: RunConfig) -> int:
+    """Of the whole training, which do not depend on the layout."""
+    return BatchSchedule(dataclasses.replace(run.train, micro_batch_size=1), 1, run.data.seq_length).total_samples

@@ -1,0 +1,116 @@
+"""What a picture of throughput against memory shows: all candidates of a search, and those that none other beats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.planner.search.front import find_front
+from megatron.planner.search.search import Planner, SearchResult
+from megatron.planner.time.hardware import GIB
+from megatron.tooling.plan.asked import Asked
+from megatron.tooling.plan.words import mesh_words, method_words
+
+LINE, CHOSEN, POINT, INK, PALE = "#2a6fbb", "#d1495b", "#8fb3d6", "#333333", "#777777"
+FEW, MANY = "#e4e8ee", "#aab4c2"  # candidates in a field of the cloud
+COLUMNS, ROWS = 170, 90  # of the grid on which the cloud is counted
+MOST_EVALUATED = 300  # layouts whose exact figures the front asks for
+BEYOND = 1.35  # how much of the axis of memory is shown, in units of the device's
+MARGIN = 1.12  # of the axis of throughput, in units of the highest
+LIFT, GAP = 0.06, 0.028  # of the numbers of the best, in units of the axes
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An exact point. memory: GiB. rate: tokens/s per device. words: the layout."""
+
+    memory: float
+    rate: float
+    words: str
+
+
+@dataclass(frozen=True)
+class FrontPicture:
+    """What is drawn.
+
+    memory, rate: [N] bounds of all candidates, GiB and tokens/s per device. exact: those with exact figures. front: the
+    Pareto front by rising memory. best: those that the search returned, in order. limit: GiB that a layout may take.
+    """
+
+    title: str
+    memory: NDArray[np.float64]
+    rate: NDArray[np.float64]
+    exact: Sequence[Mark]
+    front: Sequence[Mark]
+    best: Sequence[Mark]
+    limit: float
+
+    @property
+    def right(self) -> float:
+        """The end of the axis of memory."""
+        return self.limit * BEYOND
+
+    @property
+    def top(self) -> float:
+        """The end of the axis of throughput."""
+        marks = [mark.rate for mark in (*self.exact, *self.best)]
+        return MARGIN * max([*marks, float(self.rate[self.memory <= self.limit].max(initial=0.0))])
+
+    def label_places(self) -> list[tuple[float, float]]:
+        """Returns where the numbers of the best are written: above them, in the order of memory and not on each other."""
+        order = sorted(range(len(self.best)), key=lambda number: self.best[number].memory)
+        height = max(mark.rate for mark in self.best) + LIFT * self.top
+        gap, found, last = GAP * self.right, dict[int, tuple[float, float]](), -self.right
+        for number in order:
+            last = max(self.best[number].memory, last + gap)
+            found[number] = last, height
+        return [found[number] for number in range(len(order))]
+
+    def cloud(self) -> NDArray[np.float64]:
+        """Returns the [ROWS, COLUMNS] number of candidates in each field of the grid, the lowest throughput first."""
+        edges = np.linspace(0, self.top, ROWS + 1), np.linspace(0, self.right, COLUMNS + 1)
+        counts: NDArray[np.float64] = np.histogram2d(self.rate, self.memory, bins=edges)[0]
+        return counts
+
+    def steps(self) -> list[tuple[float, float]]:
+        """Returns the corners of the front: the most throughput within each amount of memory."""
+        corners: list[tuple[float, float]] = []
+        for mark in (mark for mark in self.front if mark.memory <= self.right):
+            if corners:
+                corners.append((mark.memory, corners[-1][1]))
+            corners.append((mark.memory, mark.rate))
+        return [*corners, (self.right, corners[-1][1])] if corners else []
+
+
+def front_of(asked: Asked, planner: Planner, found: SearchResult) -> FrontPicture:
+    """Returns the picture of a search, for which the exact figures of the front are computed."""
+    tokens = float(found.best[0].time.tokens) / asked.world_size
+    shown = np.flatnonzero(found.memory_bounds <= BEYOND * planner.limit)
+    place = {int(number): at for at, number in enumerate(shown)}
+    known = {place[n]: (float(p.time.seconds), p.memory) for n, p in found.exact.items() if n in place}
+
+    def evaluate(numbers: Sequence[int]) -> list[tuple[float, float]]:
+        plans = planner.plan(found.candidates, [int(shown[number]) for number in numbers])
+        return [(float(each.time.seconds), each.memory) for each in plans]
+
+    bounds = np.stack([found.time_bounds[shown], found.memory_bounds[shown]], axis=1)
+    front = find_front(bounds, known, evaluate, most=MOST_EVALUATED)
+
+    def mark(number: int) -> Mark:
+        seconds, nbytes = front.exact[number]
+        layout = found.candidates.layout(int(shown[number]))
+        words = f"{mesh_words(layout, asked.world_size)}: {method_words(layout, asked.world_size)}"
+        return Mark(nbytes / GIB, tokens / seconds, words)
+
+    return FrontPicture(
+        title=f"{len(found.candidates):,} layouts on {asked.world_size} {asked.cluster.device.name}",
+        memory=found.memory_bounds / GIB,
+        rate=tokens / found.time_bounds,
+        exact=[mark(number) for number in front.exact],
+        front=[mark(number) for number in reversed(front.numbers)],
+        best=[mark(place[planned.number]) for planned in found.best],
+        limit=planner.limit / GIB,
+    )

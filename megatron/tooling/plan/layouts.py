@@ -1,0 +1,128 @@
+"""The layouts that a search found, as a table and as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron.planner.search.search import PlannedLayout
+from megatron.planner.time.groups import GROUPS, grouped
+from megatron.planner.time.hardware import BF16, GIB, TERA, Cluster
+from megatron.planner.time.step_time import StepTime
+from megatron.tooling.plan.words import mesh_words, method_words
+
+DAY = 86400.0
+# Of each group: its colour, and its mark where there are none.
+STYLES: Mapping[str, tuple[str, str]] = {
+    "compute": ("#4878a8", "█"),
+    "recompute": ("#8fb3d6", "▓"),
+    "tp": ("#d1495b", "t"),
+    "cp": ("#e07a5f", "c"),
+    "ep": ("#b56576", "e"),
+    "dp": ("#e9a23b", "d"),
+    "pp": ("#b07aa1", "p"),
+    "offload": ("#76b7b2", "h"),
+    "bubble": ("#c9c9c9", "░"),
+    "optimizer": ("#59a14f", "▒"),
+    "other": ("#8c8c8c", "·"),
+}
+NARROW = 20  # characters that a row of bars needs for its number, seconds and margins
+SHOWN = 0.0005  # smallest share of a step that is written out
+
+
+def days(time: StepTime, tokens: float) -> float:
+    """Returns days of training on so many tokens."""
+    return tokens / (float(time.tokens_per_second) * time.ranks) / DAY
+
+
+def mfu(time: StepTime, cluster: Cluster) -> float:
+    """Returns model FLOP/s in units of the dense bf16 peak."""
+    return float(time.flops_per_second) / cluster.device.flops(BF16)
+
+
+def table_of(
+    found: Sequence[PlannedLayout], cluster: Cluster, limit: float, *, tokens: float | None, error: float | None
+) -> Table:
+    """Returns a table with a row per layout. limit: bytes of device memory that a layout may take. tokens: of the whole
+    training, None if unknown. error: median of the error of step times, in units of them, None if unknown."""
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    hosts = any(each.host for each in found)
+    table.add_column("", justify="right")
+    table.add_column("layout", overflow="fold", ratio=1)
+    errors = ["±\ns"] if error else []
+    for heading in (
+        *("step\ns", *errors, "tokens/s\nper GPU", "TFLOP/s\nper GPU", "MFU\n%", f"GiB\nof {limit / GIB:.0f}"),
+        *(["host\nGiB"] if hosts else []),
+        *(["days"] if tokens is not None else []),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, each in enumerate(found, start=1):
+        words = Text(mesh_words(each.layout, each.time.ranks), style="bold")
+        words.append("\n" + method_words(each.layout, each.time.ranks), style="not bold dim")
+        cells = [
+            seconds_text(float(each.time.seconds)),
+            *([seconds_text(error * float(each.time.seconds))] if error else []),
+            f"{float(each.time.tokens_per_second):.0f}",
+            f"{float(each.time.flops_per_second) / TERA:.0f}",
+            f"{100 * mfu(each.time, cluster):.1f}",
+            f"{each.memory / GIB:.1f}",
+        ]
+        if hosts:
+            cells.append(f"{each.host / GIB:.1f}")
+        if tokens is not None:
+            cells.append(days_text(days(each.time, tokens)))
+        table.add_row(str(number), words, *cells)
+    return table
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns seconds with about three digits."""
+    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.3f}" if seconds >= 0.1 else f"{seconds:.4f}"
+
+
+def days_text(days: float) -> str:
+    """Returns days with about three digits."""
+    return f"{days:.2f}" if days < 10 else f"{days:.1f}" if days < 100 else f"{days:,.0f}"
+
+
+def print_bars(console: Console, found: Sequence[PlannedLayout]) -> None:
+    """Prints a bar per layout, scaled to the slowest, and below it the share of each group of parts."""
+    room = console.width - NARROW
+    slowest = max(float(each.time.seconds) for each in found)
+    used: dict[str, None] = {}
+    for number, each in enumerate(found, start=1):
+        groups = grouped(each.time.parts)
+        bar = Text(f"{number:3}  ")
+        for group, cells in _cells(groups, room / slowest).items():
+            used[group] = None
+            bar.append_text(_piece(console, group, cells))
+        bar.append(f"  {seconds_text(float(each.time.seconds))} s")
+        console.print(bar, no_wrap=True, overflow="crop")
+        whole = float(each.time.seconds)
+        shares = [f"{group} {seconds / whole:.1%}" for group, seconds in groups.items() if seconds >= SHOWN * whole]
+        console.print(Text("     " + "  ".join(shares), style="dim"))
+    legend = Text("     ")
+    for group in (group for group in GROUPS if group in used):
+        legend.append_text(_piece(console, group, 2 if console.color_system else 1))
+        legend.append(f" {group}   ")
+    console.print(legend)
+
+
+def _piece(console: Console, group: str, cells: int) -> Text:
+    colour, mark = STYLES[group]
+    return Text(cells * "█", style=colour) if console.color_system else Text(cells * mark)
+
+
+def _cells(groups: Mapping[str, float], scale: float) -> dict[str, int]:
+    """Returns the width of each group in characters. Ends are rounded, not widths, so that the bar has the right length."""
+    found, done, drawn = {}, 0.0, 0
+    for group, seconds in groups.items():
+        done += max(0.0, seconds)
+        end = round(done * scale)
+        if end > drawn:
+            found[group], drawn = end - drawn, end
+    return found

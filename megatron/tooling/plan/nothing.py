@@ -1,0 +1,71 @@
+"""The one line that a search ends with if it finds no layout: what excludes all, and the nearest that works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.base.errors import ConfigError
+from megatron.config.run import RunConfig, flag_name
+from megatron.planner.search.choices import TYPED
+from megatron.planner.search.nothing import Chosen, Freed, Remedies, broken_rules, freed_axes, remedies_of
+from megatron.planner.search.search import SearchResult
+from megatron.planner.time.hardware import GIB
+from megatron.tooling.plan.asked import Asked
+from megatron.tooling.plan.words import mesh_words, method_words
+
+LARGEST = 3  # kinds of memory that are named
+
+
+def none_is_accepted(asked: Asked, chosen: Chosen) -> ConfigError:
+    """Returns the error of a search whose flags exclude all layouts."""
+    freed = freed_axes(asked.run, asked.world_size, chosen)
+    if not freed:
+        broken = broken_rules(asked.run, asked.world_size, chosen)
+        first = f", the plainest because {broken[0]}" if broken else ""
+        return ConfigError(f"the flags exclude all layouts on {asked.world_size} ranks{first}")
+    return ConfigError(f"no layout on {asked.world_size} ranks is left; what would do: {_changes(asked, freed)}")
+
+
+def none_fits(asked: Asked, chosen: Chosen, found: SearchResult) -> ConfigError:
+    """Returns the error of a search all of whose layouts need too much memory."""
+    limit, planned = asked.cluster.device.memory, found.least
+    assert planned is not None
+    remedies = remedies_of(asked.planner, asked.world_size, chosen)
+    fullest = max(planned.ranks, key=lambda rank: rank.peak)
+    kinds = sorted(fullest.at_peak.items(), key=lambda each: -each[1])[:LARGEST]
+    layout = planned.layout
+    return ConfigError(
+        f"no layout fits {limit / GIB:.0f} GiB on {asked.world_size} {asked.cluster.device.name}: the least is "
+        f"{planned.memory / GIB:.1f} GiB, {(planned.memory - limit) / GIB:.1f} too much ("
+        f"{mesh_words(layout, asked.world_size)}; {method_words(layout, asked.world_size)}; most of it "
+        f"{', '.join(f'{kind} {nbytes / GIB:.1f}' for kind, nbytes in kinds)}); {_remedy(asked, remedies)}"
+    )
+
+
+def asked_by(run: RunConfig, freed: Freed) -> str:
+    """Returns the flag that fixed an axis, as typed, or the word of --space."""
+    for names, axis, _ in TYPED:
+        typed = [name for name in names if name in run.given]
+        if axis == freed.axis and typed:
+            value = run.value(typed[0])
+            return flag_name(typed[0]) if isinstance(value, bool) else f"{flag_name(typed[0])} {_shown(value)}"
+    return f"--space {freed.axis}={_shown(freed.fixed)}"
+
+
+def _remedy(asked: Asked, remedies: Remedies) -> str:
+    ways = [_changes(asked, remedies.freed)] if remedies.freed else []
+    if remedies.ranks is not None:
+        ways.append(f"{remedies.ranks} {asked.cluster.device.name}")
+    return f"what would do: {', or '.join(ways)}" if ways else "give devices with more memory, or a smaller model"
+
+
+def _changes(asked: Asked, freed: Sequence[Freed]) -> str:
+    return ", or ".join(f"{_shown(each.nearest)} instead of {asked_by(asked.run, each)}" for each in freed)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

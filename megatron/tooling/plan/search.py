@@ -1,0 +1,178 @@
+"""tools/plan.py search: finds the fastest layouts of a run on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron.base.errors import ConfigError
+from megatron.command_line.exits import check_output
+from megatron.command_line.flag_parser import path_word, within
+from megatron.command_line.read import parse
+from megatron.config.interval import COUNT, POSITIVE, RANKS
+from megatron.planner.search.choices import fixed_choices
+from megatron.planner.search.explain import compare, explain
+from megatron.planner.search.flags import command_of, flags_of
+from megatron.planner.search.layout import Layout
+from megatron.planner.search.narrow import parse_space
+from megatron.planner.search.nothing import space_with
+from megatron.planner.search.search import Planner, SearchResult, search
+from megatron.planner.time.constants import blind_error
+from megatron.planner.time.hardware import BF16, TERA
+from megatron.tooling.plan.asked import Asked, asked_of
+from megatron.tooling.plan.explain import comparison_lines, print_explanation
+from megatron.tooling.plan.front import front_of
+from megatron.tooling.plan.front_page import write_front_page
+from megatron.tooling.plan.front_plot import draw_front
+from megatron.tooling.plan.layouts import print_bars, table_of
+from megatron.tooling.plan.machine import machine_of
+from megatron.tooling.plan.nothing import none_fits, none_is_accepted
+from megatron.tooling.plan.run import with_vocabulary
+from megatron.tooling.plan.search_json import Answer, as_object
+
+PERCENT = 0.01
+
+
+def add_search_command(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `search` other than the run's own."""
+    add = parser.add_argument
+    add("--cluster", metavar="NAME|FILE", help="built-in devices such as h100:32x8, or a TOML file")
+    add("--profile", type=path_word, metavar="FILE", help="times of the machine, measured by tools/profile_machine.py")
+    add("--world-size", type=within(int, RANKS), metavar="N", help="processes; default all devices of the cluster")
+    add("--space", default="", metavar="TEXT", help="values to try, as in 'tp=1,2 recompute=none,full'")
+    add("--top", type=within(int, COUNT), default=5, metavar="N", help="layouts to print (default 5)")
+    add("--train-tokens", type=within(float, POSITIVE), metavar="X", help="tokens of the whole training, for its days")
+    add("--explain", type=within(int, COUNT), metavar="N", help="say why the N-th layout takes its time")
+    add("--compare", type=path_word, metavar="FLAGS", help="say why the layout of these flags is not the first one")
+    add("--front", type=path_word, metavar="FILE", help="picture of throughput against memory: a .png or .html file")
+    add("--json", type=path_word, metavar="FILE", help="write everything as one object; - prints it and nothing else")
+    parser.set_defaults(work=plan_search)
+
+
+def plan_search(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Prints the fastest layouts. Raises UserErrors, also if there is none."""
+    check_files(args)
+    asked = asked_of(flags, machine_of(args.cluster, args.profile), args.world_size, args.train_tokens)
+    chosen = {**fixed_choices(asked.run), **parse_space(args.space)}
+    candidates = space_with(asked.run, asked.world_size, chosen)
+    if not len(candidates):
+        raise none_is_accepted(asked, chosen)
+    planner = asked.planner(asked.world_size)
+    found = search(planner, candidates, args.top)
+    if not found.best:
+        raise none_fits(asked, chosen, found)
+    answer = answer_of(args, asked, planner, found)
+    if args.json is not None:
+        text = json.dumps(as_object(asked, found, answer, planner.limit), indent=1)
+        if args.json == "-":
+            print(text)
+        else:
+            Path(args.json).write_text(text + "\n", encoding="utf-8")
+    if args.json != "-":
+        print_answer(asked, found, answer, planner.limit)
+    if args.front is not None:
+        write = write_front_page if args.front.endswith(".html") else draw_front
+        write(Path(args.front), front_of(asked, planner, found))
+    if args.json != "-":
+        for file in filter(None, (args.json, args.front)):
+            print(f"{file} written")
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raises ConfigError for files that cannot be written."""
+    if args.front is not None and Path(args.front).suffix not in (".png", ".html"):
+        raise ConfigError(f"--front {args.front} is neither a .png nor a .html file; end its name in one of them")
+    check_output("--front", args.front)
+    check_output("--json", None if args.json == "-" else args.json)
+
+
+def answer_of(args: argparse.Namespace, asked: Asked, planner: Planner, found: SearchResult) -> Answer:
+    """Returns the answers to what was asked besides the layouts. Raises UserErrors."""
+    number = args.explain
+    if number is not None and number > len(found.best):
+        raise ConfigError(
+            f"--explain {number}: {len(found.best)} layouts are printed; give one of them, or raise --top"
+        )
+    compared = None
+    if args.compare is not None:
+        try:
+            words = shlex.split(args.compare)
+        except ValueError as error:
+            raise ConfigError(f"--compare {args.compare}: {error}; close it") from None
+        own = parse([*asked.flags, *asked.added, *words], description="The layout of these flags.")
+        compared = compare(planner, with_vocabulary(own))
+    return Answer(
+        number or 1,
+        None if number is None else explain(planner, found, number - 1),
+        compared,
+        tuple(command(asked, each.layout) for each in found.best),
+    )
+
+
+def command(asked: Asked, layout: Layout) -> str:
+    """Returns the command that starts the run in a layout."""
+    words = [*asked.words, *flags_of(layout, asked.run)]
+    return command_of(words, asked.world_size, min(asked.world_size, asked.cluster.node))
+
+
+def print_answer(asked: Asked, found: SearchResult, answer: Answer, limit: float) -> None:
+    """Prints the table, the bars, how they were found, the explanations, and a command."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(table_of(found.best, asked.cluster, limit, tokens=asked.tokens, error=error_of(asked)))
+    print_bars(console, found.best)
+    console.print()
+    for line in (*count_lines(asked, found), *note_lines(asked)):
+        console.print(line, soft_wrap=True)
+    if answer.explanation is not None:
+        planned = found.best[answer.number - 1]
+        console.print(f"\nWhy layout {answer.number} takes {float(planned.time.seconds):.2f} s:")
+        print_explanation(console, planned.layout, answer.explanation, float(planned.time.seconds))
+    if answer.comparison is not None:
+        console.print()
+        for line in comparison_lines(answer.comparison, found.best[0], limit):
+            console.print(line, soft_wrap=True)
+    others = f"; --explain N prints that of layout N, of 1 to {len(found.best)}" if len(found.best) > 1 else ""
+    console.print(f"\nThe command of layout {answer.number}{others}:\n", soft_wrap=True)
+    console.print(answer.commands[answer.number - 1], soft_wrap=True, markup=False)
+    if asked.added:
+        console.print(
+            f"\n{' '.join(asked.added)} stand for flags that a run needs and that were not given: replace them by your own",
+            soft_wrap=True,
+        )
+
+
+def error_of(asked: Asked) -> float | None:
+    """Returns the median error of step times, in units of them; None with a profile, whose error nobody has published."""
+    return PERCENT * blind_error() if asked.machine.profile is None else None
+
+
+def count_lines(asked: Asked, found: SearchResult) -> list[str]:
+    """Returns how the layouts were found."""
+    return [
+        f"{len(found.candidates):,} layouts on {asked.world_size} {asked.cluster.device.name}: {found.out_of_memory:,} need "
+        f"too much memory, {found.bounded_out:,} cannot be among the first by their lower bounds, {found.simulated:,} were "
+        f"simulated; {found.seconds:.1f} s"
+    ]
+
+
+def note_lines(asked: Asked) -> list[str]:
+    """Returns what the figures mean, and how far to trust them."""
+    machine = asked.machine
+    lines = [
+        machine.basis,
+        "MFU: model FLOPs (spec/flops.py: causal attention counted by half, no recompute) over "
+        f"{machine.peak_name}, {asked.cluster.device.flops(BF16) / TERA:.3g} TFLOP/s",
+    ]
+    if machine.profile is None:
+        lines.insert(
+            1, f"±: that median, {blind_error():g} % of the step; an error that all layouts share leaves their order"
+        )
+    if machine.profile is None and any(asked.run.model.moe_layers):
+        lines.insert(2, "layers with experts are predicted worse than that: see docs/planner_model.md")
+    return lines

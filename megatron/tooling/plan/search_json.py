@@ -1,0 +1,133 @@
+"""Everything that a search found as one object, with the unit of each number in its name. docs/planner.md explains it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.planner.search.explain import Comparison, Explanation
+from megatron.planner.search.search import PlannedLayout, SearchResult
+from megatron.planner.time.constants import blind_error
+from megatron.planner.time.groups import grouped
+from megatron.planner.time.hardware import GB, GIB, TERA, used_memory
+from megatron.planner.time.step_time import StepTime
+from megatron.tooling.plan.asked import Asked
+from megatron.tooling.plan.layouts import days, mfu
+from megatron.tooling.plan.words import mesh_words, method_words
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked besides the layouts. number: of the layout that is explained, from 1. commands: of each layout."""
+
+    number: int
+    explanation: Explanation | None
+    comparison: Comparison | None
+    commands: tuple[str, ...]
+
+
+def as_object(asked: Asked, found: SearchResult, answer: Answer, limit: float) -> Mapping[str, Any]:
+    """Returns an object of dictionaries, lists, texts and numbers. limit: bytes of device memory that a layout may take."""
+    cluster = asked.cluster
+    result: dict[str, Any] = {
+        "cluster": {
+            "device": cluster.device.name,
+            "nodes": cluster.nodes,
+            "devices_per_node": cluster.node,
+            "device_memory_gib": cluster.device.memory / GIB,
+            "host_memory_per_node_gib": cluster.host_memory / GIB,
+            "link_gb_per_s": cluster.device.link / GB,
+            "network_gb_per_s": cluster.network / GB,
+        },
+        "world_size": asked.world_size,
+        "train_tokens": asked.tokens,
+        "memory_limit_gib": limit / GIB,
+        "median_error_percent": None if asked.machine.profile is not None else blind_error(),
+        "profile": asked.machine.path or None,
+        "mfu": f"model FLOPs of megatron/spec/flops.py over {asked.machine.peak_name}",
+        "added_flags": list(asked.added),
+        "search": {
+            "considered": len(found.candidates),
+            "out_of_memory": found.out_of_memory,
+            "bounded_out": found.bounded_out,
+            "simulated": found.simulated,
+            "seconds": found.seconds,
+        },
+        "layouts": [
+            _layout(asked, planned, number, answer.commands[number - 1])
+            for number, planned in enumerate(found.best, start=1)
+        ],
+    }
+    if answer.explanation is not None:
+        result["explanation"] = {"layout": answer.number, **_explanation(answer.explanation, found, answer.number)}
+    if answer.comparison is not None:
+        result["comparison"] = _comparison(asked, answer.comparison)
+    return result
+
+
+def _layout(asked: Asked, planned: PlannedLayout, number: int, command: str) -> Mapping[str, Any]:
+    layout, ranks = planned.layout, planned.time.ranks
+    return {
+        "number": number,
+        "words": f"{mesh_words(layout, ranks)}; {method_words(layout, ranks)}",
+        "axes": dataclasses.asdict(layout),
+        **_figures(asked, planned.time),
+        "peak_memory_gib": planned.memory / GIB,
+        "host_memory_gib": planned.host / GIB,
+        "days": None if asked.tokens is None else days(planned.time, asked.tokens),
+        "command": command,
+    }
+
+
+def _figures(asked: Asked, time: StepTime) -> Mapping[str, Any]:
+    return {
+        "step_seconds": float(time.seconds),
+        "tokens_per_second_per_device": float(time.tokens_per_second),
+        "model_tflops_per_second_per_device": float(time.flops_per_second) / TERA,
+        "mfu_percent": 100 * mfu(time, asked.cluster),
+        "groups_seconds": grouped(time.parts),
+        "parts_seconds": {part: float(seconds) for part, seconds in time.parts.items()},
+    }
+
+
+def _explanation(explanation: Explanation, found: SearchResult, number: int) -> Mapping[str, Any]:
+    seconds = float(found.best[number - 1].time.seconds)
+    return {
+        "operations": [
+            {"name": item.name, "part": item.part, "seconds_per_step": item.seconds, "times_per_step": item.times}
+            for item in explanation.operations
+        ],
+        "links": [
+            {
+                "link": load.link,
+                "rate_gb_per_s": load.rate / GB,
+                "sent_gb_per_step": load.nbytes / GB,
+                "busy_percent": 100 * load.busy(seconds),
+            }
+            for load in explanation.links
+        ],
+        "ten_percent_faster": [{"resource": gain.resource, "step_seconds": gain.seconds} for gain in explanation.gains],
+        "one_change": [
+            {
+                "axis": each.axis,
+                "axes": None if each.layout is None else dataclasses.asdict(each.layout),
+                "changed": list(each.changed),
+                "step_seconds": None if each.layout is None else each.seconds,
+            }
+            for each in explanation.neighbours
+        ],
+    }
+
+
+def _comparison(asked: Asked, comparison: Comparison) -> Mapping[str, Any]:
+    if comparison.time is None:
+        return {"problems": list(comparison.problems)}
+    fullest = max(comparison.ranks, key=lambda rank: rank.peak)
+    return {
+        "problems": [],
+        **_figures(asked, comparison.time),
+        "peak_memory_gib": float(used_memory(fullest.peak)) / GIB,
+        "at_peak_gib": {kind: nbytes / GIB for kind, nbytes in fullest.at_peak.items()},
+    }
