@@ -16,7 +16,7 @@ from megatron.planner.search.search import PlannedLayout, Planner
 from megatron.planner.search.space import space_of
 
 # The values of the axes that a user has chosen. All others have their default values.
-Chosen = Mapping[str, tuple[Any, ...]]
+ChosenValues = Mapping[str, tuple[Any, ...]]
 MOST_TIMES = 64  # as many devices that are looked at
 
 
@@ -38,12 +38,12 @@ class Remedies:
     freed: Sequence[Freed]
 
 
-def space_with(run: RunConfig, world_size: int, chosen: Chosen) -> Candidates:
+def space_with(run: RunConfig, world_size: int, chosen: ChosenValues) -> Candidates:
     """Returns the layouts with the chosen values, and default values of all other axes."""
     return space_of(run, world_size, {**default_choices(run, world_size), **chosen})
 
 
-def freed_axes(run: RunConfig, world_size: int, chosen: Chosen) -> list[Freed]:
+def freed_axes(run: RunConfig, world_size: int, chosen: ChosenValues) -> list[Freed]:
     """Returns the axes with one chosen value, each of which alone keeps the space empty."""
     found = []
     for axis, free in _freed(chosen):
@@ -61,7 +61,7 @@ def nearest_value(fixed: Any, works: Sequence[Any]) -> Any:
     return works[0]
 
 
-def broken_rules(run: RunConfig, world_size: int, chosen: Chosen) -> list[str]:
+def broken_rules(run: RunConfig, world_size: int, chosen: ChosenValues) -> list[str]:
     """Returns what the rules say about the plainest layout with the chosen values."""
     choices = {**default_choices(run, world_size), **chosen}
     plain = Layout()
@@ -71,7 +71,7 @@ def broken_rules(run: RunConfig, world_size: int, chosen: Chosen) -> list[str]:
     return problems(Layout(**values).apply(run), world_size)
 
 
-def remedies_of(planner_of: Callable[[int], Planner], world_size: int, chosen: Chosen) -> Remedies:
+def remedies_of(planner_of: Callable[[int], Planner], world_size: int, chosen: ChosenValues) -> Remedies:
     """Returns what would make a layout fit. planner_of: the planner of so many ranks. Some layout is accepted.
 
     Looked at are 2, 4, ... times as many devices, and other values of each axis with one chosen value.
@@ -88,7 +88,7 @@ def remedies_of(planner_of: Callable[[int], Planner], world_size: int, chosen: C
     return Remedies(ranks, freed)
 
 
-def _freed(chosen: Chosen) -> list[tuple[str, Chosen]]:
+def _freed(chosen: ChosenValues) -> list[tuple[str, ChosenValues]]:
     """(axis with one chosen value, the choices without it)."""
     return [
         (axis, {other: chosen[other] for other in chosen if other != axis})
@@ -97,7 +97,7 @@ def _freed(chosen: Chosen) -> list[tuple[str, Chosen]]:
     ]
 
 
-def _fits(planner: Planner, chosen: Chosen) -> bool:
+def _fits(planner: Planner, chosen: ChosenValues) -> bool:
     best = _least_memory(planner, space_with(planner.run, planner.world_size, chosen))
     return best is not None and planner.fits(best)
 

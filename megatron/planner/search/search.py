@@ -52,7 +52,7 @@ class PlannedLayout:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return float(np.squeeze(self.time.seconds))
 
     @property
@@ -81,7 +81,7 @@ class SearchResult:
 
     @property
     def seconds(self) -> float:
-        """Of wall time, of all parts."""
+        """Wall seconds of all parts."""
         return sum(self.parts.values())
 
 

@@ -104,5 +104,5 @@ def _missing(run: RunConfig, tokens: float | None) -> tuple[str, ...]:
 
 
 def _samples(run: RunConfig) -> int:
-    """Of the whole training, which do not depend on the layout."""
+    """Returns the samples of the whole training, which do not depend on the layout."""
     return BatchSchedule(dataclasses.replace(run.train, micro_batch_size=1), 1, run.data.seq_length).total_samples

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.base.errors import ConfigError
 from megatron.config.run import RunConfig, flag_name
 from megatron.planner.search.choices import TYPED
-from megatron.planner.search.nothing import Chosen, Freed, Remedies, broken_rules, freed_axes, remedies_of
+from megatron.planner.search.nothing import ChosenValues, Freed, Remedies, broken_rules, freed_axes, remedies_of
 from megatron.planner.search.search import SearchResult
 from megatron.planner.time.hardware import GIB
 from megatron.tooling.plan.asked import Asked
@@ -16,7 +16,7 @@ from megatron.tooling.plan.words import mesh_words, method_words
 LARGEST = 3  # kinds of memory that are named
 
 
-def none_is_accepted(asked: Asked, chosen: Chosen) -> ConfigError:
+def none_is_accepted(asked: Asked, chosen: ChosenValues) -> ConfigError:
     """Returns the error of a search whose flags exclude all layouts."""
     freed = freed_axes(asked.run, asked.world_size, chosen)
     if not freed:
@@ -26,7 +26,7 @@ def none_is_accepted(asked: Asked, chosen: Chosen) -> ConfigError:
     return ConfigError(f"no layout on {asked.world_size} ranks is left; what would do: {_changes(asked, freed)}")
 
 
-def none_fits(asked: Asked, chosen: Chosen, found: SearchResult) -> ConfigError:
+def none_fits(asked: Asked, chosen: ChosenValues, found: SearchResult) -> ConfigError:
     """Returns the error of a search all of whose layouts need too much memory."""
     limit, planned = asked.cluster.device.memory, found.least
     assert planned is not None

@@ -34,7 +34,7 @@ from megatron.tooling.plan.layouts import print_bars, table_of
 from megatron.tooling.plan.machine import machine_of
 from megatron.tooling.plan.nothing import none_fits, none_is_accepted
 from megatron.tooling.plan.run import with_vocabulary
-from megatron.tooling.plan.search_json import Answer, as_object
+from megatron.tooling.plan.search_json import SearchAnswer, as_object
 
 PERCENT = 0.01
 
@@ -92,7 +92,7 @@ def check_files(args: argparse.Namespace) -> None:
     check_output("--json", None if args.json == "-" else args.json)
 
 
-def answer_of(args: argparse.Namespace, asked: Asked, planner: Planner, found: SearchResult) -> Answer:
+def answer_of(args: argparse.Namespace, asked: Asked, planner: Planner, found: SearchResult) -> SearchAnswer:
     """Returns the answers to what was asked besides the layouts. Raises UserErrors."""
     number = args.explain
     if number is not None and number > len(found.best):
@@ -107,7 +107,7 @@ def answer_of(args: argparse.Namespace, asked: Asked, planner: Planner, found: S
             raise ConfigError(f"--compare {args.compare}: {error}; close it") from None
         own = parse([*asked.flags, *asked.added, *words], description="The layout of these flags.")
         compared = compare(planner, with_vocabulary(own))
-    return Answer(
+    return SearchAnswer(
         number or 1,
         None if number is None else explain(planner, found, number - 1),
         compared,
@@ -121,7 +121,7 @@ def command(asked: Asked, layout: Layout) -> str:
     return command_of(words, asked.world_size, min(asked.world_size, asked.cluster.node))
 
 
-def print_answer(asked: Asked, found: SearchResult, answer: Answer, limit: float) -> None:
+def print_answer(asked: Asked, found: SearchResult, answer: SearchAnswer, limit: float) -> None:
     """Prints the table, the bars, how they were found, the explanations, and a command."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
     console.print(table_of(found.best, asked.cluster, limit, tokens=asked.tokens, error=error_of(asked)))

@@ -19,7 +19,7 @@ from megatron.tooling.plan.words import mesh_words, method_words
 
 
 @dataclass(frozen=True)
-class Answer:
+class SearchAnswer:
     """What was asked besides the layouts. number: of the layout that is explained, from 1. commands: of each layout."""
 
     number: int
@@ -28,7 +28,7 @@ class Answer:
     commands: tuple[str, ...]
 
 
-def as_object(asked: Asked, found: SearchResult, answer: Answer, limit: float) -> Mapping[str, Any]:
+def as_object(asked: Asked, found: SearchResult, answer: SearchAnswer, limit: float) -> Mapping[str, Any]:
     """Returns an object of dictionaries, lists, texts and numbers. limit: bytes of device memory that a layout may take."""
     cluster = asked.cluster
     result: dict[str, Any] = {
