@@ -48,9 +48,10 @@ def find_front(
     points, exact = bounds.copy(), dict(known)
     for number, figures in exact.items():
         points[number] = figures
-    left = most
+    alive, left = np.arange(len(points)), most
     while True:
-        front = [int(number) for number in pareto(points)]
+        alive = alive[_undominated(points[alive], np.array(list(exact.values())).reshape(-1, 2))]
+        front = [int(alive[place]) for place in pareto(points[alive])]
         open_ones = [number for number in front if number not in exact][:left]
         if not open_ones:
             return Front(tuple(n for n in front if n in exact), exact, all(n in exact for n in front))
@@ -58,3 +59,14 @@ def find_front(
             exact[number] = figures
             points[number] = figures
         left -= len(open_ones)
+
+
+def _undominated(points: Points, exact: Points) -> NDArray[np.bool_]:
+    """Whether no exact point is better in both figures: only such points can be on the front."""
+    if not len(exact):
+        return np.ones(len(points), dtype=np.bool_)
+    by_time = exact[np.argsort(exact[:, 0], kind="stable")]
+    faster = np.searchsorted(by_time[:, 0], points[:, 0], side="left")  # exact points with less time
+    least = np.concatenate([[np.inf], np.minimum.accumulate(by_time[:, 1])])
+    found: NDArray[np.bool_] = points[:, 1] <= least[faster]
+    return found
