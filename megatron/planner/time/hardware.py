@@ -153,7 +153,7 @@ _HOST = {"volta": 12.0, "ampere": 25.0, "ada": 25.0}
 _HOST_MEMORY = {"volta": 64.0, "ampere": 128.0, "hopper": 256.0, "blackwell": 256.0, "ada": 96.0, "cdna3": 256.0}
 _GRACE_MEMORY = {"gh200": 447.0, "gb200": 223.0, "gb300": 223.0}
 # GB/s of main memory per device, of the data sheets of the same servers: 8 channels of DDR4-2400 in DGX-1, 16 of DDR4-3200
-# in DGX A100, 16 of DDR5-4800 in DGX H100 and beside L40S, 16 of DDR5-5600 in DGX B200, 24 of DDR5-4800 beside MI300X.
+# in DGX A100, 16 of DDR5-4800 in DGX H100 and with L40S, 16 of DDR5-5600 in DGX B200, 24 of DDR5-4800 with MI300X.
 # Grace has 512 GB/s.
 _HOST_RATE = {"volta": 19.2, "ampere": 51.2, "hopper": 76.8, "blackwell": 89.6, "ada": 153.6, "cdna3": 115.2}
 _GRACE_RATE = {"gh200": 512.0, "gb200": 256.0, "gb300": 256.0}

@@ -113,7 +113,7 @@ class OptimizerUpdate:
         return elements / math.ceil(elements / self.offload.chunk_size)
 
     def _in_chunks(self, elements: float, times: Callable[[float], Sequence[Number]]) -> Number:
-        """times: from the elements of a chunk to the seconds of what happens to it, each beside the others' other."""
+        """times: elements of a chunk -> seconds of each of its steps, which overlap with those of other chunks."""
         chunk = self._chunk(elements)
         return _pipelined(times(chunk), elements / chunk)
 
