@@ -133,6 +133,12 @@ class LoggingConfig:
     timing_log_level: int = flag(
         0, "0: iteration time only; 1: also the parts of a step; 2: also every forward and backward", choices=(0, 1, 2)
     )
+    plan: str | None = flag(
+        None,
+        "log the time of a step, and its parts, as the profile of this machine predicts them, beside the measured time: a "
+        "file of tools/profile_machine.py",
+        needs=Need(lambda run: not run.train.skip_train, "there is no step to predict", "remove --skip-train"),
+    )
     profile_timeline: str | None = flag(
         None,
         "write a Chrome trace of some steps here, and log their fractions of compute, exposed communication, bubble",

@@ -25,6 +25,7 @@ from megatron.core.groups import disconnect
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
 from megatron.training.dry_run.main import dry_run
 from megatron.training.logging.memory import LogMemory, PeakMemory
+from megatron.training.logging.plan import LogPlan
 from megatron.training.logging.progress import ProgressLine, terminal_console
 from megatron.training.logging.writers import Metrics, check_writers, open_writers
 from megatron.training.loop import Callback, fit
@@ -138,6 +139,8 @@ def build_callbacks(
         return callbacks
     if peak is not None:
         callbacks.append(LogMemory(peak))
+    if run.logging.plan:
+        callbacks.append(together(trainer.groups.world, lambda: LogPlan(trainer)))
     if run.logging.profile_timeline:
         callbacks.append(ProfileTimeline())
     callbacks += [Checkpoint(), NotFinite(), Exit(signals, started)]

@@ -52,3 +52,19 @@ def test_mistakes_are_one_line(tmp_path):
     result = run([*words, *flags(MOCK)], tmp_path / "log", 1, TOOL)
     assert result.codes == [2] and len(result.stderr[0].splitlines()) == 1
     assert "machine.json: No such file or directory" in result.stderr[0]
+
+
+def test_a_run_compares_itself_with_the_plan(taken):
+    _, folder = taken
+    options = {"--plan": folder / "machine.json", "--log-interval": 5}
+    result = run(flags(MOCK, SMALL, options), folder / "run", 2, timeout=120.0)
+    assert result.codes == [0, 0], result.text
+    lines = [line for line in result.text.splitlines() if line.startswith("plan, ")]
+    assert len(lines) == 2 and all("predicted" in line and "measured" in line for line in lines)
+
+
+def test_a_run_refuses_the_profile_of_another_model(taken):
+    _, folder = taken
+    options = {"--plan": folder / "machine.json", "--ffn-hidden-size": 96}
+    result = run(flags(MOCK, SMALL, options), folder / "refused", 1)
+    assert result.codes == [2] and "ffn_hidden_size" in result.stderr[0]

@@ -226,6 +226,7 @@ CASES = [
     ("save_rng", False, {}, SAVE, "--save"),
     ("log_progress", True, {}, SAVE, "--save"),
     ("log_memory", True, LORA, {}, "adapters"),
+    ("plan", "machine.json", {"skip_train": True}, {"skip_train": False}, "no step"),
     ("ckpt_step", 5, {}, LOAD, "--load"),
     ("exit_on_missing_checkpoint", True, {}, LOAD, "--load"),
     ("finetune", True, {}, LOAD, "--load"),
