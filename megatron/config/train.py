@@ -135,7 +135,7 @@ class LoggingConfig:
     )
     plan: str | None = flag(
         None,
-        "log the time of a step, and its parts, as the profile of this machine predicts them, beside the measured time: a "
+        "log the time of a step, and its parts, as the profile of this machine predicts them, next to the measured time: a "
         "file of tools/profile_machine.py",
         needs=Need(lambda run: not run.train.skip_train, "there is no step to predict", "remove --skip-train"),
     )

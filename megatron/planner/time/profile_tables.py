@@ -1,4 +1,4 @@
-"""Figures between and beside those that a profile holds: products, attention and messages."""
+"""Figures between those that a profile holds, and near them: products, attention and messages."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def add_flags(parser: FlagParser) -> None:
         type=within(float, POSITIVE),
         default=SECONDS,
         metavar="X",
-        help=f"time to measure, beside starting up; what does not fit is left out (default {SECONDS:g})",
+        help=f"time to measure, next to starting up; what does not fit is left out (default {SECONDS:g})",
     )
     sizes: dict[str, Any] = {"type": within(int, RANKS), "nargs": "+", "metavar": "N"}
     add("--tensor-parallel-sizes", **sizes, help="sizes of tp whose layers are measured (default: powers of two)")

@@ -1,4 +1,4 @@
-"""--plan: logs the step time that the profile of this machine predicts, beside the measured one."""
+"""--plan: logs the step time that the profile of this machine predicts, next to the measured one."""
 
 from __future__ import annotations
 
