@@ -18,7 +18,7 @@ from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.time.activation_copies import activation_copies, copies_of_layers, scheduled_copies
 from megatron.planner.time.balanced_layers import BalancedLayers, balanced_layers
 from megatron.planner.time.clock import Clock
-from megatron.planner.time.constants import Constants, Number, fitted
+from megatron.planner.time.constants import Constants, Number
 from megatron.planner.time.data_sheet import DataSheetClock
 from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.model_work import model_work, places_of
@@ -286,12 +286,13 @@ class StepModel:
         return clock.hop(self.places["pp"], self.work.sizes.residual) - latency, latency
 
 
-def model_of_run(run: RunConfig, settings: RunSettings, cluster: Cluster, software: Software) -> StepModel:
-    """Returns the model of any run, also of one that leaves recompute to a measurement: by the times of data sheets."""
+def model_of_run(
+    run: RunConfig, settings: RunSettings, cluster: Cluster, software: Software, clock: Clock
+) -> StepModel:
+    """Returns the model of any run, also of one that leaves recompute to a measurement: by the times of a clock."""
     balanced = None
     if run.recompute.recompute_policy == BALANCED:
         _refuse(run, settings)
-        clock = DataSheetClock(fitted(), cluster, software)
         balanced = balanced_layers(run, settings, software, clock, places_of(settings, cluster))
     return StepModel(run, settings, cluster, software, balanced)
 

@@ -45,8 +45,8 @@ def plan_time(args: argparse.Namespace, flags: Sequence[str]) -> None:
     cluster, world_size = machine.cluster, args.world_size or machine.world_size
     run, settings = settings_of(flags, world_size, description="Time of the run with these flags.")
     software = software_of(run)
-    model = model_of_run(run, settings, cluster, software)
     clock = machine.clock(run, software)
+    model = model_of_run(run, settings, cluster, software, clock)
     show(model.time(clock), machine)
     ratio = model.offload_ratio(clock)
     if ratio is not None:

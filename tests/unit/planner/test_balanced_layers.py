@@ -21,8 +21,8 @@ def balanced(budget):
 
 def seconds(recompute, layout=(1, {}), cluster=H100, batch=8):
     run, settings = run_of(*layout, batch=batch, recompute=recompute)
-    model = model_of_run(run, settings, cluster, Software())
-    time = model.time(model.clock(fitted()))
+    clock = DataSheetClock(fitted(), cluster, Software())
+    time = model_of_run(run, settings, cluster, Software(), clock).time(clock)
     assert time.seconds == pytest.approx(sum(time.parts.values()), rel=1e-12)
     return time.seconds
 
