@@ -121,16 +121,19 @@ class Clock(ABC):
 
     def with_repeated(self, work: LayerWork, once: Phases, again: Parts, *, full: bool) -> Phases:
         """Returns the time of a layer whose backward repeats `again`, from that of each operation once. full: that is the
-        whole forward."""
+        whole forward.
+
+        The host needs as long for the kernels of backward as for those of forward, half of it for each kind of gradients.
+        """
         host = self.queueing(work)
         forward = Parts(once.forward)
         forward.add(HOST, np.maximum(0.0, host - forward.total))
-        backward = once.input_grad.total + once.weight_grad.total + again.total
-        input_grad = Parts(once.input_grad)
+        input_grad, weight_grad = Parts(once.input_grad), Parts(once.weight_grad)
         input_grad.add(RECOMPUTE, again.of(_COMPUTED))
         input_grad = input_grad.plus({part: again[part] for part in again if part not in _COMPUTED})
-        input_grad.add(HOST, np.maximum(0.0, host * (2.0 if full else 1.0) - backward))
-        return Phases(forward, input_grad, once.weight_grad)
+        input_grad.add(HOST, np.maximum(0.0, host * (1.5 if full else 0.5) - input_grad.total))
+        weight_grad.add(HOST, np.maximum(0.0, host * 0.5 - weight_grad.total))
+        return Phases(forward, input_grad, weight_grad)
 
     def end(self, work: LayerWork, places: Places) -> Phases:
         """Returns the time of the embedding or the head, whose kernels are few and large."""

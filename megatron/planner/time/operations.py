@@ -218,8 +218,10 @@ def _linear(
             ops.append((INPUT_GRAD, LayerMessage(call, behind, sizes.tp if behind else 1)))
         elif place < len(calls.backward) - 1:  # the gather of the input, which the weight gradient needs
             ops.append((INPUT_GRAD, LayerMessage(call, input_grad if overlap.bulk_gather else None)))
+        elif overlap.bulk_sum:  # where the product is that it is overlapped with
+            ops.append((WEIGHT_GRAD, LayerMessage(call, weight_grad)))
         else:
-            ops.append((INPUT_GRAD, LayerMessage(call, weight_grad if overlap.bulk_sum else None)))
+            ops.append((INPUT_GRAD, LayerMessage(call)))
     return ops
 
 
@@ -266,9 +268,9 @@ def _attention(spec: AttentionSpec, sizes: Sizes, software: Software) -> Iterato
     for call in calls.forward:
         hidden = ring and call.op == "shift"
         yield FORWARD, LayerMessage(call, forward if hidden else None, sizes.cp if hidden else 1)
-    for call in calls.backward:
+    for call in calls.backward:  # two for each part of attention: keys and values, and their gradients
         hidden = ring and call.op == "shift"
-        yield INPUT_GRAD, LayerMessage(call, backward if hidden else None, sizes.cp if hidden else 1)
+        yield INPUT_GRAD, LayerMessage(call, backward if hidden else None, 2 * sizes.cp if hidden else 1)
 
 
 def _mlp(

@@ -49,7 +49,7 @@ class PlayShape:
         return _whole(dataclasses.replace(self, blocking=False, buckets=0), m)
 
     def lengths(self, m: int) -> Iterator[int]:
-        """Yields the numbers of microbatches, besides those in blocks, with which the schedule of m may repeat itself.
+        """Yields the numbers of microbatches outside of blocks with which the schedule of m may repeat itself.
 
         Until the first backward and from the last forward on are at most 2 p microbatches, or three groups.
         """
