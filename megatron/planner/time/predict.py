@@ -15,6 +15,7 @@ from megatron.planner.memory.plan import plan_memory
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.fit import Vector, constants_of, fit_machine
 from megatron.planner.time.hardware import GB, used_memory
+from megatron.planner.time.plain_kernels import plain_kernel_bytes
 from megatron.planner.time.rows import Planned, Row, candidates, number
 from megatron.planner.time.step_time import PARTS, StepModel, StepTime, step_seconds
 from megatron.spec.sizes import Target
@@ -96,8 +97,8 @@ def choose(row: Row, constants: Constants) -> RowRun:
 
 
 def peak_memory(planned: Planned) -> float:
-    """Returns bytes of device memory of the fullest rank: of this project's own tensors, and the fp32 copies that a loss
-    of plain torch makes in addition."""
+    """Returns bytes of device memory of the fullest rank: of this project's own tensors, and of those that kernels of plain
+    torch and their fp32 copies of the logits take in addition."""
     run, settings, mesh = planned.run, planned.settings, planned.settings.mesh
     seq_length, micro_batch = run.data.seq_length, run.train.micro_batch_size
     assert seq_length and micro_batch
@@ -107,6 +108,9 @@ def peak_memory(planned: Planned) -> float:
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=few))
         settings = resolve(run, mesh)
     peaks = [rank.peak for rank in plan_memory(run, settings, Target(cpu=False))]
+    if not (planned.software.fused_norm and planned.software.fused_pointwise):
+        more = plain_kernel_bytes(run, settings, planned.software)
+        peaks = [peak + kept for peak, kept in zip(peaks, more, strict=True)]
     if not planned.software.fused_loss:
         tokens = seq_length * micro_batch // mesh.cp
         last = settings.pipeline.placement.rank_of[-1]

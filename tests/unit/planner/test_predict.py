@@ -1,6 +1,7 @@
 """Rows of published runs: how they are read, predicted and anchored; and tools/plan.py predict and time."""
 
 import csv
+import dataclasses
 import importlib.util
 import math
 import random
@@ -16,7 +17,8 @@ from megatron.base.errors import ConfigError
 from megatron.planner.time.constants import Constants, blind_error, fitted, priors
 from megatron.planner.time.fit import MACHINE, constants_of, fit_all, fit_machine
 from megatron.planner.time.hardware import GB
-from megatron.planner.time.predict import COLUMNS, choose, machine_constants, predict
+from megatron.planner.time.plain_kernels import plain_kernel_bytes
+from megatron.planner.time.predict import COLUMNS, choose, machine_constants, peak_memory, predict
 from megatron.planner.time.rows import candidates
 from megatron.planner.time.software import FLASH_1, FUSED_SOFTMAX
 from megatron.planner.time.step_time import PARTS, step_seconds
@@ -74,6 +76,26 @@ def with_rates(rows, constants):
         {**row, "tokens_per_s_per_gpu": str(each["tokens_per_s_per_gpu"]), "use": "anchor"}
         for row, each in zip(rows, found)
     ]
+
+
+class TestMemory:
+    def test_what_kernels_of_plain_torch_keep(self):
+        """4 h per norm and 2 f per gated activation and token, of all layers on the first rank, whose stage has p
+        microbatches in flight."""
+        (plain,) = candidates({**ROW, "stack": "aleph-alpha"})
+        tokens, hidden, ffn, tp = 4096, 2048, 5632, 2
+        layer = 2 * 4 * tokens // tp * hidden + 2 * tokens * ffn // tp
+        run, settings = plain.run, plain.settings
+        assert plain_kernel_bytes(run, settings, plain.software) == [2 * 4 * layer, 4 * layer]
+        norms_fused = dataclasses.replace(plain.software, fused_norm=True)
+        assert plain_kernel_bytes(run, settings, norms_fused)[0] == 8 * 2 * tokens * ffn // tp
+        (full,) = candidates({**ROW, "stack": "aleph-alpha", "recompute": "full"})
+        assert plain_kernel_bytes(full.run, full.settings, full.software) == [layer, layer]
+        fused = dataclasses.replace(
+            plain, software=dataclasses.replace(plain.software, fused_norm=True, fused_pointwise=True)
+        )
+        # The last rank, with the logits, is the fullest.
+        assert peak_memory(plain) - peak_memory(fused) == pytest.approx(4 * layer * 1.04, rel=1e-6)
 
 
 class TestRows:
