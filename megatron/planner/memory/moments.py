@@ -53,7 +53,7 @@ def _few_microbatches(spec: ScheduleSpec, sizes: ScheduleSizes) -> ScheduleSizes
         if groups[:-1] != [group] * (len(groups) - 1):
             return sizes  # groups of other sizes come first
         rest, unit = m % group, group
-    few = -(-max(3 * p, 2 * unit, 2 * APART) // unit) * unit + rest
+    few = -(-max(4 * unit, 2 * APART) // unit) * unit + rest
     return sizes._replace(m=min(m, few))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from megatron.base.errors import ConfigError
-from megatron.config.settings import resolve
 from megatron.planner.memory.plan import plan_memory
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.fit import Vector, constants_of, fit_machine
@@ -23,7 +21,6 @@ from megatron.spec.sizes import Target
 FACTOR, WHOLE_MACHINE = "factor", "machine"
 ANCHORS = (FACTOR, WHOLE_MACHINE)
 COLUMNS = ("id", "tokens_per_s_per_gpu", "step_s", "peak_memory_GB", "fits", *PARTS, "factor", "reason")
-_SAME_MEMORY = 3  # times pp: microbatches from which on the peak stays
 PLAIN_LOSS = 8  # bytes per logit: two copies in fp32
 REQUIRED = ("gpu", "gpus_per_node", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq", "gpus")
 
@@ -102,11 +99,6 @@ def peak_memory(planned: Planned) -> float:
     run, settings, mesh = planned.run, planned.settings, planned.settings.mesh
     seq_length, micro_batch = run.data.seq_length, run.train.micro_batch_size
     assert seq_length and micro_batch
-    # A table's schedules hold no more activations with more microbatches, and its frameworks load them one by one.
-    few = micro_batch * mesh.dp * _SAME_MEMORY * mesh.pp
-    if few < settings.batches.final_global_batch_size:
-        run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=few))
-        settings = resolve(run, mesh)
     peaks = [rank.peak for rank in plan_memory(run, settings, Target(cpu=False))]
     if not (planned.software.fused_norm and planned.software.fused_pointwise):
         more = plain_kernel_bytes(run, settings, planned.software)

@@ -16,8 +16,7 @@ from megatron.config.interval import AT_LEAST_ONE, RANKS
 from megatron.planner.memory.plan import plan_memory
 from megatron.planner.memory.table import MIB, memory_headline, notes, table_rows
 from megatron.spec.expert_rows import WORST
-from megatron.spec.sizes import Target
-from megatron.tooling.plan.run import settings_of
+from megatron.tooling.plan.run import settings_of, target_of
 
 TABLE_RANKS = 8  # columns of a table of memory
 
@@ -47,8 +46,7 @@ def add_memory_command(parser: argparse.ArgumentParser) -> None:
 def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the memory of each pipeline rank. Raises UserErrors, also for flags that the run would reject."""
     run, settings = settings_of(flags, args.world_size, description="Memory of the run with these flags.")
-    cpu = run.parallel.device == "cpu"
-    target = Target(cpu, wide=cpu and run.model.dtype_name != "float32" and not args.cpu_multiplies_halves)
+    target = target_of(run, multiplies_halves=args.cpu_multiplies_halves)
     asked = args.moe_load_imbalance
     if asked is not None and not any(run.model.moe_layers):
         raise ConfigError(f"--moe-load-imbalance {asked:g} has no effect: no layer has experts; remove it")

@@ -15,6 +15,7 @@ from megatron.config.settings import RunSettings, resolve
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.planner.time.hardware import BF16, FP8, MXFP8
 from megatron.planner.time.software import FLASH_3, UNFUSED, Software
+from megatron.spec.sizes import Target
 
 
 def settings_of(flags: Sequence[str], world_size: int | None, *, description: str) -> tuple[RunConfig, RunSettings]:
@@ -51,3 +52,9 @@ def software_of(run: RunConfig) -> Software:
         precision = MXFP8 if run.fp8.fp8_recipe == MXFP8_RECIPE else FP8
     attention = UNFUSED if run.model.attention_backend == "unfused" else FLASH_3
     return Software(precision=precision, attention=attention)
+
+
+def target_of(run: RunConfig, *, multiplies_halves: bool = False) -> Target:
+    """Returns the device of a run. multiplies_halves: its CPU, if it is one, has instructions for bf16 and fp16."""
+    cpu = run.parallel.device == "cpu"
+    return Target(cpu, wide=cpu and run.model.dtype_name != "float32" and not multiplies_halves)

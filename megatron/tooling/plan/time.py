@@ -12,10 +12,13 @@ from rich.table import Table
 
 from megatron.command_line.flag_parser import path_word, within
 from megatron.config.interval import RANKS
-from megatron.planner.time.hardware import BF16, TERA
+from megatron.config.run import RunConfig
+from megatron.config.settings import RunSettings
+from megatron.planner.memory.plan import plan_memory
+from megatron.planner.time.hardware import BF16, GB, TERA, Cluster, used_memory
 from megatron.planner.time.step_time import PARTS, StepTime, model_of_run
 from megatron.tooling.plan.machine import PlannedMachine, machine_of
-from megatron.tooling.plan.run import settings_of, software_of
+from megatron.tooling.plan.run import settings_of, software_of, target_of
 
 MS = 1e-3
 
@@ -48,9 +51,23 @@ def plan_time(args: argparse.Namespace, flags: Sequence[str]) -> None:
     clock = machine.clock(run, software)
     model = model_of_run(run, settings, cluster, software, clock)
     show(model.time(clock), machine)
+    print(memory_line(run, settings, cluster))
     ratio = model.offload_ratio(clock)
     if ratio is not None:
         print(f"--pipeline-offload-ratio auto: {ratio:.2f} of the activations, the largest ratio that costs no time")
+
+
+def memory_line(run: RunConfig, settings: RunSettings, cluster: Cluster) -> str:
+    """Says how much memory the fullest rank needs, and whether the device has it."""
+    target = target_of(run)
+    fullest = max(plan_memory(run, settings, target), key=lambda rank: rank.peak)
+    host = f", {fullest.host / GB:.1f} GB in host memory" if fullest.host else ""
+    tensors = f"memory {fullest.peak / GB:.1f} GB of tensors on pipeline rank {fullest.rank}, the fullest{host}"
+    if target.cpu:
+        return tensors
+    needed, has = used_memory(fullest.peak), cluster.device.memory
+    verdict = "fits" if needed <= has else "does not fit"
+    return f"{tensors}; with what allocator and libraries take {needed / GB:.1f} GB: {verdict} {has / GB:.1f} GB"
 
 
 def show(time: StepTime, machine: PlannedMachine) -> None:

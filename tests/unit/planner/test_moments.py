@@ -43,7 +43,7 @@ def test_a_few_microbatches_are_enough(name, monkeypatch):
     for sizes in sizes_of(spec, (2, 3), (7, 13, 32)):
         same_as_with_all(spec, sizes, monkeypatch, offload=False, overlap=True, cpu=False)
     enough = enough_microbatches(spec, ScheduleSizes(2, STAGES.get(name, (1,))[0], 64, 2)).m
-    assert enough == 64 if name == "gpipe" else enough < 16
+    assert enough == 64 if name == "gpipe" else enough <= 16
 
 
 @pytest.mark.slow

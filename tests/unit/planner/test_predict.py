@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import math
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,18 @@ import pytest
 
 from benchmarks.planner.published_runs import FAMILIES, read_table, tau
 from megatron.base.errors import ConfigError
+from megatron.planner.search.layout import Layout
+from megatron.planner.search.memory_bounds import MemoryBounds
 from megatron.planner.time.constants import Constants, blind_error, fitted, priors
 from megatron.planner.time.fit import MACHINE, constants_of, fit_all, fit_machine
-from megatron.planner.time.hardware import GB
+from megatron.planner.time.hardware import GB, GIB, used_memory
 from megatron.planner.time.plain_kernels import plain_kernel_bytes
 from megatron.planner.time.predict import COLUMNS, choose, machine_constants, peak_memory, predict
 from megatron.planner.time.rows import candidates
 from megatron.planner.time.software import FLASH_1, FUSED_SOFTMAX
 from megatron.planner.time.step_time import PARTS, step_seconds
+from megatron.spec.sizes import Target
+from megatron.tooling.plan.run import settings_of
 
 ROOT = Path(__file__).parents[3]
 ROW = {
@@ -343,6 +348,23 @@ class TestProgram:
         shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
         (row,) = predict([{**ROW, "attention": "cuDNN", "source": "megatron-lm-llama-fp8"}], fitted())
         assert f"step {1e3 * float(row['step_s']):.1f} ms" in shown
+
+    def test_all_say_the_same_about_memory(self, plan, capsys):
+        """The commands time, memory and predict, and the plan of a search; hidden states go through dropout in none."""
+        flags = (*FLAGS, "--hidden-dropout", 0, "--attention-dropout", 0, "--no-overlap-p2p-communication")
+        assert plan("time", "--cluster", "h100:2x8", *flags) == 0
+        shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory "))
+        assert plan("memory", "--world-size", 16, *flags) == 0
+        ranks = re.findall(r"rank \d: most, ([0-9.]+) MiB", capsys.readouterr().out)
+        run, _ = settings_of([str(word) for word in flags], 16, description="")
+        layout = Layout(tp=2, sequence_parallel=True, pp=2, sharding="optim", dp_overlap=True)
+        (found,) = MemoryBounds(run, 16, Target(cpu=False)).exact([layout])
+        assert max(ranks, key=float) == f"{found.device / 2**20:.1f}"
+        assert shown.startswith(f"memory {found.device / GB:.1f} GB of tensors on pipeline rank 1, the fullest")
+        needed = used_memory(found.device)
+        assert f"{needed / GB:.1f} GB: fits {80 * GIB / GB:.1f} GB" in shown
+        (row,) = predict([{**ROW, "attention": "cuDNN", "source": "megatron-lm-llama-fp8"}], fitted())
+        assert row["peak_memory_GB"] == f"{needed / GB:.2f}" and row["fits"] == 1
 
     @pytest.mark.parametrize(
         ("flags", "message"),
