@@ -9,9 +9,11 @@ from dataclasses import dataclass
 RANKS = 4
 SHARE = 0.4  # of a core that each rank has
 RATES = (100.0, 300.0, 1000.0)  # Mbit/s; rising, because the memory of a connection only grows
-# Steps of a run: one without limits, and at each rate one that is left out and two that count.
+# Steps of a run: one without limits, and at each rate one that is left out and two that count. Every second run
+# has some more.
 LEFT_OUT, COUNTED = 1, 2
 STEPS = 1 + len(RATES) * (LEFT_OUT + COUNTED)
+MORE_STEPS = 4
 _TRAINING = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --attention-dropout 0 "
     "--hidden-dropout 0 --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --mock-data --lr 1e-3 "
@@ -23,7 +25,7 @@ _BOTH = f"{_OVERLAP} --overlap-param-gather"
 # Name -> flags. The world has 4 ranks; those that tp, cp and pp leave are replicas.
 _DATA = {
     "dp": "--micro-batch-size 4",
-    "dp of 4 parts": f"--micro-batch-size 1 {_OVERLAP}",
+    "dp overlap": f"--micro-batch-size 2 {_OVERLAP}",
     "zero-1": "--micro-batch-size 2 --data-parallel-sharding-strategy optim",
     "zero-1 overlap": f"--micro-batch-size 2 --data-parallel-sharding-strategy optim {_BOTH}",
     "zero-2": (
@@ -37,11 +39,11 @@ _DATA = {
 }
 _TENSOR = {
     "tp": "--micro-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
-    "tp overlap": "--micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+    "tp overlap": "--micro-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
 }
 _PIPELINE = {
     "gpipe": "--micro-batch-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule gpipe",
-    "1f1b": "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b",
+    "1f1b": "--micro-batch-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b",
     "1f1b selective": (
         "--micro-batch-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b "
         "--recompute-granularity selective --recompute-modules core_attn mlp_act"
@@ -92,7 +94,7 @@ class Model:
     @property
     def flags(self) -> list[str]:
         """Returns the flags of the model, its batch and its training, without those of a layout."""
-        return shlex.split(f"{self.shape} {_TRAINING} --train-iters {STEPS}")
+        return shlex.split(f"{self.shape} {_TRAINING}")
 
 
 MODELS = (
@@ -123,10 +125,9 @@ class Case:
         """Returns what tells it apart."""
         return f"{self.model.name}: {self.layout}"
 
-    @property
-    def flags(self) -> list[str]:
-        """Returns the flags of the run."""
-        return [*self.model.flags, *shlex.split(LAYOUTS[self.layout])]
+    def flags(self, steps: int = STEPS) -> list[str]:
+        """Returns the flags of a run."""
+        return [*self.model.flags, *shlex.split(LAYOUTS[self.layout]), "--train-iters", str(steps)]
 
 
 def cases(chosen: Iterable[str] = ()) -> list[Case]:

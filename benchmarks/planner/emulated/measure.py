@@ -5,7 +5,8 @@ A run starts at the lowest rate of the links. After the first step its ranks are
 some more follow the next rates. Each time one step is left out, in which something changed, and the others count. So all
 rates of a layout cost one start of its processes.
 
-The bytes on the wire are those between the ends of two steps at the lowest rate, where a late reading costs least.
+The bytes on the wire are counted over whole runs, and every second run of a layout has some more steps, without limits and
+not in the timeline: the difference is what these send.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.hosts import Cluster
 from benchmarks.cluster.quota import Quotas, achieved_shares
-from benchmarks.planner.emulated.grid import COUNTED, LEFT_OUT, RANKS, RATES, SHARE, STEPS, Case
+from benchmarks.planner.emulated.grid import COUNTED, LEFT_OUT, MORE_STEPS, RANKS, RATES, SHARE, STEPS, Case
 from benchmarks.planner.emulated.ranks import Ranks, RunError
 from megatron.training.logging.line import parse_line
 
 LONGEST_SECONDS = 300.0  # of a run
+FREE = 10_000.0  # Mbit/s, of links that are not limited
 KINDS = ("compute", "tp", "cp", "dp", "pp", "bubble", "other")
-COLUMNS = ("model", "layout", "hosts", "rate", "repeat", "status", "step_ms", *KINDS, "sent", "drops", "flags")
+COLUMNS = ("model", "layout", "hosts", "rate", "repeat", "status", "step_ms", *KINDS, "steps", "sent", "drops", "flags")
 _SUMMARY = re.compile(r"where iteration (\d+) went: \S+ ms((?: \| [a-z]+ [-\d.]+%)+)")
 
 
@@ -40,10 +43,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run. steps: all of them. sent: bytes of each host in one step. drops: packets lost by full queues."""
+    """A run. steps: all of them. sent: bytes of each host in the whole run. drops: packets lost by full queues."""
 
     steps: list[Step]
-    sent: list[float]
+    sent: list[int]
     drops: int
 
 
@@ -62,7 +65,7 @@ def measure(cases: Sequence[Case], repeats: int, out: Path) -> int:
                 here = [case for case in cases if case.model.hosts == hosts]
                 with Ranks(hosts, RATES[0], quotas, Path(folder)) as ranks:
                     for case in here:
-                        rows = list(_rows(case, ranks, quotas, Path(folder)))
+                        rows = list(_rows(case, ranks, quotas, Path(folder), STEPS + MORE_STEPS * (repeat % 2)))
                         table.writerows({**row, "repeat": repeat + 1} for row in rows)
                         file.flush()
                         progress.show(case, rows)
@@ -76,31 +79,36 @@ def show_shares(quotas: Quotas) -> None:
     print(f"a rank that computes alone gets {alone:.1%} of a core; all at once: {beside}", flush=True)
 
 
-def run_case(case: Case, ranks: Ranks, quotas: Quotas, folder: Path) -> Measured:
-    """Runs a case to its end. Raises RunError."""
+def run_case(case: Case, ranks: Ranks, quotas: Quotas, folder: Path, steps: int) -> Measured:
+    """Runs so many steps of a case. Raises RunError."""
+    cluster = ranks.cluster
     quotas.limit(on=False)
-    ranks.cluster.set_rate(RATES[0])
-    drops, sent = ranks.cluster.drops(), []
+    cluster.set_rate(RATES[0])
+    drops, sent = cluster.drops(), _sent(cluster)
+    done = 0
 
     def after_line(line: str) -> None:
+        nonlocal done
         if "iteration" not in parse_line(line):
             return
-        sent.append([ranks.cluster.counters(host).sent for host in range(ranks.cluster.hosts)])
-        place, within = divmod(len(sent) - 1, LEFT_OUT + COUNTED)
-        if len(sent) == 1:
-            quotas.limit(on=True)
-        if within == 0 and 0 < place < len(RATES):
-            ranks.cluster.set_rate(RATES[place])
+        done += 1
+        place, within = divmod(done - 1, LEFT_OUT + COUNTED)
+        if done in (1, STEPS):
+            quotas.limit(on=done == 1)
+        if within == 0 and 0 < place <= len(RATES):
+            cluster.set_rate([*RATES, FREE][place])
 
     timeline = ["--profile-timeline", str(folder / "timeline.json"), "--profile-step-start", "2"]
-    flags = [*case.flags, *timeline, "--profile-step-end", str(STEPS + 1)]
-    text = ranks.run("pretrain_gpt.py", flags, LONGEST_SECONDS, after_line)
-    steps = steps_of(text)
-    if len(steps) != STEPS:
-        raise RunError(f"it logged {len(steps)} of {STEPS} steps")
-    before, after = sent[LEFT_OUT], sent[LEFT_OUT + COUNTED]
-    each = [(more - less) / COUNTED for less, more in zip(before, after, strict=True)]
-    return Measured(steps, each, ranks.cluster.drops() - drops)
+    flags = [*case.flags(steps), *timeline, "--profile-step-end", str(STEPS + 1)]
+    found = steps_of(ranks.run("pretrain_gpt.py", flags, LONGEST_SECONDS, after_line))
+    if len(found) != steps:
+        raise RunError(f"it logged {len(found)} of {steps} steps")
+    each = [after - before for before, after in zip(sent, _sent(cluster), strict=True)]
+    return Measured(found, each, cluster.drops() - drops)
+
+
+def _sent(cluster: Cluster) -> list[int]:
+    return [cluster.counters(host).sent for host in range(cluster.hosts)]
 
 
 def steps_of(text: str) -> list[Step]:
@@ -115,26 +123,27 @@ def steps_of(text: str) -> list[Step]:
     ]
 
 
-def _rows(case: Case, ranks: Ranks, quotas: Quotas, folder: Path) -> Iterator[dict[str, Any]]:
-    """Runs a case; yields a row per rate."""
-    fixed = {"model": case.model.name, "layout": case.layout, "hosts": case.model.hosts, "flags": " ".join(case.flags)}
+def _rows(case: Case, ranks: Ranks, quotas: Quotas, folder: Path, steps: int) -> Iterator[dict[str, Any]]:
+    """Runs so many steps of a case; yields a row per rate."""
+    fixed = {"model": case.model.name, "layout": case.layout, "hosts": case.model.hosts, "steps": steps}
+    fixed["flags"] = " ".join(case.flags())
     try:
-        run = run_case(case, ranks, quotas, folder)
+        run = run_case(case, ranks, quotas, folder, steps)
     except RunError as error:
         for rate in RATES:
             yield {**fixed, "rate": f"{rate:g}", "status": f"failed: {error}"}
         return
     for place, rate in enumerate(RATES):
         first = 1 + place * (LEFT_OUT + COUNTED) + LEFT_OUT
-        steps = run.steps[first : first + COUNTED]
-        means = {kind: sum(step.shares.get(kind, 0.0) for step in steps) / len(steps) for kind in KINDS}
+        counted = run.steps[first : first + COUNTED]
+        means = {kind: sum(step.shares.get(kind, 0.0) for step in counted) / COUNTED for kind in KINDS}
         yield {
             **fixed,
             "rate": f"{rate:g}",
             "status": "ok",
-            "step_ms": " ".join(f"{step.milliseconds:.1f}" for step in steps),
+            "step_ms": " ".join(f"{step.milliseconds:.1f}" for step in counted),
             **{kind: f"{mean:.4f}" for kind, mean in means.items()},
-            "sent": " ".join(f"{nbytes:.0f}" for nbytes in run.sent),
+            "sent": " ".join(map(str, run.sent)),
             "drops": run.drops,
         }
 

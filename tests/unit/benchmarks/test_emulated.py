@@ -1,9 +1,16 @@
-"""The grid of the emulated cluster, and what is read from the logs of its runs."""
+"""The grid of the emulated cluster, what is read from the logs of its runs, and what is compared."""
+
+import csv
 
 import pytest
 
 from benchmarks.planner.emulated.grid import MODELS, RANKS, STEPS, cases
-from benchmarks.planner.emulated.measure import steps_of
+from benchmarks.planner.emulated.measure import KINDS, steps_of
+from benchmarks.planner.emulated.predict import shares_of
+from benchmarks.planner.emulated.report import compare, report
+from benchmarks.planner.emulated.wire import sent_by_hosts
+from megatron.planner.time.stage_time import DP, GEMM, TP, Parts
+from megatron.planner.time.step_time import BUBBLE, OPTIMIZER, StepTime
 from megatron.tooling.plan.run import settings_of
 
 LINE = " [2026-01-02 03:04:05.000678] iteration {0:8d}/      10 | elapsed time per iteration (ms): {1} | lm loss: 2.0E+00 |"
@@ -12,7 +19,7 @@ SUMMARY = "where iteration 2 went: 900.1 ms | compute 60.0% | dp 30.5% | bubble 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_every_case_is_a_run(case):
-    run, settings = settings_of(case.flags, RANKS, description="A case.")
+    run, settings = settings_of(case.flags(), RANKS, description="A case.")
     assert run.train.train_iters == STEPS
     assert 1 <= settings.batches.final_num_microbatches <= 8
 
@@ -30,3 +37,93 @@ def test_steps_and_their_parts_are_read_from_the_log():
     assert (first.milliseconds, first.shares) == (950.0, {})
     assert second.milliseconds == 900.5
     assert second.shares == {"compute": 0.6, "dp": 0.305, "bubble": 0.09, "other": 0.005}
+
+
+def case_of(name):
+    (case,) = [case for case in cases() if case.name == name]
+    return case
+
+
+class TestBytesOnTheWire:
+    def sent(self, name):
+        case = case_of(name)
+        run, settings = settings_of(case.flags(), RANKS, description="A case.")
+        return sent_by_hosts(run, settings, RANKS // case.model.hosts)
+
+    def test_stages_send_hidden_states_of_all_samples(self):
+        hidden = 16 * 192 * 192 * 4  # samples, tokens, channels, bytes
+        assert self.sent("narrow: gpipe") == pytest.approx([hidden, hidden], rel=2e-3)
+        assert self.sent("narrow: zb-v") == pytest.approx([2 * hidden, 2 * hidden], rel=2e-3)
+
+    def test_replicas_send_each_other_gradients_and_parameters(self):
+        layer = 4 * 192 * 192 + 3 * 192 * 512 + 2 * 192
+        numel = 4 * layer + 2 * 1024 * 192 + 192
+        to_other_host = 2 * 2 / 4 * 4 * numel  # 2 ranks of a host, 2 quarters each, 4 bytes
+        assert self.sent("narrow: dp") == pytest.approx([2 * to_other_host] * 2, rel=2e-3)
+        # sums of two microbatches, and parameters
+        assert self.sent("narrow: zero-2") == pytest.approx([3 * to_other_host] * 2, rel=2e-3)
+
+    def test_ranks_of_one_host_send_nothing_over_its_link(self):
+        assert self.sent("narrow: tp") == pytest.approx([number / 2 for number in self.sent("narrow: dp")], rel=2e-3)
+
+
+def test_shares_are_the_mean_over_pipeline_ranks():
+    slow, fast = Parts({GEMM: 6.0, TP: 1.0}), Parts({GEMM: 4.0, TP: 1.0})
+    time = StepTime(
+        seconds=10.0,
+        parts={GEMM: 6.0, TP: 1.0, BUBBLE: 1.0, DP: 1.5, OPTIMIZER: 0.5},
+        model_flops=1.0,
+        tokens=1,
+        ranks=2,
+    )
+    shares = shares_of(time, [slow, fast])
+    assert shares["compute"] == pytest.approx(0.55)
+    assert shares["tp"] == pytest.approx(0.1)
+    assert shares["dp"] == pytest.approx(0.15)
+    assert shares["bubble"] == pytest.approx(0.2)  # the faster rank waits for the other one
+    assert sum(shares.values()) == pytest.approx(1.0)
+
+
+class TestReport:
+    def rows(self, layout, steps_ms, **others):
+        kinds = dict.fromkeys(KINDS, 0.0) | {"compute": 0.9, "dp": 0.1}
+        return {
+            "model": "narrow",
+            "layout": layout,
+            "hosts": 2,
+            "rate": 100,
+            "status": "ok",
+            "step_ms": steps_ms,
+            "flags": "",
+            **kinds,
+            **others,
+        }
+
+    def write(self, path, rows):
+        with open(path, "w", newline="") as file:
+            table = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+            table.writeheader()
+            table.writerows(rows)
+        return path
+
+    def test_errors_order_and_bytes(self, tmp_path):
+        runs = [
+            self.rows("a", "100.0 110.0", steps=10, sent="1000 1000"),
+            self.rows("a", "90.0 100.0", steps=14, sent="1404 1400"),
+            self.rows("b", "200.0 200.0", steps=10, sent="1000 1000"),
+            self.rows("c", "", status="failed: no memory"),
+        ]
+        guesses = [
+            self.rows("a", "105.0", sent="100 100"),
+            self.rows("b", "180.0", sent="100 100", compute=0.8, dp=0.2),
+            self.rows("c", "1.0", sent="1 1"),
+        ]
+        found, failed = compare(self.write(tmp_path / "m.csv", runs), self.write(tmp_path / "p.csv", guesses))
+        assert failed == ["narrow: c: failed: no memory"]
+        assert [each.error for each in found] == pytest.approx([0.05, -0.1])
+        assert found[0].wire_error == pytest.approx(0.005)
+        assert found[1].wire_error is None
+        assert found[1].farthest in (("compute", pytest.approx(-10.0)), ("dp", pytest.approx(10.0)))
+        text = report(found, failed)
+        assert "| narrow | 100 | 2 | 7.5 % | 9.5 % |" in text
+        assert "among the first 5 predicted in 1 and the first in 1 of 1 cells" in text
