@@ -5,11 +5,15 @@ It needs root, and the cpu controller of cgroups, version 1 or 2.
 [Note: what holds a process]
 Each process gets a control group, which its threads share, with a quota of processor time per period, and is bound to one
 core. Several may share a core: the shares on it must stay well below 1, because the kernel's own work (packets, timers)
-needs some of it. Unused time is not saved up.
+needs some of it. By itself the quota gives a process that has waited some milliseconds at full speed, for two reasons, and
+two more processes in each group prevent them:
 
-The kernel counts the time that a process has used when a clock interrupt occurs, often only each 4 ms, or when a task of
-its group begins to run. A process that has waited would so run for 4 ms at full speed, each time. A second process in
-each group therefore wakes up every millisecond and sleeps again. It takes about 1 % of the core, out of the group's share.
+- The kernel counts the time that a process has used when a clock interrupt occurs, often only each 4 ms, or when a task of
+  its group begins to run. So one process wakes up every millisecond and sleeps again.
+- A group that has not used its time gets that of two or three periods at once. So another process spends what is left,
+  with the policy for idle time: it runs only while the measured one waits.
+
+So any work takes its processor time divided by the share, to within a period. The two take about 5 % of a rank's time.
 """
 
 from __future__ import annotations
@@ -87,6 +91,7 @@ class Quotas:
         """Raises QuotaError without a cpu controller, or where a core cannot give that much."""
         self.ranks, self.share, self._owner = ranks, share, os.getpid()
         self.cores = sorted(os.sched_getaffinity(0))
+        self._spenders: list[int] = []
         self._controller = find_controller()
         asked = share * -(-ranks // len(self.cores))
         if asked > 0.9:
@@ -105,7 +110,7 @@ class Quotas:
             self._remove()
             raise QuotaError(f"{self.group(0)} cannot be made ({error.strerror}); start as root") from None
         for rank in range(self.ranks):
-            self._start_ticker(rank)
+            self._start_helpers(rank)
         return self
 
     def __exit__(
@@ -123,6 +128,8 @@ class Quotas:
 
     def limit(self, *, on: bool) -> None:
         """Holds all ranks to their share, or lets them run freely."""
+        for pid in self._spenders:  # without a quota they would spend everything
+            os.kill(pid, signal.SIGCONT if on else signal.SIGSTOP)
         for rank in range(self.ranks):
             self._controller.set_quota(self.group(rank), self.share if on else None)
 
@@ -130,18 +137,32 @@ class Quotas:
         """Moves a process, with all of its threads, into the control group of a rank."""
         (self.group(rank) / "cgroup.procs").write_text(str(pid))
 
-    def _start_ticker(self, rank: int) -> None:
-        if os.fork():
-            return
-        with contextlib.suppress(BaseException):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self.add(rank, os.getpid())
-            os.sched_setaffinity(0, {self.core(rank)})
-            while os.getppid() == self._owner:
-                for _ in range(1000):
-                    time.sleep(TICK_SECONDS)
-        os._exit(0)
+    def _start_helpers(self, rank: int) -> None:
+        """Starts the two processes of the note at the head of the file. The second one is stopped until there is a quota."""
+        for work in (self._tick, self._spend):
+            if pid := os.fork():
+                if work == self._spend:
+                    os.kill(pid, signal.SIGSTOP)
+                    self._spenders.append(pid)
+                continue
+            with contextlib.suppress(BaseException):
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                self.add(rank, os.getpid())
+                os.sched_setaffinity(0, {self.core(rank)})
+                work()
+            os._exit(0)
+
+    def _tick(self) -> None:
+        while os.getppid() == self._owner:
+            for _ in range(1000):
+                time.sleep(TICK_SECONDS)
+
+    def _spend(self) -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        while os.getppid() == self._owner:
+            for _ in range(1_000_000):
+                pass
 
     def _remove(self) -> None:
         with held(signal.SIGINT, signal.SIGTERM):
@@ -151,8 +172,9 @@ class Quotas:
 
 def remove_group(group: Path) -> None:
     """Kills the processes of a control group and removes it. Safe to repeat."""
+    processes = group / "cgroup.procs"
     while group.exists():
-        for pid in (group / "cgroup.procs").read_text().split():
+        for pid in processes.read_text().split() if processes.exists() else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
