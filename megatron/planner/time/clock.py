@@ -62,6 +62,11 @@ class Clock(ABC):
     def hop_latency(self, place: Place) -> Number:
         """Returns the part of `hop` that any number of messages spend at the same time."""
 
+    def sending(self, place: Place, nbytes: float) -> Number:
+        """Returns what the computation of a stage loses to a message that it sends to a neighbour: 0 where the device sends
+        by itself."""
+        return 0.0
+
     @abstractmethod
     def slowing(self, hidden: Number, place: Place, op: str) -> Number:
         """Returns what computation loses to `hidden` seconds of such messages, which it overlaps."""

@@ -180,6 +180,10 @@ class ProfiledClock(Clock):
         """Returns the part of `hop` that any number of messages spend at the same time."""
         return self._messages.latency(SEND, _pair(place))
 
+    def sending(self, place: Place, nbytes: float) -> Number:
+        """Returns what the computation of a stage loses to a message that it sends to a neighbour."""
+        return self._messages.interference(SEND, _pair(place)) * self.hop(place, nbytes)
+
     def slowing(self, hidden: Number, place: Place, op: str) -> Number:
         """Returns what computation loses to `hidden` seconds of such messages, which it overlaps."""
         return self._messages.interference(_measured_name(op), place) * hidden

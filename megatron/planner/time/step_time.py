@@ -174,8 +174,21 @@ class StepModel:
                 phases = self._copies.waits(clock, phases, number, in_order, self._share_by_layer(number))
             if self._weights is not None:
                 phases = self._weights.waits(clock, self.places, phases, number, in_order)
+            phases = self._with_sends(clock, phases, number)
             found.append(self.replicas.with_microbatch(clock, phases, number))
         return found
+
+    def _with_sends(self, clock: Clock, phases: Phases, number: int) -> Phases:
+        """Adds what a stage loses to the messages that it sends to those after and before it."""
+        rank_of = self._settings.pipeline.placement.rank_of
+        lost = clock.sending(self.places["pp"], self.work.sizes.residual) if self._settings.mesh.pp > 1 else 0.0
+        if not np.any(lost):
+            return phases
+        forward, input_grad = Parts(phases.forward), Parts(phases.input_grad)
+        for parts, neighbour in ((forward, number + 1), (input_grad, number - 1)):
+            if 0 <= neighbour < len(rank_of) and rank_of[neighbour] != rank_of[number]:
+                parts.add(INTERFERENCE, lost)
+        return Phases(forward, input_grad, phases.weight_grad)
 
     def offload_ratio(self, clock: Clock) -> float | None:
         """Returns the ratio that --pipeline-offload-ratio auto will choose, None without this flag. It costs no time."""

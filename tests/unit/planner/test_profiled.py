@@ -190,3 +190,11 @@ def test_a_cluster_from_a_profile_has_its_nodes_and_device():
 def test_a_profile_of_another_model_is_refused():
     with pytest.raises(ConfigError, match="hidden_size 256 and not 128"):
         timed(run_of(model=dataclasses.replace(MODEL, hidden_size=128)))
+
+
+def test_a_stage_loses_time_to_the_messages_that_it_sends():
+    model, clock = timed(run_of(pipeline_model_parallel_size=2), 2)
+    first, last = model.stages(clock)
+    hop = clock.hop(model.places["pp"], model.work.sizes.residual)
+    assert first.forward["interference"] == last.input_grad["interference"] == pytest.approx(INTERFERENCE * hop)
+    assert "interference" not in {**first.input_grad, **last.forward}
