@@ -142,7 +142,7 @@ class Quotas:
         for work in (self._tick, self._spend):
             if pid := os.fork():
                 if work == self._spend:
-                    os.kill(pid, signal.SIGSTOP)
+                    os.waitpid(pid, os.WUNTRACED)  # until it has stopped itself
                     self._spenders.append(pid)
                 continue
             with contextlib.suppress(BaseException):
@@ -160,6 +160,7 @@ class Quotas:
 
     def _spend(self) -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.kill(os.getpid(), signal.SIGSTOP)
         while os.getppid() == self._owner:
             for _ in range(1_000_000):
                 pass
