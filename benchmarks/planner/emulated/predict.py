@@ -83,7 +83,7 @@ def shares_of(time: StepTime, busy: Sequence[Parts]) -> dict[str, float]:
     slowest = max(busy, key=lambda each: float(each.total))
 
     def mean(*names: str) -> float:
-        """Of the whole step, with the microbatches' share as the mean over ranks instead of that of the slowest one."""
+        """Returns the part of the step, of which the microbatches' share is the mean over ranks."""
         own = float(np.mean([float(each.of(names)) for each in busy]))
         return (float(parts.of(names)) - float(slowest.of(names)) + own) / total
 
