@@ -73,10 +73,10 @@ def measure(cases: Sequence[Case], repeats: int, out: Path) -> int:
 
 
 def show_shares(quotas: Quotas) -> None:
-    """Prints the share of a core that a rank gets, alone and beside the others."""
+    """Prints the share of a core that a rank gets, alone and with all others at work."""
     alone = achieved_shares(quotas, [0])[0]
-    beside = " ".join(f"{share:.1%}" for share in achieved_shares(quotas, range(quotas.ranks)))
-    print(f"a rank that computes alone gets {alone:.1%} of a core; all at once: {beside}", flush=True)
+    together = " ".join(f"{share:.1%}" for share in achieved_shares(quotas, range(quotas.ranks)))
+    print(f"a rank that computes alone gets {alone:.1%} of a core; all at once: {together}", flush=True)
 
 
 def run_case(case: Case, ranks: Ranks, quotas: Quotas, folder: Path, steps: int) -> Measured:

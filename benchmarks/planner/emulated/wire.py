@@ -53,7 +53,7 @@ class _Counter:
             if present:
                 total += self._of_work(rank, end, full=False)
         for neighbour in (number - 1, number + 1):
-            if 0 <= neighbour < len(rank_of) and not self._near(rank, self._beside(rank, rank_of[neighbour])):
+            if 0 <= neighbour < len(rank_of) and not self._near(rank, self._at_place(rank, rank_of[neighbour])):
                 total += work.sizes.residual
         return total
 
@@ -97,7 +97,7 @@ class _Counter:
     def _group(self, rank: int, *axes: str) -> tuple[int, ...]:
         return next(group for group in self._settings.mesh.groups(*axes) if rank in group)
 
-    def _beside(self, rank: int, pp: int) -> int:
+    def _at_place(self, rank: int, pp: int) -> int:
         """The rank at another place of the pipeline."""
         group = self._group(rank, "pp")
         return group[pp]

@@ -63,7 +63,7 @@ def test_more_than_a_core_is_refused(monkeypatch, tmp_path):
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_a_rank_gets_its_share_alone_and_beside_others(quotas):
+def test_a_rank_gets_its_share_alone_and_with_others(quotas):
     for share in (*achieved_shares(quotas, [0]), *achieved_shares(quotas, range(quotas.ranks))):
         assert 0.8 * quotas.share < share < 1.05 * quotas.share
 
