@@ -94,8 +94,8 @@ def conditions(real: RunConfig, world_size: int, choices: AxisValues, asked: Ask
         "cp_inner": lambda: layout.cp_kind == HIERARCHICAL,
         "group": lambda: layout.pp > 1,
         "uneven_ends": lambda: layout.pp > 1,
-        "sharding": lambda: _has_copies(run, world_size),
-        "dp_overlap": lambda: layout.sharding != "optim_grads_params" and _has_copies(run, world_size),
+        "sharding": lambda: _copies(run, world_size) > 1,
+        "dp_overlap": lambda: layout.sharding != "optim_grads_params" and _copies(run, world_size) > 1,
         "instances": lambda: layout.sharding != "no_shard",
         "optimizer_offload": lambda: not offload_is_fixed(real),
     }
@@ -105,6 +105,7 @@ def conditions(real: RunConfig, world_size: int, choices: AxisValues, asked: Ask
         partial(_fits_schedule, layout),
         partial(_group_is_new, run, world_size, layout, choices["group"]),
         partial(_inner_is_between, layout),
+        partial(_instances_share, run, world_size, layout, choices["instances"]),
         partial(_reduces_as_sharding_needs, run, layout, choices["reduce_mode"]),
         partial(_ends_matter, layout, choices["uneven_ends"], layers),
         partial(_recompute_is_new, real, layout, choices["recompute"], layers),
@@ -135,10 +136,15 @@ def _is_chosen(layout: Layout, axis: str, values: tuple[Any, ...], has_effect: C
     return value in values if has_effect() else value == getattr(NEUTRAL, axis)
 
 
-def _has_copies(run: RunConfig, world_size: int) -> bool:
-    """Whether some parameters are on several ranks, between which state can be sharded."""
+def _copies(run: RunConfig, world_size: int) -> int:
+    """The most ranks that hold a copy of one parameter, and between which state can be sharded."""
     mesh = mesh_of(run.parallel, world_size)
-    return max(mesh.dp * mesh.cp, mesh.edp if run.model.num_experts is not None else 1) > 1
+    return max(mesh.dp * mesh.cp, mesh.edp if run.model.num_experts is not None else 1)
+
+
+def _instances_share(run: RunConfig, world_size: int, layout: Layout, values: tuple[int, ...]) -> bool:
+    """An instance of the optimizer has several ranks. Those of one rank shard nothing."""
+    return layout.instances == 1 or 1 not in values or _copies(run, world_size) > layout.instances
 
 
 def _fits_schedule(layout: Layout) -> bool:

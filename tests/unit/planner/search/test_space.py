@@ -29,6 +29,7 @@ def meaning(run: RunConfig) -> tuple:
         kinds = set()
     elif kinds == {"a2a+p2p"} and inner in (1, mesh.cp):
         kinds = {"p2p" if inner == 1 else "a2a"}
+    shards = "no_shard" if replicas.instances == copies else replicas.shards
     recompute = [
         [(list(layers), again) for layers, again in run.recompute.groups(stage.layers) if layers]
         for stage in pipeline.stages
@@ -40,8 +41,8 @@ def meaning(run: RunConfig) -> tuple:
         (str(sorted(kinds)), inner if kinds == {"a2a+p2p"} else 1),
         (pipeline.schedule.name, str(pipeline.stages), str(group)),
         run.train.micro_batch_size,
-        None if copies == 1 else (replicas.shards, replicas.mode, replicas.overlap_reduce),
-        None if copies == 1 or replicas.shards == "no_shard" else (replicas.overlap_gather, replicas.instances),
+        None if copies == 1 else (shards, replicas.mode, replicas.overlap_reduce),
+        None if copies == 1 or shards == "no_shard" else (replicas.overlap_gather, replicas.instances),
         (str(recompute), str(sorted(run.recompute.modules)), run.recompute.recompute_policy),
         (run.activation_offload.kind, run.activation_offload.pipeline_offload_ratio or "0"),
         str(settings.optimizer_offload),
