@@ -24,6 +24,7 @@ from megatron.config.recompute import (
 from megatron.config.run import RunConfig
 from megatron.planner.search.layout import HIERARCHICAL, KEEP_ALL, SHARDED_GRADS
 from megatron.schedule.registry import SCHEDULES
+from megatron.schedule.schedules.one_f_one_b import ONE_F_ONE_B
 
 MOST_TP = 8
 MOST_VIRTUAL_STAGES = 8
@@ -60,7 +61,7 @@ def default_choices(run: RunConfig, world_size: int) -> dict[str, tuple[Any, ...
         "cp_kind": KINDS,
         "cp_inner": cp,
         "pp": pp,
-        "schedule": tuple(sorted(SCHEDULES, key=list(SCHEDULES).index)),
+        "schedule": tuple(sorted(SCHEDULES, key=lambda name: name != ONE_F_ONE_B.name)),
         "virtual_stages": tuple(range(1, MOST_VIRTUAL_STAGES + 1)),
         "group": (0,),
         "uneven_ends": (False, True),

@@ -1,16 +1,19 @@
 """The space of layouts: what the rules accept and nothing else, and no run twice."""
 
+import dataclasses
 import itertools
 import random
 
 import pytest
 
 from megatron.base.errors import ConfigError
+from megatron.command_line.read import parse
 from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import problems
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
-from megatron.planner.search.layout import AXES, Layout
+from megatron.planner.search.choices import choices_of
+from megatron.planner.search.layout import AXES, Candidates, Layout
 from megatron.planner.search.space import space_of
 from megatron.schedule.schedules.interleaved import group_sizes
 from tests.unit.planner.search.runs import RUNS, WORLD, run_of, some_choices
@@ -90,3 +93,46 @@ def test_many_spaces_are_what_the_rules_accept(name):
     draw, run = random.Random(f"many {name}"), run_of(RUNS[name])
     found = sum(compare(run, draw, 1000) for _ in range(20))
     assert found > 20
+
+
+LARGE = {
+    "70B": ("--preset llama3.1-70b --seq-length 8192 --global-batch-size 512", 256),
+    "405B": ("--preset llama3.1-405b --seq-length 8192 --global-batch-size 1024", 1024),
+}
+OTHERS = "--bf16 --vocab-size 128256 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer"
+
+
+def large_space(name: str) -> tuple[RunConfig, int, Candidates]:
+    flags, world_size = LARGE[name]
+    run = parse(f"{flags} {OTHERS}".split(), description="")
+    return run, world_size, space_of(run, world_size, choices_of(run, world_size))
+
+
+def test_a_large_space_is_ordered_and_passes():
+    run, world_size, found = large_space("70B")
+    assert len(found) >= 300_000
+    plain = dataclasses.asdict(Layout())
+    off = sum((found.column(axis) != value).astype(int) for axis, value in plain.items())
+    assert off[0] < off[-1] and (off[1:] >= off[:-1]).all()
+    for number in random.Random(0).sample(range(len(found)), 100):
+        assert problems(found.layout(number).apply(run), world_size) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_layouts_of_a_large_space_pass(name):
+    run, world_size, found = large_space(name)
+    assert len(found) >= 300_000
+    for number in random.Random(1).sample(range(len(found)), 2000):
+        assert problems(found.layout(number).apply(run), world_size) == []
+
+
+def test_a_fixed_flag_may_leave_nothing():
+    run = run_of("--preset llama-tiny --tensor-model-parallel-size 3")
+    assert len(space_of(run, WORLD, choices_of(run, WORLD))) == 0
+
+
+def test_a_run_that_no_layout_mends_is_refused():
+    run = run_of("--preset llama-tiny --lora-rank 4")
+    with pytest.raises(ConfigError, match="adapts a model that is trained already"):
+        space_of(run, WORLD, choices_of(run, WORLD))
