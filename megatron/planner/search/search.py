@@ -8,6 +8,7 @@ layouts that it returns, so these are the ones that planning every candidate wou
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -64,8 +65,8 @@ class PlannedLayout:
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """best: the fastest that fit, the fastest first. time_bounds, memory_bounds: [N] seconds and bytes. exact: those that
-    were planned in full, by number. out_of_memory: candidates that do not fit, by their bound or by their plan.
-    bounded_out: those that fit by the bound and were too slow by the bound. simulated: those whose schedule was played.
+    were planned in full, by number. out_of_memory: candidates that do not fit by their bound. bounded_out: those
+    that fit by the bound and were too slow by the bound. simulated: those whose schedule was played: all others.
     least: where nothing fits, the candidate that needs the least memory. parts: wall seconds of the search, by part."""
 
     best: tuple[PlannedLayout, ...]
@@ -163,7 +164,7 @@ def search(planner: Planner, candidates: Candidates, keep: int = 5) -> SearchRes
         time_bounds=times,
         memory_bounds=memory,
         exact={planned.number: planned for planned in chosen.planned},
-        out_of_memory=len(candidates) - len(fitting) + chosen.too_large,
+        out_of_memory=len(candidates) - len(fitting),
         bounded_out=len(fitting) - chosen.simulated,
         simulated=chosen.simulated,
         least=least,
@@ -178,7 +179,8 @@ class _Best:
         self._planner, self._candidates, self._keep = planner, candidates, keep
         self.best: list[PlannedLayout] = []
         self.planned: list[PlannedLayout] = []
-        self.simulated = self.too_large = 0
+        self.simulated = 0
+        self._too_slow: dict[Layout, float] = {}  # layout without offload -> part of the activations
 
     @property
     def slowest(self) -> float:
@@ -193,15 +195,27 @@ class _Best:
             if played[place] > self.slowest * _ROUNDING:
                 break
             number = int(numbers[place])
-            # Without the plan of memory, which takes longer. The played time leaves out copies of activations.
-            if self._planner.seconds(self._candidates.layout(number)) > self.slowest * _ROUNDING:
+            if self._copies_are_too_slow(self._candidates.layout(number)):
                 continue
             (planned,) = self._planner.plan(self._candidates, [number])
             self.planned.append(planned)
-            if not self._planner.fits(planned):
-                self.too_large += 1
-                continue
-            self.best = sorted([*self.best, planned], key=lambda each: each.rank)[: self._keep]
+            if self._planner.fits(planned):
+                self.best = sorted([*self.best, planned], key=lambda each: each.rank)[: self._keep]
+
+    def _copies_are_too_slow(self, layout: Layout) -> bool:
+        """Whether the copies of activations, which the played time leaves out, make a layout too slow.
+
+        More copies never make a step faster, so a larger part need not be asked about after a smaller one.
+        """
+        if not layout.offload:
+            return False
+        alike = dataclasses.replace(layout, offload=0.0)
+        if layout.offload >= self._too_slow.get(alike, np.inf):
+            return True
+        if self._planner.seconds(layout) <= self.slowest * _ROUNDING:
+            return False
+        self._too_slow[alike] = layout.offload
+        return True
 
 
 def _least(planner: Planner, candidates: Candidates, bounds: _Array) -> PlannedLayout | None:

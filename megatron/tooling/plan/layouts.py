@@ -13,6 +13,7 @@ from megatron.planner.search.search import PlannedLayout
 from megatron.planner.time.groups import GROUPS, grouped
 from megatron.planner.time.hardware import BF16, GIB, TERA, Cluster
 from megatron.planner.time.step_time import StepTime
+from megatron.tooling.plan.try_runs import Trial
 from megatron.tooling.plan.words import mesh_words, method_words
 
 DAY = 86400.0
@@ -126,3 +127,22 @@ def _cells(groups: Mapping[str, float], scale: float) -> dict[str, int]:
         if end > drawn:
             found[group], drawn = end - drawn, end
     return found
+
+
+def print_trial(console: Console, trial: Trial) -> None:
+    """Prints what layouts took that were run, and the order of all by the predictions that they correct."""
+    found = trial.corrected
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("layout", "predicted s", "measured s", "corrected s"):
+        table.add_column(heading, justify="right")
+    for place in found.order:
+        measured = trial.measured.get(place)
+        shown = seconds_text(measured) if measured is not None else "failed" if place in trial.failed else ""
+        table.add_row(str(place + 1), seconds_text(trial.predicted[place]), shown, seconds_text(found.seconds[place]))
+    console.print(table)
+    console.print(
+        f"measured steps take {found.factor:.3f} times as long as predicted; the layouts are in their new order",
+        soft_wrap=True,
+    )
+    for place, why in sorted(trial.failed.items()):
+        console.print(f"layout {place + 1} did not run: {why}", soft_wrap=True, markup=False)

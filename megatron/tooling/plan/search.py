@@ -30,11 +30,12 @@ from megatron.tooling.plan.explain import comparison_lines, print_explanation
 from megatron.tooling.plan.front import front_of
 from megatron.tooling.plan.front_page import write_front_page
 from megatron.tooling.plan.front_plot import draw_front
-from megatron.tooling.plan.layouts import print_bars, table_of
+from megatron.tooling.plan.layouts import print_bars, print_trial, table_of
 from megatron.tooling.plan.machine import machine_of
 from megatron.tooling.plan.nothing import none_fits, none_is_accepted
 from megatron.tooling.plan.run import with_vocabulary
 from megatron.tooling.plan.search_json import SearchAnswer, as_object
+from megatron.tooling.plan.try_runs import try_layouts
 
 PERCENT = 0.01
 
@@ -50,6 +51,9 @@ def add_search_command(parser: argparse.ArgumentParser) -> None:
     add("--train-tokens", type=within(float, POSITIVE), metavar="X", help="tokens of the whole training, for its days")
     add("--explain", type=within(int, COUNT), metavar="N", help="say why the N-th layout takes its time")
     add("--compare", type=path_word, metavar="FLAGS", help="say why the layout of these flags is not the first one")
+    add(
+        "--try", dest="tried", type=within(int, COUNT), metavar="K", help="run the first K layouts here, and rank again"
+    )
     add("--front", type=path_word, metavar="FILE", help="picture of throughput against memory: a .png or .html file")
     add("--json", type=path_word, metavar="FILE", help="write everything as one object; - prints it and nothing else")
     parser.set_defaults(work=plan_search)
@@ -59,6 +63,11 @@ def plan_search(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the fastest layouts. Raises UserErrors, also if there is none."""
     check_files(args)
     asked = asked_of(flags, machine_of(args.cluster, args.profile), args.world_size, args.train_tokens)
+    if args.tried is not None and asked.world_size > asked.cluster.node:
+        raise ConfigError(
+            f"--try {args.tried} runs layouts on this host, and {asked.world_size} ranks take "
+            f"{-(-asked.world_size // asked.cluster.node)} nodes; leave it out, or search for one node"
+        )
     chosen = {**fixed_choices(asked.run), **parse_space(args.space)}
     candidates = space_with(asked.run, asked.world_size, chosen)
     if not len(candidates):
@@ -107,18 +116,28 @@ def answer_of(args: argparse.Namespace, asked: Asked, planner: Planner, found: S
             raise ConfigError(f"--compare {args.compare}: {error}; close it") from None
         own = parse([*asked.flags, *asked.added, *words], description="The layout of these flags.")
         compared = compare(planner, with_vocabulary(own))
+    trial = None
+    if args.tried is not None:
+        words_of_each = [words_of(asked, each.layout) for each in found.best]
+        trial = try_layouts(words_of_each, [each.seconds for each in found.best], args.tried, asked.world_size)
+        number = number or trial.corrected.order[0] + 1
     return SearchAnswer(
         number or 1,
-        None if number is None else explain(planner, found, number - 1),
+        None if args.explain is None else explain(planner, found, args.explain - 1),
         compared,
+        trial,
         tuple(command(asked, each.layout) for each in found.best),
     )
 
 
+def words_of(asked: Asked, layout: Layout) -> list[str]:
+    """Returns the flags of the run in a layout."""
+    return [*asked.words, *flags_of(layout, asked.run)]
+
+
 def command(asked: Asked, layout: Layout) -> str:
     """Returns the command that starts the run in a layout."""
-    words = [*asked.words, *flags_of(layout, asked.run)]
-    return command_of(words, asked.world_size, min(asked.world_size, asked.cluster.node))
+    return command_of(words_of(asked, layout), asked.world_size, min(asked.world_size, asked.cluster.node))
 
 
 def print_answer(asked: Asked, found: SearchResult, answer: SearchAnswer, limit: float) -> None:
@@ -137,6 +156,8 @@ def print_answer(asked: Asked, found: SearchResult, answer: SearchAnswer, limit:
         console.print()
         for line in comparison_lines(answer.comparison, found.best[0], limit):
             console.print(line, soft_wrap=True)
+    if answer.trial is not None:
+        print_trial(console, answer.trial)
     others = f"; --explain N prints that of layout N, of 1 to {len(found.best)}" if len(found.best) > 1 else ""
     console.print(f"\nThe command of layout {answer.number}{others}:\n", soft_wrap=True)
     console.print(answer.commands[answer.number - 1], soft_wrap=True, markup=False)

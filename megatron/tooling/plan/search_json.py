@@ -15,16 +15,22 @@ from megatron.planner.time.hardware import GB, GIB, TERA, used_memory
 from megatron.planner.time.step_time import StepTime
 from megatron.tooling.plan.asked import Asked
 from megatron.tooling.plan.layouts import days, mfu
+from megatron.tooling.plan.try_runs import Trial
 from megatron.tooling.plan.words import mesh_words, method_words
 
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """What was asked besides the layouts. number: of the layout that is explained, from 1. commands: of each layout."""
+    """What was asked besides the layouts.
+
+    number: from 1, of the layout whose command is printed: the one that is explained, or the fastest of a trial, or the
+    first. commands: of each layout.
+    """
 
     number: int
     explanation: Explanation | None
     comparison: Comparison | None
+    trial: Trial | None
     commands: tuple[str, ...]
 
 
@@ -64,7 +70,26 @@ def as_object(asked: Asked, found: SearchResult, answer: SearchAnswer, limit: fl
         result["explanation"] = {"layout": answer.number, **_explanation(answer.explanation, found, answer.number)}
     if answer.comparison is not None:
         result["comparison"] = _comparison(asked, answer.comparison)
+    if answer.trial is not None:
+        result["trial"] = _trial(answer.trial)
     return result
+
+
+def _trial(trial: Trial) -> Mapping[str, Any]:
+    return {
+        "measured_over_predicted": trial.corrected.factor,
+        "fastest_first": [place + 1 for place in trial.corrected.order],
+        "layouts": [
+            {
+                "number": place + 1,
+                "predicted_step_seconds": seconds,
+                "measured_step_seconds": trial.measured.get(place),
+                "corrected_step_seconds": trial.corrected.seconds[place],
+                "failure": trial.failed.get(place),
+            }
+            for place, seconds in enumerate(trial.predicted)
+        ],
+    }
 
 
 def _layout(asked: Asked, planned: PlannedLayout, number: int, command: str) -> Mapping[str, Any]:

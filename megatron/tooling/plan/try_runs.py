@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.command_line.read import words_without
+from megatron.config.run import flag_fields
 
 STEPS = 8
 _WARM_UP = 3  # steps that do not count: memory reaches its peak, and --grad-reduce-mode auto decides
 _STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _LAST = 400  # characters of a failed run that are shown
+# A run that is tried neither reads nor writes checkpoints, and logs to its output alone.
+_LEFT_OUT = frozenset(name for name, (part, _) in flag_fields().items() if part in ("checkpoint", "logging"))
+_ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,30 @@ class Corrected:
     order: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Trial:
+    """predicted: seconds of each layout. measured: of those that ran, by their place. failed: why the others did not."""
+
+    predicted: tuple[float, ...]
+    measured: Mapping[int, float]
+    failed: Mapping[int, str]
+    corrected: Corrected
+
+
+def try_layouts(flags: Sequence[Sequence[str]], predicted: Sequence[float], count: int, world_size: int) -> Trial:
+    """Runs the first `count` layouts, each with its flags, on this host. Raises ConfigError if none of them runs."""
+    measured: dict[int, float] = {}
+    failed: dict[int, str] = {}
+    for place, words in enumerate(flags[:count]):
+        try:
+            measured[place] = try_layout(words, world_size)
+        except ConfigError as error:
+            failed[place] = str(error)
+    if not measured:
+        raise ConfigError(*failed.values())
+    return Trial(tuple(predicted), measured, failed, corrected(predicted, measured))
+
+
 def try_layout(
     flags: Sequence[str],
     world_size: int,
@@ -39,18 +68,19 @@ def try_layout(
 ) -> float:
     """Returns seconds of a step of a run with these flags on this host: the median behind some steps of warm-up.
 
-    The flags win over those that are added: a short run with a line per step. Raises ConfigError if the run ends with an
-    error, which may be that its memory did not suffice.
+    Flags about checkpoints and logs are left out, and those of a short run with a line per step are added. Raises
+    ConfigError if the run ends with an error, which may be that its memory did not suffice.
     """
+    own = words_without(flags, _LEFT_OUT)
     added = ["--log-interval", "1", "--eval-iters", "0", "--no-progress-bar", "--exit-interval", str(steps)]
     rendezvous = ["--standalone"] if port is None else ["--master-port", str(port)]
     launch = ["-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(world_size)] if world_size > 1 else []
     ended = subprocess.run(
-        [sys.executable, *launch, str(_ROOT / program), *flags, *added], capture_output=True, text=True, check=False
+        [sys.executable, *launch, str(_ROOT / program), *own, *added], capture_output=True, text=True, check=False
     )
     if ended.returncode:
         last = " ".join(ended.stderr.split())[-_LAST:]
-        raise ConfigError(f"a run of the layout {' '.join(flags)} ended with code {ended.returncode}: {last}")
+        raise ConfigError(f"a run of the layout {' '.join(own)} ended with code {ended.returncode}: {last}")
     return step_seconds_of(ended.stdout)
 
 
@@ -71,6 +101,3 @@ def corrected(predicted: Sequence[float], measured: Mapping[int, float]) -> Corr
     factor = math.exp(statistics.fmean(logarithms))
     seconds = tuple(measured.get(place, factor * each) for place, each in enumerate(predicted))
     return Corrected(factor, seconds, tuple(sorted(range(len(seconds)), key=lambda place: seconds[place])))
-
-
-_ROOT = Path(__file__).parents[3]

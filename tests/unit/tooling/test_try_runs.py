@@ -27,8 +27,10 @@ def test_measured_layouts_keep_their_time_and_the_others_get_the_factor():
 
 
 @pytest.mark.slow
-def test_a_layout_is_run_through_the_normal_entry():
-    assert 0 < try_layout([str(word) for word in flags(MOCK)], 1, steps=5) < 60
+def test_a_layout_is_run_through_the_normal_entry_without_checkpoints(tmp_path):
+    words = flags(MOCK, {"--save": tmp_path / "saved", "--save-interval": 1, "--log-interval": 100})
+    assert 0 < try_layout([str(word) for word in words], 1, steps=5) < 60
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The search returns what planning every candidate returns."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def check(name, **fixed):
     planner, candidates = planner_and_space(name, **fixed)
     found = search(planner, candidates, 5)
     assert [planned.number for planned in found.best] == tried_completely(planner, candidates, 5)
-    assert found.simulated + found.bounded_out <= len(candidates)
+    assert found.out_of_memory + found.bounded_out + found.simulated == len(candidates)
     assert all(planner.fits(planned) and planned.memory <= planner.limit for planned in found.best)
     return len(candidates), found
 
@@ -97,10 +98,19 @@ def test_the_same_as_trying_everything_in_larger_spaces(name):
     assert number > 3000
 
 
+def test_more_copies_are_never_faster():
+    parts = (0.0, 0.25, 0.5, 0.75, 1.0)
+    planner, candidates = planner_and_space("small memory", memory=80, offload=parts)
+    some = np.random.default_rng(0).choice(len(candidates), 30, replace=False).tolist()
+    for layout in map(candidates.layout, some):
+        times = [planner.seconds(dataclasses.replace(layout, offload=part)) for part in parts]
+        assert all(less <= more * (1 + 1e-12) for less, more in itertools.pairwise(times)), layout
+
+
 def test_nothing_fits():
     planner, candidates = planner_and_space("one node", memory=3.1, recompute=("none", "full"), micro_batch=(1, 8))
     found = search(planner, candidates)
-    assert not found.best and found.out_of_memory == len(candidates)
+    assert not found.best and not any(map(planner.fits, found.exact.values()))
     assert found.least is not None and found.least.memory > planner.limit
     some = np.random.default_rng(0).choice(len(candidates), 20, replace=False).tolist()
     assert all(found.least.memory <= planned.memory for planned in planner.plan(candidates, some))

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.command_line.read import parse
 from megatron.config.rules.check import problems
 from megatron.planner.search.layout import Layout
 from megatron.planner.time.constants import blind_error
 from megatron.planner.time.groups import GROUPS
 from megatron.planner.time.step_time import PARTS
+from megatron.tooling.plan import try_runs
 from megatron.tooling.plan.front import FrontPicture, Mark
 from megatron.tooling.plan.front_plot import draw_front
 from megatron.tooling.plan.layouts import seconds_text
@@ -136,6 +138,42 @@ class TestExplain:
         assert code == 0 and message in out
 
 
+class TestTry:
+    """Layouts that are run, here with steps of made-up lengths."""
+
+    def test_layouts_are_ranked_again(self, capsys, monkeypatch, tmp_path):
+        tried = []
+
+        def run(flags, world_size):
+            tried.append((tuple(flags), world_size))
+            if len(tried) == 2:
+                raise ConfigError("a run of the layout ended with code 1: out of memory")
+            return 9.0 if len(tried) == 1 else 0.5
+
+        monkeypatch.setattr(try_runs, "try_layout", run)
+        file = tmp_path / "found.json"
+        code, out, _ = plan(capsys, *SEARCH, "--try", 3, "--json", file)
+        found = json.loads(file.read_text(encoding="utf-8"))
+        layouts, trial = found["layouts"], found["trial"]
+        commands = [command_in(each["command"]) for each in layouts]
+        assert code == 0 and tried == [(tuple(each), 8) for each in commands[:3]]
+        first, third = (layouts[place]["step_seconds"] for place in (0, 2))
+        factor = (9.0 / first * 0.5 / third) ** 0.5
+        assert trial["measured_over_predicted"] == pytest.approx(factor)
+        assert trial["fastest_first"][0] == 3 and trial["fastest_first"][-1] == 1
+        assert trial["layouts"][3]["corrected_step_seconds"] == pytest.approx(factor * layouts[3]["step_seconds"])
+        assert "The command of layout 3" in out and command_in(out) == commands[2]
+        assert "layout 2 did not run: a run of the layout ended with code 1: out of memory" in out
+
+    def test_no_layout_runs(self, capsys, monkeypatch):
+        def run(flags, world_size):
+            raise ConfigError("it ended with code 1")
+
+        monkeypatch.setattr(try_runs, "try_layout", run)
+        code, out, err = plan(capsys, *SEARCH, "--try", 1)
+        assert code == 2 and not out and err.splitlines() == ["error: it ended with code 1"]
+
+
 class TestFiles:
     def test_page(self, answer):
         page = answer[2]
@@ -209,6 +247,7 @@ BAD = [
     (("--cluster", "h100:1x8", "--space", FEW, "--explain", 9, *MODEL), "--explain 9: 5 layouts are printed"),
     (("--cluster", "h100:1x8", "--space", FEW, "--compare", "--bf16 '", *MODEL), "No closing quotation"),
     (("--cluster", "h100:1x8", "--json", "/", *MODEL), "--json / cannot be written: it is a folder"),
+    (("--cluster", "h100:2x8", "--try", 1, *MODEL), "--try 1 runs layouts on this host, and 16 ranks take 2 nodes"),
     (("--cluster", "h100:1x8", "--train-tokens", "-1", *MODEL), "--train-tokens: must be above 0"),
 ]
 
