@@ -160,5 +160,9 @@ def _largest(counts: MomentCounts, per_class: int) -> MomentCounts:
     if per_class > AWAY:
         compared[:, OF_GROUPS + KEPT : MESSAGES : per_class] += counts[:, AWAY:MESSAGES:per_class]
         compared[:, AWAY:MESSAGES:per_class] *= -1
-    exceeded = [(compared >= each).all(axis=1).sum() > 1 for each in compared]
-    return counts[~np.array(exceeded)]
+    reaches = np.ones(
+        (len(counts), len(counts)), dtype=np.bool_
+    )  # whether a row is no less than another in every count
+    for column in compared.T:
+        reaches &= column[:, None] >= column
+    return counts[reaches.sum(axis=0) == 1]
