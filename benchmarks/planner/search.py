@@ -5,7 +5,6 @@ Usage: python -m benchmarks.planner.search
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 
@@ -28,7 +27,7 @@ LLAMA = (
     "--position-embedding-type rope --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --mock-data "
     "--train-iters 10 --lr 1e-4"
 )
-SMALL_DEVICE = dataclasses.replace(with_device(built_in("l40s:1x4"), memory=24 * GIB))
+SMALL_DEVICE = with_device(built_in("l40s:1x4"), memory=24 * GIB)
 # Name -> (the model and the batch, world size, cluster).
 CASES: dict[str, tuple[str, int, Cluster]] = {
     "8B on 8 h100": (

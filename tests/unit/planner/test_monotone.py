@@ -9,7 +9,6 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.mesh import mesh_of
-from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
 from megatron.config.optimizer import ScheduleConfig
 from megatron.config.parallel import ParallelConfig
@@ -24,23 +23,10 @@ from megatron.planner.time.predict import RowRun
 from megatron.planner.time.rows import Planned
 from megatron.planner.time.software import FLASH, UNFUSED, Software
 from megatron.planner.time.step_time import PARTS, StepModel, step_seconds
+from tests.unit.planner.models import LLAMA
 
 ROUNDING = 1e-9
-SMALL = ModelConfig(
-    num_layers=24,
-    hidden_size=1024,
-    ffn_hidden_size=2816,
-    num_attention_heads=16,
-    group_query_attention=True,
-    num_query_groups=8,
-    vocab_size=32000,
-    swiglu=True,
-    bf16=True,
-    add_bias_linear=False,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    untie_embeddings_and_output_weights=True,
-)
+SMALL = dataclasses.replace(LLAMA, num_layers=24, hidden_size=1024, ffn_hidden_size=2816, num_query_groups=8)
 LARGE = dataclasses.replace(SMALL, num_layers=24, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64)
 EXPERTS = dataclasses.replace(SMALL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=2816, moe_layer_freq="1")
 MODELS = (SMALL, LARGE, EXPERTS)

@@ -9,7 +9,6 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
 from megatron.config.mesh import mesh_of
-from megatron.config.model import ModelConfig
 from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import RecomputeConfig
@@ -25,22 +24,8 @@ from megatron.planner.time.operations import FusedAttention, Gemm
 from megatron.planner.time.software import FLASH, FLASH_1, UNFUSED, Software
 from megatron.planner.time.step_time import PARTS, StepModel, step_seconds
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SHIFT
+from tests.unit.planner.models import LLAMA
 
-MODEL = ModelConfig(
-    num_layers=8,
-    hidden_size=2048,
-    ffn_hidden_size=5632,
-    num_attention_heads=16,
-    group_query_attention=True,
-    num_query_groups=4,
-    vocab_size=32000,
-    swiglu=True,
-    bf16=True,
-    add_bias_linear=False,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    untie_embeddings_and_output_weights=True,
-)
 H100 = built_in("h100")
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -76,7 +61,7 @@ def run_of(
     micro_batch=1,
     batch=64,
     seq=4096,
-    model=MODEL,
+    model=LLAMA,
     recompute=None,
     **parts,
 ):
@@ -236,13 +221,13 @@ class TestComparisons:
         assert plain.parts["memory"] > 3 * fused.parts["memory"] and plain.parts["gemm"] == fused.parts["gemm"]
 
     def test_small_layers_wait_for_the_host(self):
-        small = dataclasses.replace(MODEL, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4)
+        small = dataclasses.replace(LLAMA, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4)
         assert time_of(model=small, seq=256).parts["host"] > 0.5 * time_of(model=small, seq=256).seconds
         assert time_of(seq=8192).parts["host"] == 0
 
     def test_experts_exchange_tokens(self):
         model = dataclasses.replace(
-            MODEL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=5632, moe_layer_freq="1"
+            LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=5632, moe_layer_freq="1"
         )
         parallel = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, **OVERLAPPED}
         time = time_of(8, parallel, model=model)
@@ -279,12 +264,12 @@ class TestKernels:
 class TestRefused:
     def test_without_a_vocabulary(self):
         with pytest.raises(ConfigError, match="--vocab-size"):
-            model_of(model=dataclasses.replace(MODEL, vocab_size=None, fixed_padded_vocab_size=32000))
+            model_of(model=dataclasses.replace(LLAMA, vocab_size=None, fixed_padded_vocab_size=32000))
 
     @pytest.mark.parametrize(
         ("fields", "word"),
         [
-            ({"model": dataclasses.replace(MODEL, lora_rank=8)}, "--lora-rank"),
+            ({"model": dataclasses.replace(LLAMA, lora_rank=8)}, "--lora-rank"),
             (
                 {
                     "optimizer_offload": OptimizerOffloadConfig(
@@ -394,7 +379,7 @@ def test_updated_parameters_are_gathered_unless_they_stay_sharded():
 class TestTiedEmbedding:
     """Both ends of a pipeline sum the gradients of the embedding that they share."""
 
-    TIED = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=False)
+    TIED = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False)
 
     @pytest.mark.parametrize("cluster", [H100, dataclasses.replace(H100, node=1)])
     def test_the_sum_is_an_all_reduce_of_two(self, cluster):

@@ -17,7 +17,8 @@ from megatron.planner.time.hardware import built_in
 from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import ATTENTION, CP, EP, GEMM, MEMORY, RECOMPUTE, TP
 from megatron.planner.time.step_time import StepModel
-from tests.unit.planner.test_step_time import LAYOUTS, MODEL, OVERLAPPED, ZERO_3
+from tests.unit.planner.models import LLAMA
+from tests.unit.planner.test_step_time import LAYOUTS, OVERLAPPED, ZERO_3
 from tests.unit.planner.test_step_time import TP as TP_4
 
 PP_2 = {"pipeline_model_parallel_size": 2}
@@ -34,7 +35,7 @@ def planned(world, parallel, *, nodes_of=8, **parts):
 def asked(world, parallel, *, recompute=None, nodes_of=8, **parts):
     cluster = built_in(f"h100:{max(1, world // nodes_of)}x{nodes_of}")
     run = RunConfig(
-        model=MODEL,
+        model=LLAMA,
         parallel=ParallelConfig(**parallel),
         recompute=recompute or RecomputeConfig(),
         data=DataConfig(seq_length=SEQ),
@@ -70,7 +71,7 @@ def test_what_is_repeated_is_listed_apart():
     items = {item.name: item for item in operations_by_time(model, settings, clock, model.time(clock))}
     assert items["fc1, repeated"].part == RECOMPUTE and items["fc1"].part == GEMM
     assert items["fc1, repeated"].seconds == pytest.approx(items["fc1"].seconds)
-    assert items["fc1"].times == MODEL.num_layers * BATCH
+    assert items["fc1"].times == LLAMA.num_layers * BATCH
 
 
 class TestLinks:
@@ -92,15 +93,15 @@ class TestLinks:
 
     def test_tensor_parallelism(self):
         """Per layer: 2 gathers and 2 sums forward, 4 gathers and 2 sums backward; and those of the two ends of the model."""
-        rows = SEQ * MICROBATCH * MODEL.hidden_size * 2
-        ends = bytes_of(4, {**TP_4})[NODE_LINK] - BATCH * MODEL.num_layers * 10 * 3 / 4 * rows
+        rows = SEQ * MICROBATCH * LLAMA.hidden_size * 2
+        ends = bytes_of(4, {**TP_4})[NODE_LINK] - BATCH * LLAMA.num_layers * 10 * 3 / 4 * rows
         assert 0 < ends < BATCH * 6 * rows
 
     def test_pipeline(self):
         """An inner rank sends outputs to the next one and gradients to the one before it, over the network with one device
         per node."""
         sent = bytes_of(2, PP_2, nodes_of=1)
-        assert sent == {NODE_LINK: 0, NETWORK: BATCH * SEQ * MODEL.hidden_size * 2, HOST_LINK: 0}
+        assert sent == {NODE_LINK: 0, NETWORK: BATCH * SEQ * LLAMA.hidden_size * 2, HOST_LINK: 0}
         assert bytes_of(2, PP_2)[NODE_LINK] == sent[NETWORK]
 
     def test_copies_to_the_host(self):
@@ -113,9 +114,9 @@ class TestLinks:
             bytes_of(2, {**PP_2}, activation_offload=ActivationOffloadConfig(pipeline_offload_ratio=ratio))[HOST_LINK]
             for ratio in ("0.25", "0.5")
         )
-        assert more == pytest.approx(2 * some) and some > BATCH * SEQ * MODEL.hidden_size * MODEL.num_layers / 2
+        assert more == pytest.approx(2 * some) and some > BATCH * SEQ * LLAMA.hidden_size * LLAMA.num_layers / 2
 
     def test_recompute_of_whole_layers_repeats_their_messages(self):
         once, again = bytes_of(4, {**TP_4}), bytes_of(4, {**TP_4}, recompute=FULL)
-        rows = SEQ * MICROBATCH * MODEL.hidden_size * 2
-        assert again[NODE_LINK] - once[NODE_LINK] == pytest.approx(BATCH * MODEL.num_layers * 4 * 3 / 4 * rows)
+        rows = SEQ * MICROBATCH * LLAMA.hidden_size * 2
+        assert again[NODE_LINK] - once[NODE_LINK] == pytest.approx(BATCH * LLAMA.num_layers * 4 * 3 / 4 * rows)

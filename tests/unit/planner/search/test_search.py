@@ -6,11 +6,6 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import ScheduleConfig
-from megatron.config.run import RunConfig
-from megatron.config.train import TrainConfig
 from megatron.planner.search.choices import default_choices
 from megatron.planner.search.search import Planner, rounded, search
 from megatron.planner.search.space import space_of
@@ -18,45 +13,22 @@ from megatron.planner.time.constants import fitted
 from megatron.planner.time.data_sheet import DataSheetClock
 from megatron.planner.time.hardware import GIB, built_in, used_memory, with_device
 from megatron.planner.time.software import Software
+from tests.unit.planner.models import EXPERTS, LLAMA, run_of
 
-MODEL = ModelConfig(
-    num_layers=8,
-    hidden_size=2048,
-    ffn_hidden_size=5632,
-    num_attention_heads=16,
-    group_query_attention=True,
-    num_query_groups=4,
-    vocab_size=32000,
-    swiglu=True,
-    bf16=True,
-    add_bias_linear=False,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    untie_embeddings_and_output_weights=True,
-)
-EXPERTS = dataclasses.replace(
-    MODEL, num_layers=4, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=2816, moe_layer_freq="([0]*1+[1]*3)"
-)
 # Model, world size, samples, sequence length, cluster, GiB of a device, values of some axes.
 SPACES = {
-    "one node": (MODEL, 8, 32, 4096, "h100:1x8", 20, {"cp": (1, 2), "offload": (0.0,)}),
-    "small memory": (MODEL, 8, 32, 4096, "h100:1x8", 9, {"cp": (1,), "instances": (1,), "schedule": ("1f1b", "zb-v")}),
-    "two nodes": (MODEL, 16, 64, 8192, "a100:2x8", 24, {"tp": (2, 4), "offload": (0.0,), "optimizer_offload": (0.0,)}),
-    "slow network": (MODEL, 8, 64, 4096, "h100:4x2", 30, {"offload": (0.0,), "micro_batch": (1, 2)}),
-    "long sequence": (MODEL, 8, 16, 32768, "h100:1x8", 80, {"micro_batch": (1,), "offload": (0.0, 0.5)}),
+    "one node": (LLAMA, 8, 32, 4096, "h100:1x8", 20, {"cp": (1, 2), "offload": (0.0,)}),
+    "small memory": (LLAMA, 8, 32, 4096, "h100:1x8", 9, {"cp": (1,), "instances": (1,), "schedule": ("1f1b", "zb-v")}),
+    "two nodes": (LLAMA, 16, 64, 8192, "a100:2x8", 24, {"tp": (2, 4), "offload": (0.0,), "optimizer_offload": (0.0,)}),
+    "slow network": (LLAMA, 8, 64, 4096, "h100:4x2", 30, {"offload": (0.0,), "micro_batch": (1, 2)}),
+    "long sequence": (LLAMA, 8, 16, 32768, "h100:1x8", 80, {"micro_batch": (1,), "offload": (0.0, 0.5)}),
     "experts": (EXPERTS, 8, 32, 4096, "h100:1x8", 40, {"cp": (1,), "offload": (0.0,), "instances": (1,)}),
 }
 
 
 def planner_and_space(name, memory=None, **fixed):
     model, world, batch, seq, cluster, gib, values = SPACES[name]
-    run = RunConfig(
-        model=model,
-        data=DataConfig(seq_length=seq, mock_data=True),
-        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer"),
-        schedule=ScheduleConfig(lr=1e-4),
-        train=TrainConfig(micro_batch_size=1, global_batch_size=batch, train_iters=10),
-    )
+    run = run_of(model, seq, batch)
     cluster = with_device(built_in(cluster), memory=(memory or gib) * GIB)
     clock = DataSheetClock(fitted(), cluster, Software())
     space = space_of(run, world, {**default_choices(run, world), **values, **fixed})

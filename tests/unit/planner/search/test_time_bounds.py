@@ -5,13 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.mesh import mesh_of
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import ScheduleConfig
-from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
-from megatron.config.train import TrainConfig
 from megatron.planner.search.choices import default_choices
 from megatron.planner.search.layout import AXES
 from megatron.planner.search.space import space_of
@@ -21,33 +16,16 @@ from megatron.planner.time.constants import Constants, fitted
 from megatron.planner.time.hardware import built_in
 from megatron.planner.time.software import FLASH, Software
 from megatron.planner.time.step_time import StepModel
+from tests.unit.planner.models import EXPERTS, LLAMA, run_of
 
-SMALL = ModelConfig(
-    num_layers=8,
-    hidden_size=2048,
-    ffn_hidden_size=5632,
-    num_attention_heads=16,
-    group_query_attention=True,
-    num_query_groups=4,
-    vocab_size=32000,
-    swiglu=True,
-    bf16=True,
-    add_bias_linear=False,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    untie_embeddings_and_output_weights=True,
-)
-TIED = dataclasses.replace(SMALL, untie_embeddings_and_output_weights=False, swiglu=False, num_layers=6)
-EXPERTS = dataclasses.replace(
-    SMALL, num_layers=4, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=2816, moe_layer_freq="([0]*1+[1]*3)"
-)
+TIED = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False, swiglu=False, num_layers=6)
 LARGE = dataclasses.replace(
-    SMALL, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8
+    LLAMA, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8
 )
 PLAIN = Software(attention=FLASH, fused_norm=False, bulk_overlap=False, copies_sharded=True, blocking_pipeline=True)
 # Model, world size, cluster, software, constants, samples of a step, sequence length.
 CASES = {
-    "small": (SMALL, 16, "h100:2x8", Software(), fitted(), 64, 4096),
+    "small": (LLAMA, 16, "h100:2x8", Software(), fitted(), 64, 4096),
     "tied": (TIED, 12, "a100:3x4", PLAIN, Constants(), 48, 2048),
     "experts": (EXPERTS, 16, "h100:4x4", Software(), fitted(), 32, 4096),
     "large": (LARGE, 256, "h100:32x8", Software(), fitted(), 256, 8192),
@@ -60,13 +38,7 @@ def sampled(name, count, seed=0, **fixed):
     """(candidates, bounds, exact times by a model each)."""
     model, world, cluster_name, software, constants, batch, seq = CASES[name]
     cluster = built_in(cluster_name)
-    run = RunConfig(
-        model=model,
-        data=DataConfig(seq_length=seq, mock_data=True),
-        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer"),
-        schedule=ScheduleConfig(lr=1e-4),
-        train=TrainConfig(micro_batch_size=1, global_batch_size=batch, train_iters=10),
-    )
+    run = run_of(model, seq, batch)
     choices = {**default_choices(run, world), "sequence_parallel": (False, True), **fixed}
     choices["pp"] = tuple(size for size in choices["pp"] if size <= 8)
     space = space_of(run, world, choices)
