@@ -194,10 +194,13 @@ class _Attend(torch.autograd.Function):
         gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse)
         exchange.gather(kv)
         full = exchange.take_gathered()
-        dfull, dkv = zeros_like(full), zeros_like(kv)
+        dfull = zeros_like(full)
         gradient.add(full, dfull, *others)
+        del full
         if ctx.needs_input_grad[1]:
             exchange.reduce(dfull.to(kv.dtype))
+        del dfull
+        dkv = zeros_like(kv)
         gradient.add(kv, dkv, *own)
         return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None, None, None, None
 

@@ -63,6 +63,7 @@ class Attention:
             q, some = self._q[queries, samples], _rule(block, rule)
             out, lse = self._kernel.forward(q, k[keys, samples], v[keys, samples], some)
             self._kernel.merge(self.out[queries, samples], self.lse[samples, :, queries], out, lse)
+            del out, lse  # before those of the next block are there
 
 
 class Gradient:
@@ -89,6 +90,7 @@ class Gradient:
             self.dq[queries, samples] += dq
             dkv[0, keys, samples] += dk
             dkv[1, keys, samples] += dv
+            del dq, dk, dv  # before those of the next block are there
 
 
 def zeros_like(x: Tensor) -> Tensor:

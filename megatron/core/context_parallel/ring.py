@@ -97,7 +97,7 @@ class _Ring(torch.autograd.Function):
             coming = ring.shift(here, _KEYS) if step < len(steps) else None
             attention.add(here, blocks, rule)
             if coming is not None:
-                here = _arrived(coming)
+                here, coming = _arrived(coming), None  # what was sent is freed before the next message is received
         out = attention.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, attention.lse, seed)
         ctx.ring, ctx.scores, ctx.segments, ctx.window, ctx.dropout = ring, scores, segments, window, dropout
@@ -125,12 +125,14 @@ class _Ring(torch.autograd.Function):
         gradient.add(kv, own, first, own_rule)
         for left, (blocks, rule) in zip(reversed(range(len(steps))), steps, strict=True):
             assert coming is not None
-            here = _arrived(coming)
-            coming = ring.shift(here, _KEYS) if left else None
+            here, coming = _arrived(coming), None
+            if left:
+                coming = ring.shift(here, _KEYS)
             dkv = zeros_like(kv)
             gradient.add(here, dkv, blocks, rule)
             if late is not None:  # the sum of the ranks before this one, for the keys that are here
                 dkv += _arrived(late)
+                late = None
             late = ring.shift(dkv.to(kv.dtype), _GRADIENTS)
         gradient.add(kv, own, last, own_rule)
         if late is not None:

@@ -62,9 +62,10 @@ def gradient_(
         block.scatter_add_(1, local[rows, None], torch.where(inside[rows], -grad[rows], 0.0)[:, None])
         if factor is not None:
             block.mul_(factor)
-            factor = None  # freed before the next block has its own
+            del factor  # before the rounded copy
         if block.dtype != logits.dtype:
             logits[rows] = block.to(logits.dtype)
+            del block  # before the next one
     return logits
 
 

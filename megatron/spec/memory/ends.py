@@ -107,8 +107,8 @@ class HeadMemory:
         """Leaves the gradient of the residual stream."""
         sizes = self._sizes
         with trace.doing("loss"):
-            narrowed = self._block // FP32 * sizes.e
-            copies = (self._block + narrowed if sizes.e < FP32 else 0) + self._slope
+            wide, narrowed = (self._block, self._block // FP32 * sizes.e) if sizes.e < FP32 else (0, 0)
+            copies = wide + max(narrowed, self._slope)
             trace.use(WORK, copies + sizes.tokens * (INT64 + MASK + FP32))
             trace.free(LOGITS, self._kept + self._output.out)
             trace.take(BACKWARD, self._output.out)

@@ -1,0 +1,121 @@
+"""The memory of the attention kernels of whole sequences (kernels/ops/attention.py), in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.spec.attention import AttentionSpec
+from megatron.spec.sizes import FP32, INT32, MASK, Sizes
+from megatron.spec.work_space import ATTENTION_MATRIX
+
+
+@dataclass(frozen=True)
+class KernelMemory:
+    """Bytes. kept: by the kernel, besides its arguments and its output. forward, backward: its work space.
+
+    keeps_queries, keeps_keys, keeps_values: it keeps those as they are given, and no copies. keeps_output: it keeps the
+    output as it returns it. strided: its output is in the order of its own dims.
+    """
+
+    kept: int
+    forward: int = 0
+    backward: int = 0
+    keeps_queries: bool = True
+    keeps_keys: bool = True
+    keeps_values: bool = True
+    keeps_output: bool = False
+    strided: bool = True
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Bytes of a rank's queries, and of its keys; values take as much as keys. number: of query heads."""
+
+    number: int
+    queries: int
+    keys: int
+
+
+def heads_of(spec: AttentionSpec, sizes: Sizes) -> Heads:
+    """Heads of one of `sizes.tp` ranks."""
+    number, width = spec.heads // sizes.tp, sizes.tokens * spec.head_dim * sizes.e
+    return Heads(number, number * width, spec.local_groups(sizes.tp) * width)
+
+
+def kernel_memory(spec: AttentionSpec, sizes: Sizes, heads: Heads) -> KernelMemory:
+    """The memory of the kernel of whole sequences that a run of these sizes has.
+
+    Fused kernels keep one number a query and head, not the matrix of probabilities (Dao et al., arXiv 2205.14135). torch's
+    for the CPU knows no dropout; then, as in the reference, the matrix is kept: of the softmax, and with dropout of its
+    factors and of the product. Both of those work on copies of keys (and values) for every query head. No fused kernel
+    caps scores: plain torch computes some queries at a time, and the reference keeps the hyperbolic tangents, too.
+    Documents are a mask where the matrix is kept, and else see `_packed_memory`.
+    """
+    dropout, capped = spec.dropout > 0, spec.softcap is not None
+    lse = sizes.tokens * heads.number * FP32
+    keys = sizes.s * (sizes.cp if sizes.comm_type == "a2a" else 1)  # of the sequence
+    matrix = sizes.b * heads.number * sizes.s * keys  # elements
+    masked = keys * keys * (sizes.b if sizes.documents else 1)  # elements of the mask
+    if sizes.unfused_attention:
+        rounded = sizes.e if sizes.e < FP32 else 0
+        kept = (
+            matrix * (FP32 + rounded + (2 * sizes.e if dropout else 0) + (FP32 if capped else 0))
+            + 2 * heads.queries
+            + masked * MASK
+        )
+        return KernelMemory(kept, FP32 * matrix, 2 * FP32 * matrix, True, False, False, strided=False)
+    if capped:
+        return _rows_memory(heads, sizes, matrix, lse, dropout=dropout)
+    width = FP32 if sizes.target.wide else sizes.e
+    wide = width // sizes.e
+    if dropout and sizes.target.cpu:
+        repeated = heads.queries * wide if heads.keys < heads.queries else 0
+        kept = 3 * matrix * width + 2 * heads.queries * wide + (repeated or (wide > 1) * heads.keys * wide)
+        whole = not repeated and wide == 1
+        return KernelMemory(kept, matrix * width, 2 * matrix * width, False, False, whole, strided=False)
+    if wide > 1:  # fp32 copies of queries, keys, values and output; the output of documents is put together
+        copies = wide * 2 * (heads.queries + heads.keys)
+        return KernelMemory(lse + copies, wide * heads.queries, 0, False, False, False)
+    if sizes.documents:
+        return _packed_memory(heads, sizes, lse)
+    if heads.keys < heads.queries and sizes.e == FP32 and not sizes.target.cpu:
+        # The memory-efficient kernel, which gets keys and values of every query head.
+        return KernelMemory(lse + 2 * heads.queries, keeps_keys=False, keeps_values=False, keeps_output=True)
+    return KernelMemory(lse, backward=gradient_copy(sizes, heads.queries), keeps_output=True)
+
+
+def gradient_copy(sizes: Sizes, queries: int) -> int:
+    """Bytes of the output's gradient in the order of samples, which torch's flash attention for CPUs copies; it has
+    `queries` bytes."""
+    return queries if sizes.target.cpu and sizes.b > 1 else 0
+
+
+def _packed_memory(heads: Heads, sizes: Sizes, lse: int) -> KernelMemory:
+    """The memory of documents without a mask (kernels/ops/attention_packed.py).
+
+    Several samples are copied into one row. FlashAttention on CUDA takes halves, and all documents at once. Other kernels
+    take one document after the other and keep the output of each, which are put together afterwards; that for fp32 on CUDA
+    gets keys and values of every query head.
+    """
+    one = sizes.b == 1
+    copied = 0 if one else heads.queries
+    if not sizes.target.cpu and sizes.e < FP32:
+        kept = lse + copied + (0 if one else 2 * heads.keys)
+        return KernelMemory(kept, 0, 0, one, one, one, keeps_output=True)
+    repeated = heads.keys < heads.queries and not sizes.target.cpu
+    pairs = 2 * heads.queries if repeated else 0 if one else 2 * heads.keys
+    as_given = one and not repeated
+    return KernelMemory(lse + heads.queries + copied + pairs, 0, 0, one, as_given, as_given)
+
+
+def _rows_memory(heads: Heads, sizes: Sizes, matrix: int, lse: int, *, dropout: bool) -> KernelMemory:
+    """The memory of plain torch, some queries at a time (kernels/ops/attention_rows.py). matrix: probabilities in all.
+
+    Backward holds weights, slopes and a gradient of some rows, with dropout also its factors; of halves fp32 copies of keys,
+    values and those rows.
+    """
+    once, fp32 = min(matrix, ATTENTION_MATRIX), FP32 // sizes.e
+    copies = 2 * heads.keys + 3 * heads.queries * once // matrix if fp32 > 1 else 0
+    forward = fp32 * (2 * heads.queries + copies) + 3 * FP32 * once
+    backward = fp32 * (2 * heads.queries + 4 * heads.keys + copies) + (4 if dropout else 3) * FP32 * once
+    return KernelMemory(lse + (INT32 if dropout else 0), forward, backward, keeps_output=True, strided=False)
