@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.schedule.offload_pass import APART
-from megatron.schedule.schedule import GRADIENTS_OF_INPUT, Kind, Schedule
+from megatron.schedule.schedule import Action, Kind
 from megatron.schedule.schedules.gpipe import GPIPE
 from megatron.schedule.schedules.interleaved import group_sizes
 from megatron.schedule.spec import ScheduleSizes, ScheduleSpec
 
 MomentCounts = NDArray[np.int64]
+_Flags = NDArray[np.bool_]
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+_BLOCK = 64  # moments that are compared with each other
+_LARGEST_KEY = 2**62
 
 # The counts of a class of stages: of groups of activations that stay or move layer by layer, and after these, if the
 # schedule moves activations, of those that it moves, with minus the number of them that are away from the device.
@@ -94,59 +99,96 @@ def _moments_of(
     overlap: bool,
     cpu: bool,
 ) -> MomentCounts:
-    schedule = _computations(spec, sizes)
-    of_ranks = [_moments(schedule, rank, classes, offload=offload, overlap=overlap, cpu=cpu) for rank in ranks]
+    rank_of, lists = _computations(spec, sizes)
+    of_ranks = [
+        _moments(rank_of, rank, lists[rank], classes, offload=offload, overlap=overlap, cpu=cpu) for rank in ranks
+    ]
     return _largest(np.concatenate(of_ranks), counts_per_class(offload=offload))
 
 
+@dataclass(frozen=True)
+class _Computations:
+    """The [n] computations of a rank. Of each, whether it is a forward, a gradient of an input, the first or the second half
+    of a split backward; and its stage and microbatch."""
+
+    forward: _Flags
+    input_grad: _Flags
+    first_half: _Flags
+    second_half: _Flags
+    stage: MomentCounts
+    microbatch: MomentCounts
+
+    @classmethod
+    def of(cls, actions: Sequence[Action]) -> _Computations:
+        """Returns those of a rank's list."""
+        kinds, stages, microbatches = zip(*actions, strict=True)
+        kind = np.array([_KINDS.index(each) for each in kinds])
+        half = kind == _KINDS.index(Kind.INPUT_GRAD)
+        return cls(
+            kind == _KINDS.index(Kind.FORWARD),
+            half | (kind == _KINDS.index(Kind.BACKWARD)),
+            half,
+            kind == _KINDS.index(Kind.WEIGHT_GRAD),
+            np.array(stages),
+            np.array(microbatches),
+        )
+
+
 @functools.lru_cache(maxsize=4)
-def _computations(spec: ScheduleSpec, sizes: ScheduleSizes) -> Schedule:
-    return Schedule(spec.name, spec.placement(sizes.p, sizes.v), sizes.m, spec.actions(sizes))
+def _computations(spec: ScheduleSpec, sizes: ScheduleSizes) -> tuple[NDArray[np.int64], tuple[_Computations, ...]]:
+    """The rank of each stage, and the computations of each rank."""
+    return np.array(spec.placement(sizes.p, sizes.v).rank_of), tuple(map(_Computations.of, spec.actions(sizes)))
 
 
 def _moments(
-    schedule: Schedule, rank: int, classes: Sequence[int], *, offload: bool, overlap: bool, cpu: bool
+    rank_of: NDArray[np.int64],
+    rank: int,
+    computations: _Computations,
+    classes: Sequence[int],
+    *,
+    offload: bool,
+    overlap: bool,
+    cpu: bool,
 ) -> MomentCounts:
     """The counts in each computation of one rank."""
-    actions, stages = schedule.actions[rank], schedule.placement.stages_of(rank)
-    chunk = {stage: number for number, stage in enumerate(stages)}
-    n, per_class = len(actions), counts_per_class(offload=offload)
+    forward, input_grad, stage = computations.forward, computations.input_grad, computations.stage
+    place, num_stages, per_class = np.arange(len(stage)), len(rank_of), counts_per_class(offload=offload)
     width = per_class * (max(classes) + 1) + 2
-    change = np.zeros((n + 1, width), np.int64)  # before each computation
-    now = np.zeros((n, width), np.int64)  # only in it
-    first = [per_class * classes[chunk[action.stage]] for action in actions]
-    forward_at = {(a.stage, a.microbatch): i for i, a in enumerate(actions) if a.kind is Kind.FORWARD}
-    moved = set()
-    sent = 0
-    for place, action in enumerate(actions):
-        if offload and action.kind in GRADIENTS_OF_INPUT:
-            start = forward_at[action.stage, action.microbatch]
-            if place - start >= APART:
-                moved.add((action.stage, action.microbatch))
-                change[start + 2, first[place] + AWAY] -= 1
-                change[place - 1, first[place] + AWAY] += 1
-    last = {action.stage: place for place, action in enumerate(actions)}
-    for place, action in enumerate(actions):
-        turned = (action.stage + 1 < schedule.placement.num_stages) - (action.stage > 0)  # messages made of messages
-        base = first[place] + (OF_GROUPS if (action.stage, action.microbatch) in moved else 0)
-        after = change[place + 1]
-        if action.kind is Kind.FORWARD:
-            now[place, base + FORWARD] = 1
-            after[base + KEPT] += 1
-            after[MESSAGES] += turned
-        elif action.kind is Kind.WEIGHT_GRAD:
-            after[base + DEFERRED] -= 1
-        else:
-            now[place, base + BACKWARD] = 1
-            after[base + KEPT] -= 1
-            after[base + DEFERRED] += action.kind is Kind.INPUT_GRAD
-            after[MESSAGES] -= turned
-        now[place, REDUCTION] = last[action.stage] == place
-        if schedule.receive_before(action) is not None:
-            change[max(place - 1, 0) if overlap else place, MESSAGES] += 1
-        if schedule.send_after(action) is not None:
-            after[MESSAGES] -= cpu or sent > 0  # the one that was sent before
-            sent += 1
+    change = np.zeros((len(stage) + 1, width), np.int64)  # before each computation
+    now = np.zeros((len(stage), width), np.int64)  # only in it
+    held = np.flatnonzero(rank_of == rank)
+    chunk = np.searchsorted(held, stage)
+    first = per_class * np.array(classes)[chunk]
+    base = first.copy()
+    if offload:
+        forward_at = np.zeros((len(held), int(computations.microbatch.max()) + 1), np.int64)
+        forward_at[chunk[forward], computations.microbatch[forward]] = place[forward]
+        begun = forward_at[chunk, computations.microbatch]
+        moves = input_grad & (place - begun >= APART)
+        moved = np.zeros(forward_at.shape, np.bool_)
+        moved[chunk[moves], computations.microbatch[moves]] = True
+        base += OF_GROUPS * moved[chunk, computations.microbatch]
+        np.add.at(change, (begun[moves] + 2, first[moves] + AWAY), -1)
+        np.add.at(change, (place[moves] - 1, first[moves] + AWAY), 1)
+    now[place[forward], base[forward] + FORWARD] = 1
+    now[place[input_grad], base[input_grad] + BACKWARD] = 1
+    now[[np.flatnonzero(chunk == number)[-1] for number in range(len(held))], REDUCTION] = 1
+    for which, count, sign in (
+        (forward, KEPT, 1),
+        (input_grad, KEPT, -1),
+        (computations.first_half, DEFERRED, 1),
+        (computations.second_half, DEFERRED, -1),
+    ):
+        change[place[which] + 1, base[which] + count] += sign
+    has_next, has_last = stage + 1 < num_stages, stage > 0
+    to_next = has_next & (rank_of[np.minimum(stage + 1, num_stages - 1)] != rank)
+    to_last = has_last & (rank_of[np.maximum(stage - 1, 0)] != rank)
+    # Messages are made of messages.
+    change[1:, MESSAGES] += (forward.astype(np.int64) - input_grad) * (has_next.astype(np.int64) - has_last)
+    receives = (forward & to_last) | (input_grad & to_next)
+    np.add.at(change[:, MESSAGES], np.maximum(place - 1, 0) if overlap else place, receives)
+    sends = (forward & to_next) | (input_grad & to_last)
+    change[1:, MESSAGES] -= sends & (cpu | (np.cumsum(sends) > 1))  # the one that was sent before
     return now + np.cumsum(change[:-1], axis=0)
 
 
@@ -155,14 +197,36 @@ def _largest(counts: MomentCounts, per_class: int) -> MomentCounts:
 
     Of the groups that the schedule moves, compared are those on the device and those that are away: both take memory.
     """
-    counts = np.unique(counts, axis=0)
+    counts = _distinct(counts)
     compared = counts.copy()
     if per_class > AWAY:
         compared[:, OF_GROUPS + KEPT : MESSAGES : per_class] += counts[:, AWAY:MESSAGES:per_class]
         compared[:, AWAY:MESSAGES:per_class] *= -1
-    reaches = np.ones(
-        (len(counts), len(counts)), dtype=np.bool_
-    )  # whether a row is no less than another in every count
-    for column in compared.T:
-        reaches &= column[:, None] >= column
-    return counts[reaches.sum(axis=0) == 1]
+    # A row that exceeds another one has a larger sum, so it is among those that were kept, or in the same block.
+    order = np.argsort(-compared.sum(axis=1), kind="stable")
+    kept = order[:0]
+    for start in range(0, len(order), _BLOCK):
+        block = order[start : start + _BLOCK]
+        block = block[_reached(compared[block], compared[kept]) == 0]
+        kept = np.concatenate([kept, block[_reached(compared[block], compared[block]) == 1]])
+    return counts[np.sort(kept)]
+
+
+def _distinct(rows: MomentCounts) -> MomentCounts:
+    """Returns the distinct rows in rising order."""
+    key, size = np.zeros(len(rows), np.int64), 1
+    for column in (rows - rows.min(axis=0)).T:
+        values = int(column.max()) + 1
+        if size * values > _LARGEST_KEY:
+            distinct, key = np.unique(key, return_inverse=True)
+            size = len(distinct)
+        key, size = key * values + column, size * values
+    return rows[np.unique(key, return_index=True)[1]]
+
+
+def _reached(rows: MomentCounts, others: MomentCounts) -> MomentCounts:
+    """Returns of each row how many of the others are no less in every count."""
+    reaches = np.ones((len(others), len(rows)), np.bool_)
+    for row, other in zip(rows.T, others.T, strict=True):
+        reaches &= other[:, None] >= row
+    return reaches.sum(axis=0)
