@@ -23,6 +23,8 @@ counted: the embedding lookup, norms, activations, softmax, the optimizer, and t
 
 from __future__ import annotations
 
+from collections import Counter
+
 from megatron.spec.decoder import DecoderSpec
 
 # Training in units of the forward pass.
@@ -33,10 +35,12 @@ FLOPS_PER_MULTIPLY_ADD = 2
 def train_flops(spec: DecoderSpec, seq_length: int, samples: int) -> float:
     """Model FLOPs of forward and backward over `samples` sequences of `seq_length` tokens, all replicas together."""
     weights, trained = spec.output.multiply_adds, 0.0
-    for layer in spec.layers:
-        weights += layer.multiply_adds
-        trained += layer.attention.core_multiply_adds(seq_length)
+    kinds = {id(layer): layer for layer in spec.layers}  # alike layers are one object
+    for kind, count in Counter(map(id, spec.layers)).items():
+        layer = kinds[kind]
+        weights += count * layer.multiply_adds
+        trained += count * layer.attention.core_multiply_adds(seq_length)
         if spec.lora is not None:
-            trained += spec.lora.multiply_adds(layer.linears().values())
+            trained += count * spec.lora.multiply_adds(layer.linears().values())
     per_token = (FROZEN if spec.lora is not None else TRAINED) * weights + TRAINED * trained
     return float(FLOPS_PER_MULTIPLY_ADD * per_token * seq_length * samples)

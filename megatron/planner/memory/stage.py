@@ -17,6 +17,7 @@ from megatron.spec.decoder import DecoderSpec, LayerSpec
 from megatron.spec.memory.ends import EmbeddingMemory, HeadMemory
 from megatron.spec.memory.layer import LayerMemory
 from megatron.spec.memory.trace import (
+    ACTIVATIONS,
     ATTENTION,
     BACKWARD,
     COMMUNICATION,
@@ -79,12 +80,43 @@ def stage_memory(
     profiles = profiles or LayerProfiles(spec, sizes, recompute.modules)
     events = _StageEvents(spec, sizes, stage, recompute, offload, offloaded, profiles, by_layer=by_layer)
     forward, backward = profile_of(events.forward), profile_of(events.backward)
-    moved = tuple(sum(group.values()) for group in events.moves.away)
+    moved = _moved(events)
     if not sizes.split_backward:
         return StageMemory(forward, backward, None, moved)
     used = {*forward.net, *backward.net} - {COMMUNICATION}
     left = {kind: -forward.net.get(kind, 0) - backward.net.get(kind, 0) for kind in used}
     return StageMemory(forward, backward, Profile(left, {}, "weight gradients", {}), moved)
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """nbytes: activations that the forward of a stage leaves for its backward, if none leave the device. by_layer: as
+    `StageMemory.by_layer`."""
+
+    nbytes: int
+    by_layer: tuple[int, ...]
+
+
+def saved_activations(
+    spec: DecoderSpec,
+    sizes: Sizes,
+    stage: Stage,
+    recompute: RecomputeConfig,
+    offload: ActivationOffloadConfig,
+    profiles: LayerProfiles,
+) -> SavedActivations:
+    """Returns what `stage_memory` says about a stage's activations, without its backward. Arguments as there."""
+    by_layer, whole = (
+        _StageEvents(spec, sizes, stage, recompute, offload, NONE_OFFLOADED, profiles, by_layer=moves)
+        for moves in (True, False)
+    )
+    net = profile_of(whole.forward).net
+    return SavedActivations(sum(net.get(kind, 0) for kind in ACTIVATIONS), _moved(by_layer))
+
+
+def _moved(events: _StageEvents) -> tuple[int, ...]:
+    """Bytes of each layer's group that leave the device layer by layer."""
+    return tuple(sum(group.values()) for group in events.moves.away)
 
 
 @dataclass(frozen=True)

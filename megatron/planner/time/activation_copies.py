@@ -19,7 +19,7 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
 from megatron.planner.memory.sizes import sizes_of
-from megatron.planner.memory.stage import StageMemory, stage_memory
+from megatron.planner.memory.stage import LayerProfiles, SavedActivations, saved_activations
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.constants import Number
 from megatron.planner.time.play import PlayShape
@@ -27,7 +27,6 @@ from megatron.planner.time.stage_time import OFFLOAD, Parts, Phases
 from megatron.schedule.offload_pass import moved_groups, with_offload
 from megatron.schedule.schedule import Schedule
 from megatron.spec.decoder import DecoderSpec
-from megatron.spec.memory.trace import ACTIVATIONS
 from megatron.spec.sizes import Target
 
 
@@ -101,19 +100,17 @@ def activation_copies(run: RunConfig, settings: RunSettings, spec: DecoderSpec) 
         moe=run.moe,
         fp8=run.fp8,
     )
-    memories: dict[object, tuple[StageMemory, StageMemory]] = {}  # of stages that are alike
+    profiles = LayerProfiles(spec, sizes, run.recompute.modules)
+    memories: dict[object, SavedActivations] = {}  # of stages that are alike
     found = []
     for stage in stages:
         key = stage.embedding, stage.head, tuple(id(spec.layers[number]) for number in stage.layers)
         if key not in memories:
-            whole, by_layer = (
-                stage_memory(spec, sizes, stage, run.recompute, offload, by_layer=moves) for moves in (False, True)
-            )
-            memories[key] = whole, by_layer
+            memories[key] = saved_activations(spec, sizes, stage, run.recompute, offload, profiles)
         found.append(memories[key])
     return ActivationCopies(
-        tuple(sum(whole.forward.net.get(kind, 0) for kind in ACTIVATIONS) for whole, _ in found),
-        tuple(by_layer.by_layer for _, by_layer in found),
+        tuple(saved.nbytes for saved in found),
+        tuple(saved.by_layer for saved in found),
         (offload.ratio or 0.0) if offload.kind == "ratio" else 0.0,
         offload.kind == "ratio" and offload.ratio is None,
         settings.pipeline.schedule.splits_backward,

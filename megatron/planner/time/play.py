@@ -99,7 +99,8 @@ def _repetition(shape: PlayShape, few: int) -> Repetition | None:
     )
 
 
-@functools.lru_cache(maxsize=16)  # the most recent, which differ in blocking or buckets
+@functools.lru_cache(maxsize=16)  # the most recent, which differ in blocking, buckets or copies
 def _whole(shape: PlayShape, m: int) -> Schedule:
-    played = with_transfers(shape.computations(m), overlap=shape.overlap)
-    return with_offload(played) if shape.offload else played
+    if shape.offload:
+        return with_offload(_whole(dataclasses.replace(shape, offload=False), m))
+    return with_transfers(shape.computations(m), overlap=shape.overlap)
