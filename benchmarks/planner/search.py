@@ -1,4 +1,5 @@
-"""The search of layouts for four models and clusters: how many candidates there are, and how few need exact work.
+"""The search of layouts for four models and clusters: how many candidates there are, how few need a bound of their memory
+and how few exact work, and the seconds of each part.
 
 Usage: python -m benchmarks.planner.search
 """
@@ -65,7 +66,19 @@ def run_of(flags: str) -> RunConfig:
 def main() -> None:
     """Searches all cases, or those whose names contain the argument, and prints a table."""
     table = Table(title="Search of layouts")
-    columns = ("case", "candidates", "too large", "too slow", "played", "in full", "space", "bounds", "exact", "CPU")
+    columns = (
+        "case",
+        "candidates",
+        "too slow",
+        "too large",
+        "played",
+        "in full",
+        "space",
+        "time",
+        "memory",
+        "exact",
+        "CPU",
+    )
     for name in columns:
         table.add_column(name, justify="left" if name == "case" else "right")
     table.add_column("best layout")
@@ -81,8 +94,8 @@ def main() -> None:
         best = found.best[0] if found.best else found.least
         assert best is not None
         text = f"{best.seconds:.2f} s, {best.memory / GIB:.0f} GiB: {' '.join(flags_of(best.layout, run))}"
-        counts = (len(candidates), found.out_of_memory, found.bounded_out, found.simulated, len(found.exact))
-        seconds = (spaced, found.parts["bounds"], found.parts["exact"], time.process_time() - used)
+        counts = (len(candidates), found.bounded_out, found.out_of_memory, found.simulated, len(found.exact))
+        seconds = (spaced, *found.parts.values(), time.process_time() - used)
         table.add_row(name, *(f"{count:,}" for count in counts), *(f"{each:.1f} s" for each in seconds), text)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 

@@ -1,16 +1,18 @@
 """Finds the fastest layouts that fit into memory, and computes exactly only where that could change the answer.
 
-All candidates have lower bounds of their time and of their memory. Those that fit by the bound are taken in the order of
-their bounds. Each has its schedule played, a batch at a time; the ones that are still faster than the layouts found so far
-are planned in full, in the order of the played time. The search ends when no bound of the rest is below the slowest of the
-layouts that it returns, so these are the ones that planning every candidate would find.
+All candidates have a lower bound of their time, and are looked at in its order. Some at a time get a lower bound of their
+memory, and those that fit by it have their schedule played, a batch at a time; the ones that are still faster than the
+layouts found so far are planned in full, in the order of the played time. The search ends when no bound of the rest is below
+the slowest of the layouts that it returns, so these are the ones that planning every candidate would find.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +33,9 @@ from megatron.spec.sizes import Target
 
 _Array = NDArray[np.float64]
 _Numbers = NDArray[np.int64]
-_BATCH = 64  # schedules that are played together, at first; each further batch is larger
-_GROWTH = 2
+_LOOKED_AT = 4096  # candidates whose memory is bounded together, at first
+_BATCH = 64  # schedules that are played together, at first
+_GROWTH = 2  # of each further batch of either kind
 _ROUNDING = 1 + 1e-9  # played times are those of the model but for rounding
 _DIGITS = 11
 _OF_THE_HOST = 0.9  # part of its memory that a run may have
@@ -64,15 +67,14 @@ class PlannedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """best: the fastest that fit, the fastest first. time_bounds, memory_bounds: [N] seconds and bytes. exact: those that
-    were planned in full, by number. out_of_memory: candidates that do not fit by their bound. bounded_out: those
-    that fit by the bound and were too slow by the bound. simulated: those whose schedule was played: all others.
-    least: where nothing fits, the candidate that needs the least memory. parts: wall seconds of the search, by part."""
+    """best: the fastest that fit, the fastest first. time_bounds: [N] seconds. exact: those that were planned in full, by
+    number. out_of_memory: candidates that were looked at and do not fit by the bound of their memory. simulated: those
+    whose schedule was played. bounded_out: all others, which are too slow by the bound of their time. least: where nothing
+    fits, the candidate that needs the least memory. parts: wall seconds of the search, by part."""
 
     best: tuple[PlannedLayout, ...]
     candidates: Candidates
     time_bounds: _Array
-    memory_bounds: _Array
     exact: Mapping[int, PlannedLayout]
     out_of_memory: int
     bounded_out: int
@@ -100,6 +102,7 @@ class Planner:
         self.times = TimeBounds(run, world_size, cluster, software, clock)
         self._memory = MemoryBounds(run, world_size, self.target)
         self._planned: dict[Layout, PlannedLayout] = {}
+        self._last: tuple[Layout, StepModel] | None = None  # most layouts are asked about twice in turn
 
     @property
     def limit(self) -> float:
@@ -138,37 +141,51 @@ class Planner:
         return found
 
     def _model(self, layout: Layout) -> StepModel:
-        run = layout.apply(self.run)
-        return StepModel(run, resolve(run, mesh_of(run.parallel, self.world_size)), self.cluster, self.software)
+        if self._last is None or self._last[0] != layout:
+            run = layout.apply(self.run)
+            settings = resolve(run, mesh_of(run.parallel, self.world_size))
+            self._last = layout, StepModel(run, settings, self.cluster, self.software)
+        return self._last[1]
 
 
 def search(planner: Planner, candidates: Candidates, keep: int = 5) -> SearchResult:
     """Returns the `keep` fastest candidates that fit; of equally fast ones those that come first."""
+    with _without_garbage_collection():
+        return _search(planner, candidates, keep)
+
+
+def _search(planner: Planner, candidates: Candidates, keep: int) -> SearchResult:
     begun = time.perf_counter()
-    times, memory = planner.times.seconds(candidates), planner.memory_bounds(candidates)
-    bounded = time.perf_counter()
-    fitting = np.flatnonzero(memory <= planner.limit)
-    order = fitting[np.argsort(times[fitting], kind="stable")]
+    times = planner.times.seconds(candidates)
+    parts = {"time bounds": time.perf_counter() - begun, "memory bounds": 0.0, "exact": 0.0}
+    memory = np.full(len(candidates), np.nan)
+    order = np.argsort(times, kind="stable")
     chosen = _Best(planner, candidates, keep)
-    size, start = _BATCH, 0
+    size, start, out_of_memory = _LOOKED_AT, 0, 0
     while start < len(order) and times[order[start]] <= chosen.slowest:
-        batch = order[start : start + size]
-        chosen.consider(batch[times[batch] <= chosen.slowest])
-        start, size = start + len(batch), size * _GROWTH
+        begun = time.perf_counter()
+        some = order[start : start + size]
+        some = some[times[some] <= chosen.slowest]
+        memory[some] = planner.memory_bounds(candidates.take(some))
+        fitting = some[memory[some] <= planner.limit]
+        bounded = time.perf_counter()
+        chosen.consider(fitting, times[fitting])
+        parts["memory bounds"] += bounded - begun
+        parts["exact"] += time.perf_counter() - bounded
+        start, size, out_of_memory = start + len(some), size * _GROWTH, out_of_memory + len(some) - len(fitting)
     least = None
-    if not chosen.best:
+    if not chosen.best:  # so all have a bound of their memory
         least = _least(planner, candidates, memory)
     return SearchResult(
         best=tuple(chosen.best),
         candidates=candidates,
         time_bounds=times,
-        memory_bounds=memory,
         exact={planned.number: planned for planned in chosen.planned},
-        out_of_memory=len(candidates) - len(fitting),
-        bounded_out=len(fitting) - chosen.simulated,
+        out_of_memory=out_of_memory,
+        bounded_out=len(candidates) - out_of_memory - chosen.simulated,
         simulated=chosen.simulated,
         least=least,
-        parts={"bounds": bounded - begun, "exact": time.perf_counter() - bounded},
+        parts=parts,
     )
 
 
@@ -180,6 +197,7 @@ class _Best:
         self.best: list[PlannedLayout] = []
         self.planned: list[PlannedLayout] = []
         self.simulated = 0
+        self._batch = _BATCH
         self._too_slow: dict[Layout, float] = {}  # layout without offload -> part of the activations
 
     @property
@@ -187,7 +205,15 @@ class _Best:
         """Seconds of the slowest that is kept; infinite until there are enough."""
         return self.best[-1].seconds if len(self.best) == self._keep else np.inf
 
-    def consider(self, numbers: _Numbers) -> None:
+    def consider(self, numbers: _Numbers, bounds: _Array) -> None:
+        """Considers these candidates, whose times have these bounds in rising order."""
+        start = 0
+        while start < len(numbers) and bounds[start] <= self.slowest:
+            stop = start + self._batch
+            self._consider(numbers[start:stop][bounds[start:stop] <= self.slowest])
+            start, self._batch = stop, self._batch * _GROWTH
+
+    def _consider(self, numbers: _Numbers) -> None:
         """Plays these candidates, and plans those in full that could be among the best."""
         self.simulated += len(numbers)
         played = self._planner.times.played_seconds(self._candidates.take(numbers))
@@ -216,6 +242,18 @@ class _Best:
             return False
         self._too_slow[alike] = layout.offload
         return True
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Schedules are lists of many tuples without cycles, through which the collector would look again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _least(planner: Planner, candidates: Candidates, bounds: _Array) -> PlannedLayout | None:

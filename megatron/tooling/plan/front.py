@@ -88,7 +88,8 @@ class FrontPicture:
 def front_of(asked: Asked, planner: Planner, found: SearchResult) -> FrontPicture:
     """Returns the picture of a search, for which the exact figures of the front are computed."""
     tokens = float(found.best[0].time.tokens) / asked.world_size
-    shown = np.flatnonzero(found.memory_bounds <= BEYOND * planner.limit)
+    memory = planner.memory_bounds(found.candidates)
+    shown = np.flatnonzero(memory <= BEYOND * planner.limit)
     place = {int(number): at for at, number in enumerate(shown)}
     known = {place[n]: (float(p.time.seconds), p.memory) for n, p in found.exact.items() if n in place}
 
@@ -96,7 +97,7 @@ def front_of(asked: Asked, planner: Planner, found: SearchResult) -> FrontPictur
         plans = planner.plan(found.candidates, [int(shown[number]) for number in numbers])
         return [(float(each.time.seconds), each.memory) for each in plans]
 
-    bounds = np.stack([found.time_bounds[shown], found.memory_bounds[shown]], axis=1)
+    bounds = np.stack([found.time_bounds[shown], memory[shown]], axis=1)
     front = find_front(bounds, known, evaluate, most=MOST_EVALUATED)
 
     def mark(number: int) -> Mark:
@@ -107,7 +108,7 @@ def front_of(asked: Asked, planner: Planner, found: SearchResult) -> FrontPictur
 
     return FrontPicture(
         title=f"{len(found.candidates):,} layouts on {asked.world_size} {asked.cluster.device.name}",
-        memory=found.memory_bounds / GIB,
+        memory=memory / GIB,
         rate=tokens / found.time_bounds,
         exact=[mark(number) for number in front.exact],
         front=[mark(number) for number in reversed(front.numbers)],

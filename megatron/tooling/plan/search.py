@@ -176,9 +176,9 @@ def error_of(asked: Asked) -> float | None:
 def count_lines(asked: Asked, found: SearchResult) -> list[str]:
     """Returns how the layouts were found."""
     return [
-        f"{len(found.candidates):,} layouts on {asked.world_size} {asked.cluster.device.name}: {found.out_of_memory:,} need "
-        f"too much memory, {found.bounded_out:,} cannot be among the first by their lower bounds, {found.simulated:,} were "
-        f"simulated; {found.seconds:.1f} s"
+        f"{len(found.candidates):,} layouts on {asked.world_size} {asked.cluster.device.name}: {found.bounded_out:,} cannot "
+        f"be among the first by the lower bound of their time, {found.out_of_memory:,} of the others need too much memory, "
+        f"{found.simulated:,} were simulated; {found.seconds:.1f} s"
     ]
 
 
