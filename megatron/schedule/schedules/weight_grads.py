@@ -20,7 +20,7 @@ def with_weight_grads(ranks: Sequence[Sequence[Action]], last_stage: int, most_k
     pending: list[deque[Action]] = [deque() for _ in ranks]  # input gradients whose weight gradient has not run yet
     kept = [0] * len(ranks)
     filled: list[list[Action]] = [[] for _ in ranks]
-    done: set[Action] = set()
+    done: set[tuple[Kind, int, int]] = set()  # equal to actions, and made faster
     while any(queues) or any(pending):
         now = []
         for rank, queue in enumerate(queues):
@@ -43,9 +43,9 @@ def with_weight_grads(ranks: Sequence[Sequence[Action]], last_stage: int, most_k
     return tuple(map(tuple, filled))
 
 
-def _can_run(action: Action, done: set[Action], last_stage: int) -> bool:
+def _can_run(action: Action, done: set[tuple[Kind, int, int]], last_stage: int) -> bool:
     """Returns whether its input was ready before this unit of time. A rank's forward always precedes its gradient."""
     kind, stage, microbatch = action
     if kind is Kind.FORWARD:
-        return stage == 0 or Action(kind, stage - 1, microbatch) in done
-    return stage == last_stage or Action(kind, stage + 1, microbatch) in done
+        return stage == 0 or (kind, stage - 1, microbatch) in done
+    return stage == last_stage or (kind, stage + 1, microbatch) in done
