@@ -23,7 +23,7 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
 from megatron.planner.memory.model_states import quantized_weights
-from megatron.planner.memory.moments import AWAY, MomentCounts, counts_per_class, moments_of
+from megatron.planner.memory.moments import AWAY, KEPT, MESSAGES, OF_GROUPS, MomentCounts, counts_per_class, moments_of
 from megatron.planner.memory.plan import RankMemory, check_planned, plan_memory
 from megatron.planner.memory.sizes import batch_bytes, microbatch_sizes
 from megatron.planner.search.layer_levels import EndLevels, LayerLevels, ManyBytes, end_levels, layer_levels
@@ -34,6 +34,7 @@ from megatron.planner.search.state_levels import BUCKET_SUMS, RankBuckets, State
 from megatron.schedule.partition import Stage
 from megatron.schedule.spec import ScheduleSizes
 from megatron.spec.decoder import LayerSpec, decoder_spec
+from megatron.spec.memory.trace import ACTIVATIONS
 from megatron.spec.sizes import FP32, Sizes, Target
 
 _PLAIN = Layout()
@@ -46,6 +47,14 @@ class Peaks:
     device: int
     host: int
     ranks: tuple[RankMemory, ...]
+
+
+@dataclass(frozen=True)
+class LeastBytes:
+    """Lower bounds of device memory, and of the activations in host memory, [N] each."""
+
+    device: ManyBytes
+    host: ManyBytes
 
 
 @dataclass(frozen=True)
@@ -97,13 +106,18 @@ class MemoryBounds:
 
     def nbytes(self, candidates: Candidates) -> ManyBytes:
         """Returns the [N] lower bounds of the peak of the fullest rank, in bytes."""
+        return self.bounds(candidates).device
+
+    def bounds(self, candidates: Candidates) -> LeastBytes:
+        """Returns the lower bounds of the fullest rank."""
         if not len(candidates):
-            return np.zeros(0)
+            return LeastBytes(np.zeros(0), np.zeros(0))
         codes = [codes for axis, codes in candidates.codes.items() if axis != "tp_overlap"]
         first, alike = distinct(codes)
-        return self._nbytes(candidates.take(first))[alike]
+        found = self._bounds(candidates.take(first))
+        return LeastBytes(found.device[alike], found.host[alike])
 
-    def _nbytes(self, candidates: Candidates) -> ManyBytes:
+    def _bounds(self, candidates: Candidates) -> LeastBytes:
         table = LayoutTable(candidates, self._run, self._world_size)
         first, of_size = distinct(self._size_columns(table))
         sizes = [self._sizes(table, number) for number in first]
@@ -117,7 +131,7 @@ class MemoryBounds:
         ]
         ends = _taker(size_of)(end_levels(self._spec, sizes))
         batch = np.array([batch_bytes(one) for one in sizes], np.float64)[of_size]
-        found = np.zeros(len(candidates))
+        found, host = np.zeros(len(candidates)), np.zeros(len(candidates))
         for places in groups_of(table.columns("pp", "schedule", "virtual_stages", "uneven_ends")):
             pipeline = candidates.layout(places[0]).apply(self._run).pipeline_settings()
             ranks = self._ranks(pipeline)
@@ -127,9 +141,10 @@ class MemoryBounds:
             for rank in ranks:
                 state = self._state(table, rank, places, sizes, of_size[places])
                 used = self._used(table, rank, pipeline, places, levels, message, state.reduction)
-                peak = state.start + np.maximum(state.step + used, state.end)
+                peak = state.start + np.maximum(state.step + used.device, state.end)
                 found[places] = np.maximum(found[places], peak)
-        return np.floor(found + batch * table.microbatches)
+                host[places] = np.maximum(host[places], used.host)
+        return LeastBytes(np.floor(found + batch * table.microbatches), host)
 
     def _sizes(self, table: LayoutTable, number: int) -> Sizes:
         run = self._run
@@ -210,11 +225,11 @@ class MemoryBounds:
         levels: Mapping[StageKind, ManyBytes],
         message: ManyBytes,
         reduction: ManyBytes,
-    ) -> ManyBytes:
-        """The most that the computations of a step use on a rank, [N]."""
+    ) -> LeastBytes:
+        """The most that the computations of a step use on a rank."""
         kinds = list(dict.fromkeys(rank.stages))
         classes = [kinds.index(stage) for stage in rank.stages]
-        found = np.zeros(len(places))
+        found, host = np.zeros(len(places)), np.zeros(len(places))
         offloads = table.values("offload", places) > 0
         groups = table.values("group", places)
         p = pipeline.placement.num_ranks
@@ -227,7 +242,9 @@ class MemoryBounds:
             parts = [levels[kind][:rows][:, some] for kind in kinds]
             each = np.concatenate([*parts, message[None, some], reduction[None, some]])
             found[some] = (counts @ each).max(axis=0)
-        return found
+            if offload:
+                host[some] = (counts @ _on_host(each, message[some])).max(axis=0)
+        return LeastBytes(found, host)
 
     def _moments(
         self,
@@ -320,6 +337,16 @@ class MemoryBounds:
         if not self._target.cpu and not run.parallel.grad_reduce_in_bf16:
             unused |= {"dp_overlap"}  # it takes work space that only these have
         return dataclasses.replace(layout, **{axis: getattr(_PLAIN, axis) for axis in unused})
+
+
+def _on_host(each: ManyBytes, message: ManyBytes) -> ManyBytes:
+    """Bytes in host memory that each count stands for, from those of the device. They may be lower by rounding, and those
+    that move layer by layer by what a stage keeps of its input."""
+    found, rows = np.zeros_like(each), counts_per_class(offload=True)
+    by_layer = each[OF_GROUPS + KEPT : MESSAGES : rows] - each[KEPT:MESSAGES:rows]
+    found[KEPT:MESSAGES:rows] = np.maximum(0.0, by_layer - 2 * message)
+    found[AWAY:MESSAGES:rows] = -np.maximum(0.0, each[AWAY:MESSAGES:rows] - len(ACTIVATIONS))
+    return found
 
 
 def _grouping(recompute: RecomputeConfig) -> Hashable:

@@ -115,8 +115,18 @@ class Planner:
 
     def fits(self, planned: PlannedLayout) -> bool:
         """Returns whether a device and a node have so much memory."""
-        ranks = min(self.cluster.node, self.world_size)
-        return planned.memory <= self.limit and ranks * planned.host <= _OF_THE_HOST * self.cluster.host_memory
+        return planned.memory <= self.limit and planned.host <= self._host_limit
+
+    def fit_by_bounds(self, candidates: Candidates) -> tuple[NDArray[np.bool_], _Array]:
+        """Returns [N] whether candidates may fit, and `memory_bounds`."""
+        bounds = self._memory.bounds(candidates)
+        device = np.asarray(used_memory(bounds.device))
+        return (device <= self.limit) & (bounds.host <= self._host_limit), device
+
+    @property
+    def _host_limit(self) -> float:
+        """Bytes of host memory of a rank."""
+        return _OF_THE_HOST * self.cluster.host_memory / min(self.cluster.node, self.world_size)
 
     def seconds(self, layout: Layout) -> float:
         """Returns the seconds of a step of a layout."""
@@ -166,8 +176,8 @@ def _search(planner: Planner, candidates: Candidates, keep: int) -> SearchResult
         begun = time.perf_counter()
         some = order[start : start + size]
         some = some[times[some] <= chosen.slowest]
-        memory[some] = planner.memory_bounds(candidates.take(some))
-        fitting = some[memory[some] <= planner.limit]
+        may_fit, memory[some] = planner.fit_by_bounds(candidates.take(some))
+        fitting = some[may_fit]
         bounded = time.perf_counter()
         chosen.consider(fitting, times[fitting])
         parts["memory bounds"] += bounded - begun

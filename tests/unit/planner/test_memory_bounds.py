@@ -122,6 +122,16 @@ def test_without_offload_to_the_host_most_bounds_are_exact():
     assert sum(bound == each for bound, each in zip(bounds, exact, strict=True)) >= len(layouts) - 1
 
 
+def test_bounds_of_host_memory():
+    run = make_run(**MODELS["dense"])
+    layouts = [layout for layout in random_layouts(run, 60, 4) if layout.offload and not layout.optimizer_offload][:10]
+    memory = MemoryBounds(run, WORLD, CUDA)
+    bounds = memory.bounds(Candidates.of(layouts)).host
+    exact = np.array([peaks.host for peaks in memory.exact(layouts)])
+    assert len(exact) == 10 and (bounds <= exact).all()
+    assert np.median(bounds[exact > 0] / exact[exact > 0]) > 0.7
+
+
 def test_exact_is_the_plan():
     run = make_run(**MODELS["gpt"])
     layouts = random_layouts(run, 3)
