@@ -194,14 +194,22 @@ def test_pai_mistakes(changes, says, made):
 
 
 def test_pai_run(made, tmp_path):
-    """Two steps on two processes."""
-    paths = {"DATASET_PATH": made / "text", "PRETRAIN_CHECKPOINT_PATH": made / "llama", "OUTPUT_BASEPATH": "out"}
+    """Two steps on two processes. The script starts the first torchrun of the PATH, here one that prints its
+    words; test_examples.py starts a real one."""
+    (tmp_path / "torchrun").write_text('#!/usr/bin/env bash\necho "given: $*"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    paths = {"DATASET_PATH": made / "text", "PRETRAIN_CHECKPOINT_PATH": made / "llama", "OUTPUT_BASEPATH": tmp_path}
     done = pai(tmp_path, paths, options=["--gpus", 2], further=CPU)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert steps(done.stdout, 2) == [1, 2]
-    save = tmp_path / "out/checkpoint" / f"pretrain-{NAME}-ti-2-wi-1"
+    launcher, program, flags = command_of(done.stdout)
+    assert launcher[:3] == ["--standalone", "--nproc-per-node", "2"] and program == "pretrain_gpt.py"
+    assert f"given: {' '.join([*launcher, str(ROOT / program), *flags])}" in done.stdout.splitlines()
+    result = run(flags, tmp_path / "log", world_size=2)
+    assert result.codes == [0, 0], result.text
+    assert steps(result.stdout[0], 2) == [1, 2]
+    save = tmp_path / "checkpoint" / f"pretrain-{NAME}-ti-2-wi-1"
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
-    assert list((tmp_path / "out/tensorboard").rglob("events.*"))
+    assert list((tmp_path / "tensorboard").rglob("events.*"))
 
 
 def test_pai_fine_tuning_runs(made, tmp_path):

@@ -3,8 +3,10 @@
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from megatron.planner.search.flags import command_of, flags_of
 from megatron.planner.search.layout import FIELDS, Layout
 from megatron.planner.search.space import space_of
 from megatron.spec.sizes import Target
+from tests.e2e.helpers.launch import run
 from tests.pool import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -59,9 +62,8 @@ def expected_rows(layout: Layout, run: RunConfig) -> dict[str, str]:
     }
 
 
-def check_command(world_size: int, layout: Layout) -> None:
-    run = layout.apply(parse(TYPED, description=""))
-    command = command_of([*words_without(TYPED, FIELDS), *flags_of(layout, run)], world_size, 8)
+def under_torchrun(command: str, folder: Path, world_size: int) -> str:
+    """What the command prints, as a user starts it."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
         ["bash", "-c", command],
@@ -72,24 +74,43 @@ def check_command(world_size: int, layout: Layout) -> None:
         timeout=300,
     )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    table = dict(re.findall(r"^(\S+(?: \S+)*)  +(\S+(?: \S+)*)", result.stdout, re.MULTILINE))
-    for name, asked in expected_rows(layout, run).items():
-        assert table.get(name, "off").endswith(asked), (name, command, result.stdout)
-    planned = plan_memory(run, resolve(run, mesh_of(run.parallel, world_size)), Target(cpu=True, wide=False))
-    peaks = re.findall(r"\[Pipeline rank (\d+)\].* planned: ([\d.]+) \| measured: ([\d.]+)", result.stdout)
+    return result.stdout
+
+
+def without_torchrun(command: str, folder: Path, world_size: int) -> str:
+    """What its program prints, without the seconds that torchrun and Python take to start."""
+    words = shlex.split(command.replace("\\\n", " "))
+    result = run(words[words.index("pretrain_gpt.py") + 1 :], folder, world_size, timeout=300.0)
+    assert not any(result.codes), f"{command}\n{result.text}"
+    return "".join(result.stdout)
+
+
+def check_command(world_size: int, layout: Layout, folder: Path, started: Callable[[str, Path, int], str]) -> None:
+    of_layout = layout.apply(parse(TYPED, description=""))
+    command = command_of([*words_without(TYPED, FIELDS), *flags_of(layout, of_layout)], world_size, 8)
+    output = started(command, folder, world_size)
+    table = dict(re.findall(r"^(\S+(?: \S+)*)  +(\S+(?: \S+)*)", output, re.MULTILINE))
+    for name, asked in expected_rows(layout, of_layout).items():
+        assert table.get(name, "off").endswith(asked), (name, command, output)
+    settings = resolve(of_layout, mesh_of(of_layout.parallel, world_size))
+    planned = plan_memory(of_layout, settings, Target(cpu=True, wide=False))
+    peaks = re.findall(r"\[Pipeline rank (\d+)\].* planned: ([\d.]+) \| measured: ([\d.]+)", output)
     assert [int(rank) for rank, _, _ in peaks] == list(range(layout.pp))
     for rank, of_run, measured in peaks:
         assert float(of_run) == pytest.approx(planned[int(rank)].peak / MIB, abs=0.01)
         assert float(measured) == pytest.approx(float(of_run), rel=0.03), (command, planned[int(rank)].moment)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_command_runs_as_printed(world_size):
-    check_command(world_size, drawn(world_size, 0))
+def test_a_command_runs_as_printed(tmp_path):
+    check_command(2, drawn(2, 0), tmp_path, under_torchrun)
+
+
+def test_the_program_of_a_command_runs(tmp_path):
+    check_command(1, drawn(1, 0), tmp_path, without_torchrun)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(EACH))
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_commands_run_as_printed(world_size, number):
-    check_command(world_size, drawn(world_size, number))
+def test_commands_run_as_printed(world_size, number, tmp_path):
+    check_command(world_size, drawn(world_size, number), tmp_path, under_torchrun)
