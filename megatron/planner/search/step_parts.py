@@ -196,11 +196,11 @@ class StepParts:
         again: dict[Modules, list[_Array]] = {modules: [] for modules in recomputed}
         whole = []
         for kind in work.works:
-            once = clock.end(kind, places)
-            whole.append(_seconds(clock.with_repeated(kind, once, once.forward, full=True)))
+            once = clock.layer_once(kind, places)
+            whole.append(_seconds(clock.with_repeated(kind, once, (), places, full=True)))
             for modules, found in again.items():
-                parts = clock.parts(repeated(kind, modules, self._software), places)
-                found.append(_seconds(clock.with_repeated(kind, once, parts, full=False)))
+                operations = repeated(kind, modules, self._software)
+                found.append(_seconds(clock.with_repeated(kind, once, operations, places, full=False)))
         return LayerSeconds(
             {modules: np.stack(found, axis=1) for modules, found in again.items()},
             np.stack(whole, axis=1),

@@ -120,16 +120,21 @@ class Clock(ABC):
 
     def layer(self, work: LayerWork, places: Places, *, full: bool) -> Phases:
         """Returns the time of a layer. full: backward repeats the whole forward."""
-        once = self.end(work, places)
-        again = once.forward if full else self.parts(work.again, places)
-        return self.with_repeated(work, once, again, full=full)
+        return self.with_repeated(work, self.layer_once(work, places), work.again, places, full=full)
 
-    def with_repeated(self, work: LayerWork, once: Phases, again: Parts, *, full: bool) -> Phases:
-        """Returns the time of a layer whose backward repeats `again`, from that of each operation once. full: that is the
-        whole forward.
+    def layer_once(self, work: LayerWork, places: Places) -> Phases:
+        """Returns the time of each operation of a layer once, without waiting for the host."""
+        return self.end(work, places)
+
+    def with_repeated(
+        self, work: LayerWork, once: Phases, operations: Iterable[LayerOperation], places: Places, *, full: bool
+    ) -> Phases:
+        """Returns the time of a layer whose backward repeats `operations`, from that of `layer_once`. full: backward repeats
+        the whole forward instead.
 
         The host needs as long for the kernels of backward as for those of forward, half of it for each kind of gradients.
         """
+        again = once.forward if full else self.parts(operations, places)
         host = self.queueing(work)
         forward = Parts(once.forward)
         forward.add(HOST, np.maximum(0.0, host - forward.total))

@@ -125,18 +125,24 @@ class ProfiledClock(Clock):
         self._computations: dict[Computation, float] = {}
         self._found: dict[Signature, _Known] = {}
 
-    def layer(self, work: LayerWork, places: Places, *, full: bool) -> Phases:
-        """Returns the time of a layer. full: backward repeats the whole forward."""
+    def layer_once(self, work: LayerWork, places: Places) -> Phases:
+        """Returns the time of each operation of a layer once, without waiting for the host."""
+        return self._phases(work, self._nearest(work, self._layers), places)
+
+    def with_repeated(
+        self, work: LayerWork, once: Phases, operations: Iterable[LayerOperation], places: Places, *, full: bool
+    ) -> Phases:
+        """Returns the time of a layer whose backward repeats `operations`, from that of `layer_once`. full: backward repeats
+        the whole forward instead."""
         known = self._nearest(work, self._layers)
         assert isinstance(known.row, LayerRow)
-        phases = self._phases(work, known, places)
-        forward, input_grad, weight_grad = phases.forward, phases.input_grad, phases.weight_grad
-        repeated = work.forward if full else work.again
+        forward, input_grad, weight_grad = Parts(once.forward), Parts(once.input_grad), once.weight_grad
+        repeated = work.forward if full else tuple(operations)
         if repeated:
             messages = [operation for operation in repeated if isinstance(operation, LayerMessage)]
             input_grad = input_grad.plus(self.parts(messages, places))
-            input_grad.add(RECOMPUTE, self._whole_again(work, known) if full else self._again(work, known))
-        host = known.row.host_forward_seconds
+            input_grad.add(RECOMPUTE, self._whole_again(work, known) if full else self._again(repeated, known))
+        host = self.queueing(work)
         forward.add(HOST, np.maximum(0.0, host - forward.total))
         host = known.row.host_backward_seconds + full * host
         input_grad.add(HOST, np.maximum(0.0, host - input_grad.total - weight_grad.total))
@@ -243,10 +249,10 @@ class ProfiledClock(Clock):
             found.append(parts)
         return Phases(*found)
 
-    def _again(self, work: LayerWork, known: _Known) -> Number:
+    def _again(self, operations: Iterable[LayerOperation], known: _Known) -> Number:
         """Seconds that the repeated modules add to backward."""
         assert isinstance(known.row, LayerRow)
-        repeated = _by_module(work.again)
+        repeated = _by_module(operations)
         if WHOLE_MLP in repeated:
             repeated[WHOLE_MLP] += repeated.pop(MLP_ACT, [])
         there = _by_module(known.work.forward)

@@ -36,6 +36,14 @@ MODEL = ModelConfig(
     untie_embeddings_and_output_weights=True,
 )
 S = 128
+# The run of the made-up model on one rank, as typed.
+_FLAGS = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 8 --vocab-size 1024 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --seq-length 128 --mock-data "
+    "--untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --train-iters 1 --lr 1 --device cpu "
+    "--micro-batch-size 1 --global-batch-size 4"
+)
+RUN = _FLAGS.split()
 RATE = 1e10  # FLOP/s of products and attention
 LATENCY, BANDWIDTH = 1e-4, 1e8  # of messages
 INTERFERENCE = 0.25

@@ -3,16 +3,8 @@
 import pytest
 
 from megatron.planner.time.profile_file import write_profile
-from tests.unit.planner.profiles import EMBED, LAYER, LOSS, MODEL, STEP, profile_of
+from tests.unit.planner.profiles import EMBED, LAYER, LOSS, MODEL, RUN, STEP, profile_of
 from tools.plan import main
-
-FLAGS = (
-    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 8 --vocab-size 1024 --swiglu "
-    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --seq-length 128 --mock-data "
-    "--untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --train-iters 1 --lr 1 --device cpu "
-    "--micro-batch-size 1 --global-batch-size 4"
-)
-RUN = FLAGS.split()
 
 
 @pytest.fixture

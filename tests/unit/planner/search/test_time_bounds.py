@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from megatron.command_line.read import parse
 from megatron.config.mesh import mesh_of
 from megatron.config.settings import resolve
 from megatron.planner.search.choices import default_choices
@@ -14,9 +15,11 @@ from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS
 from megatron.planner.search.time_bounds import TimeBounds
 from megatron.planner.time.constants import Constants, fitted
 from megatron.planner.time.hardware import built_in
+from megatron.planner.time.profiled import ProfiledClock, cluster_of
 from megatron.planner.time.software import FLASH, Software
 from megatron.planner.time.step_time import StepModel
 from tests.unit.planner.models import EXPERTS, LLAMA, run_of
+from tests.unit.planner.profiles import RUN, profile_of
 
 TIED = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False, swiglu=False, num_layers=6)
 LARGE = dataclasses.replace(
@@ -75,6 +78,24 @@ def test_bounds_are_below_the_exact_time_and_close(name):
 def test_bounds_of_many_layouts(name):
     gaps = check(name, 1300)
     assert np.median(gaps) < MEDIAN_GAP[name]
+
+
+def test_bounds_with_a_profile():
+    """Layers and ends come from different rows of it."""
+    run = parse([*RUN, "--global-batch-size", "8"], description="")
+    machine = profile_of()
+    space = space_of(run, 4, {**default_choices(run, 4), "offload": (0.0,), "optimizer_offload": (0.0,)})
+    candidates = space.take(np.arange(0, len(space), max(1, len(space) // 40)))
+    cluster, clock = cluster_of(machine), ProfiledClock(machine, run, Software(), "p.json")
+    exact = []
+    for number in range(len(candidates)):
+        chosen = candidates.layout(number).apply(run)
+        step = StepModel(chosen, resolve(chosen, mesh_of(chosen.parallel, 4)), cluster, Software())
+        exact.append(float(step.time(clock).seconds))
+    bounds = TimeBounds(run, 4, cluster, Software(), ProfiledClock(machine, run, Software(), "p.json"))
+    least = bounds.seconds(candidates)
+    assert (least <= np.array(exact) * (1 + 1e-9)).all()
+    assert np.median(1 - least / exact) < 0.1 and len(set(candidates.column("recompute").tolist())) > 3
 
 
 def test_every_axis_is_part_of_something():
