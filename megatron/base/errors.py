@@ -42,9 +42,19 @@ class CommError(MegatronError):
     """A collective failed or timed out. The message names the collective, its group and the missing ranks."""
 
 
+def shown(value: object) -> str:
+    """Returns a value as Python writes it, cut where it is long, to quote it in a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, to quote it in another; the error's type if it has no message."""
     return str(error).strip().partition("\n")[0].rstrip() or type(error).__name__
 
 
 USER_ERROR_EXIT_CODE = 2
+_LONG = 40  # characters of a value that are quoted

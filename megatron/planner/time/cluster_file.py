@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import ConfigError
-from megatron.config.interval import POSITIVE, RANKS, Interval
+from megatron.base.errors import ConfigError, shown
+from megatron.config.interval import RANKS, Interval
 from megatron.planner.time.hardware import BF16, FP8, GB, GIB, TERA, Cluster, Device, built_in, device_named
 
 if sys.version_info >= (3, 11):
@@ -17,19 +17,21 @@ if sys.version_info >= (3, 11):
 else:  # the same package under its earlier name
     import tomli as tomllib
 
+# In the units of the file, which suit any machine: what is computed from such numbers is neither 0 nor infinite.
+_AMOUNT = Interval("from 1e-6 to 1e9", lambda x: 1e-6 <= x <= 1e9)
 # Key of the file -> the field that it sets, its unit, and its interval.
 _CLUSTER = {
     "nodes": ("nodes", 1, RANKS),
     "devices_per_node": ("node", 1, RANKS),
-    "network_gb_per_s": ("network", GB, POSITIVE),
-    "host_gb_per_s": ("host", GB, POSITIVE),
-    "host_memory_gib": ("host_memory", GIB, POSITIVE),
-    "host_memory_gb_per_s": ("host_rate", GB, POSITIVE),
+    "network_gb_per_s": ("network", GB, _AMOUNT),
+    "host_gb_per_s": ("host", GB, _AMOUNT),
+    "host_memory_gib": ("host_memory", GIB, _AMOUNT),
+    "host_memory_gb_per_s": ("host_rate", GB, _AMOUNT),
 }
 _DEVICE = {
-    "memory_gib": ("memory", GIB, POSITIVE),
-    "bandwidth_gb_per_s": ("bandwidth", GB, POSITIVE),
-    "link_gb_per_s": ("link", GB, POSITIVE),
+    "memory_gib": ("memory", GIB, _AMOUNT),
+    "bandwidth_gb_per_s": ("bandwidth", GB, _AMOUNT),
+    "link_gb_per_s": ("link", GB, _AMOUNT),
     "processors": ("processors", 1, RANKS),
 }
 _RATES = {"bf16_tflops": ("peak", BF16), "fp8_tflops": ("peak", FP8)}
@@ -43,7 +45,7 @@ def read_cluster(text: str) -> Cluster:
         return built_in(text)
     try:
         words = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"--cluster {text}: {' '.join(str(error).split())}; write it as docs/planner.md shows"
         ) from None
@@ -53,7 +55,9 @@ def read_cluster(text: str) -> Cluster:
 def _cluster(file: str, words: Mapping[str, Any]) -> Cluster:
     known = {"device", *_CLUSTER}
     if unknown := sorted(set(words) - known):
-        raise ConfigError(f"--cluster {file}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"--cluster {file}: unknown {', '.join(map(shown, unknown))}; known are {', '.join(sorted(known))}"
+        )
     if "device" not in words:
         raise ConfigError(f'--cluster {file} names no device; add a line such as device = "h100"')
     device = words["device"]
@@ -62,7 +66,7 @@ def _cluster(file: str, words: Mapping[str, Any]) -> Cluster:
     elif isinstance(device, dict):
         like, changed = _device(file, device)
     else:
-        raise ConfigError(f"--cluster {file}: device is {device!r}; give a name, or a table [device]")
+        raise ConfigError(f"--cluster {file}: device is {shown(device)}; give a name, or a table [device]")
     usual = built_in(like)
     cluster = dataclasses.replace(usual, device=changed)
     found = {
@@ -81,12 +85,12 @@ def _device(file: str, words: Mapping[str, Any]) -> tuple[str, Device]:
     known = {"like", *_DEVICE, *_RATES, *_BEST}
     if unknown := sorted(set(words) - known):
         raise ConfigError(
-            f"--cluster {file}: unknown device.{', device.'.join(unknown)}; known are {', '.join(sorted(known))}"
+            f"--cluster {file}: unknown {', '.join(map(shown, unknown))} in [device]; known are {', '.join(sorted(known))}"
         )
     like = words.get("like")
     if not isinstance(like, str):
         raise ConfigError(
-            f'--cluster {file}: device.like is {like!r}; name the most similar built-in device, such as "h100"'
+            f'--cluster {file}: device.like is {shown(like)}; name the most similar built-in device, such as "h100"'
         )
     device = device_named(like)
     found = {
@@ -96,13 +100,13 @@ def _device(file: str, words: Mapping[str, Any]) -> tuple[str, Device]:
     peak, reached = dict(device.peak), dict(device.reached)
     for key, (_, kind) in _RATES.items():
         if key in words:
-            rate = _number(file, key, words[key], TERA, POSITIVE)
+            rate = _number(file, key, words[key], TERA, _AMOUNT)
             # Large products reach the same part of the peak, unless the file says otherwise.
             reached[kind] = rate * (reached[kind] / peak[kind] if kind in peak else reached[BF16] / peak[BF16])
             peak[kind] = rate
     for key, (_, kind) in _BEST.items():
         if key in words:
-            reached[kind] = _number(file, key, words[key], TERA, POSITIVE)
+            reached[kind] = _number(file, key, words[key], TERA, _AMOUNT)
             if kind not in peak or reached[kind] > peak[kind]:
                 raise ConfigError(f"--cluster {file}: {key} {words[key]} is above the peak; correct one of them")
     return like, dataclasses.replace(device, peak=peak, reached=reached)
@@ -113,6 +117,6 @@ def _number(file: str, key: str, value: Any, unit: float, interval: Interval) ->
     right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not right or not interval.holds(value):
         raise ConfigError(
-            f"--cluster {file}: {key} is {value!r}; it must be a {'whole ' * whole}number {interval.words}"
+            f"--cluster {file}: {key} is {shown(value)}; it must be a {'whole ' * whole}number {interval.words}"
         )
     return value if whole else float(value) * unit

@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, shown
 from megatron.base.mesh import DENSE_AXES, EXPERT_AXES, Mesh
+from megatron.config.interval import RANKS
 from megatron.planner.time.constants import Number
 
 GB, GIB, TERA = 10**9, 2**30, 10**12
@@ -157,7 +158,8 @@ _GRACE_MEMORY = {"gh200": 447.0, "gb200": 223.0, "gb300": 223.0}
 # Grace has 512 GB/s.
 _HOST_RATE = {"volta": 19.2, "ampere": 51.2, "hopper": 76.8, "blackwell": 89.6, "ada": 153.6, "cdna3": 115.2}
 _GRACE_RATE = {"gh200": 512.0, "gb200": 256.0, "gb300": 256.0}
-_NAME = re.compile(r"([a-z0-9-]+)(?::(\d+)x(\d+))?")
+_DIGITS = 8  # more than the largest number of ranks has
+_NAME = re.compile(r"([a-z0-9-]+)(?::([0-9]+)x([0-9]+))?")
 
 
 def built_in(name: str) -> Cluster:
@@ -166,10 +168,11 @@ def built_in(name: str) -> Cluster:
     if found is None:
         raise ConfigError(f"--cluster {name} is neither a file nor a name such as h100:32x8, 32 nodes of 8 devices")
     device = device_named(found.group(1))
-    node = int(found.group(3) or device.domain)
-    nodes = int(found.group(2)) if found.group(2) else None
-    if node < 1 or (nodes is not None and nodes < 1):
-        raise ConfigError(f"--cluster {name} has {nodes} nodes of {node} devices; both must be 1 or more")
+    nodes, node = None, device.domain
+    if found.group(2):
+        nodes, node = (int(digits[:_DIGITS]) for digits in found.group(2, 3))
+    if not (RANKS.holds(node) and (nodes is None or RANKS.holds(nodes))):
+        raise ConfigError(f"--cluster {shown(name)}: nodes and devices of a node must be {RANKS.words}")
     return Cluster(
         device=device,
         node=node,
@@ -184,7 +187,9 @@ def built_in(name: str) -> Cluster:
 def device_named(name: str) -> Device:
     """Returns a built-in device. Raises ConfigError with the names."""
     if name not in DEVICES:
-        raise ConfigError(f"unknown device {name}; known are {', '.join(DEVICES)}; a cluster file may give its numbers")
+        raise ConfigError(
+            f"unknown device {shown(name)}; known are {', '.join(DEVICES)}; a cluster file may give its numbers"
+        )
     return DEVICES[name]
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, shown
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.planner.search.layout import Layout
 
@@ -223,7 +223,7 @@ def read_profile(path: str) -> MachineProfile:
         ) from None
     reader = _Reader(path)
     if isinstance(words, dict) and words.get("format") != FORMAT:
-        raise reader.error(f"has format {words.get('format')!r}, and this version reads {FORMAT}")
+        raise reader.error(f"has format {shown(words.get('format'))}, and this version reads {FORMAT}")
     profile = reader.record(MachineProfile, words, "")
     for name in ("layers", "ends", "products", "messages"):
         if not getattr(profile, name) and (name != "messages" or profile.world_size > 1):
@@ -262,10 +262,10 @@ class _Reader:
 
     def record(self, cls: type[_Record], words: Any, where: str) -> _Record:
         if not isinstance(words, dict):
-            raise self.error(f"has {_short(words)} for {where or 'all of it'}, which must be a table")
+            raise self.error(f"has {shown(words)} for {where or 'all of it'}, which must be a table")
         hints = typing.get_type_hints(cls)
         for unknown in sorted(set(words) - set(hints)):
-            raise self.error(f"has an unknown key {_under(where, str(unknown))}")
+            raise self.error(f"has an unknown key {shown(_under(where, unknown))}")
         for missing in sorted(set(hints) - set(words)):
             raise self.error(f"has no {_under(where, missing)}")
         return cls(**{name: self._value(hint, words[name], _under(where, name)) for name, hint in hints.items()})
@@ -275,12 +275,12 @@ class _Reader:
         if origin is tuple:
             (each, _) = typing.get_args(hint)
             if not isinstance(value, list):
-                raise self.error(f"has {_short(value)} for {where}, which must be a list")
+                raise self.error(f"has {shown(value)} for {where}, which must be a list")
             return tuple(self._value(each, item, f"{where}[{number}]") for number, item in enumerate(value))
         if origin is not None and issubclass(origin, Mapping):
             (_, each) = typing.get_args(hint)
             if not isinstance(value, dict):
-                raise self.error(f"has {_short(value)} for {where}, which must be a table")
+                raise self.error(f"has {shown(value)} for {where}, which must be a table")
             found = {key: self._value(each, item, _under(where, key)) for key, item in value.items()}
             return types.MappingProxyType(found)
         if dataclasses.is_dataclass(hint):
@@ -288,16 +288,16 @@ class _Reader:
         if hint in (int, float):
             return self._number(hint, value, where)
         if hint in (str, bool) and not isinstance(value, hint):
-            raise self.error(f"has {_short(value)} for {where}, which must be {_NAMES[hint]}")
+            raise self.error(f"has {shown(value)} for {where}, which must be {_NAMES[hint]}")
         return value
 
     def _number(self, hint: type[float], value: Any, where: str) -> float:
         right = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
         if not right or not abs(value) < _TOO_LARGE:
-            raise self.error(f"has {_short(value)} for {where}, which must be {_NAMES[hint]}")
+            raise self.error(f"has {shown(value)} for {where}, which must be {_NAMES[hint]}")
         zero = where.split(".")[-1] in _MAY_BE_ZERO or "again_seconds" in where
         if value < 0 or (value == 0 and not zero):
-            raise self.error(f"has {_short(value)} for {where}, which must be {'0 or more' if zero else 'above 0'}")
+            raise self.error(f"has {shown(value)} for {where}, which must be {'0 or more' if zero else 'above 0'}")
         return hint(value)
 
 
@@ -317,11 +317,6 @@ _MAY_BE_ZERO = {
 
 def _under(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, shown
 from megatron.base.mesh import Mesh
 from megatron.config.data import DataConfig
 from megatron.config.interval import LAYERS, SIZE, SIZE_OR_NONE
@@ -63,7 +63,8 @@ _HALF_GRADIENTS = ("nemo", "bridge", "aleph-alpha")
 # Sources of 2025, whose cuDNN has attention for Hopper's asynchronous units.
 _THIRD = ("bridge", "megatron-lm-llama-fp8", "megatron-lm-moe")
 _FUSED_SOFTMAX_ALWAYS = ("megatron-2021",)
-_GBIT = re.compile(r"(\d+)x(\d+) Gb/s")
+_GBIT = re.compile(r"(\d{1,6})x(\d{1,6}) Gb/s")
+_DIGITS = 30  # of a number that is read
 
 
 @dataclass(frozen=True)
@@ -291,8 +292,8 @@ def _whole(row: Row, column: str, default: int | None = None) -> int:
     if not text and default is not None:
         return default
     interval = SIZE_OR_NONE if default == 0 else SIZE
-    if not text.isdecimal() or not interval.holds(int(text)):
-        raise ConfigError(f"{column} of a row must be a whole number {interval.words}, not {text!r}")
+    if not text.isdecimal() or len(text) > _DIGITS or not interval.holds(int(text)):
+        raise ConfigError(f"{column} of a row must be a whole number {interval.words}, not {shown(text)}")
     return int(text)
 
 

@@ -68,18 +68,26 @@ def test_main_memory_grows_with_the_node_unless_the_file_gives_it(tmp_path):
     ("text", "message"),
     [
         ("nodes = 2", "names no device"),
-        ('device = "h1000"', "unknown device h1000; known are v100"),
-        ('device = "h100"\nnode = 2', "unknown node; known are device"),
+        ('device = "h1000"', "unknown device 'h1000'; known are v100"),
+        ('device = "h100"\nnode = 2', "unknown 'node'; known are device"),
         ('device = "h100"\nnodes = 0', "nodes is 0; it must be a whole number from 1"),
         ('device = "h100"\nnodes = 1.5', "nodes is 1.5"),
         ('device = "h100"\nnodes = true', "nodes is True"),
-        ('device = "h100"\nnetwork_gb_per_s = "fast"', "network_gb_per_s is 'fast'; it must be a number above 0"),
+        ('device = "h100"\nnetwork_gb_per_s = "fast"', "network_gb_per_s is 'fast'; it must be a number from 1e-6"),
         ('device = "h100"\nnetwork_gb_per_s = nan', "network_gb_per_s is nan"),
         ("device = 5", "device is 5; give a name, or a table"),
         ("[device]\nmemory_gib = 5", "device.like is None"),
-        ('[device]\nlike = "h100"\nmemory = 5', "unknown device.memory"),
+        ('[device]\nlike = "h100"\nmemory = 5', "unknown 'memory' in"),
         ('[device]\nlike = "h100"\nbf16_tflops = -1', "bf16_tflops is -1"),
         ('[device]\nlike = "a100"\nbf16_matmul_tflops = 999', "is above the peak"),
+        ('[device]\nlike = "h100"\nlink_gb_per_s = 1' + "0" * 400, "link_gb_per_s is 1000"),
+        ('[device]\nlike = "h100"\nlink_gb_per_s = 1e300', "link_gb_per_s is 1e\\+300; it must be a number from 1e-6"),
+        ('device = "h100"\nhost_gb_per_s = 1e-320', "host_gb_per_s is 1e-320"),
+        ('device = "h100"\nnodes = ' + "1" * 5000, "write it as docs/planner.md shows"),
+        ('device = "h100"\nnodes = 0x' + "f" * 5000, "nodes is a number of thousands of digits; it must be a whole"),
+        ('device = "h100"\nnodes = ' + "[" * 3000 + "]" * 3000, "write it as docs/planner.md shows"),
+        (f'device = "{"a" * 3000}"', "^.{,400}$"),
+        (f"{'a' * 3000} = 1", "^.{,400}$"),
         ("nodes = = 2", "write it as docs/planner.md shows"),
     ],
 )
@@ -89,7 +97,21 @@ def test_bad_files(tmp_path, text, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["h1000", "h100:8", "h100:0x8", "h100:8x0", "", "h100:-1x8", "H100", "h100:8x8x8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "h1000",
+        "h100:8",
+        "h100:0x8",
+        "h100:8x0",
+        "",
+        "h100:-1x8",
+        "H100",
+        "h100:8x8x8",
+        "h100:" + "9" * 100 + "x8",
+        "h100:9999999x8",
+    ],
+)
 def test_bad_names(name):
     with pytest.raises(ConfigError):
         read_cluster(name)
