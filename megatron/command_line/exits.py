@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, UserError
+from megatron.command_line.ending import as_lines
 
 # Matched by message and not by torch's exception class, which is also a RuntimeError, because planning needs no torch.
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|bad_alloc|Storage size calculation overflowed", re.I)
@@ -43,7 +44,7 @@ def as_user_error(error: BaseException) -> UserError | None:
 def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
     """Runs a tool's `work` on `rank`; returns its exit code, or 0 if it returns None.
 
-    The code is 2 after one line on stderr for an error that the user can fix, 1 after one line for a lost rank, and 130
+    The code is 2 after a line on stderr for each mistake that the user can fix, 1 after one line for a lost rank, and 130
     for Ctrl-C. Any other exception is raised.
     """
     try:
@@ -58,7 +59,7 @@ def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
         if found is None:
             raise
         if rank == 0 or not found.on_all_ranks:
-            print(f"error: {found}", file=sys.stderr)
+            print(as_lines(found), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
 
 

@@ -71,6 +71,8 @@ def problems(run: RunConfig, world_size: int) -> list[str]:
             continue  # it relies on a condition that an earlier rule has found broken
         if problem is not None:
             found.append(problem)
+            if rule.func is numbers_are_in_range:
+                break  # other rules would count up to such a number, and say what only follows from it
     return list(dict.fromkeys(found))
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from megatron.base.errors import ConfigError
 from megatron.command_line.read import parse, words_without
 from megatron.config.batch_schedule import BatchSchedule
+from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
 from megatron.config.run import RunConfig
 from megatron.planner.search.layout import FIELDS
 from megatron.planner.search.search import Planner
 from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.software import Software
 from megatron.tooling.plan.machine import PlannedMachine
-from megatron.tooling.plan.run import software_of, with_vocabulary
+from megatron.tooling.plan.run import check_shape, software_of, with_vocabulary
 
 MOCK_STEPS = 100  # of a command whose length nobody gave
 
@@ -52,6 +53,10 @@ def asked_of(flags: Sequence[str], machine: PlannedMachine, world_size: int | No
     """
     description = "The layouts of the run with these flags."
     run = parse(flags, description=description)
+    broken = values_are_known(run), numbers_are_in_range(run)
+    if any(broken):
+        raise ConfigError(*filter(None, broken))
+    check_shape(run)
     ranks = world_of(machine.cluster, machine.world_size if world_size is None else world_size)
     added = _missing(run, tokens)
     if run.train.global_batch_size is None and run.train.step_batch_size_schedule is None:

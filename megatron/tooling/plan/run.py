@@ -10,6 +10,7 @@ from megatron.command_line.read import parse
 from megatron.config.fp8 import MXFP8 as MXFP8_RECIPE
 from megatron.config.mesh import mesh_of, smallest_world
 from megatron.config.rules.check import check, check_vocabulary
+from megatron.config.rules.model import shape_is_given
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.core.datasets.tokenizer import build_tokenizer
@@ -27,10 +28,17 @@ def settings_of(flags: Sequence[str], world_size: int | None, *, description: st
     parallel = run.parallel
     world_size = smallest_world(parallel) if world_size is None else world_size
     check(run, world_size)
+    check_shape(run)
     run = with_vocabulary(run)
     assert run.model.vocab_size
     check_vocabulary(run.model, parallel.tensor_model_parallel_size, run.model.vocab_size)
     return run, resolve(run, mesh_of(parallel, world_size))
+
+
+def check_shape(run: RunConfig) -> None:
+    """Raises ConfigError for a run whose model only a checkpoint or a Hugging Face model says: neither is read."""
+    if problem := shape_is_given(run.model):
+        raise ConfigError(f"{problem}: no checkpoint and no Hugging Face model is read here")
 
 
 def with_vocabulary(run: RunConfig) -> RunConfig:

@@ -162,7 +162,7 @@ class TestRows:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"gpu": "H1000"}, "unknown device h1000"),
+            ({"gpu": "H1000"}, "unknown device 'h1000'"),
             ({"layers": ""}, "layers of a row must be a whole number from 1 to 134217728, not ''"),
             ({"layers": "x"}, "layers of a row must be a whole number from 1 to 134217728, not 'x'"),
             ({"layers": "1"}, "1 layers are fewer than 2 pipeline stages"),
@@ -333,7 +333,7 @@ class TestProgram:
         with out.open(newline="", encoding="utf-8") as file:
             found = list(csv.DictReader(file))
         assert [row["id"] for row in found] == ["a", "b", "bad"] and list(found[0]) == list(COLUMNS)
-        assert float(found[0]["tokens_per_s_per_gpu"]) > 0 and "unknown device none" in found[2]["reason"]
+        assert float(found[0]["tokens_per_s_per_gpu"]) > 0 and "unknown device 'none'" in found[2]["reason"]
 
     def test_time(self, plan, capsys):
         assert plan("time", "--cluster", "h100:2x8", *FLAGS) == 0
@@ -369,10 +369,15 @@ class TestProgram:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (("time", "--cluster", "h1000", *FLAGS), "unknown device h1000"),
+            (("time", "--cluster", "h1000", *FLAGS), "unknown device 'h1000'"),
             (("time", "--cluster", "h100:1x3", *FLAGS), "world size 3"),
             (("time", "--cluster", "h100:1x8", "--world-size", 16, *FLAGS), "a world of 16 ranks does not fit"),
             (("time", "--cluster", "a100", "--fp8-format", "e4m3", *FLAGS), "a100 has no fp8 products"),
+            (
+                ("time", "--cluster", "h100", *FLAGS, "--pipeline-model-parallel-size", 10**12),
+                "must be from 1 to 1000000, got",
+            ),
+            (("time", "--cluster", "h100", "--use-checkpoint-args", "--load", "/x", *FLAGS[2:]), "must be given, or"),
             (("time", "--cluster", "/nowhere.toml", *FLAGS), "No such file"),
             (("predict", "--rows", "/nowhere.csv", "--out", "{out}"), "No such file"),
             (("predict", "--rows", "{empty}", "--out", "{out}"), "has no rows below its heading"),

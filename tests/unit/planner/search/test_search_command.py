@@ -219,7 +219,7 @@ class TestFiles:
 
 
 BAD = [
-    (("--cluster", "h1000", *MODEL), "unknown device h1000; known are v100"),
+    (("--cluster", "h1000", *MODEL), "unknown device 'h1000'; known are v100"),
     (("--cluster", "h100", *MODEL), "h100 does not say how many nodes there are; give h100:NODESx8, or --world-size"),
     (
         ("--cluster", "h100:4x8", "--world-size", 12, *MODEL),
@@ -227,7 +227,7 @@ BAD = [
     ),
     (("--cluster", "h100:1x8", "--world-size", 16, *MODEL), "a world of 16 ranks does not fit 1 nodes of 8 h100"),
     (("--cluster", "/nowhere.toml", *MODEL), "/nowhere.toml: No such file"),
-    (("--cluster", "h100:1x8", "--hidden-size", 64), "give --global-batch-size"),
+    (("--cluster", "h100:1x8", *MODEL[:-2]), "give --global-batch-size"),
     (
         ("--cluster", "h100:1x8", *(w for w in MODEL if w not in ("--vocab-size", 32000))),
         "the size of the vocabulary is not known; give --vocab-size",
@@ -248,6 +248,11 @@ BAD = [
     (("--cluster", "h100:1x8", "--space", FEW, "--compare", "--bf16 '", *MODEL), "No closing quotation"),
     (("--cluster", "h100:1x8", "--json", "/", *MODEL), "--json / cannot be written: it is a folder"),
     (("--cluster", "h100:2x8", "--try", 1, *MODEL), "--try 1 runs layouts on this host, and 16 ranks take 2 nodes"),
+    (("--cluster", "h100:1x8", *MODEL, "--num-layers", 10**22), "--num-layers must be from 1 to 10000, got 1000"),
+    (
+        ("--cluster", "h100:1x8", "--global-batch-size", 64, "--load-hf", "/nowhere"),
+        "no Hugging Face model is read here",
+    ),
     (("--cluster", "h100:1x8", "--train-tokens", "-1", *MODEL), "--train-tokens: must be above 0"),
 ]
 
