@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron.command_line.flag_parser import build_parser
 from tests.e2e.helpers import launch
-from tests.fuzz import programs
+from tests.fuzz import planner_files, programs
 from tests.fuzz.campaign import Campaign, Failure, main
 from tests.fuzz.programs import BAD_FILES, DRIVER, PROGRAMS, bad_files, good_files
 
@@ -44,8 +44,19 @@ TEXTS = (
     ".",
 )
 WEIGHTS = {"pretrain_gpt.py": 24, "tools/quickstart.py": 1, "tools/merge_datasets.py": 2}
-WEIGHTS["tools/run_text_generation_server.py"] = 3  # others 4
+WEIGHTS |= {"tools/run_text_generation_server.py": 3, "tools/plan.py": 12}  # others 4
+KEPT = ("kept.json", "kept.html", "kept.csv", "kept.png")  # files that a case may write over, but not if it is refused
+_NO_NUMBER = re.compile(r"(?i)[^\n]{0,40}(?<![\w'-])-?(nan|inf|infinity)(?!\w)[^\n]{0,20}")
 STRAYS = ("--bogus", "--bogus=1", "stray", "--", "-x", "", "\udcff", "--help-me", "-1", "@file", "--train-iter", "---")
+# Words of flags that have a grammar of their own.
+WORDS = {
+    "--space": ("tp=0", "tp=", "tp", "=1", "tp=1,", "tp=1 tp=2", "tp=999999", "tp=3", "recompute=full:0", "offload=nan",
+                "recompute=full/99", "schedule=x", "cp_kind=p2p", "ep=2", "micro_batch=4", "tp=\u0663", "dp=1", "pp=2"),
+    "--compare": ("'", "--help", "--bogus", "-1", "--num-layers 0", "--micro-batch-size 0", "--load-hf {hf}", "--device",
+                  "--hidden-size 64", "--global-batch-size 8", "--expert-model-parallel-size 2", "--vocab-size 9", "\0"),
+    "--cluster": ("h100", "h100:1x2", "h100:0x8", "h100:1x" + "9" * 5000, "h100:999999999x9999999", "a100:1x0", "h1000:1x8",
+                  "h100:2x1", "gb200", "H100", "h100:", "h100:1x8x2", "mi300x:1x1", "{file}.toml"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,10 @@ def _draw_change(rng: random.Random, program: str, line: int) -> Change:
 def _draw_word(rng: random.Random, option: Option, value: str) -> str:
     if rng.random() < 0.1:
         return rng.choice((*TEXTS, *NUMBERS))
+    if option.flag in WORDS and rng.random() < 0.7:
+        return rng.choice(WORDS[option.flag])
+    if value.strip("{}") in planner_files.KINDS and rng.random() < 0.7:
+        return f"{{{value.strip('{}')}_{rng.randrange(planner_files.MOST)}}}"
     if option.choices:
         return rng.choice((*option.choices, *TEXTS[:4]))
     if option.kind == "whole":
@@ -121,12 +136,15 @@ def _draw_word(rng: random.Random, option: Option, value: str) -> str:
 
 @functools.cache
 def _options(program: str, line: int) -> tuple[Option, ...]:
-    if program in ("pretrain_gpt.py", "finetune.py", "tools/layout_parity.py") or PROGRAMS[program][line][:1] == (
-        "memory",
-    ):
-        parser = build_parser("")
-    elif program == "tools/plan.py":
-        parser = next(action for action in programs.parser_of(program)._actions if action.choices).choices["schedule"]
+    parsers = []
+    if program in ("pretrain_gpt.py", "finetune.py", "tools/layout_parity.py", "tools/profile_machine.py"):
+        parsers.append(build_parser(""))
+    if program == "tools/plan.py":
+        command = PROGRAMS[program][line][0]
+        commands = next(action for action in programs.parser_of(program)._actions if action.choices).choices
+        parsers += [commands[command], *([build_parser("")] if command in ("memory", "time", "search") else [])]
+    elif program == "tools/profile_machine.py":
+        parsers.insert(0, programs.parser_of(program))
     elif program.endswith(".sh"):
         names = [
             "model",
@@ -154,10 +172,10 @@ def _options(program: str, line: int) -> tuple[Option, ...]:
         return tuple(Option(f"--{name}", "whole" if name in counts else "path", (), 1) for name in [*names, *counts])
     elif program == "tools/quickstart.py":
         return ()
-    else:
-        parser = programs.parser_of(program)
+    elif not parsers:
+        parsers.append(programs.parser_of(program))
     found = []
-    for action in parser._actions:
+    for action in (action for parser in parsers for action in parser._actions):
         if action.option_strings and action.dest != "help":
             kind = "switch" if action.nargs == 0 else _kind(action.dest, str(action.metavar))
             count = 0 if action.nargs == 0 else action.nargs if isinstance(action.nargs, int) else 1
@@ -168,7 +186,7 @@ def _options(program: str, line: int) -> tuple[Option, ...]:
 def _kind(name: str, metavar: str) -> str:
     if metavar in ("N", "X"):
         return "whole" if metavar == "N" else "number"
-    if metavar in ("DIR", "FILE", "PATH", "PREFIX", "PNG"):
+    if metavar in ("DIR", "FILE", "PATH", "PREFIX", "PNG", "NAME|FILE"):
         return "path"
     return "path" if re.search("path|dir$|file$|save|load|_model$|curve|timeline|checkpoint$", name) else "text"
 
@@ -195,7 +213,11 @@ def check(case: Case, folder: Path) -> str:
     """Run it; "works" or "refused". Raises Failure."""
     named = {**good_files(), **bad_files(folder), "out": str(folder / "out")}
     (folder / "out").mkdir()
-    words = [re.sub(r"\{(\w+)\}", lambda match: named.get(match[1], match[0]), word) for word in command_line(case)]
+    for name in KEPT:
+        (folder / "out" / name).write_text("an earlier result")
+    line = command_line(case)
+    named |= planner_files.write_named(folder, line)
+    words = [re.sub(r"\{(\w+)\}", lambda match: named.get(match[1], match[0]), word) for word in line]
     before = _listing(folder)
     job = launch.start([folder / "out", case.program, *words], folder / "log", driver=DRIVER)
     word = _wait(job)
@@ -209,6 +231,8 @@ def check(case: Case, folder: Path) -> str:
     if word:
         return word
     # What align.py and layout_parity.py are there to say, and how a run ends that a learning rate of 1e40 has spoilt.
+    if code == 0 and case.program == "tools/plan.py" and not _NO_NUMBER.search(" ".join(words)):
+        _check_figures(folder, text)
     if code == 0 or (code == 1 and ("differ by more than" in text or "is not finite. It was not saved" in text)):
         return "works"
     if code != 2:
@@ -222,6 +246,13 @@ def check(case: Case, folder: Path) -> str:
     if new:
         raise Failure(f"refused, but written: {new[:5]}; {lines[-1][:200]}")
     return "refused"
+
+
+def _check_figures(folder: Path, text: str) -> None:
+    """A plan has no figure that is no number."""
+    made = [path.read_text() for path in (folder / "out").glob("kept.*") if path.suffix in (".json", ".csv")]
+    if found := _NO_NUMBER.search("\n".join([text, *made])):
+        raise Failure(f"a figure is no number: {found[0]}")
 
 
 def _wait(job: launch.Job) -> str:

@@ -30,14 +30,18 @@ import tools.merge_datasets
 import tools.plan
 import tools.preprocess_data
 import tools.preprocess_sft
+import tools.profile_machine
 import tools.quickstart
 import tools.run_text_generation_server  # noqa: F401, all of them: what is imported here need not be in each process
 from megatron.command_line.flag_parser import FlagParser
 from megatron.tooling import layout_parity, layouts
+from megatron.tooling.plan import try_runs
 from tests.e2e.helpers import launch
 from tests.e2e.helpers.runs import MOCK, flags, write_dataset
+from tests.fuzz import planner_files
 from tests.unit.datasets.chat import CHATML, messages, tokenizer_folder
 from tests.unit.inference.hf_folder import convert, write_folder
+from tests.unit.planner.profiles import RUN as PROFILED
 
 ROOT = Path(__file__).parents[2]
 DRIVER = "tests.fuzz.programs:act"
@@ -51,6 +55,11 @@ _HF = ("--load-hf", "{hf}", "--device", "cpu")
 _OURS = ("--load", "{checkpoint}", "--device", "cpu")
 _TOKENIZER = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "{tokenizer}")
 _FROM_HF = ("--mock-data", "--load-hf", "{hf}", *flags(_TRAIN)[flags().index("--seq-length") :])
+_FEW = (
+    "tp=1,2 pp=1 cp=1 virtual_stages=1 schedule=1f1b uneven_ends=off micro_batch=1 instances=1 offload=0 "
+    "optimizer_offload=0 sharding=optim tp_overlap=on recompute=none,full"
+)
+_SEARCH = ("--space", _FEW, "--top", "3", "--json", "{out}/kept.json", *PROFILED)
 
 # Program -> command lines that end with 0. The model is tiny and the runs are of one process.
 PROGRAMS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -76,6 +85,15 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "tools/plan.py": (
         ("schedule", "--pipeline-model-parallel-size", "2", "--num-microbatches", "4", "--png", "{out}/a.png"),
         ("memory", "--world-size", "2", *flags(MOCK, {"--tensor-model-parallel-size": 2})),
+        ("time", "--cluster", "{cluster}", "--world-size", "2", *PROFILED),
+        ("time", "--profile", "{profile}", "--world-size", "2", *PROFILED),
+        ("search", "--cluster", "{cluster}", "--explain", "1", "--front", "{out}/kept.html", "--train-tokens", "1e9",
+         "--compare", "--tensor-model-parallel-size 2 --micro-batch-size 1", *_SEARCH),
+        ("search", "--profile", "{profile}", "--world-size", "2", "--try", "1", *_SEARCH),
+        ("predict", "--rows", "{rows}", "--out", "{out}/kept.csv", "--anchor", "factor"),
+    ),
+    "tools/profile_machine.py": (
+        ("--out", "{out}/kept.json", "--seconds", "0.01", "--micro-batch-sizes", "1", *flags(MOCK, _TRAIN)),
     ),
     "tools/layout_parity.py": (("--steps", "1", "--", *flags(MOCK)),),
     "tools/preprocess_data.py": (
@@ -119,6 +137,7 @@ def good_files() -> dict[str, str]:
         "jsonl": json.dumps({"text": "The quick brown fox."}) + "\n" + json.dumps({"text": "jumps"}) + "\n",
         "conversations": json.dumps({"messages": messages("the quick", "brown fox")}) + "\n",
     }
+    texts |= {name: planner_files.good(name) for name in planner_files.KINDS}
     for name, text in texts.items():
         (root / name).write_text(text)
     _make(root, "tools/preprocess_sft.py", "--input", root / "conversations", "--output-prefix", chat, "--workers", 1,
@@ -260,6 +279,8 @@ def _shorten(program: str) -> None:
     if program == "tools/layout_parity.py":
         layouts.GRID, layouts.EXPERT_GRID = layouts.GRID[:1], layouts.EXPERT_GRID[:1]
         layout_parity.run_layout = _in_this_process
+    elif program == "tools/plan.py":
+        try_runs.try_layout = lambda flags, world_size: 0.5
     elif program == "tools/run_text_generation_server.py":
         uvicorn.Server.run = lambda self, sockets=None: None
     elif program == "tools/quickstart.py":
