@@ -45,7 +45,6 @@ PREFIX = "mpc"  # of every name that this file creates: mpc<pid of the owner>...
 MTU = 9000
 BURST_SECONDS = 0.004  # a bucket may save up this much of the rate, so that a late timer costs nothing
 SUPER_PACKET = 160 * 1024  # bytes
-LEAST_BURST = 2 * SUPER_PACKET  # the kernel splits super-packets with a smaller burst
 QUEUE_SECONDS = 0.1  # capacity of a bucket's queue before it drops packets
 WINDOW_SECONDS = 0.03  # limit of the data in flight per connection at the link's rate
 CONGESTION = "reno"
@@ -71,8 +70,10 @@ class Cluster:
     killed run are removed when the next cluster starts.
     """
 
-    def __init__(self, hosts: int, rate: float) -> None:
-        self.hosts, self.rate = hosts, rate
+    def __init__(self, hosts: int, rate: float, super_packet: int = SUPER_PACKET) -> None:
+        """super_packet: bytes of the largest one. A pause lets a link send two of them faster than at its rate, so where
+        short messages count they have to be small; large ones take less of the processors' time."""
+        self.hosts, self.rate, self.super_packet = hosts, rate, super_packet
         self._name = f"{PREFIX}{os.getpid()}"
         self._relays: dict[int, subprocess.Popen[bytes]] = {}
         self._old_handler: object = None
@@ -106,7 +107,7 @@ class Cluster:
     def set_rate(self, rate: float, hosts: Sequence[int] | None = None) -> None:
         """Sets the rate of both directions, in Mbit/s, of some links or all, immediately and while they are in use."""
         for host in range(self.hosts) if hosts is None else hosts:
-            shape = bucket(rate)
+            shape = bucket(rate, self.super_packet)
             run("tc", "-n", self._namespace(host), "qdisc", "replace", "dev", "eth0", "root", *shape)
             run("tc", "qdisc", "replace", "dev", self._port(host), "root", *shape)
             self._limit_windows(host, rate)
@@ -159,9 +160,9 @@ class Cluster:
             run("ip", "link", "add", port, "mtu", str(MTU), *pair)
             run("ip", "link", "set", port, "master", self._name, "up")
             run("ip", "-n", space, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
-            largest = [sys.executable, str(SUPER_PACKETS), "eth0", str(SUPER_PACKET)]
+            largest = [sys.executable, str(SUPER_PACKETS), "eth0", str(self.super_packet)]
             run("ip", "netns", "exec", space, *largest)
-            set_largest(port, SUPER_PACKET)
+            set_largest(port, self.super_packet)
             for device in ("lo", "eth0"):
                 run("ip", "-n", space, "link", "set", device, "up")
         self.set_rate(self.rate)
@@ -208,11 +209,12 @@ class Cluster:
         return f"{self._name}p{host}"
 
 
-def bucket(rate: float) -> list[str]:
-    """Returns the arguments of tc for a link of `rate` Mbit/s."""
+def bucket(rate: float, super_packet: int = SUPER_PACKET) -> list[str]:
+    """Returns the arguments of tc for a link of `rate` Mbit/s. The kernel splits super-packets with a smaller burst."""
     bytes_a_second = rate * 1e6 / 8
-    burst = max(LEAST_BURST, int(bytes_a_second * BURST_SECONDS))
-    limit = max(4 * LEAST_BURST, int(bytes_a_second * QUEUE_SECONDS))
+    least = 2 * super_packet
+    burst = max(least, int(bytes_a_second * BURST_SECONDS))
+    limit = max(8 * SUPER_PACKET, int(bytes_a_second * QUEUE_SECONDS))
     return ["tbf", "rate", f"{rate:g}mbit", "burst", str(burst), "limit", str(limit)]
 
 

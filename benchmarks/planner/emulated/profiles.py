@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.cluster.quota import Quotas
 from benchmarks.planner.emulated.grid import RANKS, RATES, SHARE, Model
 from benchmarks.planner.emulated.ranks import Ranks
-from megatron.planner.time.profile_file import MachineProfile, read_profile
+from megatron.planner.time.profile_file import EndRow, LayerRow, MachineProfile, read_profile
 
-LAYER_SECONDS, MESSAGE_SECONDS = 150.0, 75.0  # of measuring
+SECONDS = 165.0  # of measuring, for each profile
 LONGEST_SECONDS = 400.0
-_SIZES = "--micro-batch-size 2 --train-iters 1 --micro-batch-sizes 2 4"
-# Computation does not depend on the links: one profile of a model has all layers, the others those that cost least.
-_ALL_LAYERS = "--tensor-parallel-sizes 1 2 --context-parallel-sizes 1 2"
-_FEW_LAYERS = "--tensor-parallel-sizes 1 --context-parallel-sizes 1"
+Row = TypeVar("Row", LayerRow, EndRow)
+_SIZES = "--micro-batch-size 2 --train-iters 1 --micro-batch-sizes 2 4 --tensor-parallel-sizes 1 2 --context-parallel-sizes 1 2"
 
 
 def take_profiles(models: Sequence[Model], folder: Path) -> None:
@@ -31,10 +31,7 @@ def take_profiles(models: Sequence[Model], folder: Path) -> None:
                     started = time.monotonic()
                     ranks.cluster.set_rate(rate)
                     path = _file(folder, model, rate)
-                    seconds, layers = MESSAGE_SECONDS, _FEW_LAYERS
-                    if rate == RATES[-1]:
-                        seconds, layers = LAYER_SECONDS, _ALL_LAYERS
-                    words = f"--seconds {seconds:g} {_SIZES} {layers}".split()
+                    words = f"--seconds {SECONDS:g} {_SIZES}".split()
                     flags = ["--out", str(path.resolve()), *words, *model.flags]
                     ranks.run("tools/profile_machine.py", flags, LONGEST_SECONDS, lambda line: None)
                     spent = time.monotonic() - started
@@ -42,9 +39,40 @@ def take_profiles(models: Sequence[Model], folder: Path) -> None:
 
 
 def profile_of(folder: Path, model: Model, rate: float) -> MachineProfile:
-    """Returns the profile of a model with links of this rate. Raises ConfigError."""
-    whole = read_profile(str(_file(folder, model, RATES[-1])))
-    return dataclasses.replace(whole, messages=read_profile(str(_file(folder, model, rate))).messages)
+    """Returns the profile of a model with links of this rate. Raises ConfigError.
+
+    Computation does not depend on the links, so its times are the medians of all profiles of the model: each of them is
+    taken in three minutes on processors whose own speed varies.
+    """
+    profiles = [read_profile(str(_file(folder, model, each))) for each in RATES]
+    own = profiles[RATES.index(rate)]
+    return dataclasses.replace(
+        own,
+        layers=medians([profile.layers for profile in profiles]),
+        ends=medians([profile.ends for profile in profiles]),
+    )
+
+
+def medians(tables: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
+    """Returns the rows of the first table, each with the medians of the times of those that describe the same."""
+    return tuple(_median([other for table in tables for other in table if _same(other, row)]) for row in tables[0])
+
+
+def _median(rows: Sequence[Row]) -> Row:
+    changed: dict[str, object] = {}
+    for field in dataclasses.fields(rows[0]):
+        values = [getattr(row, field.name) for row in rows]
+        if isinstance(values[0], float):
+            changed[field.name] = statistics.median(values)
+        elif isinstance(values[0], dict):
+            changed[field.name] = {name: statistics.median(each[name] for each in values) for name in values[0]}
+    return dataclasses.replace(rows[0], **changed)
+
+
+def _same(one: LayerRow | EndRow, other: LayerRow | EndRow) -> bool:
+    """Whether they describe the same, apart from times."""
+    fields = [field.name for field in dataclasses.fields(one) if isinstance(getattr(one, field.name), (int, str))]
+    return all(getattr(one, name) == getattr(other, name) for name in fields)
 
 
 def _file(folder: Path, model: Model, rate: float) -> Path:

@@ -19,6 +19,7 @@ from benchmarks.cluster.quota import Quotas
 HOST = "benchmarks.planner.emulated.host"
 FIRST_PORT = 29600  # each run has its own
 POLL_SECONDS = 0.005
+SUPER_PACKET = 24 * 1024
 
 
 class RunError(Exception):
@@ -30,7 +31,7 @@ class Ranks:
 
     def __init__(self, hosts: int, rate: float, quotas: Quotas, folder: Path) -> None:
         """rate: of the links, in Mbit/s. folder: for logs."""
-        self.cluster, self._quotas, self._folder = Cluster(hosts, rate), quotas, folder
+        self.cluster, self._quotas, self._folder = Cluster(hosts, rate, SUPER_PACKET), quotas, folder
         self._stack = contextlib.ExitStack()
         self._runs = 0
 

@@ -7,7 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from megatron.base.errors import ConfigError
+from megatron.planner.time.constants import Number
 from megatron.planner.time.hardware import Place
 from megatron.planner.time.operations import ATTENTION_GRADIENT, FusedAttention, Gemm
 from megatron.planner.time.profile_file import SEND, AttentionRow, MessageRow, ProductRow
@@ -75,9 +78,21 @@ class MessageTable:
         """Returns the time of the smallest message."""
         return 0.0 if place.size == 1 else self.seconds(op, place, self._similar(op, place)[0][0].nbytes)
 
-    def interference(self, op: str, place: Place) -> float:
-        """Returns what a computation loses to a message that it hides, in units of the message's time."""
-        return 0.0 if place.size == 1 else self._similar(op, place)[0][0].interference
+    def slowing(self, op: str, place: Place, hidden: Number) -> Number:
+        """Returns what a computation loses to messages of which it hides so many seconds.
+
+        The work that a message gives to the processor grows with its bytes and not with the time that it waits for the
+        link, so what was measured for short and for long messages is interpolated.
+        """
+        if place.size == 1:
+            return 0.0
+        seconds, lost = [0.0], [0.0]
+        for row in self._similar(op, place)[0]:
+            if row.seconds > seconds[-1]:
+                seconds.append(row.seconds)
+                lost.append(max(lost[-1], row.interference * row.seconds))
+        slope = (lost[-1] - lost[-2]) / (seconds[-1] - seconds[-2])
+        return np.interp(hidden, seconds, lost) + slope * np.maximum(0.0, hidden - seconds[-1])
 
     def _similar(self, op: str, place: Place) -> tuple[list[MessageRow], float]:
         """The rows of the operation and the placement, or else of the nearest one, with the factor on their times: each

@@ -188,15 +188,15 @@ class ProfiledClock(Clock):
 
     def sending(self, place: Place, nbytes: float) -> Number:
         """Returns what the computation of a stage loses to a message that it sends to a neighbour."""
-        return self._messages.interference(SEND, _pair(place)) * self.hop(place, nbytes)
+        return self._messages.slowing(SEND, _pair(place), self.hop(place, nbytes))
 
     def slowing(self, hidden: Number, place: Place, op: str) -> Number:
         """Returns what computation loses to `hidden` seconds of such messages, which it overlaps."""
-        return self._messages.interference(_measured_name(op), place) * hidden
+        return self._messages.slowing(_measured_name(op), place, hidden)
 
     def bucket_slowing(self, hidden: Number, place: Place, op: str) -> Number:
         """Returns what computation loses to `hidden` seconds of such collectives of buckets."""
-        return self._messages.interference(_OF_BUCKETS[op], place) * hidden
+        return self._messages.slowing(_OF_BUCKETS[op], place, hidden)
 
     def sum_slowing(self, hidden: Number, place: Place, op: str) -> Number:
         """Returns what the last backward loses to sums of gradients that it hides."""

@@ -66,13 +66,13 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes, heads: Heads) -> KernelMemo
         return KernelMemory(kept, FP32 * matrix, 2 * FP32 * matrix, True, False, False, strided=False)
     if capped:
         return _rows_memory(heads, sizes, matrix, lse, dropout=dropout)
-    width = FP32 if sizes.target.wide else sizes.e
-    wide = width // sizes.e
+    wide = FP32 // sizes.e if sizes.target.wide or (dropout and sizes.target.cpu) else 1
     if dropout and sizes.target.cpu:
+        width = FP32  # torch takes copies of halves, too
         repeated = heads.queries * wide if heads.keys < heads.queries else 0
         kept = 3 * matrix * width + 2 * heads.queries * wide + (repeated or (wide > 1) * heads.keys * wide)
         whole = not repeated and wide == 1
-        return KernelMemory(kept, matrix * width, 2 * matrix * width, False, False, whole, strided=False)
+        return KernelMemory(kept, matrix * width, matrix * width, False, False, whole, strided=False)
     if wide > 1:  # fp32 copies of queries, keys, values and output; the output of documents is put together
         copies = wide * 2 * (heads.queries + heads.keys)
         return KernelMemory(lse + copies, wide * heads.queries, 0, False, False, False)

@@ -59,6 +59,8 @@ def asked_of(flags: Sequence[str], machine: PlannedMachine, world_size: int | No
     check_shape(run)
     ranks = world_of(machine.cluster, machine.world_size if world_size is None else world_size)
     added = _missing(run, tokens)
+    if run.data.seq_length is None:
+        raise ConfigError("layouts are compared at one sequence length, which is missing; give --seq-length")
     if run.train.global_batch_size is None and run.train.step_batch_size_schedule is None:
         raise ConfigError("layouts are compared at one batch, which is missing; give --global-batch-size")
     run = with_vocabulary(parse([*flags, *added], description=description))

@@ -6,12 +6,12 @@ figure is that of the slowest rank.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from megatron.base.mesh import DENSE, Mesh
@@ -205,22 +205,26 @@ class _Then:
 def _series(
     sender: _Sender, world: Group, device: torch.device, sizes: Sequence[int], budget: Budget, share: float
 ) -> list[MessageRow]:
-    """The sizes that say most come first: a small one and two of which one is large, then those between and around."""
-    first = [_SMALLEST, _SMALLEST * _RATIO**2, _SMALLEST * _RATIO**3]
+    """The sizes that say most come first: a small one and then large ones, whose difference is the rate; those between and
+    around follow."""
+    first = [_SMALLEST, *(_SMALLEST * _RATIO**power for power in (2, 3))]
     series = [_SMALLEST * _RATIO**power for power in (1, *range(4, 20))]
     others = [nbytes for nbytes in sorted({*series, *sizes}) if nbytes <= _LARGEST[device.type] and nbytes not in first]
     found: list[tuple[int, Sample]] = []
     for nbytes in (*first, *others):
         name = f"{sender.op} of {nbytes} bytes on {sender.place.size} ranks, {sender.place.together} on a node"
-        rate = max((size / sample.median for size, sample in found), default=math.inf)
-        if len(found) > 1 and nbytes / rate > budget.of_one() / 2:
+        if len(found) > 1 and _expected(found, nbytes) > budget.of_one():
             continue  # those before took long enough for their rate
         if _agreed(world, nbytes in first or budget.allows(name, share)):
             found.append((nbytes, _alone(sender.start(nbytes), world, device, budget.of_one() / 4)))
     found.sort(key=lambda each: each[0])
-    short = [number for number, (_, sample) in enumerate(found) if sample.median < budget.of_one() / 10]
-    number = short[-1] if short else 0
-    interference = _interference(sender.start(found[number][0]), found[number][1].median, world, device)
+    hidden = [number for number, (_, sample) in enumerate(found) if sample.median < budget.of_one() / 4]
+    lost = {
+        number: _lost(sender.start(found[number][0]), found[number][1].median, world, device)
+        for number in sorted({0, *hidden[-1:]})
+    }
+    seconds = [found[number][1].median for number in lost]
+    order = np.argsort(seconds)
     return [
         MessageRow(
             op=sender.op,
@@ -228,11 +232,18 @@ def _series(
             together=sender.place.together,
             nbytes=nbytes,
             seconds=sample.median,
-            interference=interference,
+            interference=float(np.interp(sample.median, np.array(seconds)[order], np.array(list(lost.values()))[order]))
+            / sample.median,
             spread=sample.spread,
         )
         for nbytes, sample in found
     ]
+
+
+def _expected(found: Sequence[tuple[int, Sample]], nbytes: int) -> float:
+    """Seconds of a message, by the two largest that were measured."""
+    (x0, before), (x1, last) = sorted(found, key=lambda each: each[0])[-2:]
+    return last.median + max(0.0, last.median - before.median) / (x1 - x0) * (nbytes - x1)
 
 
 def _agreed(world: Group, mine: bool) -> bool:
@@ -256,20 +267,19 @@ def _alone(start: Callable[[], Started], world: Group, device: torch.device, sec
 
 
 def _slowest(once: Callable[[], float], world: Group, seconds: float) -> Sample:
-    values = []
-    for _ in range(WARM_UPS):
+    """Messages that take longer than all of this have no warm-up."""
+    values = [once()]
+    longest = max(gather_objects(values[0], world))
+    skipped = 0 if longest > seconds else WARM_UPS
+    for _ in range(skipped + min(_MOST, max(_LEAST, int(seconds / max(longest, 1e-9)))) - 1):
         barrier(world)
         values.append(once())
-    longest = max(max(each) for each in gather_objects(values[1:], world))
-    for _ in range(min(_MOST, max(_LEAST, int(seconds / max(longest, 1e-9))))):
-        barrier(world)
-        values.append(once())
-    ranks = gather_objects(values[WARM_UPS:], world)
+    ranks = gather_objects(values[skipped:], world)
     return Sample.of([max(each) for each in zip(*ranks, strict=True)])
 
 
-def _interference(start: Callable[[], Started], seconds: float, world: Group, device: torch.device) -> float:
-    """The part of the message's time by which a computation, twice as long, ends later when the message travels."""
+def _lost(start: Callable[[], Started], seconds: float, world: Group, device: torch.device) -> float:
+    """The seconds by which a computation, twice as long as the message, ends later when the message travels."""
     side = _SIDE[device.type]
     x = torch.rand((side, side), device=device)
     out = torch.empty_like(x)
@@ -301,4 +311,4 @@ def _interference(start: Callable[[], Started], seconds: float, world: Group, de
             each.append(laps(device, [work])[0].device / calls)
         lost.append(each[1] - each[0])
     ranks = gather_objects(lost[1:], world)
-    return max(0.0, statistics.median(max(each) for each in zip(*ranks, strict=True)) / seconds)
+    return max(0.0, statistics.median(max(each) for each in zip(*ranks, strict=True)))
