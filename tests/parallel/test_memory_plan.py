@@ -4,10 +4,14 @@ import pytest
 
 from megatron.spec.expert_rows import WORST
 from megatron.spec.moe import EXPERT_BIAS
-from megatron.tooling.memory_check import EXPERTS, LLAMA, PARTS, PP2, RATIO, TP2, measure
+from megatron.tooling.memory_check import EXPERTS, GEMM_LAST, LLAMA, PARTS, PP2, RATIO, TP2, measure
 from tests import pool
 
 SMALL = "--hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 4 --seq-length 128"
+# Attention needs most of the memory. gloo may free what it exchanged a moment late, which is less than 2 % of several layers.
+LONG = "--num-layers 4 --seq-length 1024 --ffn-hidden-size 128 --vocab-size 64 --make-vocab-size-divisible-by 8"
+GROUPED = "--group-query-attention --num-query-groups 2"
+CORE_ATTN = "--recompute-granularity selective --recompute-modules core_attn"
 # Messages and reductions that are under way are a few tensors more or less: the 3 % hold for all of it.
 RUNS = {
     "tp, sequence parallel, bf16": (2, f"{TP2} --sequence-parallel --bf16 --num-layers 2"),
@@ -16,6 +20,12 @@ RUNS = {
         2,
         "--bf16 --num-layers 2 --seq-length 512 --attention-dropout 0.1 --context-parallel-size 2 --cp-comm-type all_gather",
     ),
+    "p2p, norms again": (2, f"{LONG} {GEMM_LAST} --context-parallel-size 2"),
+    "p2p of 4, grouped": (4, f"{LONG} {GROUPED} --context-parallel-size 4"),
+    "all_gather, grouped": (2, f"{LONG} {GROUPED} --context-parallel-size 2 --cp-comm-type all_gather"),
+    "a2a, norms again": (2, f"{LONG} {GEMM_LAST} --context-parallel-size 2 --cp-comm-type a2a"),
+    "a2a of 4, fewer groups": (4, f"{LONG} {GROUPED} --context-parallel-size 4 --cp-comm-type a2a"),
+    "p2p, attention again": (2, f"{LONG} {CORE_ATTN} --context-parallel-size 2"),
     "1f1b, norms again": (2, f"{PP2} --global-batch-size 8 --kaimm-recompute-norm"),
     "1f1b, parts that move": (2, f"{PP2} --global-batch-size 8 {PARTS} mlp_fc1 mlp_act mlp_fc2"),
     "gpipe, half of all moves": (

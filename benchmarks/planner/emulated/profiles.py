@@ -8,14 +8,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.cluster.quota import Quotas
 from benchmarks.planner.emulated.grid import RANKS, RATES, SHARE, Model
 from benchmarks.planner.emulated.ranks import Ranks
 from megatron.planner.time.profile_file import EndRow, LayerRow, MachineProfile, read_profile
 
-SECONDS = 165.0  # of measuring, for each profile
+SECONDS = 115.0  # of measuring, for each profile
 LONGEST_SECONDS = 400.0
 Row = TypeVar("Row", LayerRow, EndRow)
 _SIZES = "--micro-batch-size 2 --train-iters 1 --micro-batch-sizes 2 4 --tensor-parallel-sizes 1 2 --context-parallel-sizes 1 2"
@@ -59,7 +59,7 @@ def medians(tables: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
 
 
 def _median(rows: Sequence[Row]) -> Row:
-    changed: dict[str, object] = {}
+    changed: dict[str, Any] = {}
     for field in dataclasses.fields(rows[0]):
         values = [getattr(row, field.name) for row in rows]
         if isinstance(values[0], float):

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from megatron.base.errors import ConfigError
 from megatron.command_line.exits import check_output
@@ -44,6 +43,9 @@ class TensorBoardWriter:
     """Writes event files to `directory`."""
 
     def __init__(self, directory: str) -> None:
+        # Here, because it takes a third of a second, and most ranks have no writer.
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
         _make_folder(directory, "--tensorboard-dir")
         self._writer = SummaryWriter(directory, max_queue=1000)
 

@@ -1,14 +1,17 @@
 """The grid of the emulated cluster, what is read from the logs of its runs, and what is compared."""
 
 import csv
+import dataclasses
 
 import pytest
 
 from benchmarks.planner.emulated.grid import MODELS, RANKS, STEPS, cases
 from benchmarks.planner.emulated.measure import KINDS, steps_of
 from benchmarks.planner.emulated.predict import shares_of
+from benchmarks.planner.emulated.profiles import medians
 from benchmarks.planner.emulated.report import compare, report
 from benchmarks.planner.emulated.wire import sent_by_hosts
+from megatron.planner.time.profile_file import HEAD, EndRow
 from megatron.planner.time.stage_time import DP, GEMM, TP, Parts
 from megatron.planner.time.step_time import BUBBLE, OPTIMIZER, StepTime
 from megatron.tooling.plan.run import settings_of
@@ -42,6 +45,24 @@ def test_steps_and_their_parts_are_read_from_the_log():
 def case_of(name):
     (case,) = [case for case in cases() if case.name == name]
     return case
+
+
+def test_times_of_several_profiles_are_their_medians():
+    row = EndRow(
+        end=HEAD,
+        tp=1,
+        sequence_parallel=False,
+        cp=1,
+        micro_batch=2,
+        seq_length=8,
+        forward_seconds=1.0,
+        input_grad_seconds=2.0,
+        weight_grad_seconds=3.0,
+        spread=0.0,
+    )
+    wider = dataclasses.replace(row, tp=2, forward_seconds=9.0)
+    slower, faster = (dataclasses.replace(row, forward_seconds=seconds) for seconds in (5.0, 0.5))
+    assert medians([[slower, wider], [row], [faster]]) == (row, wider)
 
 
 class TestBytesOnTheWire:

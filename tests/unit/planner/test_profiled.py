@@ -10,7 +10,8 @@ from megatron.config.recompute import BLOCK, FULL, SELECTIVE, RecomputeConfig
 from megatron.config.settings import resolve
 from megatron.planner.time.hardware import Place
 from megatron.planner.time.operations import Gemm
-from megatron.planner.time.profile_file import SEND
+from megatron.planner.time.profile_file import SEND, MessageRow
+from megatron.planner.time.profile_tables import MessageTable
 from megatron.planner.time.profiled import ProfiledClock, cluster_of
 from megatron.planner.time.software import Software
 from megatron.planner.time.step_time import StepModel, clocked_seconds
@@ -154,6 +155,16 @@ def test_interference_is_that_of_the_message():
     _, clock = timed(run_of(), profile=profile_of(messages=tuple(rows)))
     assert clock.slowing(2.0, Place(2, 1), SHIFT) == 1.5
     assert clock.slowing(2.0, Place(2, 2), SHIFT) == 2 * INTERFERENCE
+
+
+def test_a_long_message_costs_computation_its_bytes_and_not_its_waiting():
+    short, long = (
+        MessageRow(op=SHIFT, ranks=2, together=1, nbytes=n, seconds=t, interference=part, spread=0.0)
+        for n, t, part in ((1000, 0.01, 1.0), (100_000, 0.11, 0.2))
+    )
+    table = MessageTable([short, long], "machine.json")
+    lost = [table.slowing(SHIFT, Place(2, 1), seconds) for seconds in (0.0, 0.005, 0.01, 0.06, 0.11, 0.21)]
+    assert lost == pytest.approx([0.0, 0.005, 0.01, 0.016, 0.022, 0.034])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
