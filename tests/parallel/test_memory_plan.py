@@ -8,7 +8,7 @@ from megatron.tooling.memory_check import EXPERTS, GEMM_LAST, LLAMA, PARTS, PP2,
 from tests import pool
 
 SMALL = "--hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 4 --seq-length 128"
-# Attention needs most of the memory. gloo may free what it exchanged a moment late, which is less than 2 % of several layers.
+# Attention needs most of the memory. gloo may free a message a moment late, which is less than 2 % of several layers.
 LONG = "--num-layers 4 --seq-length 1024 --ffn-hidden-size 128 --vocab-size 64 --make-vocab-size-divisible-by 8"
 GROUPED = "--group-query-attention --num-query-groups 2"
 CORE_ATTN = "--recompute-granularity selective --recompute-modules core_attn"

@@ -18,7 +18,7 @@ from megatron.planner.time.profile_file import EndRow, LayerRow, MachineProfile,
 SECONDS = 115.0  # of measuring, for each profile
 LONGEST_SECONDS = 400.0
 Row = TypeVar("Row", LayerRow, EndRow)
-_SIZES = "--micro-batch-size 2 --train-iters 1 --micro-batch-sizes 2 4 --tensor-parallel-sizes 1 2 --context-parallel-sizes 1 2"
+_SIZES = "--micro-batch-sizes 2 4 --tensor-parallel-sizes 1 2 --context-parallel-sizes 1 2"
 
 
 def take_profiles(models: Sequence[Model], folder: Path) -> None:
@@ -31,7 +31,7 @@ def take_profiles(models: Sequence[Model], folder: Path) -> None:
                     started = time.monotonic()
                     ranks.cluster.set_rate(rate)
                     path = _file(folder, model, rate)
-                    words = f"--seconds {SECONDS:g} {_SIZES}".split()
+                    words = f"--seconds {SECONDS:g} --micro-batch-size 2 --train-iters 1 {_SIZES}".split()
                     flags = ["--out", str(path.resolve()), *words, *model.flags]
                     ranks.run("tools/profile_machine.py", flags, LONGEST_SECONDS, lambda line: None)
                     spent = time.monotonic() - started

@@ -228,6 +228,7 @@ BAD = [
     (("--cluster", "h100:1x8", "--world-size", 16, *MODEL), "a world of 16 ranks does not fit 1 nodes of 8 h100"),
     (("--cluster", "/nowhere.toml", *MODEL), "/nowhere.toml: No such file"),
     (("--cluster", "h100:1x8", *MODEL[:-2]), "give --global-batch-size"),
+    (("--cluster", "h100:1x8", *MODEL[:-4], *MODEL[-2:]), "which is missing; give --seq-length"),
     (
         ("--cluster", "h100:1x8", *(w for w in MODEL if w not in ("--vocab-size", 32000))),
         "the size of the vocabulary is not known; give --vocab-size",
