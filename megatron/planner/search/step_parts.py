@@ -117,7 +117,8 @@ class ReplicaSeconds:
         stages = [_phases(seconds[:, kind]) for kind in self.kinds]
         slowing = self.reductions.slowing + self.replicas.sum_slowing(clock, self.reductions, stages)
         update = self.replicas.update(clock, self.optimizer, stages)
-        return np.asarray(self.reductions.exposed + slowing + update + clock.step())
+        late = self.replicas.late_gathers(clock, stages)
+        return np.asarray(self.reductions.exposed + late + slowing + update + clock.step())
 
 
 class StepParts:
@@ -238,7 +239,8 @@ class StepParts:
         everywhere = [held[kind] for kind in pipeline.kind_of.tolist()]
         rank_of = pipeline.settings.placement.rank_of
         width = self._once((), layout, lambda: self._work(layout).sizes.e, "width")
-        buckets = Replicas(settings, self._software, places, everywhere, rank_of).buckets
+        whole = Replicas(settings, self._software, places, everywhere, rank_of)
+        buckets, settings = whole.buckets, dataclasses.replace(settings, bucket_size=whole.bucket_size)
         kinds = tuple(kind for kinds in pipeline.ranks for kind in kinds)
         ranks = [rank for rank, kinds in enumerate(pipeline.ranks) for _ in kinds]
         replicas = Replicas(settings, self._software, places, [held[kind] for kind in kinds], ranks, width, shared)

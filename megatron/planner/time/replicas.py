@@ -17,7 +17,7 @@ from megatron.planner.time.clock import Clock, Places
 from megatron.planner.time.constants import Number
 from megatron.planner.time.optimizer_update import OptimizerUpdate, RankPasses
 from megatron.planner.time.software import Software
-from megatron.planner.time.stage_time import DP, INTERFERENCE, MEMORY, Parts, Phases
+from megatron.planner.time.stage_time import DP, INTERFERENCE, MEMORY, OFFLOAD, Parts, Phases
 from megatron.schedule.partition import Stage
 from megatron.spec.buckets import default_bucket_size
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -189,6 +189,30 @@ class Replicas:
             for seconds, phases in zip(reductions.overlapped, stages, strict=True)
         ]
         return self._slowest_rank([clock.sum_slowing(seconds, place, op) for seconds in hidden])
+
+    def late_gathers(self, clock: Clock, stages: Sequence[Phases]) -> Number:
+        """Returns the seconds for which the step's first forward waits for parameters whose gather it overlaps.
+
+        The gathers of a rank begin with the step, one bucket after the other, and each part of its first forwards needs one
+        more: the first bucket hides nothing. stages: a microbatch in each. Waits for copies of activations do not count as
+        cover, so that the bounds of a search, which leave them out, stay below.
+        """
+        found: Number = 0.0
+        if not (self._gathers_once and self.settings.overlap_gather):
+            return found
+        ranks = range(max(self.rank_of) + 1)
+        gathers: list[Number] = [0.0 for _ in ranks]
+        forward: list[Number] = [0.0 for _ in ranks]
+        parameters = [0 for _ in ranks]
+        for rank, held, phases in zip(self.rank_of, self.held, stages, strict=True):
+            gathers[rank] = gathers[rank] + self._gather(clock, held)
+            forward[rank] = forward[rank] + phases.forward.total - phases.forward.of((OFFLOAD,))
+            parameters[rank] += held.all
+        for rank in ranks:
+            first = 1 / max(1, math.ceil(parameters[rank] / self.bucket_size))  # part of the first bucket
+            late = np.maximum(first * gathers[rank], gathers[rank] - (1 - first) * forward[rank])
+            found = np.maximum(found, late)
+        return found
 
     @property
     def _gathers_once(self) -> bool:

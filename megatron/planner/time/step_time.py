@@ -223,7 +223,8 @@ class StepModel:
         result.add(OFFLOAD, without_dp - without_copies)
         result.add(PP, without_copies - without_pp)
         result.add(BUBBLE, without_pp - slowest.total)
-        result.add(DP, whole - without_dp + reductions.exposed)
+        late = self.replicas.late_gathers(clock, stages)
+        result.add(DP, whole - without_dp + reductions.exposed + late)
         result.add(INTERFERENCE, reductions.slowing + self.replicas.sum_slowing(clock, reductions, stages))
         result.add(OPTIMIZER, self.replicas.update(clock, self._update, stages))
         result.add(STEP, clock.step())
@@ -248,7 +249,7 @@ class StepModel:
         play = self._play(clock, stages, reductions=reductions.overlapped)
         update = self.replicas.update(clock, self._update, stages)
         slowing = reductions.slowing + self.replicas.sum_slowing(clock, reductions, stages)
-        rest = reductions.exposed + slowing + update + clock.step()
+        rest = reductions.exposed + self.replicas.late_gathers(clock, stages) + slowing + update + clock.step()
         return PreparedStep(play, rest, 1 + clock.straggling(self._settings.mesh.world_size))
 
     def _share_by_layer(self, stage: int) -> float:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.spec.attention import AttentionSpec
+from megatron.spec.buckets import round_up
 from megatron.spec.sizes import FP32, INT32, MASK, Sizes
 from megatron.spec.work_space import ATTENTION_MATRIX
+
+_FLASH_CHANNELS = 32  # FlashAttention pads heads to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -77,20 +80,34 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes, heads: Heads) -> KernelMemo
         copies = wide * 2 * (heads.queries + heads.keys)
         return KernelMemory(lse + copies, wide * heads.queries, 0, False, False, False)
     if sizes.documents:
-        return _packed_memory(heads, sizes, lse)
+        return _packed_memory(spec, heads, sizes, lse)
     if heads.keys < heads.queries and sizes.e == FP32 and not sizes.target.cpu:
         # The memory-efficient kernel, which gets keys and values of every query head.
         return KernelMemory(lse + 2 * heads.queries, keeps_keys=False, keeps_values=False, keeps_output=True)
-    return KernelMemory(lse, backward=gradient_copy(sizes, heads.queries), keeps_output=True)
+    backward = flash_backward(spec, sizes, heads, heads.queries, heads.queries)
+    return KernelMemory(lse, backward=backward, keeps_output=True)
 
 
-def gradient_copy(sizes: Sizes, queries: int) -> int:
-    """Bytes of the output's gradient in the order of samples, which torch's flash attention for CPUs copies; it has
-    `queries` bytes."""
-    return queries if sizes.target.cpu and sizes.b > 1 else 0
+def flash_backward(spec: AttentionSpec, sizes: Sizes, heads: Heads, queries: int, repeated: int) -> int:
+    """Bytes of work space of a fused kernel's backward, besides the gradients.
+
+    queries: bytes of the queries. repeated: bytes of the keys that they see, with one head per query head.
+
+    torch's flash attention for CPUs copies the output's gradient into the order of samples. On CUDA FlashAttention-2 adds up
+    the gradient of the queries in fp32, with a number per query and head, and of grouped heads makes the gradients of keys
+    and values for every query head (Dao, arXiv 2307.08691; mha_bwd of its CUDA interface).
+    """
+    if sizes.target.cpu:
+        return queries if sizes.b > 1 else 0
+    if sizes.e == FP32:
+        return 0
+    elements = queries // sizes.e
+    channels = round_up(spec.head_dim, _FLASH_CHANNELS)
+    numbers = elements // spec.head_dim * (channels + 1)
+    return FP32 * numbers + (2 * repeated if heads.keys < heads.queries else 0)
 
 
-def _packed_memory(heads: Heads, sizes: Sizes, lse: int) -> KernelMemory:
+def _packed_memory(spec: AttentionSpec, heads: Heads, sizes: Sizes, lse: int) -> KernelMemory:
     """The memory of documents without a mask (kernels/ops/attention_packed.py).
 
     Several samples are copied into one row. FlashAttention on CUDA takes halves, and all documents at once. Other kernels
@@ -101,7 +118,8 @@ def _packed_memory(heads: Heads, sizes: Sizes, lse: int) -> KernelMemory:
     copied = 0 if one else heads.queries
     if not sizes.target.cpu and sizes.e < FP32:
         kept = lse + copied + (0 if one else 2 * heads.keys)
-        return KernelMemory(kept, 0, 0, one, one, one, keeps_output=True)
+        backward = flash_backward(spec, sizes, heads, heads.queries, heads.queries)
+        return KernelMemory(kept, 0, backward, one, one, one, keeps_output=True)
     repeated = heads.keys < heads.queries and not sizes.target.cpu
     pairs = 2 * heads.queries if repeated else 0 if one else 2 * heads.keys
     as_given = one and not repeated

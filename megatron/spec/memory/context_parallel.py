@@ -9,7 +9,7 @@ import dataclasses
 
 from megatron.config.context_parallel import copies_of_keys
 from megatron.spec.attention import AttentionSpec
-from megatron.spec.memory.attention_kernel import Heads, gradient_copy
+from megatron.spec.memory.attention_kernel import Heads, flash_backward
 from megatron.spec.memory.core_attention import CoreMemory, Release, WholeMemory
 from megatron.spec.memory.trace import ATTENTION, BACKWARD, COMMUNICATION, CORE_ATTN, WORK, MemoryTrace
 from megatron.spec.sizes import FP32, Sizes
@@ -247,7 +247,7 @@ class _Blocks:
 
     def __init__(self, spec: AttentionSpec, sizes: Sizes, heads: Heads) -> None:
         dropout, capped = spec.dropout > 0, spec.softcap is not None
-        self._sizes, self._heads = sizes, heads
+        self._spec, self._sizes, self._heads = spec, sizes, heads
         self.wide = FP32 // sizes.e
         self._plain = dropout or capped or sizes.unfused_attention
         self._matrices = (
@@ -277,7 +277,9 @@ class _Blocks:
             )  # of gradient and output; gradients of all keys, and of some queries'
             return int(copies + products + self._matrices * FP32 * self._weights(queries, keys))
         results = (self.wide if self._sizes.target.wide else 1) * (q + pairs)
-        return int(copies + results + (0 if copies else gradient_copy(self._sizes, int(q))))
+        repeated = int(keys * self._heads.queries)
+        work = 0 if copies else flash_backward(self._spec, self._sizes, self._heads, int(q), repeated)
+        return int(copies + results + work)
 
     def begin(self, trace: MemoryTrace, part: str) -> None:
         """The sum of results is in use, in fp32: of fp32 activations it is the output."""

@@ -22,6 +22,7 @@ from megatron.planner.time.kernels import attention_seconds, gemm_seconds
 from megatron.planner.time.messages import wire_bytes
 from megatron.planner.time.operations import FusedAttention, Gemm
 from megatron.planner.time.software import FLASH, FLASH_1, UNFUSED, Software
+from megatron.planner.time.stage_time import GEMM, Parts, Phases
 from megatron.planner.time.step_time import PARTS, StepModel, step_seconds
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SHIFT
 from tests.unit.planner.models import LLAMA
@@ -374,6 +375,20 @@ def test_updated_parameters_are_gathered_unless_they_stay_sharded():
         reductions = model.replicas.reductions(model.clock(Constants()))
         gathers[mode] = reductions.exposed + reductions.slowing
     assert gathers["optim_grads"] > 0 == gathers["optim_grads_params"]
+
+
+def test_the_first_forward_waits_for_gathers_that_it_does_not_hide():
+    model = model_of(16, OVERLAPPED)
+    clock = model.clock(Constants())
+
+    def late(forward):
+        return model.replicas.late_gathers(clock, [Phases(Parts({GEMM: forward}), Parts(), Parts())])
+
+    gather, first = late(0.0), late(1e9)
+    assert gather < model_of(16, SHARDED).replicas.reductions(clock).exposed, "there the sums are exposed, too"
+    assert 0 < first < gather / 2, "the first of several buckets"
+    assert late(gather / 2) == pytest.approx(gather - gather / 2 * (1 - first / gather))
+    assert model_of(16, SHARDED).replicas.late_gathers(clock, []) == 0.0, "they are not overlapped"
 
 
 class TestTiedEmbedding:
