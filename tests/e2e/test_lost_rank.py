@@ -34,7 +34,10 @@ def assert_continues(tmp_path, lost):
 def test_killed_under_torchrun(tmp_path, capfd):
     job = Torchrun(flags(saving(tmp_path)), tmp_path / "log", 2)
     job.wait_for("successfully saved checkpoint from iteration      10")
-    beat = json.loads((tmp_path / "save" / "heartbeat" / "rank_00001.json").read_text())
+    # What it published last may still be from before the first step, or from between two phases.
+    file, deadline = tmp_path / "save" / "heartbeat" / "rank_00001.json", time.monotonic() + 10
+    while (beat := json.loads(file.read_text()))["phase"] == "start" and time.monotonic() < deadline:
+        time.sleep(0.05)
     started = time.monotonic()
     os.kill(beat["pid"], signal.SIGKILL)
     lost = job.wait(timeout=40)

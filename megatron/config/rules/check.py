@@ -20,7 +20,7 @@ from megatron.config.rules import recompute as rules_recompute
 from megatron.config.rules import sources as rules_sources
 from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
-from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
+from megatron.config.rules.ranges import numbers_are_endless, numbers_are_in_range, values_are_known
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
 
@@ -71,8 +71,8 @@ def problems(run: RunConfig, world_size: int) -> list[str]:
             continue  # it relies on a condition that an earlier rule has found broken
         if problem is not None:
             found.append(problem)
-            if rule.func is numbers_are_in_range:
-                break  # other rules would count up to such a number, and say what only follows from it
+            if rule.func is numbers_are_in_range and numbers_are_endless(run):
+                break  # other rules would count up to such a number
     return list(dict.fromkeys(found))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from megatron.config.flag import flag_of
 from megatron.config.run import RunConfig, flag_fields, flag_name
 
+_ENDLESS = 10**8  # a loop up to it takes minutes
+
 
 def numbers_are_in_range(run: RunConfig) -> str | None:
     """Every number lies in the interval of its flag, and none is infinite or NaN."""
@@ -18,6 +20,16 @@ def numbers_are_in_range(run: RunConfig) -> str | None:
             if not found.within.holds(value):
                 return f"{flag_name(name)} must be {found.within.words}, got {value}"
     return None
+
+
+def numbers_are_endless(run: RunConfig) -> bool:
+    """Whether a whole number is so large, and out of its range, that counting up to it would take minutes."""
+    return any(
+        isinstance(value, int) and value > _ENDLESS and not found.within.holds(value)
+        for name, (_, spec) in flag_fields().items()
+        if (found := flag_of(spec)) is not None and found.within is not None
+        for value in _values(run.value(name))
+    )
 
 
 def values_are_known(run: RunConfig) -> str | None:

@@ -71,7 +71,10 @@ class TestAgainstTheLoop:
 
     def test_another_scale(self, kernel):
         options = {**PLAIN, "scores": Scores(1.3)}
-        assert_same(lambda *x: kernel(*x, **options), lambda *x: slow(*x, scores=Scores(1.3)), inputs(6, 6, 4, 2))
+        # With AVX-512 torch's fused kernel takes exponentials of 20 bits.
+        atol = 4e-6 if kernel is attention.fused else 1e-6
+        data = inputs(6, 6, 4, 2)
+        assert_same(lambda *x: kernel(*x, **options), lambda *x: slow(*x, scores=Scores(1.3)), data, atol=atol)
 
     def test_a_window_of_one_is_the_value_itself(self, kernel):
         q, k, v = inputs(5, 5, 2, 2)
