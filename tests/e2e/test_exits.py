@@ -109,7 +109,9 @@ def test_ctrl_c_ends_every_rank_without_a_launcher_that_kills_them(tmp_path, cap
     with capfd.disabled():
         print(f"\n  job ended {time.monotonic() - sent:.1f} s after its ranks got SIGINT")
     result = job.wait()
-    assert result.codes == [130, 130] and result.stderr == ["interrupted\n", ""], result.text
+    assert result.codes == [130, 130] and result.stderr[0] == "interrupted\n", result.text
+    # torch itself may warn on the other rank that the store of the first has gone.
+    assert not result.stderr[1] or "TCPStore.cpp" in result.stderr[1].splitlines()[0], result.text
 
 
 def test_exit_duration(tmp_path):
