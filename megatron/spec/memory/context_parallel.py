@@ -219,7 +219,7 @@ class UlyssesMemory(CoreMemory):
         trace.take(BACKWARD, queries)  # in the order of the sequence
         trace.free(COMMUNICATION, 2 * queries)
         trace.free(BACKWARD, queries)
-        kept.backward(trace, _release_nothing)
+        kept.backward(trace, lambda **_: None)  # what it got from here is counted here
         trace.free(ATTENTION, self.kept - kept.kept)
         self._release(release)
         trace.take(BACKWARD, message)  # of the three in one
@@ -250,9 +250,8 @@ class _Blocks:
         self._spec, self._sizes, self._heads = spec, sizes, heads
         self.wide = FP32 // sizes.e
         self._plain = dropout or capped or sizes.unfused_attention
-        self._matrices = (
-            4 if dropout and capped else 3
-        )  # weights and their gradients; factors of dropout, slopes of a cap
+        # Weights and their gradients, with factors of dropout or slopes of a cap, or both.
+        self._matrices = 4 if dropout and capped else 3
         self._limit = None if sizes.unfused_attention and not dropout else ATTENTION_MATRIX
 
     def forward(self, queries: float, keys: float) -> int:
@@ -272,9 +271,8 @@ class _Blocks:
         q, pairs = self._parts(queries, keys)
         copies = self.wide * (3 * q + pairs) if self.wide > 1 and (self._plain or self._sizes.target.wide) else 0
         if self._plain:
-            products = self.wide * (
-                q + 2 * pairs
-            )  # of gradient and output; gradients of all keys, and of some queries'
+            # Of gradient and output; gradients of all keys, and of some queries.
+            products = self.wide * (q + 2 * pairs)
             return int(copies + products + self._matrices * FP32 * self._weights(queries, keys))
         results = (self.wide if self._sizes.target.wide else 1) * (q + pairs)
         repeated = int(keys * self._heads.queries)
@@ -302,7 +300,3 @@ class _Blocks:
         sizes = self._sizes
         block = sizes.b * self._heads.number * queries * sizes.s * keys * sizes.s
         return block if self._limit is None else min(block, self._limit)
-
-
-def _release_nothing(*, queries: bool, keys: bool, values: bool) -> None:
-    """What other attention gets from Ulysses is counted there."""

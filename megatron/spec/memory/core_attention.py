@@ -5,6 +5,7 @@ Attention to sequences that are divided over ranks: see context_parallel.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from megatron.spec.attention import AttentionSpec
@@ -19,41 +20,48 @@ class Release(Protocol):
     def __call__(self, *, queries: bool, keys: bool, values: bool) -> None: ...
 
 
-class CoreMemory:
+class KernelMemory(ABC):
     """From queries, keys and values as a layer has them, which are in use, to the output, and back to their gradients.
 
-    Bytes. kept: from forward to backward, without what the layer has. stays: the part of it that stays although backward
-    computes the attention again. early: taken by the layer when its backward begins. keeps_queries, keeps_keys,
-    keeps_values: those of the layer are kept. keeps_output: what is returned is kept, too. strided: the output is not in the
-    order of its dims.
+    Bytes. kept: from forward to backward, without what the layer has. early: taken by the layer when its backward begins.
+    keeps_queries, keeps_keys, keeps_values: those of the layer are kept. keeps_output: what is returned is kept, too.
+    strided: the output is not in the order of its dims.
     """
 
-    kept = stays = early = 0
+    kept = early = 0
     keeps_queries = keeps_keys = keeps_values = True
     keeps_output = strided = False
 
     def start(self, trace: MemoryTrace) -> None:
-        """What happens as soon as keys and values are there."""
+        """What happens as soon as keys and values are there. By default, nothing."""
+        return
 
+    @abstractmethod
     def forward(self, trace: MemoryTrace, part: str) -> None:
         """Leaves what is kept, and the output. part: of the layer, which saves the output."""
-        raise NotImplementedError
 
-    def again(self, trace: MemoryTrace) -> int:
-        """The second run of a forward, which ends with the last kept tensor. Leaves so many bytes: `kept`, and those that
-        live as long."""
-        raise NotImplementedError
-
+    @abstractmethod
     def backward(self, trace: MemoryTrace, release: Release) -> None:
         """From the gradient of the output, in use, to those of queries, keys and values, which take its place. Frees what is
         kept, and releases what is kept of the layer's."""
-        raise NotImplementedError
+
+    def finish(self, trace: MemoryTrace) -> None:
+        """What happens when the gradient of the queries has left. By default, nothing."""
+        return
+
+
+class CoreMemory(KernelMemory):
+    """The same of attention that backward may compute again. stays: the part of `kept` that stays although it does."""
+
+    stays = 0
+
+    @abstractmethod
+    def again(self, trace: MemoryTrace) -> int:
+        """The second run of a forward, which ends with the last kept tensor. Leaves so many bytes: `kept`, and those that
+        live as long."""
 
     def _release(self, release: Release) -> None:
         release(queries=self.keeps_queries, keys=self.keeps_keys, values=self.keeps_values)
-
-    def finish(self, trace: MemoryTrace) -> None:
-        """What happens when the gradient of the queries has left."""
 
 
 class WholeMemory(CoreMemory):
@@ -97,12 +105,12 @@ class WholeMemory(CoreMemory):
             trace.free(BACKWARD, wide * self._gradients)
 
 
-class ComputedAgain(CoreMemory):
+class ComputedAgain(KernelMemory):
     """Attention that backward computes again from its arguments (core/transformer/core_attention.py)."""
 
     def __init__(self, core: CoreMemory) -> None:
         self._core = core
-        self.kept = self.stays = core.stays
+        self.kept = core.stays
         self.strided, self.early = core.strided, core.early
 
     def start(self, trace: MemoryTrace) -> None:
@@ -112,7 +120,7 @@ class ComputedAgain(CoreMemory):
     def forward(self, trace: MemoryTrace, part: str) -> None:
         """See CoreMemory."""
         self._core.forward(trace, part)
-        trace.free(ATTENTION, self._core.kept - self.stays, CORE_ATTN)
+        trace.free(ATTENTION, self._core.kept - self.kept, CORE_ATTN)
 
     def backward(self, trace: MemoryTrace, release: Release) -> None:
         """See CoreMemory."""
@@ -120,7 +128,7 @@ class ComputedAgain(CoreMemory):
         made = core.again(trace)
         release(queries=not core.keeps_queries, keys=not core.keeps_keys, values=not core.keeps_values)
         core.backward(trace, release)
-        trace.free(ATTENTION, made - core.kept + self.stays)
+        trace.free(ATTENTION, made - core.kept + self.kept)
 
     def finish(self, trace: MemoryTrace) -> None:
         """See CoreMemory."""
