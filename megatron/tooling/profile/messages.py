@@ -218,13 +218,7 @@ def _series(
         if _agreed(world, nbytes in first or budget.allows(name, share)):
             found.append((nbytes, _alone(sender.start(nbytes), world, device, budget.of_one() / 4)))
     found.sort(key=lambda each: each[0])
-    hidden = [number for number, (_, sample) in enumerate(found) if sample.median < budget.of_one() / 4]
-    lost = {
-        number: _lost(sender.start(found[number][0]), found[number][1].median, world, device)
-        for number in sorted({0, *hidden[-1:]})
-    }
-    seconds = [found[number][1].median for number in lost]
-    order = np.argsort(seconds)
+    lost = _lost_by(found, sender, world, device, budget.of_one() / 4)
     return [
         MessageRow(
             op=sender.op,
@@ -232,12 +226,25 @@ def _series(
             together=sender.place.together,
             nbytes=nbytes,
             seconds=sample.median,
-            interference=float(np.interp(sample.median, np.array(seconds)[order], np.array(list(lost.values()))[order]))
-            / sample.median,
+            interference=lost(sample.median) / sample.median,
             spread=sample.spread,
         )
         for nbytes, sample in found
     ]
+
+
+def _lost_by(
+    found: Sequence[tuple[int, Sample]], sender: _Sender, world: Group, device: torch.device, longest: float
+) -> Callable[[float], float]:
+    """Returns what computation loses to a message of so many seconds: measured beside the smallest message and the largest
+    one of at most `longest` seconds, and in proportion between them."""
+    large = [number for number, (_, sample) in enumerate(found) if sample.median < longest]
+    chosen = [found[number] for number in sorted({0, *large[-1:]})]
+    points = sorted(
+        (sample.median, _lost(sender.start(nbytes), sample.median, world, device)) for nbytes, sample in chosen
+    )
+    seconds, lost = zip(*points, strict=True)
+    return lambda taken: float(np.interp(taken, seconds, lost))
 
 
 def _expected(found: Sequence[tuple[int, Sample]], nbytes: int) -> float:
