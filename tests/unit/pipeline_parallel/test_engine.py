@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import time
 import weakref
 from enum import Enum
 
@@ -16,7 +15,7 @@ from megatron.schedule.schedule import Action, Kind, ScheduleError
 from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import memory_in_flight
-from tests.unit.pipeline_parallel.rank_threads import Mail, in_threads
+from tests.unit.pipeline_parallel.rank_threads import Box, Mail, in_threads
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
 
@@ -85,11 +84,12 @@ class Multiply(torch.autograd.Function):
         return grad * weight, None, None
 
 
-def run_all(schedule, programs, grad=True, dtype=torch.float64):
+def run_all(schedule, programs, grad=True, dtype=torch.float64, box=lambda mail, rank, program: mail.box(rank)):
     """Every rank in a thread; the objectives of each."""
     mail = Mail()
     engines = [
-        PipelineEngine(schedule, rank, program, mail.box(rank), dtype, program) for rank, program in enumerate(programs)
+        PipelineEngine(schedule, rank, program, box(mail, rank, program), dtype, program)
+        for rank, program in enumerate(programs)
     ]
 
     def work(rank):
@@ -188,35 +188,56 @@ def test_an_input_without_influence_has_a_gradient_of_zero():
     assert float(weights[0].grad) == 0.0 and float(weights[1].grad) == 3.0
 
 
-class Sleep(Scale):
-    """Takes a fixed time for each kind of work."""
+class Timed(Scale):
+    """Its work takes units of a time of its own, so that a wait shows at any load of the machine."""
 
-    unit = 0.02
+    now = 0.0
 
     def forward(self, stage, microbatch, received):
-        time.sleep(self.unit)
+        self.now += 1
         return super().forward(stage, microbatch, received)
 
     def backward(self, stage, microbatch, run, *, last):
-        time.sleep(2 * self.unit)
+        self.now += 2
         super().backward(stage, microbatch, run, last=last)
 
     def input_grad(self, stage, microbatch, run):
-        time.sleep(self.unit)
+        self.now += 1
         super().input_grad(stage, microbatch, run)
 
     def weight_grad(self, stage, microbatch, *, last):
-        time.sleep(self.unit)
+        self.now += 1
         super().weight_grad(stage, microbatch, last=last)
 
 
-@pytest.mark.alone
+class TimedBox(Box):
+    """A message carries the time at which it was sent; who takes it goes on no earlier."""
+
+    def __init__(self, mail, rank, program):
+        super().__init__(mail, rank)
+        self._program = program
+
+    def send(self, tensor, peer, name):
+        self._mail.put((self._rank, peer), (tensor.clone(), self._program.now))
+
+    def receive(self, shape, dtype, peer, name):
+        return TimedMessage(super().receive(shape, dtype, peer, name), self._program)
+
+
+class TimedMessage:
+    def __init__(self, message, program):
+        self._message, self._program = message, program
+
+    def take(self):
+        tensor, sent = self._message.take()
+        self._program.now = max(self._program.now, sent)
+        return tensor
+
+
 @pytest.mark.parametrize(("name", "v"), SCHEDULES)
 def test_no_rank_waits_longer_than_simulated(name, v):
-    """Twice the simulated time would be a wait that the schedule does not have; the exact figure is a benchmark's."""
     p, m = 4, 6
     schedule, x, weights = make(name, p, v, m, True)
-    expected = simulate(schedule, Costs.uniform(p * v)).makespan * Sleep.unit
-    started = time.perf_counter()
-    run_all(schedule, [Sleep(weights, x, p * v - 1) for _ in range(p)])
-    assert time.perf_counter() - started < 2 * expected
+    programs = [Timed(weights, x, p * v - 1) for _ in range(p)]
+    run_all(schedule, programs, box=TimedBox)
+    assert max(program.now for program in programs) == simulate(schedule, Costs.uniform(p * v)).makespan
