@@ -177,8 +177,6 @@ def _messages(
                 place, call = model.places[operation.call.group], operation.call
                 whole = call.nbytes * (place.size if call.op == ALL_GATHER else 1)
                 yield place, call.op, whole, microbatches * count
-    last = len(settings.pipeline.stages) - 1
-    rank_of = settings.pipeline.placement.rank_of
     for stage in settings.pipeline.stages_of(rank):
         replicas = dataclasses.replace(model.replicas, held=[model.replicas.held[stage.number]], rank_of=[0])
         clock.calls.clear()
@@ -188,9 +186,9 @@ def _messages(
         replicas.with_microbatch(clock, NOTHING, 0)
         # Sharded parameters are gathered for forward and again for backward, which take the same time.
         yield from ((*call, microbatches * (2 if call[1] == ALL_GATHER else 1)) for call in clock.calls)
-        for other in (stage.number + 1, stage.number - 1):  # outputs go on, gradients go back
-            if 0 <= other <= last and rank_of[other] != rank:
-                yield model.places["pp"], SHIFT, model.work.sizes.residual, microbatches
+        for boundary in (stage.number, stage.number - 1):  # outputs go on, gradients go back
+            if 0 <= boundary < len(model.boundaries):
+                yield model.boundaries[boundary], SHIFT, model.work.sizes.residual, microbatches
 
 
 def _works(model: StepModel, settings: RunSettings, rank: int) -> Iterator[tuple[LayerWork, bool, int]]:

@@ -17,9 +17,10 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.planner.search.layout import AXES, Layout
+from megatron.planner.time.boundaries import chain_in_node
 from megatron.planner.time.clock import Clock, Places
 from megatron.planner.time.constants import Number
-from megatron.planner.time.hardware import Cluster
+from megatron.planner.time.hardware import Cluster, Place
 from megatron.planner.time.model_work import ModelWork, model_work, places_of
 from megatron.planner.time.operations import repeated
 from megatron.planner.time.optimizer_update import OptimizerUpdate, optimizer_update
@@ -134,11 +135,12 @@ class StepParts:
         key = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward, recomputed
         return self._once(LAYER, layout, lambda: self._layer(layout, recomputed), *key)
 
-    def hop(self, layout: Layout, residual: float) -> tuple[float, float]:
+    def chain_in_node(self, layout: Layout) -> int:
+        """Returns how many neighbours along the pipeline share a node."""
+        return chain_in_node(self._meshed(layout).mesh, self._cluster)
+
+    def hop(self, place: Place, residual: float) -> tuple[float, float]:
         """Returns the seconds of hidden states on a link between stages, and until they are there."""
-        if layout.pp == 1:
-            return 0.0, 0.0
-        place = self._places(layout)["pp"]
         latency = _number(self.clock.hop_latency(place))
         return _number(self.clock.hop(place, residual)) - latency, latency
 

@@ -19,7 +19,8 @@ from megatron.planner.schedule.bound import least_makespans
 from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.search.layout import Candidates, Layout
 from megatron.planner.search.layout_table import distinct
-from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS, Pipeline, StepParts
+from megatron.planner.search.step_parts import GROUPED, LAYER, MESH, REPLICAS, Pipeline, StepParts
+from megatron.planner.time.boundaries import NEARBY, end_of_chain
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.play import Play, PlayShape, makespans
@@ -133,10 +134,16 @@ class _Columns:
         self._embedding = np.stack([each.embedding for each in found], axis=-1)
         self._head = np.stack([each.head for each in found], axis=-1)
 
-        hops, hop = distinct([self._layer, codes["pp"]])
-        self._hop = np.array(
-            [parts.hop(candidates.layout(number), found[self._layer[number]].residual) for number in hops.tolist()]
-        ).T[:, hop]
+        meshes, mesh = distinct([codes[axis] for axis in MESH])
+        self._chain = np.array([parts.chain_in_node(candidates.layout(number)) for number in meshes.tolist()])[mesh]
+        hops, hop = distinct([self._layer, self._chain, candidates.column("pp")])
+        nearby, far = [], []
+        for number in hops.tolist():
+            chain, residual = int(self._chain[number]), found[self._layer[number]].residual
+            nearby.append(parts.hop(NEARBY, residual) if chain > 1 else (0.0, 0.0))
+            far.append(parts.hop(end_of_chain(chain), residual) if candidates.layout(number).pp > chain else (0.0, 0.0))
+        # [time on the link or until the data is there, N] between stages in a node, and between those in two.
+        self._nearby, self._far = np.array(nearby).T[:, hop], np.array(far).T[:, hop]
 
         replicas, self.replicas = distinct([codes[axis] for axis in REPLICAS])
         self._replicas = [parts.replicas(candidates.layout(number)) for number in replicas.tolist()]
@@ -158,15 +165,19 @@ class _Columns:
             rest[start:stop] = together.rest(self._clock, seconds[:, :, start:stop])
             bucket[:, start:stop] = together.bucket[:, None]
         forward, input_grad, weight_grad = seconds[:, pipeline.kind_of]
-        boundaries = (len(forward) - 1, len(numbers))
+        node_of = np.array(pipeline.settings.placement.rank_of)[:, None] // self._chain[numbers]
+        transfer, latency = (
+            np.where(node_of[1:] == node_of[:-1], nearby[numbers], far[numbers])
+            for nearby, far in zip(self._nearby, self._far, strict=True)
+        )
         nothing = np.zeros_like(forward)
         costs = ManyCosts(
             forward=forward,
             input_grad=input_grad,
             weight_grad=weight_grad,
             backward=input_grad + weight_grad,
-            transfer=np.broadcast_to(self._hop[0, numbers], boundaries),
-            latency=np.broadcast_to(self._hop[1, numbers], boundaries),
+            transfer=transfer,
+            latency=latency,
             offload=nothing,
             reload=nothing,
             bucket=bucket[pipeline.kind_of],

@@ -62,6 +62,8 @@ def hop_seconds(constants: Constants, cluster: Cluster, place: Place, nbytes: fl
 
 def hop_latency(constants: Constants, place: Place) -> Number:
     """Returns seconds of a message with little data to the next rank of a ring."""
+    if place.size == 1:
+        return 0.0
     return constants.link_latency if place.nodes == 1 else constants.network_latency
 
 

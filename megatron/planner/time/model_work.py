@@ -71,9 +71,9 @@ def model_work(
 def places_of(settings: RunSettings, cluster: Cluster) -> Places:
     """Returns where the ranks of each group of a run are.
 
-    pp: neighbours along the pipeline. ends: its first and last rank. VIEW_shard: ranks that share the optimizer's state of a
-    view's parameters, a run of neighbours among those that hold copies; VIEW_replicas: those with the same slice in other
-    instances.
+    ends: the first and the last rank of a pipeline; boundaries.py has its neighbours. VIEW_shard: ranks that share the
+    optimizer's state of a view's parameters, a run of neighbours among those that hold copies; VIEW_replicas: those with the
+    same slice in other instances.
     """
     mesh = settings.mesh
     copies: dict[str, Place] = {}
@@ -91,7 +91,6 @@ def places_of(settings: RunSettings, cluster: Cluster) -> Places:
         "cp_outer": context,
         "etp_ep": place(mesh, cluster, ("etp", "ep")),
         **copies,
-        "pp": Place(mesh.pp, mesh.pp if inside else 1),
         "ends": Place(min(2, mesh.pp), min(2, mesh.pp) if inside else 1),
     }
 

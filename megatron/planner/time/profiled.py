@@ -180,15 +180,15 @@ class ProfiledClock(Clock):
 
     def hop(self, place: Place, nbytes: float) -> Number:
         """Returns the time of a message to the next pipeline rank."""
-        return self._messages.seconds(SEND, _pair(place), nbytes)
+        return self._messages.seconds(SEND, place, nbytes)
 
     def hop_latency(self, place: Place) -> Number:
         """Returns the part of `hop` that any number of messages spend at the same time."""
-        return self._messages.latency(SEND, _pair(place))
+        return self._messages.latency(SEND, place)
 
     def sending(self, place: Place, nbytes: float) -> Number:
         """Returns what the computation of a stage loses to a message that it sends to a neighbour."""
-        return self._messages.slowing(SEND, _pair(place), self.hop(place, nbytes))
+        return self._messages.slowing(SEND, place, self.hop(place, nbytes))
 
     def slowing(self, hidden: Number, place: Place, op: str) -> Number:
         """Returns what computation loses to `hidden` seconds of such messages, which it overlaps."""
@@ -371,8 +371,3 @@ def _has_products(work: LayerWork) -> bool:
 def _measured_name(op: str) -> str:
     """Exchanges of pieces of any size are measured with pieces of one size."""
     return ALL_TO_ALL if op == ALL_TO_ALL_V else op
-
-
-def _pair(place: Place) -> Place:
-    """Where neighbours of a pipeline are."""
-    return Place(min(2, place.size), min(2, place.together))

@@ -17,6 +17,7 @@ from megatron.config.settings import RunSettings
 from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.time.activation_copies import activation_copies, copies_of_layers, scheduled_copies
 from megatron.planner.time.balanced_layers import BalancedLayers, balanced_layers
+from megatron.planner.time.boundaries import boundaries, chain_in_node
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.constants import Constants, Number
 from megatron.planner.time.data_sheet import DataSheetClock
@@ -97,6 +98,7 @@ class StepModel:
         self._recompute = choices or run.recompute
         self.work = model_work(run, settings, software, choices)
         self.places = places_of(settings, cluster)
+        self.boundaries = boundaries(chain_in_node(settings.mesh, cluster), settings.pipeline.placement.rank_of)
         self.replicas = Replicas(
             settings.data_parallel,
             software,
@@ -180,14 +182,10 @@ class StepModel:
 
     def _with_sends(self, clock: Clock, phases: Phases, number: int) -> Phases:
         """Adds what a stage loses to the messages that it sends to those after and before it."""
-        rank_of = self._settings.pipeline.placement.rank_of
-        lost = clock.sending(self.places["pp"], self.work.sizes.residual) if self._settings.mesh.pp > 1 else 0.0
-        if not np.any(lost):
-            return phases
         forward, input_grad = Parts(phases.forward), Parts(phases.input_grad)
-        for parts, neighbour in ((forward, number + 1), (input_grad, number - 1)):
-            if 0 <= neighbour < len(rank_of) and rank_of[neighbour] != rank_of[number]:
-                parts.add(INTERFERENCE, lost)
+        for parts, boundary in ((forward, number), (input_grad, number - 1)):
+            if 0 <= boundary < len(self.boundaries):
+                parts.add(INTERFERENCE, clock.sending(self.boundaries[boundary], self.work.sizes.residual))
         return Phases(forward, input_grad, phases.weight_grad)
 
     def offload_ratio(self, clock: Clock) -> float | None:
@@ -276,14 +274,15 @@ class StepModel:
 
         nothing: list[Number] = [0.0] * len(stages)
         copied = self._copies.scheduled(clock) if self._copies is not None and copies else nothing
-        boundary = [self._transfer(clock) if transfers else (0.0, 0.0)] * (len(stages) - 1)
+        hops = [clock.hop(place, self.work.sizes.residual) if transfers else 0.0 for place in self.boundaries]
+        latencies = [clock.hop_latency(place) if transfers else 0.0 for place in self.boundaries]
         costs = ManyCosts(
             forward=rows([phases.forward.total for phases in stages]),
             input_grad=rows([phases.input_grad.total for phases in stages]),
             weight_grad=rows([phases.weight_grad.total for phases in stages]),
             backward=rows([phases.input_grad.total + phases.weight_grad.total for phases in stages]),
-            transfer=rows([transfer for transfer, _ in boundary]),
-            latency=rows([latency for _, latency in boundary]),
+            transfer=rows([hop - latency for hop, latency in zip(hops, latencies, strict=True)]),
+            latency=rows(latencies),
             offload=rows(copied),
             reload=rows(copied),
             bucket=rows(
@@ -291,13 +290,6 @@ class StepModel:
             ),
         )
         return Play(self._shape, self._microbatches, costs)
-
-    def _transfer(self, clock: Clock) -> tuple[Number, Number]:
-        """(time on the link, time until the data is there) of the hidden states between pipeline ranks."""
-        if self._settings.mesh.pp == 1:
-            return 0.0, 0.0
-        latency = clock.hop_latency(self.places["pp"])
-        return clock.hop(self.places["pp"], self.work.sizes.residual) - latency, latency
 
 
 def model_of_run(

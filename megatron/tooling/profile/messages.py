@@ -29,6 +29,7 @@ from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.groups import Group, Groups, create_groups
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline, laps
+from megatron.planner.time.boundaries import NEARBY, end_of_chain
 from megatron.planner.time.hardware import Place
 from megatron.planner.time.profile_file import (
     BUCKET_ALL_REDUCE,
@@ -107,11 +108,18 @@ def _senders(world: Group, node: int, device: torch.device, dtype: torch.dtype) 
         yield from _buckets(groups, place, device, dtype, streams)
         apart = create_groups(mesh, world.rank, world.heartbeat, _TIMEOUT, optimizer_instances=None)
         yield _bucket_sum(apart, place, device, streams)
-    for stride, together, there in ((1, 2, node > 1), (node, 1, world.size > node)):
-        if there:
-            mesh = Mesh.create(world.size, tp=stride, pp=world.size // stride)
-            groups = create_groups(mesh, world.rank, world.heartbeat, _TIMEOUT)
-            yield _neighbours(groups, Place(2, together), device, dtype, streams)
+    for stride, place in pipeline_places(world.size, node):
+        mesh = Mesh.create(world.size, tp=stride, pp=world.size // stride)
+        groups = create_groups(mesh, world.rank, world.heartbeat, _TIMEOUT)
+        yield _neighbours(groups, place, device, dtype, streams)
+
+
+def pipeline_places(world_size: int, node: int) -> list[tuple[int, Place]]:
+    """Returns (stride, placement) of neighbours along the pipelines of any mesh: in a node, and at the end of a chain of
+    neighbours that share one. The more of them share it, the fewer send to other nodes at once."""
+    inside = [(1, NEARBY)] if node > 1 else []
+    strides = [stride for stride in _divisors(node) if stride < world_size and node < world_size]
+    return inside + [(stride, end_of_chain(node // stride)) for stride in strides]
 
 
 def _collectives(group: Group, place: Place, device: torch.device, dtype: torch.dtype) -> Iterator[_Sender]:
@@ -171,18 +179,20 @@ def _reduce(comm: BucketComm, groups: Groups, place: Place, device: torch.device
 
 
 def _neighbours(groups: Groups, place: Place, device: torch.device, dtype: torch.dtype, streams: Streams) -> _Sender:
-    """Pipeline ranks in pairs: the lower one of a pair sends. A rank without a partner does nothing."""
+    """Every second chain of pipeline ranks sends from its last rank to the next one; in a node every second rank does.
+    Others do nothing."""
     mailbox, me, last = Mailbox(groups, streams), groups.pp.rank, groups.pp.size - 1
+    chain = place.together if place.nodes > 1 else 1
 
     def send(nbytes: int) -> Callable[[], Started]:
         shape = (max(1, nbytes // dtype.itemsize),)
         tensor = torch.zeros(shape, dtype=dtype, device=device)
 
         def start() -> Started:
-            if me % 2 == 0 and me < last:
+            if me % (2 * chain) == chain - 1 and me < last:
                 mailbox.send(tensor, me + 1, "probe")
                 return _Then(mailbox.flush)
-            if me % 2 == 1:
+            if me % (2 * chain) == chain:
                 return _Then(mailbox.receive(shape, dtype, me - 1, "probe").take)
             return _Then(lambda: None)
 

@@ -206,6 +206,6 @@ def test_a_profile_of_another_model_is_refused():
 def test_a_stage_loses_time_to_the_messages_that_it_sends():
     model, clock = timed(run_of(pipeline_model_parallel_size=2), 2)
     first, last = model.stages(clock)
-    hop = clock.hop(model.places["pp"], model.work.sizes.residual)
+    hop = clock.hop(model.boundaries[0], model.work.sizes.residual)
     assert first.forward["interference"] == last.input_grad["interference"] == pytest.approx(INTERFERENCE * hop)
     assert "interference" not in {**first.input_grad, **last.forward}
