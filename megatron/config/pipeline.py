@@ -30,17 +30,18 @@ class PipelineSettings:
     group: int | None
     overlap: bool
 
-    def schedule_of(self, num_microbatches: int, *, offload: bool = False) -> Schedule:
+    def schedule_of(self, num_microbatches: int, *, offload: bool = False, checked: bool = True) -> Schedule:
         """Returns the actions of a training step, including transfers, after checking them.
 
-        `offload`: with the actions that move activations to host memory and back. Raises ConfigError if the schedule
-        does not support so many microbatches.
+        `offload`: with the actions that move activations to host memory and back. `checked`: False for a planner, which
+        runs nothing and looks at many schedules. Raises ConfigError if the schedule does not support so many microbatches.
         """
-        return _built(self, num_microbatches, evaluation=False, offload=offload)
+        find = _checked if checked else _built
+        return find(self, num_microbatches, evaluation=False, offload=offload)
 
     def evaluation_of(self, num_microbatches: int) -> Schedule:
         """Returns the actions of an evaluation: forwards only."""
-        return _built(self, num_microbatches, evaluation=True, offload=False)
+        return _checked(self, num_microbatches, evaluation=True, offload=False)
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """Returns the stages of a pipeline rank, in model order."""
@@ -93,14 +94,19 @@ def passes_around(parallel: ParallelConfig) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
+def _checked(settings: PipelineSettings, num_microbatches: int, *, evaluation: bool, offload: bool) -> Schedule:
+    schedule = _built(settings, num_microbatches, evaluation=evaluation, offload=offload)
+    check(schedule, blocking=not settings.overlap)
+    return schedule
+
+
+@functools.lru_cache(maxsize=16)
 def _built(settings: PipelineSettings, num_microbatches: int, *, evaluation: bool, offload: bool) -> Schedule:
-    """Builds and checks a schedule. Cached, because a run has few numbers of microbatches and this takes time."""
+    """Builds a schedule. Cached, because a run has few numbers of microbatches and this takes time."""
     p, stages = settings.placement.num_ranks, settings.placement.num_stages
     computations = settings.schedule.build(p, num_microbatches, v=stages // p, group=settings.group)
     schedule = with_transfers(forward_only(computations) if evaluation else computations, overlap=settings.overlap)
-    schedule = with_offload(schedule) if offload else schedule
-    check(schedule, blocking=not settings.overlap)
-    return schedule
+    return with_offload(schedule) if offload else schedule
 
 
 def _virtual_stages(parallel: ParallelConfig, num_layers: int) -> int | None:

@@ -66,14 +66,16 @@ def _in_flight(actions: Iterable[Action]) -> InFlight:
     most = before_input_most = before_weights_most = 0
     if not any(action.kind in GRADIENTS_OF_WEIGHTS for action in actions):
         return InFlight(0, 0, 0)
-    for action in actions:
-        if action.kind is Kind.FORWARD:
+    for kind, _, _ in actions:
+        if kind is Kind.FORWARD:
             before_input += 1
-        elif action.kind in GRADIENTS_OF_INPUT:
+        elif kind in GRADIENTS_OF_INPUT:
             before_input -= 1
-            before_weights += action.kind is Kind.INPUT_GRAD
-        elif action.kind is Kind.WEIGHT_GRAD:
+            before_weights += kind is Kind.INPUT_GRAD
+        elif kind is Kind.WEIGHT_GRAD:
             before_weights -= 1
+        else:
+            continue
         most = max(most, before_input + before_weights)
         before_input_most = max(before_input_most, before_input)
         before_weights_most = max(before_weights_most, before_weights)

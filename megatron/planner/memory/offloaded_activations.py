@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.planner.memory.stage import StageMemory
-from megatron.schedule.offload_pass import moved_groups, with_offload
+from megatron.schedule.offload_pass import moved_groups
 from megatron.schedule.schedule import GRADIENTS_OF_INPUT, Action, Kind, Schedule
 from megatron.spec.memory.trace import ACTIVATIONS, MemoryTrace, Profile
 
@@ -27,11 +27,6 @@ class Offloaded:
 
     groups: frozenset[OffloadGroup]
     ratio: float
-
-
-def with_moves(offload: ActivationOffloadConfig, schedule: Schedule) -> Schedule:
-    """Returns the schedule with the offload actions that the flags ask for."""
-    return with_offload(schedule) if offload.kind == "ratio" and offload.ratio else schedule
 
 
 def offloaded_by(offload: ActivationOffloadConfig, schedule: Schedule, rank: int) -> Offloaded:
@@ -54,7 +49,10 @@ class OffloadTrace:
         by_layer: Mapping[int, StageMemory],
     ) -> None:
         self._trace, self._offloaded, self._whole, self._by_layer = trace, offloaded, whole, by_layer
-        self._leaving: list[OffloadGroup] = []  # since before the computation that is next or runs
+        # Stage -> what the two copies of a group change.
+        self._gone = {stage: _moved(memory, -offloaded.ratio) for stage, memory in whole.items()}
+        self._back = {stage: _moved(memory, offloaded.ratio) for stage, memory in whole.items()}
+        self._leaving: list[int] = []  # stages, since before the computation that is next or runs
         self._now = self.most = 0
 
     def profile(self, action: Action) -> Profile:
@@ -64,16 +62,15 @@ class OffloadTrace:
 
     def move(self, action: Action) -> None:
         """Call for an OFFLOAD or a RELOAD action."""
-        group = (action.stage, action.microbatch)
         if action.kind is Kind.OFFLOAD:
-            self._leaving.append(group)
+            self._leaving.append(action.stage)
         else:
-            self._move(group, back=True)
+            self._move(self._back[action.stage])
 
     def after(self, action: Action) -> None:
         """Call after a computation."""
-        for group in self._leaving:
-            self._move(group, back=False)
+        for stage in self._leaving:
+            self._move(self._gone[stage])
         self._leaving.clear()
         if (action.stage, action.microbatch) in self._offloaded.groups:
             return
@@ -82,13 +79,16 @@ class OffloadTrace:
         elif action.kind in GRADIENTS_OF_INPUT:
             self._count(-self._by_layer[action.stage].offloaded)
 
-    def _move(self, group: OffloadGroup, *, back: bool) -> None:
-        net = self._whole[group[0]].forward.net
-        sign = 1 if back else -1
-        moved = {kind: sign * int(self._offloaded.ratio * net.get(kind, 0)) for kind in ACTIVATIONS}
-        self._count(-sum(moved.values()))
-        self._trace.replay(Profile(moved, moved if back else {}, "activations that are back", {}))
+    def _move(self, moved: Profile) -> None:
+        self._count(-moved.kept)
+        self._trace.replay(moved)
 
     def _count(self, left: int) -> None:
         self._now += left
         self.most = max(self.most, self._now)
+
+
+def _moved(memory: StageMemory, ratio: float) -> Profile:
+    """What this part of a group's activations changes on the device. ratio: negative for those that leave it."""
+    moved = {kind: int(ratio * memory.forward.net.get(kind, 0)) for kind in ACTIVATIONS}
+    return Profile(moved, moved if ratio > 0 else {}, "activations that are back", {})

@@ -17,7 +17,7 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.model_states import StateMemory, state_memory
 from megatron.planner.memory.moments import enough_microbatches
-from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by, with_moves
+from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
 from megatron.planner.memory.stage import LayerProfiles, stage_memory
 from megatron.schedule.partition import Stage
@@ -104,7 +104,8 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
     )
     microbatches = settings.batches.final_num_microbatches
     played = _played(settings, target)
-    schedule = with_moves(offload, settings.pipeline.schedule_of(played))
+    moves = offload.kind == "ratio" and bool(offload.ratio)
+    schedule = settings.pipeline.schedule_of(played, offload=moves, checked=False)
     in_flight = memory_in_flight(schedule)
     profiles = LayerProfiles(spec, sizes, run.recompute.modules)
     ranks = []

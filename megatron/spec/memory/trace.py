@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.config.activation_offload import OFFLOAD_MODULES
 
@@ -41,12 +42,12 @@ class Profile:
     moment: str
     parts: Mapping[str, int]
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """Bytes left behind."""
         return sum(self.net.values())
 
-    @property
+    @cached_property
     def peak(self) -> int:
         """The most bytes in use at once, on top of those that were there before."""
         return sum(self.top.values())
@@ -101,8 +102,10 @@ class MemoryTrace:
             self.top = Counter(self.now)
             self.top.update(profile.top)
             self.moment = ": ".join([*self._doing, profile.moment])
-        self.now.update(profile.net)
-        self.parts.update(profile.parts)
+        for kind, size in profile.net.items():
+            self.now[kind] += size
+        for part, size in profile.parts.items():
+            self.parts[part] += size
         self._level += profile.kept
 
     def profile(self) -> Profile:
