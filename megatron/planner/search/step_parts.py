@@ -41,7 +41,7 @@ GROUPED = (*PIPELINE, "group")
 MESH = ("tp", "cp", "pp", "ep", "etp")
 SHARDING = ("sharding", "reduce_mode", "dp_overlap", "instances")
 UPDATE = (*SHARDING, "optimizer_offload")
-REPLICAS = (*dict.fromkeys((*MESH, *PIPELINE, *UPDATE)),)
+REPLICAS = (*dict.fromkeys((*MESH, *PIPELINE, *SHARDING)),)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ class ReplicaSeconds:
     """
 
     replicas: Replicas
-    optimizer: OptimizerUpdate
     kinds: tuple[int, ...]
     example: tuple[int, ...]
     bucket: _Array
@@ -113,13 +112,18 @@ class ReplicaSeconds:
             [[each.forward.total, each.input_grad.total, each.weight_grad.total] for each in stages], axis=1
         )
 
-    def rest(self, clock: Clock, seconds: _Array) -> _Array:
-        """Returns the [n] seconds of the step outside of its schedule. seconds: [3, kinds of stages, n] of a microbatch."""
+    def rest(self, clock: Clock, seconds: _Array, optimizers: Sequence[OptimizerUpdate]) -> _Array:
+        """Returns the [optimizers, n] seconds of the step outside of its schedule.
+
+        seconds: [3, kinds of stages, n] of a microbatch.
+        """
         stages = [_phases(seconds[:, kind]) for kind in self.kinds]
         slowing = self.reductions.slowing + self.replicas.sum_slowing(clock, self.reductions, stages)
-        update = self.replicas.update(clock, self.optimizer, stages)
-        late = self.replicas.late_gathers(clock, stages)
-        return np.asarray(self.reductions.exposed + late + slowing + update + clock.step())
+        others = self.reductions.exposed + self.replicas.late_gathers(clock, stages) + slowing
+        found = np.empty((len(optimizers), seconds.shape[-1]))
+        for row, optimizer in zip(found, optimizers, strict=True):
+            row[:] = others + self.replicas.update(clock, optimizer, stages) + clock.step()
+        return found
 
 
 class StepParts:
@@ -151,6 +155,10 @@ class StepParts:
     def replicas(self, layout: Layout) -> ReplicaSeconds:
         """Returns what replicas do together."""
         return self._once(REPLICAS, layout, lambda: self._replicas(layout))
+
+    def optimizer(self, layout: Layout) -> OptimizerUpdate:
+        """Returns the update of the parameters."""
+        return self._once(UPDATE, layout, lambda: self._optimizer(layout))
 
     @property
     def straggling(self) -> float:
@@ -251,7 +259,6 @@ class StepParts:
         overlapped = reductions.overlapped
         return ReplicaSeconds(
             replicas,
-            self._once(UPDATE, layout, lambda: self._optimizer(layout)),
             kinds,
             example,
             np.array([0.0 if overlapped is None else _number(overlapped[place]) / buckets for place in example]),

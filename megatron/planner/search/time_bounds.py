@@ -18,8 +18,8 @@ from megatron.config.run import RunConfig
 from megatron.planner.schedule.bound import least_makespans
 from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.search.layout import Candidates, Layout
-from megatron.planner.search.layout_table import distinct
-from megatron.planner.search.step_parts import GROUPED, LAYER, MESH, REPLICAS, Pipeline, StepParts
+from megatron.planner.search.layout_table import distinct, groups_of
+from megatron.planner.search.step_parts import GROUPED, LAYER, MESH, REPLICAS, UPDATE, Pipeline, StepParts
 from megatron.planner.time.boundaries import NEARBY, end_of_chain
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.hardware import Cluster
@@ -30,19 +30,23 @@ from megatron.schedule.registry import SCHEDULES
 _Array = NDArray[np.float64]
 _Numbers = NDArray[np.int64]
 _ROUNDING = 1e-9  # sums in another order differ by much less
-_AT_ONCE = 4096  # layouts whose costs stay in the cache
+_AT_ONCE = 12288  # layouts whose costs stay in the cache
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """n layouts of one pipeline: their numbers among the candidates, [n] microbatches, buckets of each stage, and seconds
-    outside of the schedule, and the [stages, n] costs of the schedule."""
+    """n layouts of one pipeline, with K schedules.
+
+    numbers, rest: [n] their numbers among the candidates, and seconds outside of the schedule. of: [n] the schedule of each.
+    m, buckets: [K] microbatches, and buckets of each stage. costs: of the K schedules.
+    """
 
     numbers: _Numbers
     pipeline: Pipeline
+    rest: _Array
+    of: _Numbers
     m: _Numbers
     buckets: _Numbers
-    rest: _Array
     costs: ManyCosts
 
 
@@ -69,7 +73,7 @@ class TimeBounds:
                 *(shape.schedule, shape.p, shape.v, shape.group, steps.m, steps.costs, steps.buckets),
                 blocking=shape.blocking,
             )
-            found[steps.numbers] = schedule + steps.rest
+            found[steps.numbers] = schedule[steps.of] + steps.rest
         return found * (1 + self._parts.straggling) * (1 - _ROUNDING)
 
     def played_seconds(self, candidates: Candidates) -> _Array:
@@ -78,14 +82,13 @@ class TimeBounds:
         numbers, plays = [], []
         for steps in self._steps(candidates):
             found[steps.numbers] = steps.rest
-            firsts, alike = distinct([steps.m, steps.buckets])
-            for place, first in enumerate(firsts.tolist()):
-                which = np.flatnonzero(alike == place)
-                shape = self._shape(steps.pipeline, int(steps.buckets[first]))
-                plays.append(Play(shape, int(steps.m[first]), steps.costs.take(which)))
-                numbers.append(steps.numbers[which])
-        for which, seconds in zip(numbers, makespans(plays), strict=True):
-            found[which] += seconds
+            for which in groups_of([steps.m, steps.buckets]):
+                shape = self._shape(steps.pipeline, int(steps.buckets[which[0]]))
+                plays.append(Play(shape, int(steps.m[which[0]]), steps.costs.take(which)))
+                here = np.isin(steps.of, which)
+                numbers.append((steps.numbers[here], np.searchsorted(which, steps.of[here])))
+        for (some, of), seconds in zip(numbers, makespans(plays), strict=True):
+            found[some] += seconds[of]
         return found * (1 + self._parts.straggling)
 
     def _shape(self, pipeline: Pipeline, buckets: int = 1) -> PlayShape:
@@ -103,12 +106,12 @@ class TimeBounds:
         )
 
     def _steps(self, candidates: Candidates) -> Iterator[_Steps]:
-        """The layouts by pipeline, those with the same replicas next to each other."""
+        """The layouts by pipeline, those with the same replicas and the same schedule next to each other."""
         if not len(candidates):
             return
         columns = _Columns(self._run, self._world_size, self._parts, candidates)
         _, pipelines = distinct([candidates.codes[axis] for axis in GROUPED])
-        order = np.lexsort((columns.replicas, pipelines))
+        order = np.lexsort((columns.scheduled, columns.replicas, pipelines))
         for numbers in np.split(order, np.flatnonzero(np.diff(pipelines[order])) + 1):
             pipeline = self._parts.pipeline(candidates.layout(numbers[0]))
             for start in range(0, len(numbers), _AT_ONCE):
@@ -147,27 +150,37 @@ class _Columns:
 
         replicas, self.replicas = distinct([codes[axis] for axis in REPLICAS])
         self._replicas = [parts.replicas(candidates.layout(number)) for number in replicas.tolist()]
+        updates, self._update = distinct([codes[axis] for axis in UPDATE])
+        self._optimizers = [parts.optimizer(candidates.layout(number)) for number in updates.tolist()]
+        # Neither the update nor, here, copies of activations change the schedule.
+        _, self.scheduled = distinct([codes[axis] for axis in codes if axis not in ("offload", "optimizer_offload")])
         ranks = np.prod([candidates.column(axis) for axis in ("tp", "cp", "pp")], axis=0)
         samples = parts.samples(candidates.layout(0))
         self._m = samples // (candidates.column("micro_batch") * (world_size // ranks))
 
     def steps(self, pipeline: Pipeline, numbers: _Numbers) -> _Steps:
-        """Returns some of the layouts, which have this pipeline."""
-        seconds = self._stage_seconds(pipeline, numbers)
-        buckets, rest = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers))
-        bucket = np.zeros((len(pipeline.examples), len(numbers)))
+        """Returns some of the layouts, which have this pipeline. Those with the same replicas are next to each other, and of
+        these the ones with the same schedule."""
+        begins = np.diff(self.scheduled[numbers], prepend=-1) != 0
+        of, played = np.cumsum(begins) - 1, numbers[begins]
+        seconds = self._stage_seconds(pipeline, played)
+        buckets, rest = np.zeros(len(played), dtype=np.int64), np.zeros(len(numbers))
+        bucket = np.zeros((len(pipeline.examples), len(played)))
         places = self.replicas[numbers]
         borders = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(numbers)]
         for start, stop in itertools.pairwise(borders):
-            together = self._replicas[places[start]]
-            seconds[:, :, start:stop] = together.with_microbatch(self._clock, seconds[:, :, start:stop])
-            buckets[start:stop] = together.buckets
-            rest[start:stop] = together.rest(self._clock, seconds[:, :, start:stop])
-            bucket[:, start:stop] = together.bucket[:, None]
+            together, here = self._replicas[places[start]], slice(of[start], of[stop - 1] + 1)
+            seconds[:, :, here] = together.with_microbatch(self._clock, seconds[:, :, here])
+            buckets[here] = together.buckets
+            bucket[:, here] = together.bucket[:, None]
+            updates, update = np.unique(self._update[numbers[start:stop]], return_inverse=True)
+            optimizers = [self._optimizers[number] for number in updates.tolist()]
+            rests = together.rest(self._clock, seconds[:, :, here], optimizers)
+            rest[start:stop] = rests[update, of[start:stop] - here.start]
         forward, input_grad, weight_grad = seconds[:, pipeline.kind_of]
-        node_of = np.array(pipeline.settings.placement.rank_of)[:, None] // self._chain[numbers]
+        node_of = np.array(pipeline.settings.placement.rank_of)[:, None] // self._chain[played]
         transfer, latency = (
-            np.where(node_of[1:] == node_of[:-1], nearby[numbers], far[numbers])
+            np.where(node_of[1:] == node_of[:-1], nearby[played], far[played])
             for nearby, far in zip(self._nearby, self._far, strict=True)
         )
         nothing = np.zeros_like(forward)
@@ -182,7 +195,7 @@ class _Columns:
             reload=nothing,
             bucket=bucket[pipeline.kind_of],
         )
-        return _Steps(numbers, pipeline, self._m[numbers], buckets, rest, costs)
+        return _Steps(numbers, pipeline, rest, of, self._m[played], buckets, costs)
 
     def _stage_seconds(self, pipeline: Pipeline, numbers: _Numbers) -> _Array:
         """[3, kinds of stages, n] seconds of a microbatch: forward, input gradient, weight gradient."""

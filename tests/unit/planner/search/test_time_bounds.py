@@ -11,7 +11,7 @@ from megatron.config.settings import resolve
 from megatron.planner.search.choices import default_choices
 from megatron.planner.search.layout import AXES
 from megatron.planner.search.space import space_of
-from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS
+from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS, UPDATE
 from megatron.planner.search.time_bounds import TimeBounds
 from megatron.planner.time.constants import Constants, fitted
 from megatron.planner.time.hardware import built_in
@@ -99,7 +99,7 @@ def test_bounds_with_a_profile():
 
 
 def test_every_axis_is_part_of_something():
-    assert {*LAYER, *GROUPED, *REPLICAS, "recompute", "offload"} == set(AXES)
+    assert {*LAYER, *GROUPED, *REPLICAS, *UPDATE, "recompute", "offload"} == set(AXES)
 
 
 def test_nothing_to_bound():
