@@ -78,20 +78,22 @@ class TimeBounds:
 
     def played_seconds(self, candidates: Candidates) -> _Array:
         """Returns [N] seconds of a step, those of `StepModel` but for rounding, and without copies of activations."""
-        found = np.zeros(len(candidates))
+        found, offload = np.zeros(len(candidates)), candidates.column("offload")
         numbers, plays = [], []
         for steps in self._steps(candidates):
             found[steps.numbers] = steps.rest
             for which in groups_of([steps.m, steps.buckets]):
-                shape = self._shape(steps.pipeline, int(steps.buckets[which[0]]))
-                plays.append(Play(shape, int(steps.m[which[0]]), steps.costs.take(which)))
                 here = np.isin(steps.of, which)
-                numbers.append((steps.numbers[here], np.searchsorted(which, steps.of[here])))
+                some = steps.numbers[here]
+                # Copies in no time change nothing, and exact work needs the same graph with times of copies.
+                shape = self._shape(steps.pipeline, int(steps.buckets[which[0]]), offload=bool(offload[some].any()))
+                plays.append(Play(shape, int(steps.m[which[0]]), steps.costs.take(which)))
+                numbers.append((some, np.searchsorted(which, steps.of[here])))
         for (some, of), seconds in zip(numbers, makespans(plays), strict=True):
             found[some] += seconds[of]
         return found * (1 + self._parts.straggling)
 
-    def _shape(self, pipeline: Pipeline, buckets: int = 1) -> PlayShape:
+    def _shape(self, pipeline: Pipeline, buckets: int = 1, *, offload: bool = False) -> PlayShape:
         settings = pipeline.settings
         p = settings.placement.num_ranks
         blocking = self._software.blocking_pipeline or not settings.overlap
@@ -103,6 +105,7 @@ class TimeBounds:
             overlap=settings.overlap and not blocking,
             blocking=blocking,
             buckets=buckets,
+            offload=offload,
         )
 
     def _steps(self, candidates: Candidates) -> Iterator[_Steps]:
