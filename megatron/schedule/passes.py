@@ -21,10 +21,12 @@ a group ends when its last transfer does.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.schedule.schedule import COMPUTE, SENDS, Action, Schedule, other_end
+from megatron.schedule.schedule import COMPUTE, SENDS, Action, Kind, Schedule, other_end
 from megatron.schedule.simulate import Costs, simulate
 
 Order = tuple[float, int, int]
@@ -50,36 +52,43 @@ def with_transfers(schedule: Schedule, *, overlap: bool) -> Schedule:
     sooner. Otherwise it is directly before that computation, or earlier if the global order of all transfers requires
     it. [Note: order of transfers] states the guarantees. `schedule` holds computation only.
     """
-    order = _order_of_sends(schedule)
+    sends, receives = _transfers(schedule, ahead=1 if overlap else 0)
     ranks = []
-    for actions in schedule.actions:
-        sends, receives = [], []
-        for place, action in enumerate(actions):
-            if (send := schedule.send_after(action)) is not None:
-                sends.append(_Insert(send, place + 1, order[send]))
-            if (receive := schedule.receive_before(action)) is not None:
-                ahead = max(place - 1, 0) if overlap else place
-                receives.append(_Insert(receive, ahead, order[other_end(receive)]))
+    for actions, to_all, by_source in zip(schedule.actions, sends, receives, strict=True):
         if overlap:
-            by_source = [[r for r in receives if r.order[-1] == source] for source in range(len(schedule.actions))]
-            inserts = [insert for queue in by_source for insert in _none_after_a_later_one(queue)] + sends
+            inserts = [insert for queue in by_source for insert in _none_after_a_later_one(queue)] + to_all
         else:
-            inserts = _none_after_a_later_one(sends + receives)
-        ranks.append(_with_inserts(actions, [(insert.place, insert.action) for insert in inserts]))
+            inserts = _none_after_a_later_one([*to_all, *itertools.chain.from_iterable(by_source)])
+        ranks.append(_with_inserts(actions, inserts))
     return dataclasses.replace(schedule, actions=tuple(ranks))
 
 
-def _order_of_sends(schedule: Schedule) -> dict[Action, Order]:
-    """Returns `_Insert.order` of every send, at unit costs."""
-    ranks = schedule.placement.num_ranks
+def _transfers(schedule: Schedule, *, ahead: int) -> tuple[list[list[_Insert]], list[list[list[_Insert]]]]:
+    """Returns of each rank its sends, and its receives by the rank that sends, at unit costs.
+
+    ahead: computations between a receive and the one that needs it.
+    """
+    ranks, rank_of = range(schedule.placement.num_ranks), schedule.placement.rank_of
+    turns = [[_turn(rank, peer, len(ranks)) for peer in ranks] for rank in ranks]
+    sends: list[list[_Insert]] = [[] for _ in ranks]
+    receives: list[list[list[_Insert]]] = [[[] for _ in ranks] for _ in ranks]
+    place_of: dict[tuple[Kind, int, int], int] = {}
+    for actions in schedule.actions:
+        place_of.update(zip(actions, range(len(actions)), strict=True))
     timeline = simulate(schedule, Costs.uniform(schedule.placement.num_stages))
-    order = {}
     for rank, intervals in enumerate(timeline.intervals):
-        for action, _, stop in intervals:
+        for place, (action, _, stop) in enumerate(intervals, start=1):
             assert action.kind in COMPUTE, f"{schedule.name} holds {action} already"
-            if (send := schedule.send_after(action)) is not None:
-                order[send] = (stop, _turn(rank, schedule.peer(send), ranks), rank)
-    return order
+            send = schedule.send_after(action)
+            if send is None:
+                continue
+            receive = other_end(send)
+            peer = rank_of[receive.stage]
+            order = (stop, turns[rank][peer], rank)
+            needed = place_of[action.kind, receive.stage, action.microbatch]
+            sends[rank].append(_Insert(send, place, order))
+            receives[peer][rank].append(_Insert(receive, max(needed - ahead, 0), order))
+    return sends, receives
 
 
 def _turn(rank: int, peer: int, ranks: int) -> int:
@@ -92,18 +101,19 @@ def _turn(rank: int, peer: int, ranks: int) -> int:
 def _none_after_a_later_one(queue: list[_Insert]) -> list[_Insert]:
     """Returns the queue in order, each at its own position or, if that is earlier, that of the next."""
     moved: list[_Insert] = []
-    for insert in sorted(queue, key=lambda insert: insert.order, reverse=True):
-        place = min(insert.place, moved[-1].place) if moved else insert.place
-        assert place == insert.place or insert.action.kind not in SENDS, f"{insert.action} before its data is made"
-        moved.append(insert._replace(place=place))
+    for insert in sorted(queue, key=operator.attrgetter("order"), reverse=True):
+        if moved and insert.place > moved[-1].place:
+            assert insert.action.kind not in SENDS, f"{insert.action} before its data is made"
+            insert = insert._replace(place=moved[-1].place)
+        moved.append(insert)
     return moved[::-1]
 
 
-def _with_inserts(actions: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:
-    """Inserts each action before the action of its index; those of one index in the order given."""
+def _with_inserts(actions: Sequence[Action], inserts: Sequence[_Insert]) -> tuple[Action, ...]:
+    """Inserts each transfer; those of one place in the order given."""
     at: dict[int, list[Action]] = {}
-    for index, action in inserts:
-        at.setdefault(index, []).append(action)
+    for action, place, _ in inserts:
+        at.setdefault(place, []).append(action)
     result: list[Action] = []
     for index, action in enumerate(actions):
         result += at.get(index, ())
