@@ -65,8 +65,9 @@ _OTHER_END = {
 
 def other_end(transfer: Action) -> Action:
     """Returns the receive of a send, or the send of a receive."""
-    kind, step = _OTHER_END[transfer.kind]
-    return Action(kind, transfer.stage + step, transfer.microbatch)
+    kind, stage, microbatch = transfer
+    other, step = _OTHER_END[kind]
+    return Action(other, stage + step, microbatch)
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,12 @@ class Schedule:
 
     def send_after(self, action: Action) -> Action | None:
         """Returns the send of a computation's result, or None if the result stays on the rank."""
-        rank_of, stage = self.placement.rank_of, action.stage
-        if action.kind is Kind.FORWARD:
+        rank_of, (kind, stage, microbatch) = self.placement.rank_of, action
+        if kind is Kind.FORWARD:
             if stage + 1 < len(rank_of) and rank_of[stage + 1] != rank_of[stage]:
-                return Action(Kind.SEND_FORWARD, stage, action.microbatch)
-        elif action.kind in GRADIENTS_OF_INPUT and stage > 0 and rank_of[stage - 1] != rank_of[stage]:
-            return Action(Kind.SEND_BACKWARD, stage, action.microbatch)
+                return Action(Kind.SEND_FORWARD, stage, microbatch)
+        elif kind in GRADIENTS_OF_INPUT and stage > 0 and rank_of[stage - 1] != rank_of[stage]:
+            return Action(Kind.SEND_BACKWARD, stage, microbatch)
         return None
 
     def receive_before(self, action: Action) -> Action | None:
