@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.planner.schedule.computations import Computations, computations_of
 from megatron.schedule.offload_pass import APART
-from megatron.schedule.schedule import Action, Kind
 from megatron.schedule.schedules.gpipe import GPIPE
 from megatron.schedule.schedules.interleaved import group_sizes
 from megatron.schedule.spec import ScheduleSizes, ScheduleSpec
 
 MomentCounts = NDArray[np.int64]
-_Flags = NDArray[np.bool_]
-_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 _BLOCK = 64  # moments that are compared with each other
 _LARGEST_KEY = 2**62
 
@@ -99,51 +96,17 @@ def _moments_of(
     overlap: bool,
     cpu: bool,
 ) -> MomentCounts:
-    rank_of, lists = _computations(spec, sizes)
+    rank_of, lists = computations_of(spec, sizes)
     of_ranks = [
         _moments(rank_of, rank, lists[rank], classes, offload=offload, overlap=overlap, cpu=cpu) for rank in ranks
     ]
     return _largest(np.concatenate(of_ranks), counts_per_class(offload=offload))
 
 
-@dataclass(frozen=True)
-class _Computations:
-    """The [n] computations of a rank. Of each, whether it is a forward, a gradient of an input, the first or the second half
-    of a split backward; and its stage and microbatch."""
-
-    forward: _Flags
-    input_grad: _Flags
-    first_half: _Flags
-    second_half: _Flags
-    stage: MomentCounts
-    microbatch: MomentCounts
-
-    @classmethod
-    def of(cls, actions: Sequence[Action]) -> _Computations:
-        """Returns those of a rank's list."""
-        kinds, stages, microbatches = zip(*actions, strict=True)
-        kind = np.array([_KINDS.index(each) for each in kinds])
-        half = kind == _KINDS.index(Kind.INPUT_GRAD)
-        return cls(
-            kind == _KINDS.index(Kind.FORWARD),
-            half | (kind == _KINDS.index(Kind.BACKWARD)),
-            half,
-            kind == _KINDS.index(Kind.WEIGHT_GRAD),
-            np.array(stages),
-            np.array(microbatches),
-        )
-
-
-@functools.lru_cache(maxsize=4)
-def _computations(spec: ScheduleSpec, sizes: ScheduleSizes) -> tuple[NDArray[np.int64], tuple[_Computations, ...]]:
-    """The rank of each stage, and the computations of each rank."""
-    return np.array(spec.placement(sizes.p, sizes.v).rank_of), tuple(map(_Computations.of, spec.actions(sizes)))
-
-
 def _moments(
     rank_of: NDArray[np.int64],
     rank: int,
-    computations: _Computations,
+    computations: Computations,
     classes: Sequence[int],
     *,
     offload: bool,

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.planner.schedule.computations import Computations, computations_of
 from megatron.planner.schedule.graph import ManyCosts
-from megatron.schedule.schedule import GRADIENTS_OF_INPUT, GRADIENTS_OF_WEIGHTS, Action, Kind
 from megatron.schedule.spec import ScheduleSpec
 
 _Array = NDArray[np.float64]
@@ -77,14 +77,13 @@ class _Work:
     weights: _Array
 
     @classmethod
-    def of(cls, parts: Sequence[Sequence[Action]], stages: int) -> _Work:
+    def of(cls, lists: Sequence[Computations], parts: Sequence[slice], stages: int) -> _Work:
         """Returns those in a part of the list of each rank."""
-        found = cls(*(np.zeros((len(parts), stages)) for _ in range(3)))
-        by_kind = {Kind.FORWARD: found.forwards, Kind.WEIGHT_GRAD: found.weights}
-        for rank, actions in enumerate(parts):
-            for action in actions:
-                by_kind.get(action.kind, found.grads)[rank, action.stage] += 1
-        return found
+        counts = [
+            [each.per_stage(which, part, stages) for which in (each.forward, each.input_grad, each.second_half)]
+            for each, part in zip(lists, parts, strict=True)
+        ]
+        return cls(*np.array(counts, dtype=float).transpose(1, 0, 2))
 
 
 @dataclass(frozen=True)
@@ -116,21 +115,19 @@ class _Outline:
 
 @functools.lru_cache(maxsize=4096)
 def _outline(schedule: ScheduleSpec, p: int, m: int, v: int | None, group: int | None) -> _Outline:
-    built = schedule.build(p, m, v=v, group=group)
-    rank_of = np.array(built.placement.rank_of)
+    rank_of, lists = computations_of(schedule, schedule.sizes(p, m, v, group))
     before, after_forwards, after_grads, after_done = ([] for _ in range(4))
     ends = []  # of each rank: the stages of the four actions, and two facts
-    for actions in built.actions:
-        forwards = [place for place, action in enumerate(actions) if action.kind is Kind.FORWARD]
-        grads = [place for place, action in enumerate(actions) if action.kind in GRADIENTS_OF_INPUT]
-        done = {action.stage: place for place, action in enumerate(actions) if action.kind in GRADIENTS_OF_WEIGHTS}
-        first_done = min(done.values())
-        before.append(actions[: grads[0]])
-        after_forwards.append(actions[forwards[-1] + 1 :])
-        after_grads.append(actions[grads[-1] + 1 :])
-        after_done.append(actions[first_done:])
-        stages = [actions[place].stage for place in (grads[0], forwards[-1], grads[-1], first_done)]
-        in_flight = len(before[-1])
+    for rank, each in enumerate(lists):
+        forwards, grads = np.flatnonzero(each.forward), np.flatnonzero(each.input_grad)
+        done = [np.flatnonzero(each.stage == stage)[-1] for stage in np.flatnonzero(rank_of == rank)]
+        first_done = min(done)
+        before.append(slice(grads[0]))
+        after_forwards.append(slice(forwards[-1] + 1, None))
+        after_grads.append(slice(grads[-1] + 1, None))
+        after_done.append(slice(first_done, None))
+        stages = each.stage[[grads[0], forwards[-1], grads[-1], first_done]]
+        in_flight = int(grads[0])
         in_turn = np.searchsorted(forwards, grads) == np.minimum(m, np.arange(len(grads)) + in_flight)
         in_flight *= len(done) == 1 and bool(in_turn.all())
         ends.append((*stages, grads[0] < forwards[-1], in_flight))
@@ -140,10 +137,10 @@ def _outline(schedule: ScheduleSpec, p: int, m: int, v: int | None, group: int |
         rank_of=rank_of,
         crosses=(rank_of[1:] != rank_of[:-1]).astype(float)[:, None],
         splits_backward=schedule.splits_backward,
-        before=_Work.of(before, len(rank_of)),
-        after_forwards=_Work.of(after_forwards, len(rank_of)),
-        after_grads=_Work.of(after_grads, len(rank_of)),
-        after_done=_Work.of(after_done, len(rank_of)),
+        before=_Work.of(lists, before, len(rank_of)),
+        after_forwards=_Work.of(lists, after_forwards, len(rank_of)),
+        after_grads=_Work.of(lists, after_grads, len(rank_of)),
+        after_done=_Work.of(lists, after_done, len(rank_of)),
         first_grad=first_grad,
         last_forward=last_forward,
         last_grad=last_grad,
