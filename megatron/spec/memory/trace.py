@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,6 +53,19 @@ class Profile:
         return sum(self.top.values())
 
 
+class _Named(AbstractContextManager[None]):
+    """A name is the last of a list during the body. A plan enters many bodies, so this is no generator."""
+
+    def __init__(self, names: list[str], name: str) -> None:
+        self._names, self._name = names, name
+
+    def __enter__(self) -> None:
+        self._names.append(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._names.pop()
+
+
 class MemoryTrace:
     """Bytes by kind, now and when their sum was largest; and bytes by the part of a layer that saves them."""
 
@@ -66,13 +79,7 @@ class MemoryTrace:
 
     def doing(self, name: str) -> AbstractContextManager[None]:
         """A peak in the body is named `name`, after the names of the bodies around it."""
-        return self._named(name)
-
-    @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        self._doing.append(name)
-        yield
-        self._doing.pop()
+        return _Named(self._doing, name)
 
     def take(self, kind: str, size: int, part: str | None = None) -> None:
         """`size` more bytes are in use. part: the part of the layer that saves them."""
