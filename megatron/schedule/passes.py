@@ -85,9 +85,10 @@ def _transfers(schedule: Schedule, *, ahead: int) -> tuple[list[list[_Insert]], 
             receive = other_end(send)
             peer = rank_of[receive.stage]
             order = (stop, turns[rank][peer], rank)
-            needed = place_of[action.kind, receive.stage, action.microbatch]
             sends[rank].append(_Insert(send, place, order))
-            receives[peer][rank].append(_Insert(receive, max(needed - ahead, 0), order))
+            needed = place_of.get((action.kind, receive.stage, action.microbatch))
+            if needed is not None:  # else `validate.check` will refuse the schedule
+                receives[peer][rank].append(_Insert(receive, max(needed - ahead, 0), order))
     return sends, receives
 
 

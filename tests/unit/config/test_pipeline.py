@@ -25,8 +25,18 @@ def without_the_last_backward(sizes):
     return tuple(actions[:-1] if sizes.m > 1 else actions for actions in one_f_one_b(sizes))
 
 
+def without_one_backward(sizes):
+    first, *others = one_f_one_b(sizes)
+    return (first[:-1] if sizes.m > 1 else first, *others)
+
+
 @pytest.mark.parametrize(
-    ("actions", "message"), [(stuck, "ranks wait for each other"), (without_the_last_backward, r"B7@\d is missing")]
+    ("actions", "message"),
+    [
+        (stuck, "ranks wait for each other"),
+        (without_the_last_backward, r"B7@\d is missing"),
+        (without_one_backward, "B7@0 is missing"),
+    ],
 )
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_schedule_that_cannot_run_is_refused_when_it_is_built(actions, message, overlap):
@@ -45,4 +55,5 @@ def test_training_and_evaluation(name):
     evaluated = {a.kind for actions in settings.evaluation_of(8).actions for a in actions}
     assert evaluated & COMPUTE == {Kind.FORWARD}
     assert settings.schedule_of(8) is settings.schedule_of(8), "built and checked once"
+    assert settings.schedule_of(8, checked=False) == settings.schedule_of(8)
     assert settings.schedule_of(8, offload=True) == with_offload(settings.schedule_of(8)) != settings.schedule_of(8)

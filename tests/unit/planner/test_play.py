@@ -69,6 +69,18 @@ def test_as_long_as_in_the_simulator(name, p, v, m, mode):
     assert repeats(shape, m) == (name != "gpipe")
 
 
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_copies_in_no_time_change_nothing(name, mode):
+    shape = shape_of(name, 4, 2, mode=mode)
+    costs = costs_of(shape.p * shape.v, 0)
+    costs = dataclasses.replace(costs, offload=0 * costs.offload, reload=0 * costs.reload)
+    with_copies = dataclasses.replace(shape, offload=True)
+    assert with_copies.whole(40) != shape.whole(40)
+    found, plain = makespans([Play(each, 40, costs) for each in (with_copies, shape)])
+    assert found == pytest.approx(plain, rel=EXACT)
+
+
 @pytest.mark.parametrize(("group", "m"), [(4, 46), (6, 60), (7, 64), (6, 63)])
 def test_groups_of_microbatches_and_what_is_left_of_them(group, m):
     check(shape_of("interleaved", 4, 2, group=group), m, group)
