@@ -6,7 +6,7 @@ one folder, so that each part can be repeated alone:
 
 --profile   profile_*.json, of each model at each rate of the links
 --measure   measured.csv, the runs
---predict   predicted.csv, from the profiles alone
+--predict   predicted.csv, from the profiles, and the speed of the processors in each run
 --report    report.md and steps.png
 """
 
@@ -67,7 +67,7 @@ def run(parts: list[str], folder: Path, only: list[str], repeats: int) -> int:
     if "measure" in parts:
         failed = measure(chosen, repeats, measured)
     if "predict" in parts:
-        predict(chosen, folder, predicted)
+        predict(chosen, folder, measured, predicted)
     if "report" in parts:
         found, lines = compare(measured, predicted)
         text = report(found, lines)

@@ -19,10 +19,11 @@ import torch
 import megatron.training.main  # noqa: F401  imports what a run imports
 from benchmarks.cluster.fleet import ROOT
 from benchmarks.cluster.stdio import run_worker
+from benchmarks.planner.emulated.reference import measure_before_steps
 
 
 def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], names: Sequence[str]) -> None:
-    """Answers {"start": [a rank's `script`, `flags`, `environment`, `log`, `core`]} with the processes'
+    """Answers {"start": [a rank's `script`, `flags`, `environment`, `log`, `core`, `reference`]} with the processes'
     ids, and {"wait": ids} with their exit codes when all have ended.
     """
     answer({"ready": {name: name for name in names}})
@@ -35,15 +36,17 @@ def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], nam
             answer({"measured": codes})
 
 
-def start(script: str, flags: list[str], environment: dict[str, str], log: str, core: int) -> int:
-    """Returns the id of a new process that runs a script of the repository on a core."""
+def start(script: str, flags: list[str], environment: dict[str, str], log: str, core: int, *, reference: bool) -> int:
+    """Returns the id of a new process that runs a script of the repository on a core. reference: see reference.py."""
     pid = os.fork()
     if not pid:
-        _run(script, flags, environment, log, core)
+        _run(script, flags, environment, log, core, reference=reference)
     return pid
 
 
-def _run(script: str, flags: list[str], environment: dict[str, str], log: str, core: int) -> NoReturn:
+def _run(
+    script: str, flags: list[str], environment: dict[str, str], log: str, core: int, *, reference: bool
+) -> NoReturn:
     code = 1
     try:
         os.sched_setaffinity(0, {core})
@@ -52,6 +55,8 @@ def _run(script: str, flags: list[str], environment: dict[str, str], log: str, c
         os.dup2(output, 2)
         os.environ.update(environment)
         torch.set_num_threads(1)
+        if reference:
+            measure_before_steps(flags)
         sys.argv = [script, *flags]
         runpy.run_path(str(ROOT / script), run_name="__main__")
         code = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import re
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,13 +25,17 @@ from benchmarks.cluster.hosts import Cluster
 from benchmarks.cluster.quota import Quotas, achieved_shares
 from benchmarks.planner.emulated.grid import COUNTED, LEFT_OUT, MORE_STEPS, RANKS, RATES, SHARE, STEPS, Case
 from benchmarks.planner.emulated.ranks import Ranks, RunError
+from benchmarks.planner.emulated.reference import references_of
 from megatron.training.logging.line import parse_line
 
 LONGEST_SECONDS = 300.0  # of a run
 FREE = 10_000.0  # Mbit/s, of links that are not limited
 KINDS = ("compute", "tp", "cp", "dp", "pp", "bubble", "other")
-COLUMNS = ("model", "layout", "hosts", "rate", "repeat", "status", "step_ms", *KINDS, "steps", "sent", "drops", "flags")
-_SUMMARY = re.compile(r"where iteration (\d+) went: \S+ ms((?: \| [a-z]+ [-\d.]+%)+)")
+COLUMNS = (
+    *("model", "layout", "hosts", "rate", "repeat", "status", "step_ms", "reference_ms", *KINDS),
+    *("steps", "sent", "drops", "flags"),
+)
+_SUMMARY = re.compile(r"where iteration (\d+) went: (\S+) ms((?: \| [a-z]+ [-\d.]+%)+)")
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run. steps: all of them. sent: bytes of each host in the whole run. drops: packets lost by full queues."""
+    """A run. steps: all of them. references: milliseconds of the reference before each of them, the mean over ranks. sent:
+    bytes of each host in the whole run. drops: packets lost by full queues."""
 
     steps: list[Step]
+    references: list[float]
     sent: list[int]
     drops: int
 
@@ -100,11 +107,13 @@ def run_case(case: Case, ranks: Ranks, quotas: Quotas, folder: Path, steps: int)
 
     timeline = ["--profile-timeline", str(folder / "timeline.json"), "--profile-step-start", "2"]
     flags = [*case.flags(steps), *timeline, "--profile-step-end", str(STEPS + 1)]
-    found = steps_of(ranks.run("pretrain_gpt.py", flags, LONGEST_SECONDS, after_line))
+    texts = ranks.run("pretrain_gpt.py", flags, LONGEST_SECONDS, after_line, reference=True)
+    found = steps_of(texts[0])
     if len(found) != steps:
         raise RunError(f"it logged {len(found)} of {steps} steps")
+    references = [statistics.fmean(each) for each in zip(*map(references_of, texts), strict=True)]
     each = [after - before for before, after in zip(sent, _sent(cluster), strict=True)]
-    return Measured(found, each, cluster.drops() - drops)
+    return Measured(found, references, each, cluster.drops() - drops)
 
 
 def _sent(cluster: Cluster) -> list[int]:
@@ -112,15 +121,18 @@ def _sent(cluster: Cluster) -> list[int]:
 
 
 def steps_of(text: str) -> list[Step]:
-    """Returns the steps of rank 0's log, in order; the first has no shares."""
-    shares = {}
-    for number, parts in _SUMMARY.findall(text):
+    """Returns the steps of rank 0's log, in order, those outside of the timeline without shares.
+
+    The time in the timeline is that of the step alone, without the reference before the next one.
+    """
+    found = {}
+    for number, milliseconds, parts in _SUMMARY.findall(text):
         words = (part.split() for part in parts.split(" | ")[1:])
-        shares[int(number)] = {kind: float(value.rstrip("%")) / 100 for kind, value in words}
+        shares = {kind: float(value.rstrip("%")) / 100 for kind, value in words}
+        found[int(number)] = Step(float(milliseconds), shares)
     lines = [line for line in map(parse_line, text.splitlines()) if "iteration" in line]
-    return [
-        Step(float(line["elapsed time per iteration (ms)"]), shares.get(int(line["iteration"]), {})) for line in lines
-    ]
+    others = {int(line["iteration"]): Step(float(line["elapsed time per iteration (ms)"]), {}) for line in lines}
+    return [found.get(number, other) for number, other in others.items()]
 
 
 def _rows(case: Case, ranks: Ranks, quotas: Quotas, folder: Path, steps: int) -> Iterator[dict[str, Any]]:
@@ -142,6 +154,7 @@ def _rows(case: Case, ranks: Ranks, quotas: Quotas, folder: Path, steps: int) ->
             "rate": f"{rate:g}",
             "status": "ok",
             "step_ms": " ".join(f"{step.milliseconds:.1f}" for step in counted),
+            "reference_ms": f"{statistics.fmean(run.references[first : first + COUNTED]):.4f}",
             **{kind: f"{mean:.4f}" for kind, mean in means.items()},
             "sent": " ".join(map(str, run.sent)),
             "drops": run.drops,

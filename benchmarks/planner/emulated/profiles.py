@@ -33,7 +33,7 @@ def take_profiles(models: Sequence[Model], folder: Path) -> None:
                     path = _file(folder, model, rate)
                     words = f"--seconds {SECONDS:g} --micro-batch-size 2 --train-iters 1 {_SIZES}".split()
                     flags = ["--out", str(path.resolve()), *words, *model.flags]
-                    ranks.run("tools/profile_machine.py", flags, LONGEST_SECONDS, lambda line: None)
+                    ranks.run("tools/profile_machine.py", flags, LONGEST_SECONDS)
                     spent = time.monotonic() - started
                     print(f"profile of {model.name} at {rate:g} Mbit/s in {spent:.0f} s", flush=True)
 

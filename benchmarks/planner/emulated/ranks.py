@@ -48,12 +48,21 @@ class Ranks:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def run(self, script: str, flags: Sequence[str], seconds: float, after_line: Callable[[str], None]) -> str:
+    def run(
+        self,
+        script: str,
+        flags: Sequence[str],
+        seconds: float,
+        after_line: Callable[[str], None] = lambda line: None,
+        *,
+        reference: bool = False,
+    ) -> list[str]:
         """Runs a script to its end, and calls `after_line` for each line of rank 0 as soon as it is printed.
 
-        Returns all that rank 0 printed. Raises RunError, also if it takes more than `seconds`.
+        reference: see reference.py. Returns all that each rank printed. Raises RunError, also if it takes more than
+        `seconds`.
         """
-        processes = self._fleet.ask_each(self._requests(script, flags), "start")
+        processes = self._fleet.ask_each(self._requests(script, flags, reference=reference), "start")
         every = [pid for pids in processes for pid in pids]
         for rank, pid in enumerate(every):
             self._quotas.add(rank, pid)
@@ -70,9 +79,9 @@ class Ranks:
             raise RunError(f"not done within {seconds:.0f} s: {_last_words(logs)}")
         if any(code for host in codes for code in host):
             raise RunError(_last_words(logs))
-        return logs[0].read_text()
+        return [log.read_text() for log in logs]
 
-    def _requests(self, script: str, flags: Sequence[str]) -> list[dict[str, object]]:
+    def _requests(self, script: str, flags: Sequence[str], *, reference: bool) -> list[dict[str, object]]:
         self._runs += 1
         world, each = self._quotas.ranks, self._quotas.ranks // self.cluster.hosts
         requests: list[dict[str, object]] = []
@@ -96,6 +105,7 @@ class Ranks:
                         "environment": {name: str(value) for name, value in environment.items()},
                         "log": str(self._log(rank)),
                         "core": self._quotas.core(rank),
+                        "reference": reference,
                     }
                 )
             requests.append({"start": ranks})

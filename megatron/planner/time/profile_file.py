@@ -94,6 +94,20 @@ class EndRow:
         return Layout(tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, micro_batch=self.micro_batch)
 
 
+_Timed = TypeVar("_Timed", LayerRow, EndRow)
+
+
+def scaled(row: _Timed, times: float) -> _Timed:
+    """Returns the row with all of its times multiplied."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(row):
+        if field.name.endswith("_seconds"):
+            value = getattr(row, field.name)
+            one = isinstance(value, float)
+            changed[field.name] = times * value if one else {name: times * each for name, each in value.items()}
+    return dataclasses.replace(row, **changed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProductRow:
     """A product [m, k] x [k, n]; accumulates: into an fp32 sum."""

@@ -25,17 +25,17 @@ from megatron.core.timeline import Lap
 from megatron.core.transformer.context import Build
 from megatron.planner.memory.recompute_options import RECOMPUTE_WHOLE_LAYER, parts
 from megatron.planner.search.layout import Layout
-from megatron.planner.time.profile_file import EMBEDDING, HEAD, WHOLE_LAYER, EndRow, LayerRow
+from megatron.planner.time.profile_file import EMBEDDING, HEAD, WHOLE_LAYER, EndRow, LayerRow, scaled
 from megatron.planner.time.profiled_run import run_in, settings_in
 from megatron.spec.decoder import decoder_spec
-from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample, calls_of, repeat
+from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample, repeat
+from megatron.tooling.profile.reference import Reference, pace
 from megatron.training.prepare import prepare
 from megatron.training.probe import EndProbe, LayerProbe, PhaseLaps, Probe
 from megatron.training.process import groups_of
 
 _MODULES = (CORE_ATTN, NORM, MLP_ACT, WHOLE_MLP)
 _TIMEOUT = 600.0
-_MORE_IDLE = 1.3  # the device idles so many times as long as the host needs to queue a probe
 
 
 def layouts(run: RunConfig, tps: Sequence[int], cps: Sequence[int], micro_batches: Sequence[int]) -> list[Layout]:
@@ -69,15 +69,23 @@ def measure_layers(
     """Returns the rows of these layouts, as far as the share of the budget suffices; those of the first one always."""
     layers: list[LayerRow] = []
     ends: list[EndRow] = []
+    reference = Reference(reference_layer(run, device, chosen[0]))
     for layout in chosen:
         if layers and not budget.allows(f"layers of {layout_name(layout)}", share):
             continue
         placed = run_in(run, layout)
         with simulated_build(placed, device) as build:
-            layers += [_layer(placed, build, layout, number, budget) for number in _kinds(build)]
+            layers += [_layer(placed, build, layout, number, budget, reference) for number in _kinds(build)]
             if not layout.tp_overlap and layout.cp_kind == "p2p":
-                ends += [_end(placed, build, layout, end, budget) for end in (EMBEDDING, HEAD)]
-    return layers, ends
+                ends += [_end(placed, build, layout, end, budget, reference) for end in (EMBEDDING, HEAD)]
+    return [scaled(row, reference.seconds) for row in layers], [scaled(row, reference.seconds) for row in ends]
+
+
+def reference_layer(run: RunConfig, device: torch.device, layout: Layout) -> LayerProbe:
+    """Returns the first layer of a run in a layout of one rank."""
+    placed = run_in(run, layout)
+    with simulated_build(placed, device) as build:
+        return LayerProbe(placed.data, placed.train, build, 0, KEEP_ALL)
 
 
 def layout_name(layout: Layout) -> str:
@@ -133,14 +141,14 @@ def _kinds(build: Build) -> list[int]:
 
 
 class _Measured:
-    """The repeats of a probe."""
+    """The repeats of a probe. reference: seconds of the reference in the same time."""
 
-    def __init__(self, found: Sequence[PhaseLaps]) -> None:
-        self._found = found
+    def __init__(self, found: Sequence[PhaseLaps], reference: float) -> None:
+        self._found, self._reference = found, reference
 
     def median(self, of: Callable[[PhaseLaps], float]) -> float:
-        """Returns the median of a figure."""
-        return statistics.median(of(each) for each in self._found)
+        """Returns the median of a figure, in units of the reference."""
+        return statistics.median(of(each) for each in self._found) / self._reference
 
     @property
     def spread(self) -> float:
@@ -148,18 +156,17 @@ class _Measured:
         return Sample.of([each.seconds for each in self._found]).spread
 
 
-def _measured(probe: Probe, seconds: float) -> _Measured:
+def _measured(probe: Probe, seconds: float, reference: Reference) -> _Measured:
     found: list[PhaseLaps] = []
-    calls, idle = _pace(probe)
-    repeat(lambda: found.append(_mean([probe.laps(idle) for _ in range(calls)])), seconds)
-    return _Measured(found[WARM_UPS:])
+    calls, idle = pace(probe)
+    first = len(reference)
 
+    def once() -> None:
+        found.append(_mean([probe.laps(idle) for _ in range(calls)]))
+        reference.measure()
 
-def _pace(probe: Probe) -> tuple[int, float]:
-    """Calls of a repeat, and seconds for which the device idles before each; the first call also chooses kernels."""
-    probe.laps()
-    laps = probe.laps()
-    return calls_of(laps.host > 0, laps.seconds), _MORE_IDLE * laps.host
+    repeat(once, seconds)
+    return _Measured(found[WARM_UPS:], reference.since(first))
 
 
 def _mean(found: Sequence[PhaseLaps]) -> PhaseLaps:
@@ -172,24 +179,26 @@ def _mean(found: Sequence[PhaseLaps]) -> PhaseLaps:
     )
 
 
-def _added(probe: Probe, other: Probe, seconds: float) -> float:
-    """Seconds by which the other probe is slower, measured in pairs."""
+def _added(probe: Probe, other: Probe, seconds: float, reference: Reference) -> float:
+    """Units of the reference by which the other probe is slower, measured in pairs."""
     pairs: list[float] = []
-    calls, idle = _pace(other)
+    calls, idle = pace(other)
+    first = len(reference)
 
     def pair() -> None:
         each = [(probe.laps(idle).seconds, other.laps(idle).seconds) for _ in range(calls)]
         pairs.append(statistics.fmean(again - plain for plain, again in each))
+        reference.measure()
 
     repeat(pair, seconds)
-    return max(0.0, statistics.median(pairs[WARM_UPS:]))
+    return max(0.0, statistics.median(pairs[WARM_UPS:])) / reference.since(first)
 
 
-def _layer(run: RunConfig, build: Build, layout: Layout, number: int, budget: Budget) -> LayerRow:
+def _layer(run: RunConfig, build: Build, layout: Layout, number: int, budget: Budget, reference: Reference) -> LayerRow:
     probe = LayerProbe(run.data, run.train, build, number, KEEP_ALL)
-    plain = _measured(probe, budget.of_one())
+    plain = _measured(probe, budget.of_one(), reference)
     again = {
-        name: _added(probe, LayerProbe(run.data, run.train, build, number, config), budget.of_one())
+        name: _added(probe, LayerProbe(run.data, run.train, build, number, config), budget.of_one(), reference)
         for name, config in (*((name, parts(name)) for name in _MODULES), (WHOLE_LAYER, RECOMPUTE_WHOLE_LAYER))
     }
     assert run.data.seq_length
@@ -212,8 +221,8 @@ def _layer(run: RunConfig, build: Build, layout: Layout, number: int, budget: Bu
     )
 
 
-def _end(run: RunConfig, build: Build, layout: Layout, end: str, budget: Budget) -> EndRow:
-    found = _measured(EndProbe(run.data, run.train, build, head=end == HEAD), budget.of_one())
+def _end(run: RunConfig, build: Build, layout: Layout, end: str, budget: Budget, reference: Reference) -> EndRow:
+    found = _measured(EndProbe(run.data, run.train, build, head=end == HEAD), budget.of_one(), reference)
     assert run.data.seq_length
     return EndRow(
         end=end,
