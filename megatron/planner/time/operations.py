@@ -11,7 +11,7 @@ and writes its outputs once. The counts of plain torch are the sums over its ker
 | gated activation, width f | 3 f | 5 f | 5 f | 11 f |
 | plain activation | 2 f | 3 f | 4 f | 5 f |
 | loss, per logit in bytes | 10 | 6 | 34 | 20 |
-| sum of a weight's gradient, in bytes | | | | 10 |
+| sum of a weight's gradient in fp32 (bf16), in bytes | | | | 10 (6) |
 | cast of x channels to fp8, with its transposed copy | 2 x | 2 x | | |
 | cast to mxfp8, in blocks along both dimensions | 3 x | 3 x | | |
 """
@@ -27,6 +27,7 @@ from megatron.planner.time.hardware import BF16, FP8, MXFP8
 from megatron.planner.time.software import FUSED_SOFTMAX, UNFUSED, Software
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.collectives import (
+    ALL_GATHER,
     Collective,
     context_collectives,
     embedding_collectives,
@@ -38,7 +39,7 @@ from megatron.spec.decoder import DecoderSpec, LayerSpec
 from megatron.spec.linear import COLUMN, LinearSpec
 from megatron.spec.mlp import MLPSpec
 from megatron.spec.moe import MoESpec
-from megatron.spec.sizes import Sizes
+from megatron.spec.sizes import FP32, Sizes
 
 CHANNEL = 2  # bytes of a channel of an activation
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = "forward", "input_grad", "weight_grad"
@@ -158,7 +159,7 @@ def repeated(work: LayerWork, again: frozenset[str], software: Software) -> tupl
 def head_work(spec: DecoderSpec, sizes: Sizes, software: Software) -> LayerWork:
     """Returns the operations of the final norm, the output layer and the loss. Products are in bf16."""
     inputs, outputs = spec.output.local_features(sizes.tp)
-    logits = sizes.tokens * outputs
+    logits = sizes.tokens * outputs * (sizes.tp if software.gathered_loss else 1)
     forward = [op for phase, op in _norm(sizes, software, "final norm") if phase == FORWARD]
     backward = [op for phase, op in _norm(sizes, software, "final norm") if phase == INPUT_GRAD]
     kind, reads, writes = ("fused", 10, 6) if software.fused_loss else ("unfused", 34, 20)
@@ -166,8 +167,9 @@ def head_work(spec: DecoderSpec, sizes: Sizes, software: Software) -> LayerWork:
     return LayerWork(
         (
             *forward,
-            *(LayerMessage(call) for call in (*linear.forward, *loss_collectives(sizes).forward)),
+            *(LayerMessage(call) for call in linear.forward),
             Gemm("head", sizes.tokens, outputs, inputs),
+            *_loss_messages(sizes, outputs, software),
             Traffic("loss", reads * logits, kind),
         ),
         (
@@ -178,6 +180,16 @@ def head_work(spec: DecoderSpec, sizes: Sizes, software: Software) -> LayerWork:
         ),
         (Gemm("head, weight gradient", outputs, inputs, sizes.tokens, accumulates=True),),
     )
+
+
+def _loss_messages(sizes: Sizes, outputs: int, software: Software) -> Iterator[LayerOperation]:
+    """Either the sums over the vocabulary, or a gather of the logits, which are copied twice after it."""
+    if not software.gathered_loss:
+        yield from (LayerMessage(call) for call in loss_collectives(sizes).forward)
+    elif sizes.tp > 1:
+        local = CHANNEL * sizes.tokens * outputs
+        yield LayerMessage(Collective(ALL_GATHER, "tp", local))
+        yield Traffic("copies of the logits", 4 * sizes.tp * local)
 
 
 def embedding_work(sizes: Sizes) -> LayerWork:
@@ -201,8 +213,9 @@ def _linear(
     fused = software.fused_accumulation
     weight_grad = Gemm(f"{name}, weight gradient", outputs, inputs, rows, precision, accumulates=fused)
     ops: list[tuple[str, LayerOperation]] = [(FORWARD, forward), (INPUT_GRAD, input_grad), (WEIGHT_GRAD, weight_grad)]
-    if not fused:  # reads the gradient and the fp32 sum, and writes the sum
-        ops.append((WEIGHT_GRAD, Traffic(f"{name}, sum of gradients", 10 * inputs * outputs)))
+    if not fused:  # reads the gradient and the sum, and writes the sum
+        moved = CHANNEL + 2 * (CHANNEL if software.half_gradients else FP32)
+        ops.append((WEIGHT_GRAD, Traffic(f"{name}, sum of gradients", moved * inputs * outputs)))
     if precision in _CAST:
         each = _CAST[precision] * CHANNEL * rows
         ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, "cast")))

@@ -1,4 +1,4 @@
-"""The memory that kernels of plain torch keep for backward, in addition to this project's own, which the memory plan counts.
+"""The memory that kernels of plain torch take in addition to this project's own, which the memory plan counts.
 
 Per token and layer, in bytes, counted from what autograd saves:
 
@@ -6,6 +6,10 @@ Per token and layer, in bytes, counted from what autograd saves:
   norm keeps its input in bf16 (2 h). The output is kept by the layer behind either. So a norm keeps 4 h more.
 - A gated activation keeps the result of its nonlinearity (2 f), which a fused one computes again. A plain activation keeps
   nothing more, and neither does a rotary embedding, whose angles need no gradient.
+
+The loss of gathered logits takes, per logit of the whole vocabulary, in bytes: the logits in half precision (2), which a
+pipeline's buffers keep from one microbatch to the next, so of two microbatches. In its backward there are the logarithm of
+the softmax, its gradient, and the gradient of the logits, each in fp32 (4).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from megatron.schedule.validate import memory_in_flight
 
 _NORM, _ACTIVATION = 4, 2  # bytes per channel
 _NORMS = 2  # of a layer
+_LOGITS, _BUFFERS, _LOSS = 2, 2, 3 * 4  # bytes per logit, and microbatches
 
 
 def plain_kernel_bytes(run: RunConfig, settings: RunSettings, software: Software) -> list[int]:
@@ -52,3 +57,8 @@ def plain_kernel_bytes(run: RunConfig, settings: RunSettings, software: Software
             once = max(once, *(norm + activation if full else 0 for _, full in layers), 0)
         most.append(in_flight.activations * chunk + once)
     return most
+
+
+def gathered_loss_bytes(logits: int, microbatches: int) -> tuple[int, int]:
+    """Returns bytes of so many logits of the whole vocabulary: (those that are kept all the time, more during the loss)."""
+    return min(_BUFFERS, microbatches) * _LOGITS * logits, _LOSS * logits

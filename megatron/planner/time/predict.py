@@ -13,7 +13,7 @@ from megatron.planner.memory.plan import plan_memory
 from megatron.planner.time.constants import Constants
 from megatron.planner.time.fit import Vector, constants_of, fit_machine
 from megatron.planner.time.hardware import GB, used_memory
-from megatron.planner.time.plain_kernels import plain_kernel_bytes
+from megatron.planner.time.plain_kernels import gathered_loss_bytes, plain_kernel_bytes
 from megatron.planner.time.rows import Planned, Row, candidates, number
 from megatron.planner.time.step_time import PARTS, StepModel, StepTime, step_seconds
 from megatron.spec.sizes import Target
@@ -22,6 +22,7 @@ FACTOR, WHOLE_MACHINE = "factor", "machine"
 ANCHORS = (FACTOR, WHOLE_MACHINE)
 COLUMNS = ("id", "tokens_per_s_per_gpu", "step_s", "peak_memory_GB", "fits", *PARTS, "factor", "reason")
 PLAIN_LOSS = 8  # bytes per logit: two copies in fp32
+HALF_GRADIENT = 2  # bytes per parameter that a gradient in half precision takes less than one in fp32
 REQUIRED = ("gpu", "gpus_per_node", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq", "gpus")
 
 
@@ -94,19 +95,26 @@ def choose(row: Row, constants: Constants) -> RowRun:
 
 
 def peak_memory(planned: Planned) -> float:
-    """Returns bytes of device memory of the fullest rank: of this project's own tensors, and of those that kernels of plain
-    torch and their fp32 copies of the logits take in addition."""
+    """Returns bytes of device memory of the fullest rank: of this project's own tensors, and of those that the
+    software of the run takes in addition, or less."""
     run, settings, mesh = planned.run, planned.settings, planned.settings.mesh
     seq_length, micro_batch = run.data.seq_length, run.train.micro_batch_size
     assert seq_length and micro_batch
-    peaks = [rank.peak for rank in plan_memory(run, settings, Target(cpu=False))]
-    if not (planned.software.fused_norm and planned.software.fused_pointwise):
-        more = plain_kernel_bytes(run, settings, planned.software)
-        peaks = [peak + kept for peak, kept in zip(peaks, more, strict=True)]
-    if not planned.software.fused_loss:
-        tokens = seq_length * micro_batch // mesh.cp
-        last = settings.pipeline.placement.rank_of[-1]
-        peaks[last] += PLAIN_LOSS * tokens * run.model.padded_vocab_size // mesh.tp
+    software, ranks = planned.software, plan_memory(run, settings, Target(cpu=False))
+    more = [0] * len(ranks)
+    if not (software.fused_norm and software.fused_pointwise):
+        more = plain_kernel_bytes(run, settings, software)
+    if software.half_gradients:
+        more = [kept - HALF_GRADIENT * rank.parameters for kept, rank in zip(more, ranks, strict=True)]
+    peaks = [rank.peak + kept for rank, kept in zip(ranks, more, strict=True)]
+    last = settings.pipeline.placement.rank_of[-1]
+    logits = seq_length * micro_batch // mesh.cp * run.model.padded_vocab_size
+    if software.gathered_loss:
+        kept, loss = gathered_loss_bytes(logits, settings.batches.final_num_microbatches)
+        activations = ranks[last].in_flight * ranks[last].per_microbatch
+        peaks[last] = kept + max(peaks[last], ranks[last].start + activations + more[last] + loss)
+    elif not software.fused_loss:
+        peaks[last] += PLAIN_LOSS * logits // mesh.tp
     return float(used_memory(max(peaks)))
 
 

@@ -28,6 +28,8 @@ from megatron.spec.sizes import FP32
 MOST_BUCKETS = 8  # reductions per stage that are followed one by one
 # Bytes per parameter that are read and written around a collective that has buffers of its own.
 _COPIED_GATHER, _COPIED_REDUCE = 4, 6
+# The same of a sum of whole gradients in half precision: into one tensor, its division, to fp32, back, out of the tensor.
+_COPIED_SUM = 24
 _HALF = 2
 
 
@@ -251,16 +253,20 @@ class Replicas:
         return seconds
 
     def _reduce(self, clock: Clock, held: Held) -> Number:
-        """A reduce-scatter between the ranks that share the optimizer, then an all-reduce of the slice over the others."""
-        seconds: Number = 0.0
+        """A reduce-scatter between the ranks that share the optimizer, then an all-reduce of the slice over the others.
+
+        Of frameworks that sum whole gradients an all-reduce over all of them, in fp32.
+        """
+        seconds: Number = clock.traffic(_COPIED_SUM * held.all) if self.software.whole_sums else 0.0
         for view, numel in held.by_view.items():
             shard, replicas, nbytes = (
                 self.places[f"{view}_shard"],
                 self.places[f"{view}_replicas"],
                 self._gradient_bytes * numel,
             )
-            seconds = seconds + clock.bucket(shard, REDUCE_SCATTER, nbytes)
-            seconds = seconds + clock.bucket(replicas, ALL_REDUCE, nbytes / shard.size)
+            first, part = (ALL_REDUCE, 1) if self.software.whole_sums else (REDUCE_SCATTER, shard.size)
+            seconds = seconds + clock.bucket(shard, first, nbytes)
+            seconds = seconds + clock.bucket(replicas, ALL_REDUCE, nbytes / part)
         return seconds
 
     def _slowest_rank(self, seconds: Sequence[Number]) -> Number:

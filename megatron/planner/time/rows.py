@@ -42,7 +42,8 @@ _ATTENTION = {
     "unfused": UNFUSED,
     "unfused, fused softmax": FUSED_SOFTMAX,
 }
-# Frameworks whose kernels of norms, rotary embedding, activation and loss are those of plain torch.
+# Frameworks whose kernels of norms, rotary embedding, activation and loss are those of plain torch. They also keep weight
+# gradients in bf16, sum them in fp32 by an all-reduce of whole gradients, and gather the logits for the loss.
 _PLAIN = ("aleph-alpha", "aleph-alpha, fused RMSNorm")
 # Frameworks whose tensor parallelism does not overlap the communication of a column-parallel layer's backward.
 _NO_BULK_OVERLAP = (*_PLAIN, "megatron-2021", "torchtitan")
@@ -58,8 +59,8 @@ _SEPARATE_SUMS = (*_PLAIN, "torchtitan", "olmo")
 _SPLIT_GATE = (*_PLAIN, "torchtitan")
 # Frameworks on torch's FSDP, which copies parameters and gradients around its collectives.
 _COPIES = ("torchtitan", "olmo")
-# Sources whose recipes sum gradients in bf16.
-_HALF_GRADIENTS = ("nemo", "bridge", "aleph-alpha")
+# Sources whose recipes send gradients in bf16.
+_HALF_ON_WIRE = ("nemo", "bridge")
 # Sources of 2025, whose cuDNN has attention for Hopper's asynchronous units.
 _THIRD = ("bridge", "megatron-lm-llama-fp8", "megatron-lm-moe")
 _FUSED_SOFTMAX_ALWAYS = ("megatron-2021",)
@@ -254,7 +255,10 @@ def _software(row: Row) -> Software:
         fused_accumulation=stack not in _SEPARATE_SUMS,
         split_gate=stack in _SPLIT_GATE,
         copies_sharded=stack in _COPIES,
-        gradient_bytes=2 if row["source"].startswith(_HALF_GRADIENTS) else None,
+        gradient_bytes=2 if row["source"].startswith(_HALF_ON_WIRE) else None,
+        half_gradients=stack in _PLAIN,
+        whole_sums=stack in _PLAIN,
+        gathered_loss=stack in _PLAIN,
         bulk_overlap=stack not in _NO_BULK_OVERLAP,
         recompute_half=row["recompute"].startswith("selective"),
         blocking_pipeline=_whole(row, "virtual_stages", 1) == 1,
