@@ -28,6 +28,7 @@ from megatron.planner.time.software import FUSED_SOFTMAX, UNFUSED, Software
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.collectives import (
     ALL_GATHER,
+    Calls,
     Collective,
     context_collectives,
     embedding_collectives,
@@ -163,7 +164,7 @@ def head_work(spec: DecoderSpec, sizes: Sizes, software: Software) -> LayerWork:
     forward = [op for phase, op in _norm(sizes, software, "final norm") if phase == FORWARD]
     backward = [op for phase, op in _norm(sizes, software, "final norm") if phase == INPUT_GRAD]
     kind, reads, writes = ("fused", 10, 6) if software.fused_loss else ("unfused", 34, 20)
-    linear = linear_collectives(spec.output, sizes)
+    linear = _linear_calls(spec.output, sizes, software)
     return LayerWork(
         (
             *forward,
@@ -220,7 +221,7 @@ def _linear(
         each = _CAST[precision] * CHANNEL * rows
         ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, "cast")))
         ops.append((INPUT_GRAD, Traffic(f"{name}, cast", each * outputs, "cast")))
-    calls = linear_collectives(spec, sizes)
+    calls = _linear_calls(spec, sizes, software)
     column = spec.parallel == COLUMN
     for call in calls.forward:
         in_pieces = overlap.gathers if column else overlap.sums
@@ -236,6 +237,14 @@ def _linear(
         else:
             ops.append((INPUT_GRAD, LayerMessage(call)))
     return ops
+
+
+def _linear_calls(spec: LinearSpec, sizes: Sizes, software: Software) -> Calls:
+    """The collectives of a linear layer, in backward without the gather of a column-parallel layer's input that is kept."""
+    calls = linear_collectives(spec, sizes)
+    if software.keeps_gathered and sizes.sp > 1 and spec.parallel == COLUMN:
+        return Calls(calls.forward, calls.backward[-1:])
+    return calls
 
 
 def _norm(sizes: Sizes, software: Software, name: str) -> list[tuple[str, LayerOperation]]:
@@ -292,7 +301,8 @@ def _mlp(
     if isinstance(spec, MLPSpec):
         first = _linear("fc1", spec.linear_fc1, sizes, software, overlap)
         if spec.gated and software.split_gate:
-            first += [(phase, op) for phase, op in first if isinstance(op, LayerMessage)]
+            if not (software.keeps_gathered and sizes.sp > 1):
+                first += [(phase, op) for phase, op in first if isinstance(op, LayerMessage)]
             first.append((INPUT_GRAD, Traffic("sum of two gradients", 3 * CHANNEL * sizes.tokens * sizes.h)))
         yield "fc1", first
         width = spec.linear_fc2.local_features(sizes.tp)[0]

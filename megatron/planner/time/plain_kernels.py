@@ -6,6 +6,7 @@ Per token and layer, in bytes, counted from what autograd saves:
   norm keeps its input in bf16 (2 h). The output is kept by the layer behind either. So a norm keeps 4 h more.
 - A gated activation keeps the result of its nonlinearity (2 f), which a fused one computes again. A plain activation keeps
   nothing more, and neither does a rotary embedding, whose angles need no gradient.
+- The output of a norm that was gathered over tensor parallelism (2 h), and not only the rank's part of it.
 
 The loss of gathered logits takes, per logit of the whole vocabulary, in bytes: the logits in half precision (2), which a
 pipeline's buffers keep from one microbatch to the next, so of two microbatches. In its backward there are the logarithm of
@@ -40,10 +41,11 @@ def plain_kernel_bytes(run: RunConfig, settings: RunSettings, software: Software
     activation = 0
     if not software.fused_pointwise and model.swiglu and not model.num_experts:
         activation = _ACTIVATION * tokens * model.ffn_hidden_size // mesh.tp
+    gathered = 2 * _NORMS * (tokens - rows) * model.hidden_size if software.keeps_gathered else 0
     kept = []
     for number in range(model.num_layers):
         again = run.recompute.parts_of(number)
-        kept.append((NORM not in again) * norm + (not {MLP_ACT, WHOLE_MLP} & set(again)) * activation)
+        kept.append((NORM not in again) * norm + gathered + (not {MLP_ACT, WHOLE_MLP} & set(again)) * activation)
     placement = pipeline.placement
     asked = placement.num_stages // placement.num_ranks if pipeline.schedule.virtual_stages is None else None
     microbatches = settings.batches.final_num_microbatches
@@ -54,7 +56,7 @@ def plain_kernel_bytes(run: RunConfig, settings: RunSettings, software: Software
         for stage in placement.stages_of(rank):
             layers = run.recompute.groups(pipeline.stages[stage].layers)
             chunk = max(chunk, sum(kept[number] for group, full in layers if not full for number in group))
-            once = max(once, *(norm + activation if full else 0 for _, full in layers), 0)
+            once = max(once, *(norm + gathered + activation if full else 0 for _, full in layers), 0)
         most.append(in_flight.activations * chunk + once)
     return most
 

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError, shown
@@ -43,7 +43,8 @@ _ATTENTION = {
     "unfused, fused softmax": FUSED_SOFTMAX,
 }
 # Frameworks whose kernels of norms, rotary embedding, activation and loss are those of plain torch. They also keep weight
-# gradients in bf16, sum them in fp32 by an all-reduce of whole gradients, and gather the logits for the loss.
+# gradients in bf16, sum them in fp32 by an all-reduce of whole gradients, gather the logits for the loss, gather the output of
+# a norm once, and count the embedding, the final norm and the head as layers when they share out those.
 _PLAIN = ("aleph-alpha", "aleph-alpha, fused RMSNorm")
 # Frameworks whose tensor parallelism does not overlap the communication of a column-parallel layer's backward.
 _NO_BULK_OVERLAP = (*_PLAIN, "megatron-2021", "torchtitan")
@@ -65,6 +66,7 @@ _HALF_ON_WIRE = ("nemo", "bridge")
 _THIRD = ("bridge", "megatron-lm-llama-fp8", "megatron-lm-moe")
 _FUSED_SOFTMAX_ALWAYS = ("megatron-2021",)
 _GBIT = re.compile(r"(\d{1,6})x(\d{1,6}) Gb/s")
+_ENDS = 3  # embedding, final norm, head
 _DIGITS = 30  # of a number that is read
 
 
@@ -148,8 +150,7 @@ def _context(row: Row, cluster: Cluster) -> Iterator[tuple[str, tuple[int, int] 
 
 def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int, int] | None]) -> RunConfig:
     layers, p, seq = _whole(row, "layers"), _whole(row, "pp"), _whole(row, "seq")
-    even = layers % (p * virtual) == 0
-    ends = not even and (layers + 2) % (p * virtual) == 0  # embedding and loss take the place of a layer each
+    ends, layout = _pipeline_split(row["stack"], layers, p * virtual)
     recompute = row["recompute"]
     overlap = row["overlap"].split(",")
     sharding = {"zero1": "optim", "zero2": "optim_grads", "fsdp": "optim_grads_params", "none": "no_shard"}
@@ -164,7 +165,7 @@ def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int
         tp_comm_overlap="tp" in overlap,
         pipeline_model_parallel_size=p,
         num_virtual_stages_per_pipeline_rank=virtual if virtual > 1 else None,
-        pipeline_model_parallel_layout=None if even or ends else _uneven(layers, p * virtual),
+        pipeline_model_parallel_layout=layout,
         account_for_embedding_in_pipeline_split=ends,
         account_for_loss_in_pipeline_split=ends,
         context_parallel_size=_whole(row, "cp", 1),
@@ -190,15 +191,39 @@ def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int
     )
 
 
-def _uneven(layers: int, stages: int) -> str:
-    """The layers shared out as evenly as possible, the first and the last stage among those with fewer."""
+def _pipeline_split(stack: str, layers: int, stages: int) -> tuple[bool, str | None]:
+    """Returns (whether embedding and loss take the place of a layer each, the layout where no flag describes it).
+
+    Layers that the stages do not divide are shared out as evenly as possible, the first and the last stage among those
+    with fewer.
+    """
+    if stages == 1:
+        return False, None
     if layers < stages:
         raise ConfigError(f"{layers} layers are fewer than {stages} pipeline stages; lower pp or virtual_stages")
+    if stack in _PLAIN:
+        return False, _layout(_counted_with_ends(layers, stages))
+    if layers % stages == 0:
+        return False, None
+    if (layers + 2) % stages == 0:
+        return True, None
     fewer, more = divmod(layers, stages)
     counts = [fewer] * stages
     for number in range(more):
         counts[(stages - more + 1) // 2 + number] += 1
-    return "E" + "|".join(f"t*{count}" for count in counts) + "L"
+    return False, _layout(counts)
+
+
+def _counted_with_ends(layers: int, stages: int) -> list[int]:
+    """Layers of each stage where embedding, final norm and head count as a layer each, and the first stages have more."""
+    fewer, more = divmod(layers + _ENDS, stages)
+    items = itertools.accumulate(fewer + (number < more) for number in range(stages))
+    until = [min(item - 1, layers) for item in items]  # the first item is the embedding
+    return [end - start for start, end in itertools.pairwise((0, *until))]
+
+
+def _layout(counts: Sequence[int]) -> str:
+    return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
 
 
 def _model(row: Row) -> ModelConfig:
@@ -254,6 +279,7 @@ def _software(row: Row) -> Software:
         fused_loss=not plain and not row["source"].startswith(_UNFUSED_LOSS),
         fused_accumulation=stack not in _SEPARATE_SUMS,
         split_gate=stack in _SPLIT_GATE,
+        keeps_gathered=stack in _PLAIN,
         copies_sharded=stack in _COPIES,
         gradient_bytes=2 if row["source"].startswith(_HALF_ON_WIRE) else None,
         half_gradients=stack in _PLAIN,
