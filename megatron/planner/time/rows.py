@@ -43,8 +43,8 @@ _ATTENTION = {
     "unfused, fused softmax": FUSED_SOFTMAX,
 }
 # Frameworks whose kernels of norms, rotary embedding, activation and loss are those of plain torch. They also keep weight
-# gradients in bf16, sum them in fp32 by an all-reduce of whole gradients, gather the logits for the loss, gather the output of
-# a norm once, and count the embedding, the final norm and the head as layers when they share out those.
+# gradients in bf16, sum them in fp32 by an all-reduce of whole gradients, gather the logits for the loss, gather the output
+# of a norm once, and count the embedding, the final norm and the head as layers when they share out those.
 _PLAIN = ("aleph-alpha", "aleph-alpha, fused RMSNorm")
 # Frameworks whose tensor parallelism does not overlap the communication of a column-parallel layer's backward.
 _NO_BULK_OVERLAP = (*_PLAIN, "megatron-2021", "torchtitan")
@@ -199,14 +199,14 @@ def _pipeline_split(stack: str, layers: int, stages: int) -> tuple[bool, str | N
     """
     if stages == 1:
         return False, None
+    if stack not in _PLAIN and layers % stages == 0:
+        return False, None
+    if stack not in _PLAIN and (layers + 2) % stages == 0:
+        return True, None
     if layers < stages:
         raise ConfigError(f"{layers} layers are fewer than {stages} pipeline stages; lower pp or virtual_stages")
     if stack in _PLAIN:
         return False, _layout(_counted_with_ends(layers, stages))
-    if layers % stages == 0:
-        return False, None
-    if (layers + 2) % stages == 0:
-        return True, None
     fewer, more = divmod(layers, stages)
     counts = [fewer] * stages
     for number in range(more):

@@ -21,13 +21,13 @@ class Software:
     of a weight's gradient adds to its sum. bulk_overlap: the communication of a column-parallel layer's backward is
     overlapped with its products, without any flag. split_gate: the two products of a gated activation are layers of
     their own, which communicate separately. keeps_gathered: with sequence parallelism the output of a norm is gathered
-    once, for all layers that read it, and kept for backward. copies_sharded: the collectives of sharded parameters
-    and gradients have buffers of their own. recompute_half: every second product of a layer, and all that is no product,
-    are computed again. gradient_bytes: of a gradient on the wire, None: as the flags say. half_gradients: weight gradients are summed
-    over microbatches in half precision. whole_sums: gradients are summed by an all-reduce between all replicas, with
-    copies before and after it, although each needs only a slice. gathered_loss: the logits are gathered over tensor
-    parallelism, and every rank computes the loss of all of them. blocking_pipeline: ranks wait for messages between
-    pipeline stages.
+    once, for all layers that read it, and kept for backward. copies_sharded: the collectives of sharded parameters and
+    gradients have buffers of their own. recompute_half: every second product of a layer, and all that is no product,
+    are computed again. gradient_bytes: of a gradient on the wire, None: as the flags say. half_gradients: weight
+    gradients are summed over microbatches in half precision. whole_sums: gradients are summed by an all-reduce between
+    all replicas, with copies before and after it, although each needs only a slice. gathered_loss: the logits are
+    gathered over tensor parallelism, and every rank computes the loss of all of them. blocking_pipeline: ranks wait for
+    messages between pipeline stages.
     """
 
     precision: str = BF16

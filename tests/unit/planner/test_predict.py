@@ -15,12 +15,13 @@ import pytest
 
 from benchmarks.planner.published_runs import FAMILIES, read_table, tau
 from megatron.base.errors import ConfigError
+from megatron.planner.memory.plan import plan_memory
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.memory_bounds import MemoryBounds
 from megatron.planner.time.constants import Constants, blind_error, fitted, priors
 from megatron.planner.time.fit import MACHINE, constants_of, fit_all, fit_machine
 from megatron.planner.time.hardware import GB, GIB, used_memory
-from megatron.planner.time.plain_kernels import plain_kernel_bytes
+from megatron.planner.time.plain_kernels import gathered_loss_bytes, plain_kernel_bytes
 from megatron.planner.time.predict import COLUMNS, choose, machine_constants, peak_memory, predict
 from megatron.planner.time.rows import candidates
 from megatron.planner.time.software import FLASH_1, FUSED_SOFTMAX
@@ -89,18 +90,44 @@ class TestMemory:
         microbatches in flight."""
         (plain,) = candidates({**ROW, "stack": "aleph-alpha"})
         tokens, hidden, ffn, tp = 4096, 2048, 5632, 2
-        layer = 2 * 4 * tokens // tp * hidden + 2 * tokens * ffn // tp
+        gathered = 2 * 2 * (tokens - tokens // tp) * hidden
+        layer = 2 * 4 * tokens // tp * hidden + gathered + 2 * tokens * ffn // tp
         run, settings = plain.run, plain.settings
-        assert plain_kernel_bytes(run, settings, plain.software) == [2 * 4 * layer, 4 * layer]
-        norms_fused = dataclasses.replace(plain.software, fused_norm=True)
-        assert plain_kernel_bytes(run, settings, norms_fused)[0] == 8 * 2 * tokens * ffn // tp
+        assert [len(stage.layers) for stage in settings.pipeline.stages] == [5, 3]  # of 8 and embedding, norm and head
+        assert plain_kernel_bytes(run, settings, plain.software) == [2 * 5 * layer, 3 * layer]
+        norms_fused = dataclasses.replace(plain.software, fused_norm=True, keeps_gathered=False)
+        assert plain_kernel_bytes(run, settings, norms_fused)[0] == 10 * 2 * tokens * ffn // tp
         (full,) = candidates({**ROW, "stack": "aleph-alpha", "recompute": "full"})
         assert plain_kernel_bytes(full.run, full.settings, full.software) == [layer, layer]
         fused = dataclasses.replace(
-            plain, software=dataclasses.replace(plain.software, fused_norm=True, fused_pointwise=True)
+            plain,
+            software=dataclasses.replace(
+                plain.software, fused_norm=True, fused_pointwise=True, keeps_gathered=False, gathered_loss=False
+            ),
         )
-        # The last rank, with the logits, is the fullest.
-        assert peak_memory(plain) - peak_memory(fused) == pytest.approx(4 * layer * 1.04, rel=1e-6)
+        plain_loss = dataclasses.replace(plain, software=dataclasses.replace(plain.software, gathered_loss=False))
+        # The first rank, with two microbatches in flight, is the fullest.
+        assert peak_memory(plain_loss) - peak_memory(fused) == pytest.approx(2 * 5 * layer * 1.04, rel=1e-6)
+
+    def test_a_loss_of_gathered_logits(self):
+        """Logits of two microbatches in half precision stay, and backward adds three tensors in fp32: 16 bytes per logit of
+        the whole vocabulary, and so twice as much for twice the tokens."""
+        assert gathered_loss_bytes(1000, 8) == (4000, 12000) and gathered_loss_bytes(1000, 1) == (2000, 12000)
+        (plain,) = candidates({**ROW, "stack": "aleph-alpha", "vocab": "512000"})
+        (gathered,) = candidates({**ROW, "stack": "aleph-alpha", "vocab": "512000", "recompute": "full"})
+        assert plain.software.gathered_loss
+        for run in (plain, gathered):
+            logits = 4096 * run.run.model.padded_vocab_size
+            assert peak_memory(run) > 16 * logits
+            local = dataclasses.replace(run, software=dataclasses.replace(run.software, gathered_loss=False))
+            assert peak_memory(run) - peak_memory(local) > 6 * logits
+
+    def test_gradients_in_half_precision(self):
+        """They take 2 bytes less for each parameter of the fullest rank, wherever its peak is."""
+        (plain,) = candidates({**ROW, "stack": "aleph-alpha", "pp": "1"})
+        wide = dataclasses.replace(plain, software=dataclasses.replace(plain.software, half_gradients=False))
+        (rank,) = plan_memory(plain.run, plain.settings, Target(cpu=False))
+        assert peak_memory(wide) - peak_memory(plain) == pytest.approx(2 * rank.parameters * 1.04, rel=1e-6)
 
 
 class TestRows:

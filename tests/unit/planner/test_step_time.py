@@ -221,6 +221,27 @@ class TestComparisons:
         plain = time_of(software=Software(fused_norm=False, fused_pointwise=False, fused_loss=False))
         assert plain.parts["memory"] > 3 * fused.parts["memory"] and plain.parts["gemm"] == fused.parts["gemm"]
 
+    def test_how_a_framework_communicates(self):
+        """Each costs time where it says so: whole sums of gradients, gathered logits; a norm gathered once saves some."""
+        tensor = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+        plain = time_of(8, tensor, software=Software(fused_loss=False))
+        gathered = time_of(8, tensor, software=Software(fused_loss=False, gathered_loss=True))
+        assert gathered.parts["tp"] > plain.parts["tp"] and gathered.parts["memory"] > plain.parts["memory"]
+        one = time_of(8, software=Software(fused_loss=False))
+        assert time_of(8, software=Software(fused_loss=False, gathered_loss=True)).seconds == one.seconds
+        kept = time_of(8, tensor, software=Software(fused_loss=False, keeps_gathered=True))
+        assert kept.parts["tp"] < plain.parts["tp"] and kept.parts["gemm"] == plain.parts["gemm"]
+        sharded = time_of(8, {"data_parallel_sharding_strategy": "optim"})
+        whole = time_of(8, {"data_parallel_sharding_strategy": "optim"}, software=Software(whole_sums=True))
+        assert whole.parts["dp"] > 1.4 * sharded.parts["dp"]
+
+    def test_a_sum_in_half_precision_moves_less(self):
+        wide, half = (
+            time_of(software=Software(fused_accumulation=False, half_gradients=kind)).parts["memory"]
+            for kind in (False, True)
+        )
+        assert half < wide
+
     def test_small_layers_wait_for_the_host(self):
         small = dataclasses.replace(LLAMA, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4)
         assert time_of(model=small, seq=256).parts["host"] > 0.5 * time_of(model=small, seq=256).seconds
