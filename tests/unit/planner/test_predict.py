@@ -313,6 +313,16 @@ class TestFit:
         errors = np.abs(np.log(step_seconds(runs, constants_of(found))[:, 0] / measured))
         assert np.median(errors) < 0.06
 
+    def test_a_slow_network_is_found_in_a_few_rows(self):
+        """A third of the network, with one device per node: two rows explain most of what another row takes longer."""
+        runs = [choose({**row, "gpus_per_node": "1"}, Constants()).model for row in SMALL]
+        truth = priors()[0]
+        truth[Constants.names().index("network")] += math.log(0.3)
+        measured = step_seconds(runs, constants_of(truth))[:, 0]
+        assert measured[-1] > 1.5 * step_seconds(runs, Constants())[-1, 0]
+        found = fit_machine(lambda constants: step_seconds(runs[:2], constants), measured[:2], priors()[0])
+        assert step_seconds(runs, constants_of(found))[-1, 0] == pytest.approx(measured[-1], rel=0.15)
+
     def test_the_machine_is_made_of_constants(self):
         assert {name for names in MACHINE.values() for name in names} <= set(Constants.names())
 
