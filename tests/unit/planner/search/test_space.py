@@ -52,6 +52,14 @@ def meaning(run: RunConfig) -> tuple:
     )
 
 
+def shares_nothing(run: RunConfig) -> bool:
+    """Whether each instance of the optimizer is one rank: such layouts are left out where one instance may be chosen."""
+    settings = resolve(run, mesh_of(run.parallel, WORLD))
+    mesh, instances = settings.mesh, settings.data_parallel.instances
+    copies = max(mesh.dp * mesh.cp, mesh.edp if run.model.num_experts is not None else 1)
+    return instances > 1 and instances == copies
+
+
 def compare(run: RunConfig, draw: random.Random, most: int) -> int:
     """Compares the space of some choices with all of their product; returns the number of its layouts."""
     choices = some_choices(draw, most)
@@ -59,7 +67,7 @@ def compare(run: RunConfig, draw: random.Random, most: int) -> int:
     for values in itertools.product(*(choices[axis] for axis in AXES)):
         layout = Layout(**dict(zip(AXES, values, strict=True)))
         applied = layout.apply(run)
-        if not problems(applied, WORLD):
+        if not problems(applied, WORLD) and not (1 in choices["instances"] and shares_nothing(applied)):
             accepted[meaning(applied)] = layout
     try:
         found = space_of(run, WORLD, choices)
