@@ -19,7 +19,7 @@ import torch
 import megatron.training.main  # noqa: F401  imports what a run imports
 from benchmarks.cluster.fleet import ROOT
 from benchmarks.cluster.stdio import run_worker
-from benchmarks.planner.emulated.reference import measure_before_steps
+from benchmarks.planner.emulated.reference import measure_in_run
 
 
 def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], names: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def _run(
         os.environ.update(environment)
         torch.set_num_threads(1)
         if reference:
-            measure_before_steps(flags)
+            measure_in_run(flags)
         sys.argv = [script, *flags]
         runpy.run_path(str(ROOT / script), run_name="__main__")
         code = 0

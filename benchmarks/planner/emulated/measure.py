@@ -48,8 +48,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run. steps: all of them. references: milliseconds of the reference before each of them, the mean over ranks. sent:
-    bytes of each host in the whole run. drops: packets lost by full queues."""
+    """A run. steps: all of them. references: milliseconds of the reference at each rate, the mean over ranks. sent: bytes
+    of each host in the whole run. drops: packets lost by full queues."""
 
     steps: list[Step]
     references: list[float]
@@ -123,7 +123,7 @@ def _sent(cluster: Cluster) -> list[int]:
 def steps_of(text: str) -> list[Step]:
     """Returns the steps of rank 0's log, in order, those outside of the timeline without shares.
 
-    The time in the timeline is that of the step alone, without the reference before the next one.
+    The time in the timeline is that of the step alone, without a reference before the next one.
     """
     found = {}
     for number, milliseconds, parts in _SUMMARY.findall(text):
@@ -154,7 +154,7 @@ def _rows(case: Case, ranks: Ranks, quotas: Quotas, folder: Path, steps: int) ->
             "rate": f"{rate:g}",
             "status": "ok",
             "step_ms": " ".join(f"{step.milliseconds:.1f}" for step in counted),
-            "reference_ms": f"{statistics.fmean(run.references[first : first + COUNTED]):.4f}",
+            "reference_ms": f"{run.references[place]:.4f}",
             **{kind: f"{mean:.4f}" for kind, mean in means.items()},
             "sent": " ".join(map(str, run.sent)),
             "drops": run.drops,

@@ -15,7 +15,7 @@ from benchmarks.planner.emulated.grid import RANKS, RATES, SHARE, Model
 from benchmarks.planner.emulated.ranks import Ranks
 from megatron.planner.time.profile_file import EndRow, LayerRow, MachineProfile, read_profile
 
-SECONDS = 115.0  # of measuring, for each profile
+SECONDS = 105.0  # of measuring, for each profile
 LONGEST_SECONDS = 400.0
 Row = TypeVar("Row", LayerRow, EndRow)
 _SIZES = "--micro-batch-sizes 2 4 --tensor-parallel-sizes 1 2 --context-parallel-sizes 1 2"

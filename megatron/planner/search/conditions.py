@@ -72,7 +72,7 @@ def _computed(field: Callable[[Layout, RunConfig], Any], layout: Layout, run: Ru
 # Axes that have an effect in some layouts only. In the others they have their neutral value, whatever is chosen.
 SOMETIMES = (
     *("sequence_parallel", "tp_overlap", "cp_kind", "cp_inner", "group", "uneven_ends"),
-    *("sharding", "dp_overlap", "instances", "optimizer_offload"),
+    *("sharding", "reduce_mode", "dp_overlap", "instances", "optimizer_offload"),
 )
 
 
@@ -101,12 +101,12 @@ def conditions(real: RunConfig, world_size: int, choices: AxisValues, asked: Ask
     }
     layers = functools.cache(partial(_layers_of_stages, real))
     unique = [
-        *(partial(_is_chosen, layout, axis, choices[axis], effects[axis]) for axis in SOMETIMES),
+        *(partial(_is_chosen, layout, axis, choices[axis], has_effect) for axis, has_effect in effects.items()),
         partial(_fits_schedule, layout),
         partial(_group_is_new, run, world_size, layout, choices["group"]),
         partial(_inner_is_between, layout),
         partial(_instances_share, run, world_size, layout, choices["instances"]),
-        partial(_reduces_as_sharding_needs, run, layout, choices["reduce_mode"]),
+        partial(_reduces_as_sharding_needs, run, world_size, layout, choices["reduce_mode"]),
         partial(_ends_matter, layout, choices["uneven_ends"], layers),
         partial(_recompute_is_new, real, layout, choices["recompute"], layers),
     ]
@@ -174,8 +174,11 @@ def _inner_is_between(layout: Layout) -> bool:
     return layout.cp_kind != HIERARCHICAL or 1 < layout.cp_inner < layout.cp
 
 
-def _reduces_as_sharding_needs(run: RunConfig, layout: Layout, values: tuple[str, ...]) -> bool:
-    """Gradients of which a rank keeps a shard are reduced after every microbatch; others once, or as memory allows."""
+def _reduces_as_sharding_needs(run: RunConfig, world_size: int, layout: Layout, values: tuple[str, ...]) -> bool:
+    """Gradients of which a rank keeps a shard are reduced after every microbatch; others once, or as memory allows. Those
+    without copies are not reduced."""
+    if _copies(run, world_size) == 1:
+        return layout.reduce_mode == NEUTRAL.reduce_mode
     if layout.sharding in SHARDED_GRADS:
         return layout.reduce_mode not in (LAST, AUTO) and layout.reduce_mode in values
     if layout.sharding == "no_shard":

@@ -26,7 +26,8 @@ MACHINE = {
 }
 # How far a machine may be from the constants, of the logarithm: the rates of kernels about as far as the blind error of the
 # model, those of links further. What a fabric reaches depends on how a cluster is built and set up: over the sources without
-# aleph-alpha, the factors on links that their own rows ask for have a standard deviation of 0.26, and those on kernels less.
+# aleph-alpha, the factors that their own rows ask for have a standard deviation of 0.26 on links in a node and 0.13 on the
+# network, and those on kernels of less; both kinds of links have the larger one here, rounded.
 KERNEL_SPREAD, LINK_SPREAD = 0.08, 0.3
 _LINKS = ("link", "network")
 ROW_ERROR = 0.05  # of the logarithm of a row's time

@@ -7,14 +7,16 @@ import pytest
 
 from benchmarks.planner.emulated.grid import MODELS, RANKS, STEPS, cases
 from benchmarks.planner.emulated.measure import KINDS, steps_of
-from benchmarks.planner.emulated.predict import shares_of
+from benchmarks.planner.emulated.predict import at_speed, references_in, shares_of
 from benchmarks.planner.emulated.profiles import medians
+from benchmarks.planner.emulated.reference import references_of
 from benchmarks.planner.emulated.report import compare, report
 from benchmarks.planner.emulated.wire import sent_by_hosts
 from megatron.planner.time.profile_file import HEAD, EndRow
 from megatron.planner.time.stage_time import DP, GEMM, TP, Parts
 from megatron.planner.time.step_time import BUBBLE, OPTIMIZER, StepTime
 from megatron.tooling.plan.run import settings_of
+from tests.unit.planner.profiles import profile_of
 
 LINE = " [2026-01-02 03:04:05.000678] iteration {0:8d}/      10 | elapsed time per iteration (ms): {1} | lm loss: 2.0E+00 |"
 SUMMARY = "where iteration 2 went: 900.1 ms | compute 60.0% | dp 30.5% | bubble 9.0% | other 0.5%"
@@ -150,3 +152,26 @@ class TestReport:
         text = report(found, failed)
         assert "| narrow | 100 | 2 | 7.5 % | 9.5 % |" in text
         assert "among the first 5 predicted in 1 and the first in 1 of 1 cells" in text
+
+
+def test_a_slower_processor_stretches_computation_alone():
+    profile = dataclasses.replace(profile_of(), update_parameters_per_second=100.0, step_seconds=1.0)
+    slow = at_speed(profile, 1.25)
+    assert slow.layers[0].forward_seconds == 1.25 * profile.layers[0].forward_seconds
+    assert slow.layers[0].again_seconds["mlp"] == 1.25 * profile.layers[0].again_seconds["mlp"]
+    assert slow.ends[0].weight_grad_seconds == 1.25 * profile.ends[0].weight_grad_seconds
+    assert (slow.update_parameters_per_second, slow.step_seconds) == (80.0, 1.25)
+    assert slow.messages == profile.messages
+
+
+def test_references_are_read_from_the_log():
+    text = "a word\nreference: 50.25 ms\niteration\nreference: 61 ms\n"
+    assert references_of(text) == [50.25, 61.0]
+
+
+def test_the_reference_of_a_run_is_the_mean_over_its_repeats(tmp_path):
+    rows = [("ok", "50.0"), ("ok", "60.0"), ("failed: no memory", "")]
+    lines = ["model,layout,rate,status,reference_ms", *(f"narrow,dp,100,{status},{time}" for status, time in rows)]
+    path = tmp_path / "measured.csv"
+    path.write_text("\n".join(lines))
+    assert references_in(path) == {("narrow", "dp", "100"): 55.0}

@@ -8,15 +8,22 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.command_line.read import parse
+from megatron.config.data_parallel import AUTO
 from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import problems
 from megatron.config.run import RunConfig
-from megatron.config.settings import resolve
+from megatron.config.settings import RunSettings, resolve
 from megatron.planner.search.choices import choices_of
 from megatron.planner.search.layout import AXES, Candidates, Layout
 from megatron.planner.search.space import space_of
 from megatron.schedule.schedules.interleaved import group_sizes
 from tests.unit.planner.search.runs import RUNS, WORLD, run_of, some_choices
+
+
+def copies_in(run: RunConfig, settings: RunSettings) -> int:
+    """The most copies of a parameter."""
+    mesh = settings.mesh
+    return max(mesh.dp * mesh.cp, mesh.edp if run.model.num_experts is not None else 1)
 
 
 def meaning(run: RunConfig) -> tuple:
@@ -26,7 +33,7 @@ def meaning(run: RunConfig) -> tuple:
     parallel, experts = run.parallel, run.model.num_experts is not None
     m = settings.batches.final_num_microbatches
     group = pipeline.schedule.takes_groups and group_sizes(mesh.pp, m, pipeline.group or mesh.pp)
-    copies = max(mesh.dp * mesh.cp, mesh.edp if experts else 1)
+    copies = copies_in(run, settings)
     kinds, inner = set(settings.attention_comm_types), settings.context_inner
     if mesh.cp == 1:
         kinds = set()
@@ -55,9 +62,14 @@ def meaning(run: RunConfig) -> tuple:
 def shares_nothing(run: RunConfig) -> bool:
     """Whether each instance of the optimizer is one rank: such layouts are left out where one instance may be chosen."""
     settings = resolve(run, mesh_of(run.parallel, WORLD))
-    mesh, instances = settings.mesh, settings.data_parallel.instances
-    copies = max(mesh.dp * mesh.cp, mesh.edp if run.model.num_experts is not None else 1)
-    return instances > 1 and instances == copies
+    instances = settings.data_parallel.instances
+    return instances > 1 and instances == copies_in(run, settings)
+
+
+def reduces_as_said(layout: Layout, run: RunConfig) -> bool:
+    """Whether gradients are reduced in the layout's own mode: another one that the sharding needs must be chosen, too."""
+    settings = resolve(run, mesh_of(run.parallel, WORLD))
+    return copies_in(run, settings) == 1 or layout.reduce_mode in (AUTO, settings.data_parallel.mode)
 
 
 def compare(run: RunConfig, draw: random.Random, most: int) -> int:
@@ -67,7 +79,9 @@ def compare(run: RunConfig, draw: random.Random, most: int) -> int:
     for values in itertools.product(*(choices[axis] for axis in AXES)):
         layout = Layout(**dict(zip(AXES, values, strict=True)))
         applied = layout.apply(run)
-        if not problems(applied, WORLD) and not (1 in choices["instances"] and shares_nothing(applied)):
+        if problems(applied, WORLD) or (1 in choices["instances"] and shares_nothing(applied)):
+            continue
+        if reduces_as_said(layout, applied):
             accepted[meaning(applied)] = layout
     try:
         found = space_of(run, WORLD, choices)
