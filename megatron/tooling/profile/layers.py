@@ -179,26 +179,25 @@ def _mean(found: Sequence[PhaseLaps]) -> PhaseLaps:
     )
 
 
-def _added(probe: Probe, other: Probe, seconds: float, reference: Reference) -> float:
-    """Units of the reference by which the other probe is slower, measured in pairs."""
-    pairs: list[float] = []
+def _added(probe: Probe, other: Probe, seconds: float) -> float:
+    """The part of its time by which the other probe is slower than the first one, measured in pairs."""
+    pairs: list[tuple[float, float]] = []
     calls, idle = pace(other)
-    first = len(reference)
 
     def pair() -> None:
         each = [(probe.laps(idle).seconds, other.laps(idle).seconds) for _ in range(calls)]
-        pairs.append(statistics.fmean(again - plain for plain, again in each))
-        reference.measure()
+        pairs.append((statistics.fmean(plain for plain, _ in each), statistics.fmean(again for _, again in each)))
 
     repeat(pair, seconds)
-    return max(0.0, statistics.median(pairs[WARM_UPS:])) / reference.since(first)
+    return max(0.0, statistics.median(again / plain - 1 for plain, again in pairs[WARM_UPS:]))
 
 
 def _layer(run: RunConfig, build: Build, layout: Layout, number: int, budget: Budget, reference: Reference) -> LayerRow:
     probe = LayerProbe(run.data, run.train, build, number, KEEP_ALL)
     plain = _measured(probe, budget.of_one(), reference)
+    whole = plain.median(lambda laps: laps.seconds)
     again = {
-        name: _added(probe, LayerProbe(run.data, run.train, build, number, config), budget.of_one(), reference)
+        name: whole * _added(probe, LayerProbe(run.data, run.train, build, number, config), budget.of_one())
         for name, config in (*((name, parts(name)) for name in _MODULES), (WHOLE_LAYER, RECOMPUTE_WHOLE_LAYER))
     }
     assert run.data.seq_length
