@@ -7,7 +7,7 @@ import functools
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.memory.attention_kernel import heads_of
 from megatron.spec.memory.context_parallel import core_memory
-from megatron.spec.memory.core_attention import ComputedAgain, KernelMemory
+from megatron.spec.memory.core_attention import ComputedAgain, CoreAttentionMemory
 from megatron.spec.memory.linear import LinearMemory
 from megatron.spec.memory.norm import row_statistics, shifted_weight
 from megatron.spec.memory.trace import (
@@ -37,7 +37,7 @@ class AttentionMemory:
         # Plain GEMMs cannot read queries of one group as a view of the fused projection.
         copied = sizes.unfused_attention and not self._changed and spec.local_groups(sizes.tp) == 1 < heads.number
         core = core_memory(spec, sizes, heads, copies_queries=copied)
-        self._core: KernelMemory = ComputedAgain(core) if again else core
+        self._core: CoreAttentionMemory = ComputedAgain(core) if again else core
         strided = core.strided and not sizes.target.wide
         self._proj = LinearMemory(spec.linear_proj, sizes, (ATTENTION, WORK), strided=strided)
         # A view of the fused projection where queries lie together: with one group, or one query per group.

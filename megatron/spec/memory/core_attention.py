@@ -20,7 +20,7 @@ class Release(Protocol):
     def __call__(self, *, queries: bool, keys: bool, values: bool) -> None: ...
 
 
-class KernelMemory(ABC):
+class CoreAttentionMemory(ABC):
     """From queries, keys and values as a layer has them, which are in use, to the output, and back to their gradients.
 
     Bytes. kept: from forward to backward, without what the layer has. early: taken by the layer when its backward begins.
@@ -50,7 +50,7 @@ class KernelMemory(ABC):
         return
 
 
-class CoreMemory(KernelMemory):
+class CoreMemory(CoreAttentionMemory):
     """The same of attention that backward may compute again. stays: the part of `kept` that stays although it does."""
 
     stays = 0
@@ -105,7 +105,7 @@ class WholeMemory(CoreMemory):
             trace.free(BACKWARD, wide * self._gradients)
 
 
-class ComputedAgain(KernelMemory):
+class ComputedAgain(CoreAttentionMemory):
     """Attention that backward computes again from its arguments (core/transformer/core_attention.py)."""
 
     def __init__(self, core: CoreMemory) -> None:
