@@ -39,7 +39,10 @@ _TIMEOUT = 600.0
 
 
 def layouts(run: RunConfig, tps: Sequence[int], cps: Sequence[int], micro_batches: Sequence[int]) -> list[Layout]:
-    """Returns the layouts to measure, the most useful first: those that the rules accept."""
+    """Returns the layouts to measure, the most useful first: those that the rules accept.
+
+    Raises ConfigError if they refuse a layer on one rank, with which all others are compared.
+    """
     own = run.train.micro_batch_size
     least = (
         own if own is not None and own in micro_batches else min(micro_batches)
@@ -58,6 +61,9 @@ def layouts(run: RunConfig, tps: Sequence[int], cps: Sequence[int], micro_batche
         for c in cps
         if t > 1 and c > 1
     ]
+    alone = run_in(run, found[0])
+    if refused := problems(alone, smallest_world(alone.parallel)):
+        raise ConfigError(f"a profile needs this model's layers on one rank, where {refused[0]}")
     return [
         layout for layout in found if not problems(changed := run_in(run, layout), smallest_world(changed.parallel))
     ]

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from megatron.base.errors import ConfigError
 from megatron.base.launch import launch_environment
 from megatron.base.log import get_logger
 from megatron.command_line.exits import check_output
@@ -133,13 +132,7 @@ def _layouts(run: RunConfig, args: argparse.Namespace, world_size: int, device: 
     most = max(world_size, _MOST_TP if device.type == "cuda" else 1)
     b = run.train.micro_batch_size or 1
     tps, cps = args.tensor_parallel_sizes or _powers(most), args.context_parallel_sizes or _powers(world_size)
-    found = layouts(run, tps, cps, args.micro_batch_sizes or (b, 2 * b))
-    if not found:
-        raise ConfigError(
-            f"no layout of --tensor-parallel-sizes {tps} and --context-parallel-sizes {cps} is possible for this model; "
-            "leave them out"
-        )
-    return found
+    return layouts(run, tps, cps, args.micro_batch_sizes or (b, 2 * b))
 
 
 def _powers(most: int) -> list[int]:

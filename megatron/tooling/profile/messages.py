@@ -1,11 +1,12 @@
 """Times of messages between the ranks of the world, by operation, size and placement, and what they cost computation.
 
-Groups of one stride are measured together, as they communicate in a run: ranks of a node share its interfaces. Every
-figure is that of the slowest rank.
+Groups of one stride are measured together, as they communicate in a run: ranks of a node share its interfaces. The time of
+a message is that of the slowest rank.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,11 +59,13 @@ class Started(Protocol):
 
 @dataclass(frozen=True)
 class _Sender:
-    """start: makes, from a number of bytes, the function that starts a message of so many."""
+    """start: makes, from a number of bytes, the function that starts a message of so many. takes_part: whether
+    this rank sends or receives."""
 
     op: str
     place: Place
     start: Callable[[int], Callable[[], Started]]
+    takes_part: bool = True
 
 
 def measure_messages(
@@ -183,22 +186,24 @@ def _neighbours(groups: Groups, place: Place, device: torch.device, dtype: torch
     Others do nothing."""
     mailbox, me, last = Mailbox(groups, streams), groups.pp.rank, groups.pp.size - 1
     chain = place.together if place.nodes > 1 else 1
+    sends = me % (2 * chain) == chain - 1 and me < last
+    receives = me % (2 * chain) == chain
 
     def send(nbytes: int) -> Callable[[], Started]:
         shape = (max(1, nbytes // dtype.itemsize),)
         tensor = torch.zeros(shape, dtype=dtype, device=device)
 
         def start() -> Started:
-            if me % (2 * chain) == chain - 1 and me < last:
+            if sends:
                 mailbox.send(tensor, me + 1, "probe")
                 return _Then(mailbox.flush)
-            if me % (2 * chain) == chain:
+            if receives:
                 return _Then(mailbox.receive(shape, dtype, me - 1, "probe").take)
             return _Then(lambda: None)
 
         return start
 
-    return _Sender(SEND, place, send)
+    return _Sender(SEND, place, send, takes_part=sends or receives)
 
 
 @dataclass(frozen=True)
@@ -250,9 +255,7 @@ def _lost_by(
     one of at most `longest` seconds, and in proportion between them."""
     large = [number for number, (_, sample) in enumerate(found) if sample.median < longest]
     chosen = [found[number] for number in sorted({0, *large[-1:]})]
-    points = sorted(
-        (sample.median, _lost(sender.start(nbytes), sample.median, world, device)) for nbytes, sample in chosen
-    )
+    points = sorted((sample.median, _lost(sender, nbytes, sample.median, world, device)) for nbytes, sample in chosen)
     seconds, lost = zip(*points, strict=True)
     return lambda taken: float(np.interp(taken, seconds, lost))
 
@@ -295,37 +298,35 @@ def _slowest(once: Callable[[], float], world: Group, seconds: float) -> Sample:
     return Sample.of([max(each) for each in zip(*ranks, strict=True)])
 
 
-def _lost(start: Callable[[], Started], seconds: float, world: Group, device: torch.device) -> float:
-    """The seconds by which a computation, twice as long as the message, ends later when the message travels."""
-    side = _SIDE[device.type]
+def _lost(sender: _Sender, nbytes: int, seconds: float, world: Group, device: torch.device) -> float:
+    """The seconds by which a computation, twice as long as the message, ends later when the message travels.
+
+    It is the median over the repeats of all ranks that take part: a maximum over ranks would add what their speed varies by.
+    """
+    start, side = sender.start(nbytes), _SIDE[device.type]
     x = torch.rand((side, side), device=device)
     out = torch.empty_like(x)
 
-    def products(number: int) -> None:
-        for _ in range(number):
+    def compute(products: int) -> None:
+        for _ in range(products):
             torch.mm(x, x, out=out)
 
-    products(WARM_UPS)
-    one = statistics.median(laps(device, [lambda: products(1)])[0].device for _ in range(_LEAST))
+    compute(WARM_UPS)
+    one = statistics.median(laps(device, [functools.partial(compute, 1)])[0].device for _ in range(_LEAST))
     longest = max(gather_objects(one, world))
     number = max(4, int(_TWICE * seconds / longest))
     calls = calls_of(device.type == "cuda", number * longest)
 
     def alone() -> None:
-        products(calls * number)
+        compute(calls * number)
 
     def hiding() -> None:
         for _ in range(calls):
             started = start()
-            products(number)
+            compute(number)
             started.wait()
 
-    lost = []
-    for _ in range(1 + _LEAST):
-        each = []
-        for work in (alone, hiding):
-            barrier(world)
-            each.append(laps(device, [work])[0].device / calls)
-        lost.append(each[1] - each[0])
-    ranks = gather_objects(lost[1:], world)
-    return max(0.0, statistics.median(max(each) for each in zip(*ranks, strict=True)))
+    barrier(world)
+    found = [lap.device / calls for lap in laps(device, [alone, hiding] * (1 + _LEAST))[2:]]
+    lost = [slower - plain for plain, slower in zip(found[::2], found[1::2], strict=True)] if sender.takes_part else []
+    return max(0.0, statistics.median(each for rank in gather_objects(lost, world) for each in rank))
