@@ -120,7 +120,7 @@ class DataParallel:
             for parameter in bucket.parameters.values():
                 # Called when all of backward's contributions to the parameter are in, also when the layer wrote them to
                 # the slot itself.
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+                parameter.register_post_accumulate_grad_hook(_announce)
                 assert parameter.slot is not None
                 parameter.slot.written = functools.partial(self._arrived, bucket, parameter)
 
@@ -454,3 +454,11 @@ class DataParallel:
 def _run(jobs: list[Callable[[], None]]) -> None:
     for job in jobs:
         job()
+
+
+def _announce(parameter: Parameter) -> None:
+    """The hook of a parameter. It holds no object: torch keeps hooks where Python's garbage collector does not look, so a
+    bucket in a hook would keep itself and all memory of the run alive for ever.
+    """
+    assert parameter.slot is not None
+    parameter.slot.written()

@@ -74,7 +74,8 @@ class _Region:
         self._second_run, self._restore = again, restore
         self._differentiable = [x.requires_grad for x in inputs]
         self._rng, self._random = rng, rng.snapshot()
-        self._kept = _Keep.apply(torch.empty(0, requires_grad=True), *kept).grad_fn
+        # Its node holds the tensors. The result itself is kept: torch 2.11 frees what the node saved together with it.
+        self._kept: Tensor | None = _Keep.apply(torch.empty(0, requires_grad=True), *kept)
         self._saved = 0  # tensors
         self._again: dict[int, Tensor] | None = None
 
@@ -98,8 +99,8 @@ class _Region:
             if len(found) == self._saved:
                 raise _Complete
 
-        assert self._kept is not None
-        tensors, self._kept = self._kept.saved_tensors, None
+        assert self._kept is not None and self._kept.grad_fn is not None
+        tensors, self._kept = self._kept.grad_fn.saved_tensors, None
         if self._restore is not None:
             with torch.no_grad():
                 tensors = self._restore(*tensors)
