@@ -10,6 +10,14 @@ from typing import Any
 from benchmarks.gpu.record import NotRunError
 
 TOY_SECONDS = 180.0  # the time limit of a case of a dry run, on a machine that may be busy
+LIMIT_SECONDS = 15.0  # what a case may take beyond its plan
+COMPILE_SECONDS = 1.0  # of a Triton kernel, or of cuDNN's plans for a shape, at its first use on a machine
+TIMING_SECONDS = 0.25  # of `measure.timed`: warm-up and two repeats
+
+
+def measuring(timings: int, compiled: int = 0) -> float:
+    """Returns the seconds to plan for so many timings and so many kernels that are compiled first."""
+    return 0.5 + timings * TIMING_SECONDS + compiled * COMPILE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -47,14 +55,20 @@ class Result:
 class Case:
     """One check or measurement. `run` raises an exception if it fails, and NotRunError if it cannot run here.
 
-    seconds: planned on a GPU. A case that is planned to take longer than the part has left is skipped.
-    limit: the part's process is ended, and started again for the cases after this one, when it takes longer.
+    seconds: planned on a GPU, without the start of a process. A case that is planned to take longer than is left is skipped.
+    limit: its process is ended, and another one runs the cases after this one, when it takes longer.
     """
 
     name: str
     run: Callable[[], Result]
-    seconds: float = 3.0
-    limit: float = 60.0
+    seconds: float = 2.0
+    limit: float = 0.0  # 0: LIMIT_SECONDS more than three times what is planned
+
+    def time_limit(self, *, toy: bool) -> float:
+        """Returns the seconds after which the case has hung."""
+        if self.limit:
+            return self.limit
+        return TOY_SECONDS if toy else LIMIT_SECONDS + 3.0 * self.seconds
 
 
 class CheckError(Exception):

@@ -1,12 +1,13 @@
-"""Runs the parts of the checklist, each in a process of its own, within a limit of time. No torch.
+"""Runs the cases of the checklist in processes, within a limit of time. No torch.
 
-A part's process leads a session. When it ends, hangs or crashes, its process group is killed, so nothing that a case
-started lives on. After a hang or a crash a new process runs the cases that are left.
+Each process leads a session. When it ends, hangs or crashes, its process group is killed, so nothing that a case started
+lives on. After a hang or a crash another process runs the cases that are left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import select
@@ -17,25 +18,35 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.gpu.parts import Part
+from benchmarks.gpu.parts import START_SECONDS, Part, Planned, processes
 from benchmarks.gpu.record import CRASHED, SKIPPED, START, TIMEOUT, Record
+from megatron.base.cuda_environment import set_allocator
+from megatron.base.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = "log.txt"
-LEAST_SECONDS = 5.0  # a process that has less left is not started
+LIST_SECONDS = 120.0  # to import all parts, also from a disk that was not read before
+OPENING_SECONDS = 60.0  # a process may take before its first case
 EXIT_SECONDS = 5.0  # a process may take between its last line and its end
 LOOK_SECONDS = 0.5  # between looks whether a silent process is still there
 TAIL = 300  # characters of the log that the record of a crash quotes
 
 
+class Listing(NamedTuple):
+    """What the first process finds: whether torch sees a GPU, the cases of all parts, and records of parts without any."""
+
+    gpu: bool
+    cases: list[Planned]
+    broken: list[Record]
+
+
 @dataclass
 class Progress:
-    """The events of a part's processes: all its cases, those that have a record, and the one that runs."""
+    """The events of a process: the cases that have a record, and the one that runs."""
 
-    names: list[str] = field(default_factory=list)
-    done: list[str] = field(default_factory=list)
+    recorded: set[str] = field(default_factory=set)
     running: str | None = None
     limit: float = 0.0  # monotonic time at which the running case is too late
     begun: float = 0.0
@@ -43,102 +54,118 @@ class Progress:
 
     def take(self, event: dict[str, Any]) -> Record | None:
         """Takes an event, and returns the record that it carries, if any."""
-        if "cases" in event:
-            self.names = event["cases"]
-        elif "begin" in event:
+        if "begin" in event:
             self.running, self.begun = event["begin"], time.monotonic()
             self.limit = self.begun + event["limit"]
         elif "record" in event:
             self.running = None
-            self.done.append(event["record"]["case"])
+            self.recorded.add(event["record"]["case"])
             return Record(**event["record"])
         else:
             self.ended = True
         return None
 
-    @property
-    def left(self) -> list[str]:
-        """Names of the cases without a record."""
-        return [name for name in self.names if name not in self.done]
-
 
 @dataclass(frozen=True)
 class Driver:
-    """Runs parts. out: the folder of the results, which exists. toy: toy sizes, on the CPU."""
+    """Runs cases. out: the folder of the results, which exists. toy: toy sizes, on the CPU. site: a folder of packages."""
 
     out: Path
     device: str
     toy: bool
+    site: Path | None = None
 
-    def run(
-        self, parts: Sequence[tuple[Part, set[str]]], deadline: float, report: Callable[[Record], None]
-    ) -> list[Record]:
-        """Runs the parts, with their chosen cases (none: all of them), until `deadline`, of monotonic time.
+    def listed(self, parts: Sequence[Part]) -> Listing:
+        """Returns the cases of the parts. Raises ConfigError if this Python cannot list them."""
+        command = [sys.executable, "-m", "benchmarks.gpu.listing", *(f"{p.letter}={p.module}" for p in parts)]
+        command += ["--device", self.device, "--out", str(self.out), *(["--toy"] if self.toy else [])]
+        with open(self.out / LOG, "ab") as log:
+            try:
+                done = subprocess.run(
+                    command, cwd=ROOT, env=self._environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                    stderr=log, timeout=LIST_SECONDS, check=False,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise ConfigError(
+                    f"the cases were not listed within {LIST_SECONDS:.0f} s; see {self.out / LOG}"
+                ) from None
+        lines = done.stdout.decode(errors="replace").splitlines()
+        if done.returncode or not lines:
+            raise ConfigError(f"{sys.executable} cannot list the cases: {self._tail(0)}")
+        answer = json.loads(lines[-1])
+        broken = [Record(letter, START, CRASHED, 0.0, text) for letter, text in answer["broken"].items()]
+        return Listing(answer["gpu"], [Planned(*fields) for fields in answer["cases"]], broken)
 
-        Calls `report` with each record, and returns them. A part may take the time that later parts are not planned to
-        need; at toy size all that is left, because the plan is for a GPU.
-        """
+    def run(self, cases: Sequence[Planned], deadline: float, report: Callable[[Record], None]) -> list[Record]:
+        """Runs the cases in their order until `deadline`, of monotonic time. Calls `report` with each record."""
         records: list[Record] = []
-        for number, (part, only) in enumerate(parts):
-            left = deadline - time.monotonic()
-            spare = left - sum(each.seconds for each, _ in parts[number:])
-            seconds = left if self.toy else min(left, part.seconds + max(0.0, spare))
-            for record in self._run_part(part, only, seconds):
-                records.append(record)
-                report(record)
+
+        def add(record: Record) -> None:
+            records.append(record)
+            report(record)
+
+        for group in processes(cases):
+            waiting = group
+            while waiting:
+                left = deadline - time.monotonic()
+                case = waiting[0]
+                if left <= 0.0 or (START_SECONDS + case.seconds > left and not self.toy):
+                    text = f"planned for {START_SECONDS + case.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
+                    add(Record(case.part, case.name, SKIPPED, 0.0, text))
+                    waiting = waiting[1:]
+                    continue
+                recorded = self._run_process(waiting, deadline, add)
+                waiting = [case for case in waiting if case.name not in recorded]
         return records
 
-    def _run_part(self, part: Part, only: set[str], seconds: float) -> Iterator[Record]:
-        """Yields a record of each case of the part."""
-        end, progress = time.monotonic() + seconds, Progress()
-        if seconds < LEAST_SECONDS:
-            yield Record(part.letter, START, SKIPPED, 0.0, f"{max(0.0, seconds):.0f} s were left for this part")
-            return
-        while True:
-            before = len(progress.done)
-            log_size = self._log_size()
-            yield from self._run_process(part, only, end, progress)
-            if progress.ended:
-                return
-            late, taken = time.monotonic() >= end, time.monotonic() - progress.begun
-            if progress.running is not None:
-                why = TIMEOUT if time.monotonic() >= min(end, progress.limit) else CRASHED
-                text = "the part's time ran out" if late else f"ended after {taken:.0f} s"
-                if why == CRASHED:
-                    text = f"its process ended; the last output: {self._tail(log_size)}"
-                yield Record(part.letter, progress.running, why, round(taken, 2), text)
-                progress.done.append(progress.running)
-                progress.running = None
-            elif late and not progress.names:
-                yield Record(part.letter, START, TIMEOUT, round(seconds, 2), "the part's time ran out")
-            elif len(progress.done) == before and not late:
-                text = f"its process ended without a case; the last output: {self._tail(log_size)}"
-                yield Record(part.letter, START, CRASHED, 0.0, text)
-                late = True
-            if late or end - time.monotonic() < LEAST_SECONDS:
-                for name in progress.left:
-                    yield Record(part.letter, name, SKIPPED, 0.0, "no time was left for this part")
-                return
-            if not progress.left:
-                return
-
-    def _run_process(self, part: Part, only: set[str], end: float, progress: Progress) -> Iterator[Record]:
-        """Runs one process of a part until it ends or is late; yields the records that it reports."""
-        readable, writable = os.pipe()
-        command = [sys.executable, "-m", "benchmarks.gpu.part_process", part.letter, part.module]
-        command += ["--events", str(writable), "--seconds", f"{end - time.monotonic():.1f}", "--device", self.device]
-        command += ["--out", str(self.out), "--done", json.dumps(progress.done), "--only", json.dumps(sorted(only))]
-        command += ["--toy"] if self.toy else []
-        with open(self.out / LOG, "ab") as log:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                pass_fds=[writable], start_new_session=True,
-            )  # fmt: skip
-        os.close(writable)
+    def _run_process(self, cases: Sequence[Planned], deadline: float, add: Callable[[Record], None]) -> set[str]:
+        """Runs one process until it ends or is late. Returns the names of the cases that have a record now: at least one."""
+        progress, log_size, begun = Progress(), self._log_size(), time.monotonic()
+        opening = min(deadline, begun + (LIST_SECONDS if self.toy else OPENING_SECONDS))
 
         def late() -> float:
-            return min(end, progress.limit) if progress.running else end
+            if progress.running is not None:
+                return min(deadline, progress.limit)
+            return deadline if progress.recorded else opening
 
+        for record in self._records(cases, deadline, progress, late):
+            add(record)
+        if progress.ended:
+            return progress.recorded
+        letter, case = cases[0].part, progress.running
+        overtime = time.monotonic() >= late()
+        if case is None and not progress.recorded:
+            case, progress.begun = cases[0].name, begun
+        if case is not None:
+            text = f"ended after {time.monotonic() - progress.begun:.0f} s"
+            if time.monotonic() >= deadline:
+                text = "the time of the run was over"
+            elif not overtime:
+                text = f"its process ended; the last output: {self._tail(log_size)}"
+            why = TIMEOUT if overtime else CRASHED
+            add(Record(letter, case, why, round(time.monotonic() - progress.begun, 2), text))
+            progress.recorded.add(case)
+        return progress.recorded
+
+    def _records(
+        self,
+        cases: Sequence[Planned],
+        deadline: float,
+        progress: Progress,
+        late: Callable[[], float],
+    ) -> Iterator[Record]:
+        """Yields the records that one process reports, until it ends or is late; then it is killed."""
+        readable, writable = os.pipe()
+        command = [sys.executable, "-m", "benchmarks.gpu.part_process", cases[0].part, cases[0].module]
+        command += ["--events", str(writable), "--seconds", f"{deadline - time.monotonic():.1f}"]
+        command += ["--device", self.device, "--out", str(self.out)]
+        command += ["--cases", json.dumps([case.name for case in cases]), *(["--toy"] if self.toy else [])]
+        with open(self.out / LOG, "ab") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=self._environment(), stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, pass_fds=[writable], start_new_session=True,
+            )  # fmt: skip
+        os.close(writable)
         try:
             for event in _events(readable, process.pid, late):
                 record = progress.take(event)
@@ -156,6 +183,15 @@ class Driver:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    def _environment(self) -> dict[str, str]:
+        """Returns the environment of a process: this source tree first on the path, the allocator of a run, and output at
+        once."""
+        folders = [str(ROOT), str(self.site or ""), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONUNBUFFERED": "1"}
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the listing will say so
+            set_allocator(environment, importlib.metadata.version("torch"))
+        return environment
 
     def _log_size(self) -> int:
         log = self.out / LOG
@@ -190,9 +226,3 @@ def _events(readable: int, pid: int, late: Callable[[], float]) -> Iterator[dict
 def _has_ended(pid: int) -> bool:
     """Returns whether a child has ended. It stays a zombie."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment of a part: this source tree first on the path, and its output at once."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}

@@ -110,14 +110,6 @@ def package(name: str) -> ModuleType:
         raise
 
 
-def gemm_rate(setting: Setting) -> float:
-    """Returns the TFLOP/s of a large square bf16 product: the ceiling of this machine, now."""
-    n = setting.size(8192, 128)
-    a, b = (random(n, n, setting=setting, seed=seed) for seed in (0, 1))
-    out = torch.empty(n, n, dtype=torch.bfloat16, device=setting.device)
-    return timed(lambda: torch.mm(a, b, out=out), setting).rate(2 * n**3) / 1e12
-
-
 def copy_rate(setting: Setting) -> float:
     """Returns the GB/s of a copy inside the device's memory, counting bytes read and bytes written."""
     numel = setting.size(1 << 29, 1 << 20)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,30 +17,46 @@ import torch
 
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.driver import ROOT
+from benchmarks.gpu.parts import START_SECONDS
 from benchmarks.gpu.record import LISTED
-from benchmarks.gpu.runs import DECODER, start, trainer_of
+from benchmarks.gpu.runs import DECODER, run_seconds, start, trainer_of
 
-JUNIT = "tests_gpu.xml"
-WORKERS, TEST_SECONDS = 6, 100
+WORKERS, TEST_SECONDS = 12, 60
 # Tests of code that runs on several streams.
 ON_STREAMS = ("data_parallel", "recompute", "activation_offload", "optimizer_offload", "weight_offload", "streams")
+MANY = (
+    "attention_lse",
+    "packed_attention",
+    "kernels",
+    "fp8",
+    "experts",
+    "fused",
+    "transformer_engine",
+)  # with many cases
+FILE_SECONDS, MANY_SECONDS = 10.0, 25.0
 MESSAGE = 300  # characters of a failure's message; log.txt has all of it
 
 
 def cases(setting: Setting) -> list[Case]:
-    """Returns the cases of this part."""
+    """Returns the cases of this part: a file of tests each, those with few tests first."""
     of = functools.partial
+    names = sorted(path.stem.removeprefix("test_") for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    names.sort(key=lambda name: name in MANY)
+
+    def seconds(name: str) -> float:
+        return START_SECONDS + (MANY_SECONDS if name in MANY else FILE_SECONDS)
+
     return [
-        Case("tests/gpu", of(run_tests, setting, ["tests/gpu"], {}, JUNIT), 60.0, 150.0),
-        Case("hooks on one thread", of(hook_threads, setting), 5.0),
-        Case("CUDA sanitizer", of(sanitized, setting), 30.0, 120.0),
+        Case("hooks on one thread", of(hook_threads, setting), run_seconds(f"{DECODER} --bf16", 1)),
+        *(Case(name, of(run_tests, setting, name, {}), seconds(name)) for name in names),
+        *(Case(f"{name}, CUDA sanitizer", of(sanitized, setting, name), 2 * seconds(name)) for name in ON_STREAMS),
     ]
 
 
-def run_tests(setting: Setting, files: list[str], environment: dict[str, str], junit: str | None) -> Result:
-    """Runs pytest in processes of its own. junit: the name of its report in the folder of the results."""
-    command = [sys.executable, "-m", "pytest", *files, "-p", "no:cacheprovider", "--tb=short"]
-    if setting.cuda and importlib.util.find_spec("xdist"):
+def run_tests(setting: Setting, name: str, environment: dict[str, str]) -> Result:
+    """Runs a file of tests/gpu in processes of their own."""
+    command = [sys.executable, "-m", "pytest", f"tests/gpu/test_{name}.py", "-p", "no:cacheprovider", "--tb=short"]
+    if setting.cuda and name in MANY and importlib.util.find_spec("xdist"):
         command += ["-n", str(WORKERS)]
     if importlib.util.find_spec("pytest_timeout"):
         command += ["--timeout", str(TEST_SECONDS)]
@@ -50,19 +65,16 @@ def run_tests(setting: Setting, files: list[str], environment: dict[str, str], j
         done = subprocess.run([*command, f"--junitxml={xml}"], cwd=ROOT, env=os.environ | environment, check=False)
         check(xml.exists(), f"pytest ended with {done.returncode} and without a report; see log.txt")
         counts, failures = read_junit(xml)
-        if junit is not None:
-            shutil.copyfile(xml, setting.out / junit)
     said = ", ".join(f"{count} {name}" for name, count in counts.items())
     values: dict[str, Any] = {**counts, LISTED: failures}
     check(not failures and done.returncode == 0, f"{said}, exit code {done.returncode}", values)
     return Result(said, values)
 
 
-def sanitized(setting: Setting) -> Result:
-    """Runs the tests of code on several streams while torch compares every kernel's streams with its tensors'."""
+def sanitized(setting: Setting, name: str) -> Result:
+    """Runs a file of tests while torch compares every kernel's streams with its tensors'."""
     setting.needs_cuda("torch's CUDA sanitizer")
-    files = [f"tests/gpu/test_{name}.py" for name in ON_STREAMS]
-    return run_tests(setting, files, {"TORCH_CUDA_SANITIZER": "1"}, None)
+    return run_tests(setting, name, {"TORCH_CUDA_SANITIZER": "1"})
 
 
 def read_junit(path: Path) -> tuple[dict[str, int], list[str]]:

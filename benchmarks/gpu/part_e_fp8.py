@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.case import Case, Result, Setting, check
+from benchmarks.gpu.case import Case, Result, Setting, check, measuring
 from benchmarks.gpu.measure import check_error, copy_rate, error, package, poison, random, timed
 from benchmarks.gpu.record import NotRunError
 from benchmarks.gpu.runs import DECODER_FP8, FP8_FORMATS, device_of, fp8_flags, losses, start
@@ -42,12 +42,16 @@ def cases(setting: Setting) -> list[Case]:
     of = functools.partial
     recipes = scaled_mm.RECIPES
     return [
-        *(Case(f"{recipe} against the CPU", of(compare, setting, recipe), 3.0) for recipe in recipes),
-        *(Case(f"{recipe} times", of(times, setting, recipe), 5.0) for recipe in recipes),
-        Case("quantization", of(quantization, setting), 6.0),
-        Case("training", of(train, setting), 14.0, 90.0),
         *(
-            Case(f"Transformer Engine, {name}", of(transformer_engine, setting, kind), 8.0)
+            Case(f"{recipe} against the CPU", of(compare, setting, recipe), measuring(0, compiled=3))
+            for recipe in recipes
+        ),
+        *(Case(f"{recipe} times", of(times, setting, recipe), measuring(16)) for recipe in recipes),
+        Case("quantization", of(quantization, setting), measuring(2 * len(recipes))),
+        # Small models: their time is that of the kernels that are compiled.
+        Case("training", of(train, setting), measuring(0, compiled=4 * len(recipes))),
+        *(
+            Case(f"Transformer Engine, {name}", of(transformer_engine, setting, kind), measuring(4, compiled=2))
             for name, kind in TE_RECIPES.items()
         ),
     ]

@@ -7,14 +7,17 @@ and their kernels take turns. So this checks numbers, order and memory, and no t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.pair import Pair
 from benchmarks.gpu.part_g_speed import needs
-from benchmarks.gpu.runs import DECODER, DECODER_FP8, fp8_flags, losses, start
+from benchmarks.gpu.runs import DECODER, DECODER_EXPERTS, DECODER_FP8, fp8_flags, losses, start
 
 STEPS = 3
+JOB_SECONDS = 3.0  # of a job of both ranks: its groups, its communicators and its steps
+PAIR_SECONDS = 90.0  # more than the ranks may take to start and to answer
 LIMIT = 1e-5  # of losses in fp32; sums have another order
 TP, PP, CP = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "context"))
 STRATEGY = "--data-parallel-sharding-strategy"
@@ -44,10 +47,16 @@ LAYOUTS = {
     "CP 2, a2a": f"{CP} --cp-comm-type a2a",
     "CP 2, a2a+p2p": f"{CP} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
 }
+EP = "--expert-model-parallel-size 2"
+EXPERT_LAYOUTS = {
+    "EP 2": EP,
+    "EP 2, ZeRO-3, overlap": f"{EP} {SMALL_BUCKETS} {STRATEGY} optim_grads_params {OVERLAP}",
+    "EP 2, TP 2": f"{EP} {TP} --sequence-parallel --expert-tensor-parallel-size 1",
+}
 # Sums of another order change the number in FP8 that an element is rounded to, here and there.
 FP8_LIMIT = 3e-3
 FP8_LAYOUTS = {
-    f"{name}, fp8 {recipe}": f"{flags} {fp8_flags(recipe)}"
+    f"{name}, fp8 {recipe}": f"{flags} --bf16 {fp8_flags(recipe)}"
     for name, flags, recipe in (
         ("TP 2, sequence parallel", f"{TP} --sequence-parallel", "blockwise"),
         ("TP 2", TP, "tensorwise"),
@@ -67,19 +76,23 @@ def cases(setting: Setting) -> list[Case]:
         return losses(flags, STEPS, setting, start(setting))
 
     def fp8(flags: str) -> Result:
-        recipe = " ".join(flags.split()[flags.split().index("--fp8-format") :])
-        needs(setting, recipe)
-        return compare(pair, DECODER_FP8, flags, expected(f"{DECODER_FP8} {recipe}"), FP8_LIMIT)
+        needs(setting, flags)
+        alone = " ".join(flags.split()[flags.split().index("--bf16") :])
+        return compare(pair, DECODER_FP8, flags, expected(f"{DECODER_FP8} {alone}"), FP8_LIMIT)
 
-    def plain(flags: str) -> Result:
-        return compare(pair, DECODER, flags, expected(DECODER), LIMIT)
+    def plain(model: str, flags: str) -> Result:
+        return compare(pair, model, flags, expected(model), LIMIT)
+
+    def case(name: str, run: Callable[[], Result]) -> Case:
+        return Case(name, run, JOB_SECONDS, limit=PAIR_SECONDS)
 
     return [
-        *(Case(name, functools.partial(plain, flags), 5.0, 90.0) for name, flags in LAYOUTS.items()),
-        *(Case(name, functools.partial(fp8, flags), 6.0, 90.0) for name, flags in FP8_LAYOUTS.items()),
-        Case("DP 2, buckets leave during backward", functools.partial(buckets_leave, pair), 6.0),
-        Case("memory after gathers", functools.partial(memory_after_gathers, pair), 4.0),
-        Case("contexts", functools.partial(contexts, setting, pair), 4.0),
+        *(case(name, functools.partial(plain, DECODER, flags)) for name, flags in LAYOUTS.items()),
+        *(case(name, functools.partial(plain, DECODER_EXPERTS, flags)) for name, flags in EXPERT_LAYOUTS.items()),
+        *(case(name, functools.partial(fp8, flags)) for name, flags in FP8_LAYOUTS.items()),
+        case("DP 2, buckets leave during backward", functools.partial(buckets_leave, pair)),
+        case("memory after gathers", functools.partial(memory_after_gathers, pair)),
+        case("contexts", functools.partial(contexts, setting, pair)),
     ]
 
 

@@ -12,11 +12,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.case import Case, Result, Setting, check
-from benchmarks.gpu.part_g_speed import SLICE_8B, needs
-from benchmarks.gpu.runs import TOY_FP8, fp8_flags, start, trainer_of
+from benchmarks.gpu.part_g_speed import EXPERTS, SLICE_8B, needs
+from benchmarks.gpu.runs import TOY_EXPERTS, TOY_FP8, fp8_flags, run_seconds, start, trainer_of
 
 TOP = 40
 WARM = 3
+STEPS = WARM + 4  # the profiler's own work takes as long as some steps
 WAITS = ("Synchronize", "cudaMemcpy", "cudaStreamWait", "cudaEventQuery", "aten::item", "aten::_local_scalar_dense")
 GAPS_US = (1, 10, 100, 1000)
 
@@ -32,12 +33,20 @@ class Span(NamedTuple):
 def cases(setting: Setting) -> list[Case]:
     """Returns the cases of this part."""
     of = functools.partial
-    flags = f"{TOY_FP8} --bf16" if setting.toy else f"{SLICE_8B} --global-batch-size 2"
-    ways = {"baseline": "", "fp8 blockwise": fp8_flags("blockwise"), "cuDNN": "--attention-backend fused"}
-    return [
-        Case(f"8B slice, {name}", of(measure, setting, name, f"{flags} {more}"), 16.0, 90.0)
+    real = f"{SLICE_8B} --global-batch-size 2"
+    flags = f"{TOY_FP8} --bf16" if setting.toy else real
+    ways = {
+        "baseline": "",
+        "fp8 blockwise": fp8_flags("blockwise"),
+        "fp8 tensorwise": fp8_flags("tensorwise"),
+        "cuDNN": "--attention-backend fused",
+    }
+    cases = [
+        Case(f"8B slice, {name}", of(measure, setting, name, f"{flags} {more}"), run_seconds(f"{real} {more}", STEPS))
         for name, more in ways.items()
     ]
+    experts = f"{TOY_EXPERTS} --bf16" if setting.toy else EXPERTS
+    return [*cases, Case("experts", of(measure, setting, "experts", experts), run_seconds(EXPERTS, STEPS))]
 
 
 def measure(setting: Setting, name: str, flags: str) -> Result:

@@ -9,7 +9,19 @@ from typing import Any
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.continued import resumes_and_repeats
 from benchmarks.gpu.part_g_speed import needs
-from benchmarks.gpu.runs import LLAMA, Peak, described, device_of, fp8_flags, losses, measure_speed, start, trainer_of
+from benchmarks.gpu.parts import START_SECONDS
+from benchmarks.gpu.runs import (
+    LLAMA,
+    Peak,
+    described,
+    device_of,
+    fp8_flags,
+    losses,
+    measure_speed,
+    run_seconds,
+    start,
+    trainer_of,
+)
 from benchmarks.gpu.runs import TOY as SMALL_DECODER
 from megatron.core.offload.bandwidth import measure_bandwidth
 from megatron.core.offload.copy_engine import CopyEngine
@@ -45,6 +57,8 @@ PLAN_LIMIT, WORK_SPACE = 0.03, {"cuda": 96 << 20, "cpu": 1 << 16}
 # Losses with and without offload: the update on the CPU, and atomic additions on a GPU, round in another order.
 OFFLOAD_LIMIT = 1e-3
 TRAINED_STEPS, EMULATED_STEPS = 150, 50
+SMALL_STEP_SECONDS = 0.05  # of a tiny model: the host's
+HOST_STEPS_SECONDS = 8.0  # of the steps whose update the CPU computes
 # Wide enough for every recipe of FP8.
 TRAINED_FLAGS = f"{SMALL_DECODER} --seq-length 64 --hidden-size 128 --kv-channels 64 --ffn-hidden-size 256 --lr 2e-3"
 TRAINED_WAYS = {
@@ -61,17 +75,24 @@ def cases(setting: Setting) -> list[Case]:
     without: dict[str, float] = {}
     fp32 = functools.cache(functools.partial(train_on_cpu, setting))
     return [
-        *(Case(f"plan, {name}", of(plan, setting, f"{model} {flags}"), 7.0) for name, flags in RECOMPUTE.items()),
-        Case("bus", of(bus, setting), 2.0),
         *(
-            Case(f"offload, {name}", of(offload, setting, name, f"{model} {flags}", without), 10.0)
+            Case(f"plan, {name}", of(plan, setting, f"{model} {flags}"), run_seconds(f"{MODEL} {flags}", 3))
+            for name, flags in RECOMPUTE.items()
+        ),
+        Case("bus", of(bus, setting)),
+        *(
+            Case(
+                f"offload, {name}",
+                of(offload, setting, name, f"{model} {flags}", without),
+                run_seconds(f"{MODEL} {flags}", 4) + (HOST_STEPS_SECONDS if "optimizer" in name else 0.0),
+            )
             for name, flags in OFFLOAD.items()
         ),
         *(
-            Case(f"training in {name}", of(train, setting, flags, fp32), 14.0, 90.0)
+            Case(f"training in {name}", of(train, setting, flags, fp32), TRAINED_STEPS * SMALL_STEP_SECONDS)
             for name, flags in TRAINED_WAYS.items()
         ),
-        Case("save, resume, repeat", of(resumes_and_repeats, setting), 30.0, 120.0),
+        Case("save, resume, repeat", of(resumes_and_repeats, setting), 3 * START_SECONDS + 5.0),
     ]
 
 

@@ -1,8 +1,7 @@
-"""The process of one part: runs its cases, and reports each as a JSON line to the driver (driver.py).
+"""A process that runs cases of one part, and reports each as a JSON line to the driver (driver.py).
 
-The lines are {"cases": [names]} first; then {"begin": name, "limit": seconds} and {"record": ...} of each case; and
-{"end": true}. A case that leaves the GPU unusable ends the process without the last line: the driver then starts another
-one for the remaining cases.
+The lines are {"begin": name, "limit": seconds} and {"record": ...} of each case, and {"end": true}. A case that leaves the
+GPU unusable, or full, ends the process without the last line: the driver then starts another one for the remaining cases.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.case import TOY_SECONDS, Case, CheckError, Setting
+from benchmarks.gpu.case import Case, CheckError, Setting
 from benchmarks.gpu.record import FAILED, OK, SKIPPED, NotRunError, Record
 
+LEFT_BYTES = 1 << 30  # that a case may leave in use, such as the data of cases that share it
 MESSAGE = 600  # characters of an exception that a record keeps; log.txt has all of it
 
 
@@ -51,7 +51,9 @@ def shortened(message: str) -> str:
 
 
 def gpu_is_usable() -> bool:
-    """Waits for the GPU and frees its cache. False after an error that no later call in this process recovers from."""
+    """Waits for the GPU and frees its cache. False after an error that no later call in this process recovers from, and if
+    memory is left in use that later cases may need.
+    """
     gc.collect()
     torch = sys.modules.get("torch")  # a part that did not import it has not used the GPU
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
@@ -62,7 +64,10 @@ def gpu_is_usable() -> bool:
     except RuntimeError as error:
         print(f"the GPU cannot be used any more in this process: {error}", flush=True)
         return False
-    return True
+    left = torch.cuda.memory_allocated()
+    if left > LEFT_BYTES:
+        print(f"the case left {left / 2**30:.2f} GiB in use; another process takes the next one", flush=True)
+    return bool(left <= LEFT_BYTES)
 
 
 def run_cases(
@@ -75,7 +80,7 @@ def run_cases(
             text = f"planned for {case.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
             report({"record": vars(Record(letter, case.name, SKIPPED, 0.0, text))})
             continue
-        report({"begin": case.name, "limit": TOY_SECONDS if toy else case.limit})
+        report({"begin": case.name, "limit": case.time_limit(toy=toy)})
         print(f"--- {letter} {case.name}", flush=True)
         record = run_case(letter, case)
         report({"record": json.loads(record.to_json())})
@@ -90,12 +95,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("letter")
     parser.add_argument("module", help="has cases(setting), which returns a list of Case")
     parser.add_argument("--events", type=int, required=True, help="file descriptor of the lines")
-    parser.add_argument("--seconds", type=float, required=True, help="until the part has to end")
+    parser.add_argument("--seconds", type=float, required=True, help="until the process has to end")
     parser.add_argument("--device", required=True)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--done", type=json.loads, default=[], help="names of cases to leave out")
-    parser.add_argument("--only", type=json.loads, default=[], help="names of cases to run; none means all")
+    parser.add_argument("--cases", type=json.loads, required=True, help="names of the cases to run, in their order")
     args = parser.parse_args(argv)
     deadline = time.monotonic() + args.seconds
     os.set_inheritable(args.events, False)  # else the driver would wait for the processes that cases start
@@ -104,12 +108,9 @@ def main(argv: Sequence[str]) -> int:
         def report(event: dict[str, Any]) -> None:
             print(json.dumps(event), file=events, flush=True)
 
-        cases = importlib.import_module(args.module).cases(Setting(args.device, args.toy, args.out))
-        if args.only:
-            cases = [case for case in cases if case.name in args.only]
-        report({"cases": [case.name for case in cases]})
-        waiting = [case for case in cases if case.name not in args.done]
-        if not run_cases(args.letter, waiting, args.toy, deadline, report):
+        setting = Setting(args.device, args.toy, args.out)
+        cases = {case.name: case for case in importlib.import_module(args.module).cases(setting)}
+        if not run_cases(args.letter, [cases[name] for name in args.cases], args.toy, deadline, report):
             return 1
         report({"end": True})
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ OK, FAILED, TIMEOUT, CRASHED = "ok", "failed", "timeout", "crashed"
 MISSING, SKIPPED = "missing", "skipped"
 STATUSES = (OK, FAILED, TIMEOUT, CRASHED, MISSING, SKIPPED)
 BAD = (FAILED, TIMEOUT, CRASHED)
+ENDED = (OK, FAILED, TIMEOUT, CRASHED, MISSING)
 LISTED = "failures"  # the value of a record whose lines report.md lists
-START = "(start)"  # the case of a part that ended before its first case
+START = "(start)"  # the case of a part whose cases could not be listed
 
 
 class NotRunError(Exception):
@@ -43,6 +45,16 @@ class Record:
     seconds: float
     text: str
     values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The part's letter and the case's name."""
+        return f"{self.part} {self.case}"
+
+    @staticmethod
+    def start(part: str) -> str:
+        """Returns the title of the record of a part whose cases could not be listed."""
+        return f"{part} {START}"
 
     @property
     def bad(self) -> bool:
@@ -76,10 +88,7 @@ def read_records(path: Path) -> list[Record]:
     return found
 
 
-def failed_cases(records: list[Record]) -> dict[str, set[str]]:
-    """Returns part -> the cases to run again. An empty set stands for all cases: the part did not begin."""
-    again: dict[str, set[str]] = {}
-    for record in records:
-        if record.bad:
-            again.setdefault(record.part, set()).add(record.case)
-    return {part: set() if START in cases else cases for part, cases in again.items()}
+def titles(records: Sequence[Record], statuses: Collection[str]) -> set[str]:
+    """Returns the titles of the cases whose last record has one of the statuses."""
+    last = {record.title: record.status for record in records}
+    return {title for title, status in last.items() if status in statuses}

@@ -15,11 +15,11 @@ TABLE_LINES, WIDTH = 40, 118
 class Report:
     """Appends each record to results.jsonl, prints it, and rewrites report.md."""
 
-    def __init__(self, out: Path, title: str) -> None:
-        """Replaces the results of an earlier run in `out`, which exists."""
+    def __init__(self, out: Path, title: str, earlier: Sequence[Record] = ()) -> None:
+        """Replaces the results in `out`, which exists. earlier: records of a run that this one resumes."""
         self._lines, self._page, self._title = out / "results.jsonl", out / "report.md", title
-        self._records: list[Record] = []
-        self._lines.write_text("", encoding="utf-8")
+        self._records = list(earlier)
+        self._lines.write_text("".join(record.to_json() + "\n" for record in earlier), encoding="utf-8")
 
     def add(self, record: Record) -> None:
         """Takes a record."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.case import Setting
+from benchmarks.gpu.case import COMPILE_SECONDS, Setting
 from benchmarks.gpu.measure import Timing, combine
 from megatron.command_line.read import parse
 from megatron.config.rules.check import check
@@ -38,10 +38,15 @@ DECODER = (
 )
 # The same with widths that every recipe of FP8 can multiply, also on two tensor-parallel ranks: multiples of 128.
 DECODER_FP8 = f"{DECODER} --hidden-size 256 --ffn-hidden-size 512 --kv-channels 64 --seq-length 128"
-TOY, TOY_FP8 = (
+# With experts in place of the MLP.
+DECODER_EXPERTS = f"{DECODER} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01"
+TOY, TOY_FP8, TOY_EXPERTS = (
     flags.replace("--num-layers 4", "--num-layers 2").replace("--global-batch-size 4", "--global-batch-size 2")
-    for flags in (DECODER, DECODER_FP8)
+    for flags in (DECODER, DECODER_FP8, DECODER_EXPERTS)
 )
+# A run of part G or J before its first step: the trials of its kernels, and its weights.
+BUILD_SECONDS = 3.0
+PLANNED_RATE = 400e12  # FLOP/s of a training step: what to plan with, not what to expect
 # The format that docs/fp8.md advises for each recipe.
 FP8_FORMATS = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 
@@ -67,6 +72,15 @@ def configured(flags: str, setting: Setting, world_size: int = 1) -> RunConfig:
     run = parse(f"{COMMON} --device {setting.device} {flags}".split(), description="")
     check(run, world_size)
     return run
+
+
+def run_seconds(flags: str, steps: int, compiled: int = 0) -> float:
+    """Returns the seconds to plan on a GPU for some steps of a run, with so many kernels that are compiled first."""
+    run = configured(flags, Setting("cuda", False, Path()))
+    samples = run.train.global_batch_size or run.train.micro_batch_size
+    assert samples is not None
+    flops = step_flops(run, samples)
+    return BUILD_SECONDS + compiled * COMPILE_SECONDS + steps * flops / PLANNED_RATE
 
 
 @functools.cache
@@ -136,10 +150,9 @@ class Peak:
         return (torch.cuda.max_memory_allocated() if self._cpu is None else self._cpu.peak) - self._before
 
 
-def described(speed: Speed, rates: Sequence[tuple[str, float]] = ()) -> str:
-    """Returns the figures in words. rates: (name, TFLOP/s) of ceilings to compare with."""
-    shares = "".join(f", {100 * speed.tflops / rate:.1f} % of {name}" for name, rate in rates)
+def described(speed: Speed) -> str:
+    """Returns the figures in words."""
     return (
-        f"{speed.step.ms:.4g} ms per step, {speed.tokens_per_second:.4g} tokens/s, {speed.tflops:.4g} TFLOP/s{shares}, "
+        f"{speed.step.ms:.4g} ms per step, {speed.tokens_per_second:.4g} tokens/s, {speed.tflops:.4g} TFLOP/s, "
         f"peak {speed.peak / 2**30:.3g} GiB, loss {speed.loss:.5f}"
     )

@@ -56,10 +56,24 @@ def lose_the_gpu():
     raise RuntimeError("the kernel failed")
 
 
+def fill_the_gpu():
+    """The case succeeds, and leaves memory in use."""
+    sys.modules["torch"] = SimpleNamespace(
+        cuda=SimpleNamespace(
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            synchronize=lambda: None,
+            empty_cache=lambda: None,
+            memory_allocated=lambda: 1 << 34,
+        )
+    )
+    return Result("filled")
+
+
 def use_the_gpu():
-    """Fails in the process that lost the GPU; another one has no torch."""
+    """Fails in a process that lost the GPU or left it full; another one has no torch."""
     if "torch" in sys.modules:
-        sys.modules["torch"].cuda.synchronize()
+        raise RuntimeError("the process of the case before")
     return Result("fine")
 
 
@@ -85,5 +99,7 @@ def cases(setting):
         Case("after the loss", use_the_gpu),
         Case("too long", good, seconds=1e6),
         Case("hang for long", hang, seconds=0.0, limit=1e6),
+        Case("fill the GPU", fill_the_gpu),
+        Case("after it was filled", use_the_gpu),
         Case("child", lambda: leave_a_child(setting.out)),
     ]

@@ -1,18 +1,29 @@
 """The driver of the GPU checklist with made-up parts, its reports, and its arguments; a dry run of the real parts."""
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import checklist, driver, expected, part_g_speed, part_h_peers, part_j_memory
+from benchmarks.gpu import checklist, driver, expected, part_f_two_ranks, part_g_speed, part_h_peers, part_j_memory
 from benchmarks.gpu.case import Setting
 from benchmarks.gpu.driver import Driver
 from benchmarks.gpu.pair import Pair
 from benchmarks.gpu.part_b_tests import read_junit
 from benchmarks.gpu.part_i_profile import Span, calls, gaps_of, summary
-from benchmarks.gpu.parts import PARTS, Part, chosen
+from benchmarks.gpu.parts import (
+    PARTS,
+    START_SECONDS,
+    Part,
+    Planned,
+    by_worth,
+    chosen,
+    planned_seconds,
+    processes,
+    that_fit,
+)
 from benchmarks.gpu.record import (
     CRASHED,
     FAILED,
@@ -22,22 +33,29 @@ from benchmarks.gpu.record import (
     START,
     TIMEOUT,
     Record,
-    failed_cases,
     read_records,
 )
 from benchmarks.gpu.report import TABLE_LINES, Report, table
-from benchmarks.gpu.runs import DECODER, configured, step_flops
+from benchmarks.gpu.runs import DECODER, DECODER_EXPERTS, DECODER_FP8, configured, step_flops
+from megatron.base.cuda_environment import ALLOCATOR
 from megatron.base.errors import ConfigError
 from tests.unit.benchmarks.checklist_cases import CHILD
 
 MODULE = "tests.unit.benchmarks.checklist_cases"
-PART = Part("Y", "made up", MODULE, 30.0)
+PART = Part("Y", "made up", MODULE)
 
 
-def run(out, parts, seconds=60.0):
+def listed(out, part=PART, names=None, limit=None):
+    """The cases of a part, or those of some names."""
+    cases = Driver(out, "cpu", False).listed([part]).cases
+    chosen_cases = [case for case in cases if names is None or case.name in names]
+    return [case._replace(limit=limit or case.limit) for case in chosen_cases]
+
+
+def run(out, cases, seconds=60.0):
     """case -> record"""
-    found = Driver(out, "cpu", False).run(parts, time.monotonic() + seconds, lambda record: None)
-    return {record.case: record for record in found}
+    records = Driver(out, "cpu", False).run(cases, time.monotonic() + seconds, lambda record: None)
+    return {record.case: record for record in records}
 
 
 def is_alive(pid):
@@ -59,6 +77,8 @@ OUTCOMES = {
     "after the hang": OK,
     "lose the GPU": FAILED,
     "after the loss": OK,
+    "fill the GPU": OK,
+    "after it was filled": OK,
     "too long": SKIPPED,
     "child": OK,
 }
@@ -70,58 +90,123 @@ class TestDriver:
         return tmp_path_factory.mktemp("checklist")
 
     @pytest.fixture(scope="class")
-    def found(self, out):
-        return run(out, [(PART, set(OUTCOMES))])
+    def records(self, out):
+        return run(out, listed(out, names=OUTCOMES))
 
-    def test_every_case_has_its_outcome(self, found):
-        assert {case: record.status for case, record in found.items()} == OUTCOMES
+    def test_every_case_has_its_outcome(self, records):
+        assert {case: record.status for case, record in records.items()} == OUTCOMES
 
-    def test_reasons(self, found):
-        assert found["bad"].text == "ValueError: two lines"
-        assert found["missing"].text == "missing: package nowhere"
-        assert found["crash"].text.endswith("the last words")
-        assert found["crash beside a fork"].seconds < 20.0, "of the 60 s that the case may take"
-        assert "planned for 1000000 s" in found["too long"].text
+    def test_reasons(self, records):
+        assert records["bad"].text == "ValueError: two lines"
+        assert records["missing"].text == "missing: package nowhere"
+        assert records["crash"].text.endswith("the last words")
+        assert records["crash beside a fork"].seconds < 20.0, "of the 60 s that the case may take"
+        assert "planned for 1000000 s" in records["too long"].text
 
-    def test_a_case_runs_once(self, out, found):
+    def test_a_case_runs_once(self, out, records):
         log = (out / driver.LOG).read_text()
         assert log.count("--- Y good") == 1 and "ValueError: two\nlines" in log
 
-    def test_no_process_is_left(self, out, found):
+    def test_no_process_is_left(self, out, records):
         pid = int((out / CHILD).read_text())
         deadline = time.monotonic() + 10
         while is_alive(pid):  # the kernel ends a killed process soon
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def test_chosen_cases(self, tmp_path):
-        assert list(run(tmp_path, [(PART, {"skipped", "good"})])) == ["good", "skipped"]
+    def test_a_part_that_cannot_be_listed_stops_nothing(self, tmp_path):
+        listing = Driver(tmp_path, "cpu", False).listed([Part("X", "broken", "benchmarks.gpu.no_such_part"), PART])
+        assert [case.name for case in listing.cases if case.name == "good"] == ["good"]
+        assert [(record.title, record.status) for record in listing.broken] == [(f"X {START}", CRASHED)]
+        assert "no_such_part" in listing.broken[0].text
 
-    def test_a_part_that_cannot_start_stops_nothing(self, tmp_path):
-        broken = Part("X", "broken", "benchmarks.gpu.no_such_part", 30.0)
-        found = run(tmp_path, [(broken, set()), (PART, {"good"})])
-        assert (found[START].status, found["good"].status) == (CRASHED, OK)
-        assert "no_such_part" in found[START].text
+    def test_a_listing_that_hangs(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(driver, "LIST_SECONDS", 1.0)
+        with pytest.raises(ConfigError, match="not listed within 1 s"):
+            Driver(tmp_path, "cpu", False).listed([Part("X", "", "tests.unit.benchmarks.checklist_hangs")])
 
-    def test_a_part_that_hangs_before_its_first_case(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(driver, "LEAST_SECONDS", 0.2)
-        found = run(tmp_path, [(Part("X", "", "tests.unit.benchmarks.checklist_hangs", 1.0), set())], seconds=1.0)
-        assert [(record.case, record.status) for record in found.values()] == [(START, TIMEOUT)]
+    def test_a_process_that_hangs_before_its_first_case(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(driver, "OPENING_SECONDS", 1.0)
+        hanging = Planned("X", "tests.unit.benchmarks.checklist_hangs", "never", 1.0, 60.0)
+        records = run(tmp_path, [hanging, *listed(tmp_path, names={"good"})])
+        assert {case: record.status for case, record in records.items()} == {"never": TIMEOUT, "good": OK}
+
+    def test_a_case_that_its_module_lacks(self, tmp_path):
+        records = run(tmp_path, [Planned("Y", MODULE, "unknown", 1.0, 60.0), *listed(tmp_path, names={"good"})])
+        assert {case: record.status for case, record in records.items()} == {"unknown": CRASHED, "good": OK}
 
     def test_no_time_left(self, tmp_path):
-        found = run(tmp_path, [(PART, {"good"})], seconds=1.0)
-        assert [record.status for record in found.values()] == [SKIPPED]
+        records = run(tmp_path, listed(tmp_path, names={"good"}), seconds=1.0)
+        assert [record.status for record in records.values()] == [SKIPPED]
 
-    def test_a_part_leaves_the_time_that_later_parts_need(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(driver, "LEAST_SECONDS", 0.2)
-        hanging, waiting = Part("X", "", MODULE, 1.0), Part("Y", "", MODULE, 1e3)
-        found = run(tmp_path, [(hanging, {"hang for long", "child"}), (waiting, {"good"})], seconds=30.0)
-        assert {case: record.status for case, record in found.items()} == {
-            "hang for long": TIMEOUT,
-            "child": SKIPPED,
-            "good": OK,
-        }
-        assert found["hang for long"].text == "the part's time ran out"
+    def test_the_time_of_the_run_ends_a_case(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(driver, "START_SECONDS", 0.0)
+        records = run(tmp_path, listed(tmp_path, names={"hang for long", "child"}), seconds=3.0)
+        assert {case: record.status for case, record in records.items()} == {"hang for long": TIMEOUT, "child": SKIPPED}
+        assert records["hang for long"].text == "the time of the run was over"
+
+    def test_packages_that_were_brought_along(self, tmp_path):
+        environment = Driver(tmp_path, "cpu", False, tmp_path / "site")._environment()
+        assert environment["PYTHONPATH"].split(os.pathsep)[:2] == [str(driver.ROOT), str(tmp_path / "site")]
+
+    def test_the_allocator_is_that_of_a_run(self, tmp_path, monkeypatch):
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            monkeypatch.delenv(name, raising=False)
+        assert ALLOCATOR in Driver(tmp_path, "cpu", False)._environment().values()
+
+
+def planned(title, seconds=1.0):
+    part, _, name = title.partition(" ")
+    return Planned(part, MODULE, name, seconds, 60.0)
+
+
+class TestOrder:
+    def test_by_worth(self):
+        titles = ["B streams", "H transformers, compiled", "J bus", "G 1B", "A versions", "G 8B slice, baseline"]
+        assert [case.title for case in by_worth([planned(title) for title in titles])] == [
+            "A versions", "G 8B slice, baseline", "G 1B", "J bus", "B streams", "H transformers, compiled",
+        ]  # fmt: skip
+
+    def test_neighbours_of_a_part_share_a_process(self):
+        cases = [planned(title) for title in ("A a", "A b", "G c", "A d")]
+        assert [[case.name for case in group] for group in processes(cases)] == [["a", "b"], ["c"], ["d"]]
+        assert planned_seconds(cases) == 4.0 + 3 * START_SECONDS
+
+    def test_what_fits(self):
+        cases = [planned("A a", 5.0), planned("A b", 50.0), planned("A c", 5.0), planned("G d", 5.0)]
+        assert [case.name for case in that_fit(cases, START_SECONDS + 11.0)] == ["a", "c"]
+        assert that_fit(cases, START_SECONDS) == []
+
+
+class TestSelection:
+    CASES = (planned("A a"), planned("B b"), planned("B c"), planned("C d"))
+
+    def titles(self, words, earlier=()):
+        args = checklist.build_parser().parse_args(["--out", "x", *words])
+        return [case.title for case in checklist.selected(self.CASES, args, earlier)]
+
+    def test_an_expression(self):
+        assert self.titles(["--cases", "^B|d"]) == ["B b", "B c", "C d"]
+
+    def test_what_failed_runs_again(self):
+        kinds = [("A", "a", OK), ("B", "b", FAILED), ("B", "c", FAILED), ("B", "c", OK), ("C", START, CRASHED)]
+        earlier = [Record(part, case, status, 0.0, "") for part, case, status in kinds]
+        assert self.titles(["--only-failed", "f"], earlier) == ["B b", "C d"]
+
+    def test_what_ended_is_left_out(self):
+        kinds = [("A", "a", OK), ("B", "b", FAILED), ("B", "c", SKIPPED)]
+        earlier = [Record(part, case, status, 0.0, "") for part, case, status in kinds]
+        assert self.titles(["--resume", "f"], earlier) == ["B c", "C d"]
+
+    def test_a_wrong_expression(self, tmp_path, capfd):
+        out = tmp_path / "new"
+        assert checklist.main(["--out", str(out), "--cases", "(", "--dry-run"]) == 2
+        assert "--cases ( is no regular expression" in capfd.readouterr().err
+        assert not out.exists()
+
+    def test_no_site(self, tmp_path, capfd):
+        assert checklist.main(["--out", str(tmp_path / "new"), "--site", str(tmp_path / "none")]) == 2
+        assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 class TestRecords:
@@ -129,8 +214,8 @@ class TestRecords:
         records = [Record("A", "a", OK, 1.0, "t", {"x": [1.0, float("inf")]}), Record("B", "b", FAILED, 2.0, "u")]
         path = tmp_path / "results.jsonl"
         path.write_text("".join(record.to_json() + "\n" for record in records) + '{"part": "C", "ca')
-        found = read_records(path)
-        assert found[1] == records[1] and found[0].values == {"x": [1.0, "inf"]}
+        again = read_records(path)
+        assert again[1] == records[1] and again[0].values == {"x": [1.0, "inf"]}
 
     def test_another_file(self, tmp_path):
         path = tmp_path / "other"
@@ -138,10 +223,9 @@ class TestRecords:
         with pytest.raises(ConfigError, match="line 1 is no record"):
             read_records(path)
 
-    def test_what_failed_runs_again(self):
-        kinds = [("A", "a", OK), ("A", "b", FAILED), ("B", "c", TIMEOUT), ("C", START, CRASHED), ("D", "d", MISSING)]
-        records = [Record(part, case, status, 0.0, "") for part, case, status in kinds]
-        assert failed_cases(records) == {"A": {"b"}, "B": {"c"}, "C": set()}
+    def test_a_resumed_run_takes_over_the_records(self, tmp_path):
+        Report(tmp_path, "title", [Record("A", "a", OK, 1.0, "t")]).add(Record("B", "b", OK, 1.0, "u"))
+        assert [record.title for record in read_records(tmp_path / "results.jsonl")] == ["A a", "B b"]
 
 
 class TestReport:
@@ -171,16 +255,8 @@ class TestArguments:
         assert checklist.main(["--out", str(tmp_path), "--parts", text]) == 2
         assert len(capfd.readouterr().err.splitlines()) == 1
 
-    def test_nothing_failed(self, tmp_path, capsys):
-        path = tmp_path / "results.jsonl"
-        path.write_text(Record("A", "a", OK, 0.0, "").to_json() + "\n")
-        assert checklist.main(["--out", str(tmp_path / "new"), "--only-failed", str(path)]) == 0
-        assert capsys.readouterr().out.startswith("nothing failed in ")
-        assert not (tmp_path / "new").exists()
-
     def test_every_part_has_its_letter(self):
         assert list(PARTS) == list("ABCDEFGHIJ")
-        assert sum(part.seconds for part in chosen("A-F")) == sum(part.seconds for part in chosen("G-J")) == 9.3 * 60
 
 
 class TestSizes:
@@ -188,13 +264,27 @@ class TestSizes:
 
     GPU = Setting("cuda", False, Path())
 
-    @pytest.mark.parametrize("flags", [*part_g_speed.WAYS.values(), *part_g_speed.ATTENTION.values()])
-    def test_slice(self, flags):
-        assert configured(f"{part_g_speed.SLICE_8B} {flags}", self.GPU).model.vocab_size == 32064
+    @pytest.mark.parametrize("name", part_g_speed.WAYS)
+    def test_slice(self, name):
+        flags = f"{part_g_speed.SLICE_8B} {part_g_speed.WAYS[name][0]}"
+        assert configured(flags, self.GPU).model.vocab_size == 32064
 
-    @pytest.mark.parametrize("flags", ["", part_g_speed.HOST_BOUND])
-    def test_1b(self, flags):
-        assert configured(f"{part_g_speed.MODEL_1B} {flags}", self.GPU).model.bf16
+    @pytest.mark.parametrize("more", ["", part_g_speed.HOST_BOUND])
+    @pytest.mark.parametrize("name", part_g_speed.MODELS)
+    def test_models(self, name, more):
+        assert configured(f"{part_g_speed.MODELS[name]} {more}", self.GPU).model.bf16
+
+    @pytest.mark.parametrize("flags", part_f_two_ranks.LAYOUTS.values())
+    def test_two_ranks(self, flags):
+        assert configured(f"{DECODER} {flags}", self.GPU, 2).model.num_layers == 4
+
+    @pytest.mark.parametrize("flags", part_f_two_ranks.EXPERT_LAYOUTS.values())
+    def test_two_ranks_with_experts(self, flags):
+        assert configured(f"{DECODER_EXPERTS} {flags}", self.GPU, 2).model.num_experts == 8
+
+    @pytest.mark.parametrize("flags", part_f_two_ranks.FP8_LAYOUTS.values())
+    def test_two_ranks_in_fp8(self, flags):
+        assert configured(f"{DECODER_FP8} {flags}", self.GPU, 2).model.bf16
 
     def test_peers(self):
         assert configured(part_h_peers.shape(self.GPU), self.GPU).train.global_batch_size == 1
@@ -273,8 +363,8 @@ def test_a_pair_goes_on_after_a_failed_job(tmp_path):
         pair.close()
 
 
-FILES = {"results.jsonl", "report.md", "log.txt", "tests_gpu.xml"}
-FILES |= {f"profile_{name}.json" for name in ("baseline", "fp8_blockwise", "cuDNN")}
+FILES = {"results.jsonl", "report.md", "log.txt"}
+FILES |= {f"profile_{name}.json" for name in ("baseline", "fp8_blockwise", "fp8_tensorwise", "cuDNN", "experts")}
 
 
 @pytest.mark.slow
