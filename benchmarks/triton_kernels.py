@@ -64,7 +64,7 @@ class Launch(NamedTuple):
 
 def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
     """The calls of a layer and of the loss in bf16, for a sequence of `tokens`."""
-    norm, activation, rope, cross_entropy, merge, adam = map(_module, KERNELS)
+    norm, activation, rope, cross_entropy, merge, adam, square_sum, embedding = map(_module, KERNELS)
 
     def half(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
@@ -112,12 +112,16 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
             lambda: cross_entropy.gradient_(logits, targets, 0, rstd.view(-1), rstd.view(-1).clone()), VOCABULARY
         ),
         "merge of blocks": Case(lambda: merge.merge_(out, lse, q, lse.clone()), HEADS * HEAD),
+        "squares of the norm": Case(lambda: square_sum.square_sum(states[1]), 1024),
+        "embedding gradient": Case(
+            lambda: embedding.add_rows(full(VOCABULARY, hidden), targets, x.view(-1, hidden)), hidden
+        ),
         "AdamW": Case(lambda: adamw.step(*states, weights, gate, numbers), 1024),
         "AdamW, fp32 weights": Case(lambda: adamw.step(*states, None, gate, numbers), 1024),
     }
 
 
-KERNELS = ("norm", "activation", "rope", "cross_entropy", "merge", "adam")
+KERNELS = ("norm", "activation", "rope", "cross_entropy", "merge", "adam", "square_sum", "embedding_grad")
 
 
 def _module(name: str) -> ModuleType:

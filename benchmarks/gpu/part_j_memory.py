@@ -28,9 +28,7 @@ from megatron.core.offload.copy_engine import CopyEngine
 from megatron.core.offload.host_pool import HostPool
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
-from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory.plan import plan_memory
-from megatron.spec.sizes import Target
 
 MODEL = "--preset llama3.2-1b --num-layers 8 --vocab-size 32000 --seq-length 4096 --micro-batch-size 1 --bf16"
 TOY = (
@@ -98,7 +96,7 @@ def cases(setting: Setting) -> list[Case]:
 
 def plan(setting: Setting, flags: str) -> Result:
     """Compares the peak of the third step with the planned one."""
-    device, groups = device_of(setting), start(setting)
+    groups = start(setting)
     meter = Peak(setting)
     trainer = trainer_of(flags, setting, groups)
     for _ in range(2):
@@ -106,8 +104,7 @@ def plan(setting: Setting, flags: str) -> Result:
     meter.reset()
     trainer.train_step()
     measured = meter.bytes()
-    wide = any(slow_half(device, bucket.dtype) for bucket in trainer.data_parallel.buckets)
-    (planned,) = plan_memory(trainer.run, trainer.settings, Target(cpu=not setting.cuda, wide=wide))
+    (planned,) = plan_memory(trainer.run, trainer.settings, trainer.target)
     off = measured - planned.peak
     values = {"planned": planned.peak, "measured": measured, "moment": planned.moment}
     check(

@@ -17,7 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron.base.errors import first_line
 from megatron.config.model import ROTARY, ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.kernels.ops import activation, adam, attention_lse, cross_entropy, norm, rope
+from megatron.kernels.ops import (
+    activation,
+    adam,
+    attention_lse,
+    cross_entropy,
+    embedding_grad,
+    norm,
+    rope,
+    square_sum,
+)
 from megatron.kernels.ops.activation import Activation
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU
 
@@ -37,6 +46,13 @@ class LayerKernels(NamedTuple):
     cross_entropy: cross_entropy.CrossEntropyKernel
     merge: attention_lse.Merge
     make_adamw: adam.MakeAdamW | None
+    square_sum: square_sum.SquareSum
+    add_rows: embedding_grad.AddRows
+
+    @property
+    def without_copies(self) -> bool:
+        """Whether norms and the loss make no copies in fp32, which the memory plan counts otherwise."""
+        return self.norm is not SEPARATE.norm and self.cross_entropy is not SEPARATE.cross_entropy
 
 
 SEPARATE = LayerKernels(
@@ -56,6 +72,8 @@ SEPARATE = LayerKernels(
     cross_entropy.separate,
     attention_lse.merge_,
     None,
+    square_sum.square_sum,
+    embedding_grad.add_rows,
 )
 
 
@@ -108,6 +126,8 @@ def choose_fused(
             lambda: _try_merge(found.merge, device, dtype),
         ),
         "make_adamw": ("AdamW", _no_adamw(optimizer), lambda: _try_adamw(found.make_adamw, device, dtype)),
+        "square_sum": ("gradient norm", _untrained(optimizer), lambda: _try_squares(found.square_sum, device)),
+        "add_rows": ("embedding gradient", _untrained(optimizer), lambda: _try_rows(found.add_rows, device, dtype)),
     }
     chosen, names, reasons = SEPARATE, [], []
     for field, (name, refused, trial) in trials.items():
@@ -123,10 +143,12 @@ def choose_fused(
 def load() -> LayerKernels:
     """Returns the kernels in Triton, which is imported here."""
     name = "megatron.kernels.backends.triton"
-    gated, norms, rotation, loss, merge, adamw = (
-        importlib.import_module(f"{name}.{each}")
-        for each in ("activation", "norm", "rope", "cross_entropy", "merge", "adam")
-    )
+    gated, norms, rotation, loss, merge, adamw, squares, embedding = (
+        importlib.import_module(f"{name}.{module}")
+        for module in (
+            "activation", "norm", "rope", "cross_entropy", "merge", "adam", "square_sum", "embedding_grad",
+        )
+    )  # fmt: skip
     activations = {SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}
     return LayerKernels(
         norm.NormKernel(
@@ -142,6 +164,8 @@ def load() -> LayerKernels:
         cross_entropy.CrossEntropyKernel(loss.local_statistics, loss.gradient_),
         merge.merge_,
         adamw.OnePassAdamW,
+        squares.square_sum,
+        embedding.add_rows,
     )
 
 
@@ -158,9 +182,13 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
+def _untrained(optimizer: OptimizerConfig | None) -> str | None:
+    return "nothing is trained" if optimizer is None else None
+
+
 def _no_adamw(optimizer: OptimizerConfig | None) -> str | None:
     if optimizer is None:
-        return "nothing is trained"
+        return _untrained(optimizer)
     return None if optimizer.rule == "adam" else f"--optimizer is {optimizer.optimizer}"
 
 
@@ -305,3 +333,20 @@ def _try_adamw(make: adam.MakeAdamW | None, device: torch.device, dtype: torch.d
             weight_decay=0.1 if run.decay else 0.0, divisor=2.0,
         )  # fmt: skip
     compare((param.to(host), exp_avg.to(host), exp_avg_sq.to(host), out.to(host)), (states[0], *states[2:], states[0]))
+
+
+def _try_squares(kernel: square_sum.SquareSum, device: torch.device) -> None:
+    x = numbers(device, torch.float32, 1000)
+    compare((kernel(x),), (square_sum.square_sum(x),))
+
+
+def _try_rows(kernel: embedding_grad.AddRows, device: torch.device, dtype: torch.dtype) -> None:
+    """With ids that occur once, some times, and in more rows than a bag has."""
+    ids = torch.arange(3 * _TOKENS, device=device).remainder(2 * _TOKENS).clamp(max=_TOKENS // 4)
+    grad = numbers(device, dtype, len(ids), 40)
+    results = []
+    for add in (kernel, embedding_grad.add_rows):
+        main_grad = numbers(device, torch.float32, _TOKENS, 40, turns=1.1)
+        add(main_grad, ids, grad)
+        results.append((main_grad,))
+    compare(*results)

@@ -17,11 +17,13 @@ class Target:
     """The properties of a device's kernels that decide about memory.
 
     cpu: kernels of the CPU; else of a CUDA device. wide: GEMMs of half-precision matrices run on fp32 copies, as on CPUs
-    without instructions for them (kernels/ops/gemm.py).
+    without instructions for them (kernels/ops/gemm.py). fused: norms, gated activations and the loss are one kernel each way
+    (kernels/fused.py), without copies in fp32.
     """
 
     cpu: bool
     wide: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,7 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
 from megatron.core.groups import create_groups
 from megatron.kernels.backends.cpu_allocator import CpuMemory
-from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory.plan import RankMemory, plan_memory
-from megatron.spec.sizes import Target
 from megatron.training.setup import build
 from megatron.training.trainer import Trainer
 
@@ -94,6 +92,5 @@ def measure(
     memory.reset_peak()
     trainer.train_step()
     peak = memory.peak - before
-    wide = any(slow_half(CPU, bucket.dtype) for bucket in trainer.data_parallel.buckets)
-    planned = plan_memory(run, settings, Target(cpu=True, wide=wide), imbalance)[groups.pp.rank]
+    planned = plan_memory(run, settings, trainer.target, imbalance)[groups.pp.rank]
     return MemoryCheck(groups.pp.rank, planned, peak)

@@ -11,7 +11,6 @@ from megatron.base.cuda_environment import allocator_settings, deterministic_set
 from megatron.base.log import get_logger
 from megatron.config.feature import Facts
 from megatron.config.features import features, format_table, worth_a_line
-from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory.footprint import shards_of, weight_and_optimizer_footprint
 from megatron.training.logging.footprint import MIB, format_footprint
 from megatron.training.prepare import Prepared
@@ -40,7 +39,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         fused_choice=kernels.fused_choice,
         fp8_choice="" if trainer.step.fp8 is None else trainer.step.fp8.choice,
         layers_choice=kernels.layers_choice,
-        upcast_products=any(slow_half(trainer.device, dtype) for dtype in dtypes),
+        upcast_products=trainer.target.wide,
         separate_main_grads=dtypes != {torch.float32},
         buckets=len(buckets),
         shards=trainer.groups.view(None).shard.size,

@@ -35,9 +35,11 @@ from megatron.core.transformer.context import Build
 from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.choose_fp8 import choose_fp8
+from megatron.kernels.ops.gemm import slow_half
 from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.fp8 import fp8_linears
+from megatron.spec.sizes import Target
 from megatron.training.announce import announce
 from megatron.training.batch import BatchReader
 from megatron.training.checkpoint import load_checkpoint, saved_model_config
@@ -121,6 +123,7 @@ def assemble(
             fp16=run.model.fp16,
             offload=settings.optimizer_offload,
             make_adamw=prepared.shared.kernels.fused.make_adamw,
+            squares=prepared.shared.kernels.fused.square_sum,
         ),
     )
     schedule = build_schedule(run.schedule, run.optimizer, run.train.train_samples, settings.batches)
@@ -175,6 +178,11 @@ def assemble(
         timers=timers,
         state=state,
         step=step,
+        target=Target(
+            cpu=device.type == "cpu",
+            wide=any(slow_half(device, bucket.dtype) for bucket in data_parallel.buckets),
+            fused=prepared.shared.kernels.fused.without_copies,
+        ),
         reads_late=device.type == "cuda",
     )
     announce(trainer, prepared)

@@ -23,6 +23,7 @@ from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter
 from megatron.core.tensor_parallel.random import RngTracker
+from megatron.spec.sizes import Target
 from megatron.training.batch import BatchReader
 from megatron.training.logging.timers import Timers
 from megatron.training.state import StepReport, TrainState
@@ -34,6 +35,7 @@ from megatron.training.step_numbers import PendingStep, StepNumbers
 class Trainer:
     """Everything set-up built. Callbacks read it; only steps and loading a checkpoint change it.
 
+    target: what decides about the memory of the kernels here, for the memory plan.
     reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a device.
     stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or none.
     """
@@ -52,6 +54,7 @@ class Trainer:
     timers: Timers
     state: TrainState
     step: TrainStep
+    target: Target
     # Consecutive steps up to now, without those skipped on request:
     bad_steps: int = 0  # whose gradients were not finite
     nan_steps: int = 0  # the same without those that lower fp16's loss scale

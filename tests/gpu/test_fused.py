@@ -132,3 +132,25 @@ def test_adamw(dtype, size, found_inf):
         results.append((*values.values(), out))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5 if found.dtype == torch.float32 else 2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1 << 24])
+def test_squares_of_the_norm(size):
+    x = draw(size, dtype=torch.float32)
+    assert fused.load().square_sum(x).item() == pytest.approx(x.double().square().sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("width", [128, 4096, 5000])
+@pytest.mark.parametrize("rows", [1, 7, 1000, 32000])
+def test_embedding_gradient(rows, width):
+    """8192 ids, of which some occur once and half are the same one; twice, to the same bits."""
+    ids = (random(8192).abs() * rows).long().clamp(max=rows - 1).to(CUDA)
+    ids[::2] = rows // 2
+    grad = draw(8192, width, dtype=torch.bfloat16)
+    expected = torch.zeros(rows, width, dtype=torch.float64, device=CUDA).index_add_(0, ids, grad.double())
+    results = []
+    for _ in range(2):
+        results.append(torch.zeros(rows, width, device=CUDA))
+        fused.load().add_rows(results[-1], ids, grad)
+    assert results[0].equal(results[1])
+    assert float((results[0] - expected).abs().max()) <= 1e-5 * float(expected.abs().max())

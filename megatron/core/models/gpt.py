@@ -198,6 +198,7 @@ class Embedding(nn.Module):
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
             device=build.device,
+            kernel=build.kernels.fused.add_rows,
         )
         # Rounded as transformers rounds that of Gemma; those of other families are whole numbers.
         self._multiplier = float(torch.tensor(spec.multiplier, dtype=build.dtype))

@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Groups
-from megatron.spec.buckets import NORM_ROW
+from megatron.kernels.ops.square_sum import SquareSum, square_sum
 
 # A flat tensor that this rank counts (`ParamInfo.held_first`), after the name of its parameters' view.
 Counted = tuple[str, Tensor]
 
 
-def global_norm(counted: Iterable[Counted], groups: Groups, device: torch.device) -> Tensor:
+def global_norm(
+    counted: Iterable[Counted], groups: Groups, device: torch.device, on_device: SquareSum = square_sum
+) -> Tensor:
     """Returns the 2-norm over the model, fp32 [], on `device`, where communication takes place. The host does not wait.
 
     The elements of a row of 64 are summed in fp32 and the rows in fp64, and the norm is rounded to fp32. The order of the
     rows depends on the sharding, but it changes only the sixteenth digit of the sum, and the norm keeps seven. So the norm
-    does not depend on buckets and slices, and clipping is bit-identical under every sharding. Communication: see
-    `_over_model`.
+    does not depend on buckets and slices, and clipping is bit-identical under every sharding. on_device: the kernel for
+    tensors on `device`. Communication: see `_over_model`.
     """
-    squares = [(view, _square_sum(tensor).to(device)) for view, tensor in counted]
+    squares = [
+        (view, (on_device if tensor.device == device else square_sum)(tensor).to(device)) for view, tensor in counted
+    ]
     sums = _over_model(squares, groups, torch.zeros(1, dtype=torch.float64, device=device))
     return torch.cat([total / copies for total, copies in sums]).sum().sqrt().float()
 
@@ -34,12 +37,6 @@ def global_zeros(counted: Iterable[Counted], groups: Groups, device: torch.devic
     zeros = [(view, tensor.numel() - tensor.count_nonzero()) for view, tensor in counted]
     sums = _over_model(zeros, groups, torch.zeros(1, dtype=torch.int64, device=device))
     return torch.cat([total // copies for total, copies in sums]).sum()
-
-
-def _square_sum(tensor: Tensor) -> Tensor:
-    if short := -tensor.numel() % NORM_ROW:
-        tensor = F.pad(tensor, (0, short))
-    return torch.linalg.vector_norm(tensor.view(-1, NORM_ROW), dim=1).double().square_().sum()
 
 
 def _over_model(counted: list[Counted], groups: Groups, nothing: Tensor) -> Iterator[tuple[Tensor, int]]:

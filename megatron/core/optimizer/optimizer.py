@@ -33,6 +33,7 @@ from megatron.core.optimizer.update_rule import Inputs, gate_of
 from megatron.core.optimizer.weight_prefetch import WeightPrefetch
 from megatron.core.parameter import ParamInfo, Section
 from megatron.kernels.ops.adam import MakeAdamW
+from megatron.kernels.ops.square_sum import SquareSum, square_sum
 from megatron.spec.buckets import Piece
 from megatron.spec.optimizer_state import chunks_to_offload, cut, is_cut, optimizer_bytes
 
@@ -60,13 +61,17 @@ class Optimizer:
         fp16: bool,
         offload: OffloadSettings = ON_DEVICE,
         make_adamw: MakeAdamW | None = None,
+        squares: SquareSum = square_sum,
     ) -> None:
-        """make_adamw: see OptimizerChunk. Raises ConfigError when --offload-dir has too little room. No communication."""
+        """make_adamw: see OptimizerChunk. squares: the kernel of the norm, on the device.
+
+        Raises ConfigError when --offload-dir has too little room. No communication.
+        """
         self.loss_scale = LossScale(config, fp16, data_parallel.device)
         self._config, self._data_parallel, self._groups = config, data_parallel, groups
         self._device = data_parallel.device
         self._scratch = Scratch(self._device)
-        self._make_adamw = make_adamw
+        self._make_adamw, self._squares = make_adamw, squares
         self._steps = 0
         self._undecided: Update | None = None  # the last one, until the host knows whether it was applied
         self.chunks = self._split(offload.chunk_size if is_cut(config, offload) else None)
@@ -143,7 +148,7 @@ class Optimizer:
     def params_norm(self) -> Tensor:
         """Returns the 2-norm of all parameters, fp32 [], computed from the masters. Communication: as `global_norm`."""
         self._synchronize()
-        return global_norm(self._counted_masters(), self._groups, self._device)
+        return global_norm(self._counted_masters(), self._groups, self._device, self._squares)
 
     def pieces(self) -> Iterator[tuple[Piece, str, Tensor]]:
         """Yields this rank's state in fp32: (part of a parameter, key, elements [stop - start]).
@@ -275,7 +280,7 @@ class Optimizer:
             for start, stop, counts in bucket.runs(self._counts)
             if counts
         )
-        return global_norm(counted, self._groups, self._device)
+        return global_norm(counted, self._groups, self._device, self._squares)
 
     def _counted_masters(self) -> Iterator[Counted]:
         for chunk in self._all():

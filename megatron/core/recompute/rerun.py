@@ -99,8 +99,9 @@ class _Region:
             if len(found) == self._saved:
                 raise _Complete
 
-        assert self._kept is not None and self._kept.grad_fn is not None
-        tensors, self._kept = self._kept.grad_fn.saved_tensors, None
+        assert self._kept is not None
+        node: Any = self._kept.grad_fn
+        tensors, self._kept = node.saved_tensors, None
         if self._restore is not None:
             with torch.no_grad():
                 tensors = self._restore(*tensors)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shard
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, make_parameter
-from megatron.kernels.ops.embedding_grad import add_rows
+from megatron.kernels.ops.embedding_grad import AddRows, add_rows
 from megatron.spec.parameter import ParamSpec
 
 
@@ -22,18 +22,25 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, spec: ParamSpec, groups: Groups, *, sequence_parallel: bool, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ParamSpec,
+        groups: Groups,
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: AddRows = add_rows,
     ) -> None:
-        """`spec`: [rows, h], sharded by rows; tp divides their number."""
+        """`spec`: [rows, h], sharded by rows; tp divides their number. kernel: adds to the gradient of the weight."""
         super().__init__()
         self.weight = make_parameter(spec, groups, dtype=dtype, device=device)
         self._first = groups.tp.rank * self.weight.shape[0]
-        self._tp, self._sequence_parallel = groups.tp, sequence_parallel
+        self._tp, self._sequence_parallel, self._kernel = groups.tp, sequence_parallel, kernel
 
     def forward(self, ids: Tensor) -> Tensor:
         """See the class."""
         first = self._first if self._tp.size > 1 else None
-        partial: Tensor = _Lookup.apply(ids.t(), self.weight, first)
+        partial: Tensor = _Lookup.apply(ids.t(), self.weight, first, self._kernel)
         if self._sequence_parallel:
             return sum_partial_to_sequence_shard(partial, self._tp)
         return sum_partial(partial, self._tp)
@@ -47,8 +54,8 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Parameter, first: int | None) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, ids: Tensor, weight: Parameter, first: int | None, kernel: AddRows) -> Tensor:
+        ctx.weight, ctx.kernel = weight, kernel
         if first is None:
             ctx.save_for_backward(ids, None)
             return F.embedding(ids, weight)
@@ -59,15 +66,15 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         local, outside = ctx.saved_tensors
         weight: Parameter = ctx.weight
         if outside is not None:
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
         if weight.slot is None:
-            return None, torch.ops.aten.embedding_dense_backward(grad, local, weight.shape[0], -1, False), None
+            return None, torch.ops.aten.embedding_dense_backward(grad, local, weight.shape[0], -1, False), None, None
         if weight.slot.fresh:
             weight.slot.main_grad.zero_()
             weight.slot.fresh = False
-        add_rows(weight.slot.main_grad, local.flatten(), grad.flatten(0, -2))
-        return None, None, None
+        ctx.kernel(weight.slot.main_grad, local.flatten(), grad.flatten(0, -2))
+        return None, None, None, None

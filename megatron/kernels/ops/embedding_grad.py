@@ -10,11 +10,17 @@ at the end are empty.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_BAG = 64
+BAG = 64
+
+
+# (main_grad [V, h] fp32, ids [n], grad [n, h]): see add_rows
+AddRows = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def add_rows(main_grad: Tensor, ids: Tensor, grad: Tensor) -> None:
@@ -36,7 +42,7 @@ def add_sorted(main_grad: Tensor, ids: Tensor, grad: Tensor) -> None:
     place = torch.arange(len(ids), device=ids.device)
     is_first = F.pad(ids[1:] != ids[:-1], (1, 0), value=True)
     within = place - torch.where(is_first, place, 0).cummax(0).values
-    bags = _starts(within % _BAG == 0)
+    bags = _starts(within % BAG == 0)
     sums = F.embedding_bag(order, grad.float(), bags, mode="sum")
     # The bags of an id follow each other. Those without rows stand behind all others.
     first_rows = _starts(is_first)

@@ -16,7 +16,6 @@ from megatron.planner.time.hardware import GB, used_memory
 from megatron.planner.time.plain_kernels import gathered_loss_bytes, plain_kernel_bytes
 from megatron.planner.time.rows import Planned, Row, candidates, number
 from megatron.planner.time.step_time import PARTS, StepModel, StepTime, step_seconds
-from megatron.spec.sizes import Target
 
 FACTOR, WHOLE_MACHINE = "factor", "machine"
 ANCHORS = (FACTOR, WHOLE_MACHINE)
@@ -100,7 +99,7 @@ def peak_memory(planned: Planned) -> float:
     run, settings, mesh = planned.run, planned.settings, planned.settings.mesh
     seq_length, micro_batch = run.data.seq_length, run.train.micro_batch_size
     assert seq_length and micro_batch
-    software, ranks = planned.software, plan_memory(run, settings, Target(cpu=False))
+    software, ranks = planned.software, plan_memory(run, settings, planned.software.target)
     more = [0] * len(ranks)
     if not (software.fused_norm and software.fused_pointwise):
         more = plain_kernel_bytes(run, settings, software)

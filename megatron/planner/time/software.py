@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.planner.time.hardware import BF16
+from megatron.spec.sizes import Target
 
 FLASH_3, FLASH, FLASH_1, TORCH = "flash3", "flash", "flash1", "torch"
 FUSED_SOFTMAX, UNFUSED = "fused softmax", "unfused"
@@ -46,3 +47,8 @@ class Software:
     whole_sums: bool = False
     gathered_loss: bool = False
     blocking_pipeline: bool = False
+
+    @property
+    def target(self) -> Target:
+        """What decides about the memory of its kernels, on a GPU."""
+        return Target(cpu=False, fused=self.fused_norm and self.fused_pointwise and self.fused_loss)

@@ -87,7 +87,7 @@ class HeadMemory:
         self._kept = sizes.tokens * ((INT64 if sizes.b > 1 else 0) + FP32)  # targets; log-sum-exp
         vocabulary, block = self._output.outputs, CROSS_ENTROPY_BLOCK["cpu" if sizes.target.cpu else "cuda"]
         rows = max(1, min(sizes.tokens, block // max(1, vocabulary)))
-        self._block = rows * vocabulary * FP32
+        self._block = 0 if sizes.target.fused else rows * vocabulary * FP32
         self._slope = 0 if spec.logits_softcap is None else self._block
 
     def forward(self, trace: MemoryTrace) -> None:

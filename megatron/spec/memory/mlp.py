@@ -64,6 +64,7 @@ class MLPMemory:
         parts: tuple[str, str] = (MLP_ACT, MLP_FC2),
     ) -> None:
         self._spec, self._act_again, self._again, self._parts = spec, act_again, again, parts
+        self._fused = sizes.target.fused
         self.fc1 = LinearMemory(spec.linear_fc1, sizes, (input_kind, MLP), parts[0])
         self._fc2 = LinearMemory(spec.linear_fc2, sizes, (MLP, WORK))
 
@@ -99,7 +100,7 @@ class MLPMemory:
         inner = self._fc2.kept
         if self._spec.gated:
             trace.take(BACKWARD, 2 * inner)
-            trace.use(WORK, 2 * inner)
+            trace.use(WORK, 0 if self._fused else 2 * inner)
         else:
             trace.take(BACKWARD, inner)
             if self._spec.activation == SQUARED_RELU:

@@ -71,7 +71,7 @@ class NormMemory:
         """Leaves its statistics and its output."""
         half = self.sizes.e < FP32
         fp32 = self.sizes.rows * self.spec.size * FP32
-        if self.rms:
+        if self.rms and not self.sizes.target.fused:
             converted = fp32 if half and not self._fp32_input else 0
             trace.use(WORK, converted + fp32 + (fp32 if not half else max(fp32, self.out)) - (0 if half else fp32))
         trace.take(NORMS, self.statistics, self.part)
@@ -96,7 +96,9 @@ class NormMemory:
     def backward(self, trace: MemoryTrace) -> None:
         """From the gradient of its output to that of its input, which takes its place. Frees the statistics."""
         grad_in, fp32 = self.sizes.residual, self.sizes.rows * self.spec.size * FP32
-        if self.rms:
+        if self.rms and self.sizes.target.fused:
+            trace.take(BACKWARD, grad_in)
+        elif self.rms:
             converted = fp32 if self.sizes.e < FP32 else 0  # of the gradient
             # The input in fp32, until it is normalised.
             widened = fp32 if self.sizes.e < FP32 and not self._fp32_input else 0

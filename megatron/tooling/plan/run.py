@@ -65,4 +65,6 @@ def software_of(run: RunConfig) -> Software:
 def target_of(run: RunConfig, *, multiplies_halves: bool = False) -> Target:
     """Returns the device of a run. multiplies_halves: its CPU, if it is one, has instructions for bf16 and fp16."""
     cpu = run.parallel.device == "cpu"
-    return Target(cpu, wide=cpu and run.model.dtype_name != "float32" and not multiplies_halves)
+    if not cpu:
+        return software_of(run).target
+    return Target(cpu, wide=run.model.dtype_name != "float32" and not multiplies_halves)

@@ -8,9 +8,7 @@ from megatron.base.log import get_logger
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.device import memory_report
 from megatron.kernels.backends.cpu_allocator import CpuMemory
-from megatron.kernels.ops.gemm import slow_half
 from megatron.planner.memory.plan import RankMemory, plan_memory
-from megatron.spec.sizes import Target
 from megatron.training.loop import Callback
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
@@ -56,9 +54,7 @@ class LogMemory(Callback):
 
     def start(self, trainer: Trainer) -> None:
         """Plans the memory. Raises ConfigError for a run that cannot be planned."""
-        wide = any(slow_half(trainer.device, bucket.dtype) for bucket in trainer.data_parallel.buckets)
-        target = Target(trainer.device.type == "cpu", wide)
-        self._planned = plan_memory(trainer.run, trainer.settings, target)
+        self._planned = plan_memory(trainer.run, trainer.settings, trainer.target)
         log.info("--log-memory measures %s", self._peak.source)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:

@@ -24,7 +24,7 @@ from megatron.planner.time.hardware import GB, GIB, used_memory
 from megatron.planner.time.plain_kernels import gathered_loss_bytes, plain_kernel_bytes
 from megatron.planner.time.predict import COLUMNS, choose, machine_constants, peak_memory, predict
 from megatron.planner.time.rows import candidates
-from megatron.planner.time.software import FLASH_1, FUSED_SOFTMAX
+from megatron.planner.time.software import FLASH_1, FUSED_SOFTMAX, Software
 from megatron.planner.time.step_time import PARTS, step_seconds
 from megatron.spec.sizes import Target
 from megatron.tooling.plan.run import settings_of
@@ -395,7 +395,7 @@ class TestProgram:
         ranks = re.findall(r"rank \d: most, ([0-9.]+) MiB", capsys.readouterr().out)
         run, _ = settings_of([str(word) for word in flags], 16, description="")
         layout = Layout(tp=2, sequence_parallel=True, pp=2, sharding="optim", dp_overlap=True)
-        (found,) = MemoryBounds(run, 16, Target(cpu=False)).exact([layout])
+        (found,) = MemoryBounds(run, 16, Software().target).exact([layout])
         assert max(ranks, key=float) == f"{found.device / 2**20:.1f}"
         assert shown.startswith(f"memory {found.device / GB:.1f} GB of tensors on pipeline rank 1, the fullest")
         needed = used_memory(found.device)
