@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Result, Setting, check
 from benchmarks.gpu.driver import ROOT
 from benchmarks.gpu.measure import check_error, copy_rate, package, poison, random, timed
-from benchmarks.gpu.record import NotRunError
+from benchmarks.gpu.record import MissingError, NotRunError
 from benchmarks.gpu.shapes import layer_products
 from megatron.kernels.backends import cpu_adam, flash3
+from megatron.kernels.child_trial import failure_in_child
+from megatron.kernels.choose_attention import Needs, try_flash_3
 
 # Packages that some cases use, and that neither setup.py nor torch brings.
 IMPORTED_AS = {"pyyaml": "yaml"}  # packages that are imported under another name than they are installed by
@@ -199,9 +202,19 @@ def import_transformer_engine() -> Result:
 
 
 def load_flash_3(setting: Setting) -> Result:
-    """Imports FlashAttention-3: a library that does not fit torch or CUDA fails here."""
+    """Starts FlashAttention-3 in a process of its own, as set-up does: a library that does not fit torch, CUDA or the GPU
+    fails here, also one that ends its process."""
     setting.needs_cuda("FlashAttention-3")
-    package("flash_attn_interface")
-    reason = flash3.load()
-    check(reason is None, str(reason))
-    return Result(f"FlashAttention-3: {torch.ops.flash_attn_3.fwd.default._schema}")
+    if importlib.util.find_spec(flash3.MODULE) is None:
+        raise MissingError(flash3.MODULE)
+    needs = Needs(
+        torch.device("cuda"), torch.bfloat16, 128, 4, windowed=False, dropout=0.0, softcap=None, documents=True
+    )
+    reason = flash3.unfit(needs.device, needs.dtype, needs.head, needs.dropout)
+    if reason is not None:
+        raise NotRunError(reason)
+    with tempfile.TemporaryDirectory() as folder:  # tries, whatever an answer of before says
+        trial = partial(try_flash_3, needs, blocks=False)
+        failure = failure_in_child(trial, torch.device("cuda", 0), flash3.MODULE, folder=Path(folder), seconds=50.0)
+    check(failure is None, str(failure))
+    return Result("FlashAttention-3 runs: forward and backward of documents, heads of 128 channels")
