@@ -20,6 +20,7 @@ from benchmarks.gpu.record import NotRunError
 from benchmarks.gpu.runs import DECODER, configured, device_of
 from megatron.kernels.backends import flash3
 from megatron.kernels.choose import choose_kernels
+from megatron.kernels.choose_attention import Needs, candidates
 from megatron.kernels.ops import attention
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
@@ -200,7 +201,10 @@ def flash_3(packed: bool, setting: Setting) -> Iterator[Kernel]:
     """Yields FlashAttention-3's own operators. packed: that for documents of different lengths."""
     setting.needs_cuda("FlashAttention-3")
     package("flash_attn_interface")
-    reason = flash3.missing(device_of(setting), torch.bfloat16, max(CHANNELS), 0.0)
+    third = next(candidate for candidate in candidates("flash") if candidate.name == "FlashAttention-3")
+    assert third.load is not None
+    needs = Needs(device_of(setting), torch.bfloat16, max(CHANNELS), HEADS // GROUPS, True, 0.0, None, packed)
+    reason = third.missing(needs) or third.load(needs)
     if reason is not None:
         raise NotRunError(reason)
     yield called(flash3.attention(attention.fused), packed=packed)

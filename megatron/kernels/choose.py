@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.kernels.choose_attention import choose_attention
+from megatron.kernels.choose_attention import choose_attention, try_engine_attention
 from megatron.kernels.fused import LayerKernels
 from megatron.kernels.ops import attention, attention_lse, grouped_gemm, weight_grad
 from megatron.kernels.ops.linear import LinearKernel, PlainLinear
-from megatron.kernels.transformer_engine import Engine, choose_layers, find_engine
+from megatron.kernels.transformer_engine import Engine, choose_layers, find_engine, try_layers
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ def choose_kernels(
     --attention-backend or a --transformer-impl that cannot run.
     """
     dtype = getattr(torch, config.dtype_name)
-    engine, no_engine = find_engine(config.transformer_impl, device)
+    in_child = partial(_try_engine, config, torch.device(device.type), documents=documents)
+    engine, no_engine = find_engine(config.transformer_impl, device, in_child)
     chosen = choose_attention(config, device, blocks=blocks, documents=documents, engine=engine)
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     grouped, grouped_missing = _choose_grouped(config, device, dtype, etp)
@@ -71,6 +75,16 @@ def choose_kernels(
         layers.choice if not no_engine else f"local ({no_engine})",
         engine,
     )
+
+
+def _try_engine(config: ModelConfig, device: torch.device, *, documents: bool) -> None:
+    """Runs the trials of Transformer Engine's kernels. Those that fail without an end of the process are left to set-up."""
+    dtype = getattr(torch, config.dtype_name)
+    with suppress(ConfigError):
+        engine, _ = find_engine(config.transformer_impl, device)
+        assert engine is not None
+        try_engine_attention(config, device, documents=documents, engine=engine)
+        try_layers(engine, config, device, dtype, PlainLinear(weight_grad.separate))
 
 
 def _choose_grouped(

@@ -1,8 +1,8 @@
 """Chooses the attention kernel of a run: of the candidates that --attention-backend allows, the first that can run.
 
 A candidate cannot run for a reason that is known beforehand, or because its trial fails: which head sizes, windows and
-rates of dropout a build supports on a GPU is known for certain only then. `auto` falls back to the next candidate. A
-backend that is asked for by name runs on a GPU, or the run stops.
+rates of dropout a build supports on a GPU is known for certain only then. A library from outside is tried in a process of
+its own first. `auto` falls back to the next candidate. A backend that is asked for by name runs on a GPU, or the run stops.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Generic, TypeVar
 import torch
 from torch.nn.attention import SDPBackend
 
-from megatron.base.errors import ConfigError, first_line
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.kernels.backends import flash, flash3
+from megatron.kernels.child_trial import failure_in_child
+from megatron.kernels.fused import failure_of, only_traced
 from megatron.kernels.ops import attention, attention_lse, attention_rows
 from megatron.kernels.ops.attention import AttentionKernel, fused, fused_by, in_fp32, with_equal_heads
 from megatron.kernels.ops.attention_lse import BlockKernel
@@ -54,13 +56,15 @@ class Needs:
 class AttentionCandidate(Generic[Kernel]):
     """A kernel that may be chosen. missing: returns the reason why it cannot run, if that is known without a trial.
 
-    tried: what the trial calls, where `kernel` leaves some calls to others.
+    tried: what the trial calls, where `kernel` leaves some calls to others. load: loads the library of a kernel from
+    outside for the trial, or returns the reason why it cannot be used.
     """
 
     name: str
     missing: Callable[[Needs], str | None]
     kernel: Kernel
     tried: Kernel
+    load: Callable[[Needs], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,17 @@ def choose_attention(
         )
     if device.type != "cuda":
         return _on_cpu(config, device, dtype)
+    needs = _needs(config, device, documents=documents)
+    kernel, choice = _of_sequences(asked, needs, _of_engine(asked, engine))
+    return Chosen(kernel, choice, *_with_dropout(*_of_blocks(asked, needs, needed=blocks), config))
+
+
+def _needs(config: ModelConfig, device: torch.device, *, documents: bool) -> Needs:
+    """Returns what attention of the model asks of a kernel."""
     assert config.num_attention_heads
-    needs = Needs(
+    return Needs(
         device=device,
-        dtype=dtype,
+        dtype=getattr(torch, config.dtype_name),
         head=config.head_dim,
         queries=config.num_attention_heads // config.num_kv_heads,
         windowed=any(window is not None for window in config.windows),
@@ -102,8 +113,6 @@ def choose_attention(
         softcap=config.attn_logit_softcapping,
         documents=documents,
     )
-    kernel, choice = _of_sequences(asked, needs, _of_engine(asked, engine))
-    return Chosen(kernel, choice, *_with_dropout(*_of_blocks(asked, needs, needed=blocks), config))
 
 
 def _on_cpu(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Chosen:
@@ -131,30 +140,23 @@ def _on_cpu(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ch
 
 def _of_engine(asked: str, engine: Engine | None) -> list[AttentionCandidate[AttentionKernel]]:
     """Its kernel is cuDNN's: FlashAttention is asked for by its own name."""
-    if engine is None or asked == FLASH:
+    if engine is None or asked in (FLASH, UNFUSED):
         return []
     return [
         AttentionCandidate("Transformer Engine's cuDNN", _no_engine, engine.attention, engine.attention_alone),
     ]
 
 
+def try_engine_attention(config: ModelConfig, device: torch.device, *, documents: bool, engine: Engine) -> None:
+    """Tries Transformer Engine's attention where set-up does, whatever comes of it."""
+    needs = _needs(config, device, documents=documents)
+    _first(_of_engine(config.attention_backend, engine), needs, partial(_try_sequences, needs))
+
+
 def _of_sequences(
     asked: str, needs: Needs, of_engine: Sequence[AttentionCandidate[AttentionKernel]]
 ) -> tuple[AttentionKernel, str]:
-    def trial(kernel: AttentionKernel) -> None:
-        try_attention(
-            kernel,
-            needs.device,
-            needs.dtype,
-            head=needs.head,
-            queries=needs.queries,
-            windowed=needs.windowed,
-            dropout=needs.dropout,
-            softcap=needs.softcap,
-            documents=needs.documents,
-        )
-
-    found, reasons = _first([*of_engine, *candidates(asked)], needs, trial)
+    found, reasons = _first([*of_engine, *candidates(asked)], needs, partial(_try_sequences, needs))
     if found is not None:
         return found.kernel, _choice(found.name, reasons)
     if asked != AUTO:
@@ -164,20 +166,8 @@ def _of_sequences(
 
 def _of_blocks(asked: str, needs: Needs, *, needed: bool) -> tuple[BlockKernel, str]:
     """Dropout and documents are no needs of blocks: see [Note: dropout in blocks], and core/context_parallel/blocks.py."""
-
-    def trial(kernel: BlockKernel) -> None:
-        try_blocks(
-            kernel,
-            needs.device,
-            needs.dtype,
-            head=needs.head,
-            queries=needs.queries,
-            windowed=needs.windowed,
-            softcap=needs.softcap,
-        )
-
     needs = dataclasses.replace(needs, dropout=0.0, documents=False)
-    found, reasons = _first(block_candidates(asked), needs, trial if needed else None)
+    found, reasons = _first(block_candidates(asked), needs, partial(_try_blocks, needs) if needed else None)
     if found is not None:
         return found.kernel, _choice(f"{found.name} blocks", reasons)
     if asked == FLASH and needed:
@@ -193,11 +183,39 @@ def _first(
     for candidate in candidates:
         reason = candidate.missing(needs)
         if reason is None and trial is not None:
-            reason = _failure(partial(trial, candidate.tried))
+            reason = None if candidate.load is None else candidate.load(needs)
+            reason = reason or failure_of(partial(trial, candidate.tried))
         if reason is None:
             return candidate, reasons
         reasons.append(f"{candidate.name}: {reason}")
     return None, reasons
+
+
+def _try_sequences(needs: Needs, kernel: AttentionKernel) -> None:
+    """Raises RuntimeError if a kernel for whole sequences does not do what is needed."""
+    try_attention(
+        kernel,
+        needs.device,
+        needs.dtype,
+        head=needs.head,
+        queries=needs.queries,
+        windowed=needs.windowed,
+        dropout=needs.dropout,
+        softcap=needs.softcap,
+        documents=needs.documents,
+    )
+
+
+def _try_blocks(needs: Needs, kernel: BlockKernel) -> None:
+    try_blocks(
+        kernel,
+        needs.device,
+        needs.dtype,
+        head=needs.head,
+        queries=needs.queries,
+        windowed=needs.windowed,
+        softcap=needs.softcap,
+    )
 
 
 def _with_dropout(kernel: BlockKernel, choice: str, config: ModelConfig) -> tuple[BlockKernel, str]:
@@ -218,7 +236,7 @@ def candidates(asked: str) -> list[AttentionCandidate[AttentionKernel]]:
         packed(with_equal_heads(fused_by(*kernels)), by_flash=False)
         for kernels in ((_EFFICIENT, SDPBackend.MATH), (_EFFICIENT,))
     )
-    third = AttentionCandidate("FlashAttention-3", _no_flash_3, flash_3, flash_3)
+    third = AttentionCandidate("FlashAttention-3", _no_flash_3, flash_3, flash_3, partial(_load_flash_3, blocks=False))
     second = AttentionCandidate("FlashAttention-2", _no_flash_2, flash_2, flash_2)
     if asked == FLASH:
         return [third, second]
@@ -235,18 +253,39 @@ def candidates(asked: str) -> list[AttentionCandidate[AttentionKernel]]:
 def block_candidates(asked: str) -> list[AttentionCandidate[BlockKernel]]:
     """The same of blocks. cuDNN is none: nothing says that its backward takes the log-sum-exp of other blocks, too."""
     third, second, efficient = (
-        AttentionCandidate(name, missing, kernel, kernel)
-        for name, missing, kernel in (
-            ("FlashAttention-3", _no_flash_3, attention_lse.flash_attention_3),
-            ("FlashAttention-2", _no_flash_2, attention_lse.flash_attention),
-            ("memory-efficient", _no_cap, attention_lse.efficient),
+        AttentionCandidate(name, missing, kernel, kernel, load)
+        for name, missing, kernel, load in (
+            ("FlashAttention-3", _no_flash_3, attention_lse.flash_attention_3, partial(_load_flash_3, blocks=True)),
+            ("FlashAttention-2", _no_flash_2, attention_lse.flash_attention, None),
+            ("memory-efficient", _no_cap, attention_lse.efficient, None),
         )
     )
     return {FLASH: [third, second], FUSED: [efficient], AUTO: [third, second, efficient]}[asked]
 
 
 def _no_flash_3(needs: Needs) -> str | None:
-    return flash3.missing(needs.device, needs.dtype, needs.head, needs.dropout)
+    return flash3.unfit(needs.device, needs.dtype, needs.head, needs.dropout)
+
+
+def _load_flash_3(needs: Needs, *, blocks: bool) -> str | None:
+    """Its library ends a process whose GPU does not take its kernels, so a child loads it first."""
+    failure = None
+    if not only_traced():
+        of_any_rank = dataclasses.replace(needs, device=torch.device(needs.device.type))
+        trial = partial(try_flash_3, of_any_rank, blocks=blocks)
+        failure = failure_in_child(trial, needs.device, flash3.MODULE)
+    return failure or flash3.load()
+
+
+def try_flash_3(needs: Needs, *, blocks: bool) -> None:
+    """Loads FlashAttention-3 and tries it. Raises RuntimeError if it does not do what is needed."""
+    reason = flash3.load()
+    if reason is not None:
+        raise RuntimeError(reason)
+    if blocks:
+        _try_blocks(needs, attention_lse.flash_attention_3)
+    else:
+        _try_sequences(needs, flash3.attention(fused))
 
 
 def _no_flash_2(needs: Needs) -> str | None:
@@ -273,14 +312,6 @@ def _no_engine(needs: Needs) -> str | None:
 
 def _no_cap(needs: Needs) -> str | None:
     return None if needs.softcap is None else "it has no --attn-logit-softcapping"
-
-
-def _failure(trial: Callable[[], None]) -> str | None:
-    try:
-        trial()
-    except Exception as error:  # nothing that a kernel does in its trial ends a run
-        return first_line(error)
-    return None
 
 
 def _choice(name: str, reasons: Sequence[str]) -> str:

@@ -3,7 +3,8 @@
 Only its kernels are taken, behind the interfaces of our own. Parameters, communication, recompute and offload stay with
 our layers, so everything works with them as it does without. Each kernel is tried on a few tokens; one that fails, or for
 which the package has nothing, leaves its place to our own, and the start-up table says so. The package itself was asked for
-by name: without it, a run on CUDA stops. A CPU runs our own kernels, so the command line of a cluster runs on a laptop.
+by name: without it, a run on CUDA stops. So does one whose child process (child_trial.py) does not survive these kernels. A
+CPU runs our own kernels, so the command line of a cluster runs on a laptop.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from megatron.base.errors import ConfigError, first_line
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.kernels.child_trial import failure_in_child
 from megatron.kernels.fused import (
     SEPARATE,
     LayerKernels,
@@ -65,10 +67,11 @@ class Engine(NamedTuple):
     fp8: EngineFp8
 
 
-def find_engine(impl: str, device: torch.device) -> tuple[Engine | None, str]:
+def find_engine(impl: str, device: torch.device, in_child: partial[None] | None = None) -> tuple[Engine | None, str]:
     """Returns the kernels for `--transformer-impl impl`, or None and the reason, which is "" if they are not asked for.
 
-    Raises ConfigError if they are asked for and a GPU could run them, but the package is missing, too old or broken.
+    in_child: this run's trials of the package, which a child process runs before this process loads it. Raises ConfigError
+    if the kernels are asked for and a GPU could run them, but the package is missing, too old or broken, or ends the child.
     """
     if impl != _ENGINE:
         return None, ""
@@ -83,6 +86,9 @@ def find_engine(impl: str, device: torch.device) -> tuple[Engine | None, str]:
     oldest = ".".join(map(str, OLDEST))
     if _release(version) < OLDEST:
         raise _refusal(f"{_PACKAGE} {version} is installed, version {oldest} is the oldest that works")
+    failure = None if in_child is None else failure_in_child(in_child, device, _PACKAGE)
+    if failure is not None:
+        raise _refusal(f"{_PACKAGE} {version}: {failure}")
     try:
         importlib.import_module("transformer_engine.pytorch")
         return load(version), ""
@@ -138,13 +144,7 @@ def choose_layers(
     if engine is None:
         fused, fused_choice = choose_fused(config, device, dtype, optimizer, blocks=blocks)
         return Layers(plain, fused, "local", fused_choice)
-    name = activation_of(config)
-    linear, no_products = _choose_linear(engine, config, device, dtype, plain)
-    reasons = {
-        "matrix products": no_products,
-        "norms": _no_norms(engine, config, device, dtype),
-        name: _no_activation(engine, config, device, dtype, name),
-    }
+    name, (linear, reasons) = activation_of(config), try_layers(engine, config, device, dtype, plain)
     taken = [field for field, of in (("norm", "norms"), ("activations", name)) if reasons[of] is None]
     fused, fused_choice = choose_fused(config, device, dtype, optimizer, taken, blocks=blocks)
     if "norm" in taken:
@@ -152,6 +152,19 @@ def choose_layers(
     if "activations" in taken:
         fused = fused._replace(activations={**fused.activations, name: engine.activations[name]})
     return Layers(linear, fused, _describe(engine, reasons), fused_choice)
+
+
+def try_layers(
+    engine: Engine, config: ModelConfig, device: torch.device, dtype: torch.dtype, plain: LinearKernel
+) -> tuple[LinearKernel, dict[str, str | None]]:
+    """Returns the products of linear layers, the engine's or `plain`, and of each kernel why it is not taken, or None."""
+    linear, no_products = _choose_linear(engine, config, device, dtype, plain)
+    name = activation_of(config)
+    return linear, {
+        "matrix products": no_products,
+        "norms": _no_norms(engine, config, device, dtype),
+        name: _no_activation(engine, config, device, dtype, name),
+    }
 
 
 def _choose_linear(

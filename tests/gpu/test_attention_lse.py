@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron.kernels.backends import flash, flash3
+from megatron.kernels.backends import flash
+from megatron.kernels.choose_attention import Needs, block_candidates
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_rule import Rule
 from megatron.kernels.ops.attention_scores import Scores
@@ -25,7 +26,9 @@ IDS = [f"{next(name for name in NAMES if NAMES[name] is kernel)}-{str(dtype)[6:]
 def needs_ampere(request):
     reason, given = flash.missing(CUDA, torch.bfloat16), getattr(request.node, "callspec", None)
     if given is not None and given.params.get("kernel") is THIRD:
-        reason = flash3.missing(CUDA, torch.bfloat16, given.params.get("d", 64), 0.0)
+        third, *_ = block_candidates("flash")
+        needs = Needs(CUDA, torch.bfloat16, given.params.get("d", 64), 1, True, 0.0, None, False)
+        reason = third.missing(needs) or third.load(needs)
     if reason:
         pytest.skip(f"no FlashAttention: {reason}")
 

@@ -197,7 +197,7 @@ def test_every_candidate(number, dtype, segmented, window, g):
     """Each by itself, where it says that it can run."""
     candidate = candidates("auto")[number]
     needs = Needs(CUDA, dtype, 64, 8 // g, window is not None, 0.0, None, segmented)
-    reason = candidate.missing(needs)
+    reason = candidate.missing(needs) or (None if candidate.load is None else candidate.load(needs))
     if reason:
         pytest.skip(f"{candidate.name}: {reason}")
     data, upstream = attention_inputs(200, 8, g, 64, dtype), random(200, 2, 512, seed=9).to(CUDA)

@@ -21,11 +21,19 @@ from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments, in_order
 
 LARGEST_HEAD = 256
-_MODULE = "flash_attn_interface"
+MODULE = "flash_attn_interface"  # that registers the operators
 
 
 def missing(device: torch.device, dtype: torch.dtype, head: int, dropout: float) -> str | None:
-    """Registers the operators. Returns the reason why they cannot run here, or None. `head`: channels of a head."""
+    """As `unfit`, and registers the operators."""
+    return unfit(device, dtype, head, dropout) or load()
+
+
+def unfit(device: torch.device, dtype: torch.dtype, head: int, dropout: float) -> str | None:
+    """Returns the reason why the operators cannot run here, or None if it takes their library to know. Loads nothing.
+
+    `head`: channels of a head.
+    """
     if device.type != "cuda":
         return f"the device is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -37,18 +45,16 @@ def missing(device: torch.device, dtype: torch.dtype, head: int, dropout: float)
         return f"the head size is {head}, it needs a multiple of 8 up to {LARGEST_HEAD}"
     if dropout > 0.0:
         return f"it has no dropout, and --attention-dropout is {dropout:g}"
-    return load()
+    return None if importlib.util.find_spec(MODULE) is not None else f"{MODULE} is not installed"
 
 
 def load() -> str | None:
     """Imports the package. Returns the reason if its operators are not there afterwards."""
     try:
-        if importlib.util.find_spec(_MODULE) is None:
-            return f"{_MODULE} is not installed"
-        importlib.import_module(_MODULE)
+        importlib.import_module(MODULE)
         _ = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
     except Exception as error:  # it is built for another torch or another CUDA, or is something else
-        return f"{_MODULE} cannot be loaded: {first_line(error)}"
+        return f"{MODULE} cannot be loaded: {first_line(error)}"
     return None
 
 

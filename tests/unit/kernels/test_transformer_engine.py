@@ -324,6 +324,11 @@ class TestAttention:
 class TestFound:
     """With a package, without one, and with one that does not work."""
 
+    @pytest.fixture(autouse=True)
+    def no_child(self, monkeypatch):
+        """As if a child process had found nothing: test_child_trial.py has those that do."""
+        monkeypatch.setattr(chooser, "failure_in_child", lambda trial, device, library: None)
+
     def test_not_asked_for(self, monkeypatch):
         monkeypatch.setattr(importlib.metadata, "version", None)
         assert chooser.find_engine("local", CUDA) == (None, "")
