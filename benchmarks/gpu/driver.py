@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu.parts import START_SECONDS, Part, Planned, processes
 from benchmarks.gpu.record import CRASHED, SKIPPED, START, TIMEOUT, Record
-from megatron.base.cuda_environment import set_allocator
+from megatron.base.cuda_environment import set_allocator, set_cudnn
 from megatron.base.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,12 +185,13 @@ class Driver:
             process.wait()
 
     def _environment(self) -> dict[str, str]:
-        """Returns the environment of a process: this source tree first on the path, the allocator of a run, and output at
-        once."""
+        """Returns the environment of a process: this source tree first on the path, the allocator and cuDNN of a run, and
+        output at once."""
         folders = [str(ROOT), str(self.site or ""), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONUNBUFFERED": "1"}
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the listing will say so
             set_allocator(environment, importlib.metadata.version("torch"))
+        set_cudnn(environment)
         return environment
 
     def _log_size(self) -> int:

@@ -318,7 +318,8 @@ def weight_gradient(setting: Setting) -> Result:
             values[f"{name}_error"] = error(main_grad[:64], 2 * exact)
             timing = timed(lambda kernel=kernel, into=main_grad: kernel(into, grad, x, False), setting)
         values[f"{name}_ms"], values[f"{name}_spread"] = timing
-        limit = 1e-2 if name == "separate" or missing is not None else 1e-5
+        # 8192 products of bf16 numbers are added in fp32, in the order of the library.
+        limit = 1e-2 if name == "separate" or missing is not None else 1e-4
         check(values[f"{name}_error"] <= limit, f"{name}: error {values[f'{name}_error']:.1e}")
     why = "" if missing is None else f"; not fused here: {missing}"
     words = (f"{key[:-3]} {ms:.3g} ms" for key, ms in values.items() if key.endswith("_ms"))

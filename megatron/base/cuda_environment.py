@@ -5,6 +5,8 @@ Variables that the user has set stay. This file does not import torch, which rea
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 from collections.abc import Mapping, MutableMapping
 
 from megatron.base.errors import ConfigError
@@ -15,6 +17,9 @@ ALLOCATOR = "expandable_segments:True"
 # torch reads the first of these that is set. Versions before 2.11 may ignore the second, and later ones warn of the first.
 _ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SECOND_SINCE = (2, 11)
+# Where Transformer Engine looks for cuDNN first.
+_CUDNN_NAMES = ("CUDNN_HOME", "CUDNN_PATH")
+_CUDNN_WHEEL = "nvidia.cudnn"
 # Fixed work spaces for cuBLAS, and sums of NCCL in one order. Both may be faster otherwise.
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 _FIXED_WORKSPACES = (":4096:8", ":16:8")
@@ -25,6 +30,20 @@ def set_allocator(environment: MutableMapping[str, str], torch_version: str) -> 
     if not any(name in environment for name in _ALLOCATOR_NAMES):
         version = tuple(int(part) for part in torch_version.split(".")[:2])
         environment[_ALLOCATOR_NAMES[version >= _SECOND_SINCE]] = ALLOCATOR
+
+
+def set_cudnn(environment: MutableMapping[str, str]) -> None:
+    """Makes Transformer Engine take the cuDNN of torch's wheels, if torch came with one. Must run before it is imported.
+
+    It would take one of the system first, of which it then loads parts beside those that torch has loaded. Parts of two
+    versions do not fit together.
+    """
+    if any(name in environment for name in _CUDNN_NAMES):
+        return
+    with contextlib.suppress(ModuleNotFoundError):  # no package of NVIDIA's
+        wheel = importlib.util.find_spec(_CUDNN_WHEEL)
+        if wheel is not None and wheel.submodule_search_locations:
+            environment[_CUDNN_NAMES[0]] = next(iter(wheel.submodule_search_locations))
 
 
 def set_deterministic(environment: MutableMapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.base.cuda_environment import set_cudnn
 from megatron.base.errors import ConfigError, first_line
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -86,6 +88,7 @@ def find_engine(impl: str, device: torch.device, in_child: partial[None] | None 
     oldest = ".".join(map(str, OLDEST))
     if _release(version) < OLDEST:
         raise _refusal(f"{_PACKAGE} {version} is installed, version {oldest} is the oldest that works")
+    set_cudnn(os.environ)
     failure = None if in_child is None else failure_in_child(in_child, device, _PACKAGE)
     if failure is not None:
         raise _refusal(f"{_PACKAGE} {version}: {failure}")

@@ -2,7 +2,14 @@
 
 import pytest
 
-from megatron.base.cuda_environment import allocator_settings, deterministic_settings, set_allocator, set_deterministic
+from megatron.base import cuda_environment
+from megatron.base.cuda_environment import (
+    allocator_settings,
+    deterministic_settings,
+    set_allocator,
+    set_cudnn,
+    set_deterministic,
+)
 from megatron.base.errors import ConfigError
 
 GROWING = "expandable_segments:True"
@@ -66,3 +73,31 @@ def test_deterministic_mode_keeps_what_agrees_with_it(given):
 def test_deterministic_mode_refuses_what_contradicts_it(given, message):
     with pytest.raises(ConfigError, match=message):
         deterministic(**given)
+
+
+class TestCudnn:
+    @pytest.fixture
+    def wheel(self, tmp_path, monkeypatch):
+        """torch's cuDNN, in a folder of its own."""
+        folder = tmp_path / "vendor_of_wheels" / "cudnn"
+        folder.mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(cuda_environment, "_CUDNN_WHEEL", "vendor_of_wheels.cudnn")
+        return folder
+
+    def test_the_wheel_is_taken(self, wheel):
+        environment = {}
+        set_cudnn(environment)
+        assert environment == {"CUDNN_HOME": str(wheel)}
+
+    @pytest.mark.parametrize("name", ["CUDNN_HOME", "CUDNN_PATH"])
+    def test_the_choice_of_the_user_stays(self, name, wheel):
+        environment = {name: "/opt/cudnn"}
+        set_cudnn(environment)
+        assert environment == {name: "/opt/cudnn"}
+
+    def test_no_wheel(self, monkeypatch):
+        monkeypatch.setattr(cuda_environment, "_CUDNN_WHEEL", "no_such_vendor.cudnn")
+        environment = {}
+        set_cudnn(environment)
+        assert environment == {}

@@ -397,7 +397,7 @@ class TestProgram:
         layout = Layout(tp=2, sequence_parallel=True, pp=2, sharding="optim", dp_overlap=True)
         (found,) = MemoryBounds(run, 16, Software().target).exact([layout])
         assert max(ranks, key=float) == f"{found.device / 2**20:.1f}"
-        assert shown.startswith(f"memory {found.device / GB:.1f} GB of tensors on pipeline rank 1, the fullest")
+        assert shown.startswith(f"memory {found.device / GB:.1f} GB of tensors on pipeline rank 0, the fullest")
         needed = used_memory(found.device)
         assert f"{needed / GB:.1f} GB: fits {80 * GIB / GB:.1f} GB" in shown
         (row,) = predict([{**ROW, "attention": "cuDNN", "source": "megatron-lm-llama-fp8"}], fitted())
