@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -37,3 +38,17 @@ def row_order(assignments: Assignments, count: int) -> RowOrder:
     """The order of assignments to `count` rows, M."""
     rows, order = assignments.rows.sort(stable=True)
     return RowOrder(order, torch.searchsorted(rows, torch.arange(count, device=rows.device)))
+
+
+def gather_rows(rows: Tensor, assignments: Assignments) -> Tensor:
+    """rows [M, h] -> the row of each assignment, [A, h]."""
+    return rows.index_select(0, assignments.rows)
+
+
+def sum_rows(values: Tensor, by_row: RowOrder) -> Tensor:
+    """values [A, h] of assignments -> their sum for each row, [M, h]: in ascending order of the experts, in fp32, and
+    rounded once."""
+    if not len(values):
+        return values.new_zeros(len(by_row.starts), values.shape[1])
+    # Adds the values of a row one after the other, in this order; index_add_ on CUDA would add them in any order.
+    return F.embedding_bag(by_row.order, values, by_row.starts, mode="sum")

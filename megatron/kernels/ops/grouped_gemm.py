@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.base.errors import first_line
-from megatron.kernels.ops.assignments import Assignments, RowOrder, row_order
+from megatron.kernels.ops.assignments import Assignments, RowOrder, gather_rows, row_order, sum_rows
 from megatron.kernels.ops.gemm import slow_half
 from megatron.kernels.ops.weight_grad import WeightGrad
 
@@ -51,18 +51,14 @@ def grouped(values: Tensor, matrices: Tensor, assignments: Assignments) -> Tenso
 
 def gather_product(gemm: GroupedGemm, rows: Tensor, assignments: Assignments, matrices: Tensor) -> Tensor:
     """rows [M, in], matrices [E, in, out] -> each assignment's row times its expert's matrix, [A, out]."""
-    return gemm(rows.index_select(0, assignments.rows), matrices, assignments)
+    return gemm(gather_rows(rows, assignments), matrices, assignments)
 
 
 def product_sum(
     gemm: GroupedGemm, values: Tensor, assignments: Assignments, matrices: Tensor, by_row: RowOrder
 ) -> Tensor:
     """values [A, in], matrices [E, in, out] -> each value times its expert's matrix, added up per row: [M, out]."""
-    products = gemm(values, matrices, assignments)
-    if not products.shape[0]:
-        return products.new_zeros(len(by_row.starts), products.shape[1])
-    # Adds the products of a row one after the other, in this order; index_add_ on CUDA would add them in any order.
-    return F.embedding_bag(by_row.order, products, by_row.starts, mode="sum")
+    return sum_rows(gemm(values, matrices, assignments), by_row)
 
 
 def write_weight_grad(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.ops.activation import Activation
-from megatron.kernels.ops.assignments import Assignments, RowOrder, row_order
+from megatron.kernels.ops.assignments import Assignments, RowOrder, gather_rows, row_order
 from megatron.kernels.ops.grouped_gemm import GroupedGemm, gather_product, product_sum, write_weight_grad
 from megatron.kernels.ops.weight_grad import WeightGrad
 
@@ -117,14 +117,14 @@ def backward(
 def _write_fc1(
     grad_inner: Tensor, rows: Tensor, assignments: Assignments, kernel: WeightGrad, main_grad: Tensor, overwrite: bool
 ) -> None:
-    gathered = rows.index_select(0, assignments.rows)
+    gathered = gather_rows(rows, assignments)
     write_weight_grad(main_grad.flatten(1, -2), grad_inner, gathered, assignments.sizes, kernel, overwrite)
 
 
 def _write_fc2(
     grad: Tensor, weighted: Tensor, assignments: Assignments, kernel: WeightGrad, main_grad: Tensor, overwrite: bool
 ) -> None:
-    gathered = grad.index_select(0, assignments.rows)
+    gathered = gather_rows(grad, assignments)
     write_weight_grad(main_grad, gathered, weighted, assignments.sizes, kernel, overwrite)
 
 
