@@ -61,11 +61,13 @@ SHAPES = {
 CALLS_BACKWARD = "core.pipeline_parallel.engine"
 AUTOGRAD = "autograd"  # the gradients of torch's own operations
 ATTENTION = "kernels.ops.attention"
+EXPERT_WEIGHTS = "kernels.backends.triton.expert_weight_grad"
 LARGE = (
     ATTENTION,
     "kernels.ops.gemm",
     "kernels.ops.grouped_gemm",
     "kernels.ops.weight_grad",
+    EXPERT_WEIGHTS,
 )  # the products of a layer
 UPDATES = ("core.optimizer", "core.distributed", "kernels.ops.adam", "kernels.backends.triton.adam")
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
@@ -123,7 +125,8 @@ class CountedWork(TorchDispatchMode):
         arguments = dict(zip(kernel.arg_names, args, strict=True))
         read, written = traffic(kernel, arguments)
         moved = sum(nbytes(arguments[name]) for name in [*read, *written])
-        self.add(caller(), Work(1, moved))
+        source = caller()
+        self.add(source, Work(1, moved, flops_of_weights(arguments) if source == EXPERT_WEIGHTS else 0))
 
 
 def caller() -> str:
@@ -213,6 +216,12 @@ def flops_of(name: str, func: Any, read: list[Tensor], results: list[Tensor], ou
         pairs = query.numel() // query.shape[-1] * key.shape[rows] // 2  # half are masked
         return 2 * (5 if backward else 2) * pairs * query.shape[-1]
     return 0
+
+
+def flops_of_weights(arguments: dict[str, Any]) -> int:
+    """FLOPs of the gradients of all experts' weights."""
+    pairs = arguments["grad_rows_ptr" if arguments["PICK_GRADS"] else "grads_ptr"]
+    return 2 * len(pairs) * int(arguments["main_ptr"][0].numel())
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron.base.errors import first_line
 from megatron.kernels.ops.assignments import Assignments, RowOrder, gather_rows, row_order, sum_rows
 from megatron.kernels.ops.gemm import slow_half
-from megatron.kernels.ops.weight_grad import WeightGrad
 
 _ALIGNMENT = 16  # bytes; of the distance between rows of a matrix, for torch's grouped product
 
@@ -59,22 +58,6 @@ def product_sum(
 ) -> Tensor:
     """values [A, in], matrices [E, in, out] -> each value times its expert's matrix, added up per row: [M, out]."""
     return sum_rows(gemm(values, matrices, assignments), by_row)
-
-
-def write_weight_grad(
-    main_grad: Tensor, grads: Tensor, values: Tensor, sizes: list[int], kernel: WeightGrad, overwrite: bool
-) -> None:
-    """Writes or adds each expert's gradient to main_grad [E, out, in]; zeros for experts without rows if `overwrite`.
-
-    grads [A, out], values [A, in]. One product per expert: it adds in fp32, which torch's grouped product does not, and
-    writes all elements for any number of rows.
-    """
-    pieces = zip(sizes, grads.split(sizes), values.split(sizes), main_grad.unbind(), strict=True)
-    for size, grad, value, of_expert in pieces:
-        if size:
-            kernel(of_expert, grad, value, overwrite)
-        elif overwrite:
-            of_expert.zero_()
 
 
 def choose(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> tuple[GroupedGemm, str | None]:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.ops.activation import Activation
-from megatron.kernels.ops.assignments import Assignments, RowOrder, gather_rows, row_order
-from megatron.kernels.ops.grouped_gemm import GroupedGemm, gather_product, product_sum, write_weight_grad
-from megatron.kernels.ops.weight_grad import WeightGrad
+from megatron.kernels.ops.assignments import Assignments, RowOrder, row_order
+from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked
+from megatron.kernels.ops.grouped_gemm import GroupedGemm, gather_product, product_sum
 
 # Takes a function of (main_grad, overwrite) that writes or adds a gradient, and calls it now or later.
 Deliver = Callable[[Callable[[Tensor, bool], None]], None]
@@ -29,7 +29,7 @@ class ExpertKernels:
     """How the experts of a layer compute."""
 
     gemm: GroupedGemm
-    weight_grad: WeightGrad
+    weight_grad: ExpertWeightGrad
     activation: Activation
 
 
@@ -97,7 +97,8 @@ def backward(
     grad_weights = (grad_activated * activated.to(saved.weights.dtype)).sum(dim=-1)
     if deliver_fc2 is not None:
         weighted = _weighted(activated, saved.weights, in_place=saved.activated is None)
-        deliver_fc2(functools.partial(_write_fc2, grad, weighted, assignments, kernels.weight_grad))
+        picked = Picked(grad, assignments.rows)
+        deliver_fc2(functools.partial(_write, picked, Picked(weighted, None), assignments, kernels.weight_grad))
         del weighted
     del activated
     if deliver_fc1 is None and not wants_rows:
@@ -107,25 +108,23 @@ def backward(
     del grad_activated
     if deliver_fc1 is not None:
         assert saved.rows is not None
-        deliver_fc1(functools.partial(_write_fc1, grad_inner, saved.rows, assignments, kernels.weight_grad))
+        picked = Picked(saved.rows, assignments.rows)
+        deliver_fc1(functools.partial(_write, Picked(grad_inner, None), picked, assignments, kernels.weight_grad))
     if not wants_rows:
         return None, grad_weights
     by_row = RowOrder(saved.order, saved.starts)
     return product_sum(gemm, grad_inner, assignments, fc1.flatten(1, -2), by_row), grad_weights
 
 
-def _write_fc1(
-    grad_inner: Tensor, rows: Tensor, assignments: Assignments, kernel: WeightGrad, main_grad: Tensor, overwrite: bool
+def _write(
+    grads: Picked,
+    values: Picked,
+    assignments: Assignments,
+    kernel: ExpertWeightGrad,
+    main_grad: Tensor,
+    overwrite: bool,
 ) -> None:
-    gathered = gather_rows(rows, assignments)
-    write_weight_grad(main_grad.flatten(1, -2), grad_inner, gathered, assignments.sizes, kernel, overwrite)
-
-
-def _write_fc2(
-    grad: Tensor, weighted: Tensor, assignments: Assignments, kernel: WeightGrad, main_grad: Tensor, overwrite: bool
-) -> None:
-    gathered = gather_rows(grad, assignments)
-    write_weight_grad(main_grad, gathered, weighted, assignments.sizes, kernel, overwrite)
+    kernel(main_grad.flatten(1, -2), grads, values, assignments, overwrite)
 
 
 def _weighted(values: Tensor, weights: Tensor, *, in_place: bool) -> Tensor:

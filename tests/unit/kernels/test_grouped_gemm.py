@@ -6,9 +6,10 @@ import torch.nn.functional as F
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.choose import choose_kernels
-from megatron.kernels.ops import gemm, grouped_gemm, weight_grad
+from megatron.kernels.ops import expert_weight_grad, gemm, grouped_gemm, weight_grad
 from megatron.kernels.ops.assignments import row_order
-from megatron.kernels.ops.grouped_gemm import gather_product, grouped, loop, product_sum, write_weight_grad
+from megatron.kernels.ops.expert_weight_grad import Picked
+from megatron.kernels.ops.grouped_gemm import gather_product, grouped, loop, product_sum
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices
 
@@ -94,7 +95,8 @@ def test_write_weight_grad(case, overwrite):
     rows, grads = random(ROWS, IN), random(len(assignments.rows), OUT, seed=1)
     before = torch.full((E, OUT, IN), float("nan")) if overwrite else random(E, OUT, IN, seed=2)
     main_grad = before.clone()
-    write_weight_grad(main_grad, grads, rows[assignments.rows], assignments.sizes, weight_grad.fused, overwrite)
+    write = expert_weight_grad.one_by_one(weight_grad.fused)
+    write(main_grad, Picked(grads, None), Picked(rows, assignments.rows), assignments, overwrite)
     expected = torch.zeros(E, OUT, IN) if overwrite else before
     of_each = torch.einsum("ao,ai->aoi", grads, rows[assignments.rows])
     torch.testing.assert_close(main_grad, expected.index_add(0, experts_of(assignments), of_each))

@@ -31,7 +31,7 @@ class Experts(nn.Module):
         self.linear_fc1 = _Stack(build.parameter(spec.linear_fc1))
         self.linear_fc2 = _Stack(build.parameter(spec.linear_fc2))
         activation = build.kernels.fused.activations[spec.activation]
-        kernels = ExpertKernels(build.kernels.grouped, build.kernels.weight_grad, activation)
+        kernels = ExpertKernels(build.kernels.grouped, build.kernels.experts.weight_grad, activation)
         self._call = _Call(kernels, keep_activation=not recompute_activation)
         self._skip_fc2 = False
 

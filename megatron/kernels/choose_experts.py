@@ -1,0 +1,94 @@
+"""The kernels of experts in a run: those in Triton where they run and compute the same, else plain torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.kernels import fused
+from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked, one_by_one
+from megatron.kernels.ops.weight_grad import WeightGrad, separate
+
+_SIZES = [70, 0, 3, 131]  # assignments of the experts of a trial: more than a tile, none, less than one
+
+
+class ExpertOps(NamedTuple):
+    """What experts compute besides their products (grouped_gemm.py)."""
+
+    weight_grad: ExpertWeightGrad
+
+
+def plain(weight_grad: WeightGrad) -> ExpertOps:
+    """The kernels of plain torch. weight_grad: of one matrix."""
+    return ExpertOps(one_by_one(weight_grad))
+
+
+def load() -> ExpertOps:
+    """Returns the kernels in Triton, which is imported here."""
+    name = "megatron.kernels.backends.triton"
+    return ExpertOps(importlib.import_module(f"{name}.expert_weight_grad").write_weight_grads)
+
+
+def choose_experts(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, weight_grad: WeightGrad
+) -> tuple[ExpertOps, str]:
+    """Returns the kernels, and "those in Triton (why not the others)" for the start-up table.
+
+    weight_grad: of one matrix, for plain torch. Each kernel is tried on a few rows, as those of fused.py.
+    """
+    chosen = plain(weight_grad)
+    why = "the model has no experts" if config.num_experts is None else fused.missing(device)
+    if why is not None:
+        return chosen, f"none ({why})"
+    found, names, reasons = load(), [], []
+    trials: dict[str, tuple[str, str | None, Callable[[], None]]] = {
+        "weight_grad": (
+            "weight gradients",
+            _no_weight_grad(config, dtype),
+            lambda: _try_weight_grad(found.weight_grad, device, dtype),
+        ),
+    }
+    for field, (name, refused, trial) in trials.items():
+        failure = refused or fused.failure_of(trial)
+        if failure is None:
+            chosen = chosen._replace(**{field: getattr(found, field)})
+            names.append(name)
+        else:
+            reasons.append(f"{name} not: {failure}")
+    return chosen, f"{', '.join(names) or 'none'} ({'; '.join(reasons)})"
+
+
+def _no_weight_grad(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    if not config.gradient_accumulation_fusion:
+        return "--no-gradient-accumulation-fusion"
+    return "GPUs multiply fp32 faster in torch" if dtype == torch.float32 else None
+
+
+def _assignments(device: torch.device) -> Assignments:
+    """Of 256 rows, as every expert picks some."""
+    rows = [torch.arange(size, device=device) * 256 // max(size, 1) for size in _SIZES]
+    ends = torch.tensor(_SIZES, device=device).cumsum(0).int()
+    return Assignments(torch.cat(rows), ends, _SIZES)
+
+
+def _try_weight_grad(kernel: ExpertWeightGrad, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises an error if the kernel cannot run, or gives wrong results."""
+    assignments = _assignments(device)
+    wide, narrow = (fused.numbers(device, dtype, rows, width) for rows, width in ((256, 272), (sum(_SIZES), 144)))
+    for shape, grads, values in (
+        ((272, 144), Picked(wide, assignments.rows), Picked(narrow, None)),
+        ((144, 272), Picked(narrow, None), Picked(wide, assignments.rows)),
+    ):
+        results: list[tuple[Tensor, ...]] = []
+        for each in (kernel, one_by_one(separate)):
+            main_grad = torch.full((len(_SIZES), *shape), float("nan"), device=device)
+            for overwrite in (True, False):
+                each(main_grad, grads, values, assignments, overwrite)
+            results.append((main_grad,))
+        fused.compare(*results)
