@@ -41,6 +41,12 @@ def expert_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
         calls[f"gradient of fc2{name}"] = lambda overwrite=overwrite: of_weights.write_weight_grads(
             fc2, picked, Picked(activated, None), assignments, overwrite
         )
+    weights = torch.zeros(count, device=device)
+    gated = _module("weighted_activation").swiglu
+    calls["weighted SwiGLU"] = lambda: gated.product(inner, None, weights)
+    calls["weighted SwiGLU backward"] = lambda: gated.gradient(
+        activated, inner, None, weights, take=lambda product: None, wants_inner=True
+    )
     return calls
 
 

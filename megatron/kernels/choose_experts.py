@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -14,25 +15,36 @@ from megatron.kernels import fused
 from megatron.kernels.ops.assignments import Assignments
 from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked, one_by_one
 from megatron.kernels.ops.weight_grad import WeightGrad, separate
+from megatron.kernels.ops.weighted_activation import Separate, WeightedActivation
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, SWIGLU
 
 _SIZES = [70, 0, 3, 131]  # assignments of the experts of a trial: more than a tile, none, less than one
 
 
 class ExpertOps(NamedTuple):
-    """What experts compute besides their products (grouped_gemm.py)."""
+    """What experts compute besides their products (grouped_gemm.py). activations: by the name that the model's specification
+    gives them; those that are missing are weighted after they are computed.
+    """
 
     weight_grad: ExpertWeightGrad
+    activations: Mapping[str, WeightedActivation]
 
 
 def plain(weight_grad: WeightGrad) -> ExpertOps:
     """The kernels of plain torch. weight_grad: of one matrix."""
-    return ExpertOps(one_by_one(weight_grad))
+    return ExpertOps(one_by_one(weight_grad), MappingProxyType({}))
 
 
 def load() -> ExpertOps:
     """Returns the kernels in Triton, which is imported here."""
     name = "megatron.kernels.backends.triton"
-    return ExpertOps(importlib.import_module(f"{name}.expert_weight_grad").write_weight_grads)
+    of_weights, gated = (
+        importlib.import_module(f"{name}.{each}") for each in ("expert_weight_grad", "weighted_activation")
+    )
+    return ExpertOps(
+        of_weights.write_weight_grads,
+        MappingProxyType({SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}),
+    )
 
 
 def choose_experts(
@@ -53,6 +65,11 @@ def choose_experts(
             _no_weight_grad(config, dtype),
             lambda: _try_weight_grad(found.weight_grad, device, dtype),
         ),
+        "activations": (
+            "weighted activation",
+            _no_activation(config),
+            lambda: _try_activation(found.activations, config, device, dtype),
+        ),
     }
     for field, (name, refused, trial) in trials.items():
         failure = refused or fused.failure_of(trial)
@@ -68,6 +85,12 @@ def _no_weight_grad(config: ModelConfig, dtype: torch.dtype) -> str | None:
     if not config.gradient_accumulation_fusion:
         return "--no-gradient-accumulation-fusion"
     return "GPUs multiply fp32 faster in torch" if dtype == torch.float32 else None
+
+
+def _no_activation(config: ModelConfig) -> str | None:
+    if not (config.swiglu or config.geglu):
+        return "it has no gate"
+    return None if config.bias_swiglu_fusion else "--no-bias-swiglu-fusion"
 
 
 def _assignments(device: torch.device) -> Assignments:
@@ -91,4 +114,22 @@ def _try_weight_grad(kernel: ExpertWeightGrad, device: torch.device, dtype: torc
             for overwrite in (True, False):
                 each(main_grad, grads, values, assignments, overwrite)
             results.append((main_grad,))
+        fused.compare(*results)
+
+
+def _try_activation(
+    activations: Mapping[str, WeightedActivation], config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raises an error if a kernel cannot run, or gives wrong results."""
+    inner, grad = (fused.numbers(device, dtype, 64, width, turns=turns) for width, turns in ((256, 0.7), (128, 1.1)))
+    weights = fused.numbers(device, torch.float32, 64, turns=1.3)
+    for name in (SWIGLU,) if config.swiglu else (GEGLU, GEGLU_TANH):
+        results: list[tuple[Tensor, ...]] = []
+        for each in (activations[name], Separate(fused.SEPARATE.activations[name])):
+            again: list[Tensor] = []
+            grad_inner, grad_weights = each.gradient(
+                grad.clone(), inner, None, weights, take=again.append, wants_inner=True
+            )
+            assert grad_inner is not None
+            results.append((each.product(inner, None, weights), again[0], grad_inner, grad_weights))
         fused.compare(*results)

@@ -12,6 +12,7 @@ from megatron.kernels.ops.assignments import Assignments
 from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
 from megatron.kernels.ops.grouped_gemm import grouped, loop
 from megatron.kernels.ops.grouped_mlp import ExpertKernels
+from megatron.kernels.ops.weighted_activation import Separate
 from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices, stacks
@@ -30,7 +31,7 @@ def run(kernel, device, dtype, case, kernel_of_weights=ONE_BY_ONE):
     assignments = Assignments(rows, torch.tensor(sizes, device=device).cumsum(0).int(), sizes)
     fc1, fc2 = (w.bfloat16().to(device, dtype) for w in stacks(E, H, WIDTH, gated=True))
     x, grad = (random(ROWS, H, seed=seed).bfloat16().to(device, dtype) for seed in (0, 1))
-    kernels = ExpertKernels(kernel, kernel_of_weights, activation.swiglu)
+    kernels = ExpertKernels(kernel, kernel_of_weights, Separate(activation.swiglu))
     main_dtype = torch.promote_types(dtype, torch.float32)
     main_grads = [torch.full(w.shape, float("nan"), device=device, dtype=main_dtype) for w in (fc1, fc2)]
     out, saved = grouped_mlp.forward(x, weights, assignments, fc1, fc2, kernels, keep_activation=False, skip_fc2=False)
@@ -111,3 +112,17 @@ def test_weight_gradients_of_all_experts(case, outputs, inputs, overwrite):
             results.append(torch.full_like(before, float("nan")) if overwrite else before.clone())
             kernel(results[-1], grads, values, assignments, overwrite)
         assert_near(results[:1], results[1:], 1e-4)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("width", [768, 2816, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weighted_activations(name, width, dtype):
+    inner, grad = (random(300, w, dtype=dtype, seed=w).to(CUDA) for w in (2 * width, width))
+    weights, results = random(300, seed=2).abs().to(CUDA), []
+    for kernel in (choose_experts.load().activations[name], Separate(getattr(activation, name))):
+        again = []
+        gradients = kernel.gradient(grad.clone(), inner, None, weights, take=again.append, wants_inner=True)
+        results.append((kernel.product(inner, None, weights), *again, *gradients))
+    assert_near(*results, 2e-2)

@@ -5,9 +5,10 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import choose_experts, fused
-from megatron.kernels.backends.triton import expert_weight_grad
-from megatron.kernels.ops import weight_grad
+from megatron.kernels.backends.triton import expert_weight_grad, weighted_activation
+from megatron.kernels.ops import activation, weight_grad
 from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
+from megatron.kernels.ops.weighted_activation import Separate
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices
 from tests.unit.kernels.triton.near import assert_near
@@ -46,6 +47,32 @@ class TestWeightGrad:
         self.compare(case, outputs, inputs, overwrite, second)
 
 
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+class TestWeightedActivation:
+    def run(self, kernel, inner, grad, weights, *, wants_inner=True, wants_product=True):
+        again = []
+        gradients = kernel.gradient(
+            grad.clone(), inner, None, weights, take=again.append if wants_product else None, wants_inner=wants_inner
+        )
+        return [kernel.product(inner, None, weights), *again, *gradients]
+
+    @pytest.mark.parametrize(("count", "width"), [(5, 33), (3, 2100), (0, 8), (1, 1)])
+    def test_parity(self, name, dtype, count, width):
+        found, expected = getattr(weighted_activation, name), Separate(getattr(activation, name))
+        given = random(count, 2 * width, dtype=dtype), random(count, width, dtype=dtype, seed=1), random(count, seed=2)
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-3  # a bit more or less where a sum is rounded
+        assert_near(self.run(found, *given), self.run(expected, *given), tolerance)
+
+    def test_what_is_not_wanted(self, name, dtype):
+        kernel = getattr(weighted_activation, name)
+        given = random(4, 16, dtype=dtype), random(4, 8, dtype=dtype, seed=1), random(4, seed=2)
+        product, again, grad_inner, grad_weights = self.run(kernel, *given)
+        assert torch.equal(product, again)
+        assert_near(self.run(kernel, *given, wants_inner=False), [product, again, None, grad_weights])
+        assert_near(self.run(kernel, *given, wants_product=False), [product, grad_inner, grad_weights])
+
+
 class TestChoice:
     """On a CPU, as on CUDA."""
 
@@ -64,7 +91,7 @@ class TestChoice:
 
     def test_the_kernels_are_tried_and_taken(self, in_fp32):
         chosen, choice = self.choose()
-        assert choice == "weight gradients ()"
+        assert choice == "weight gradients, weighted activation ()"
         assert chosen == choose_experts.load()
 
     def test_a_wrong_kernel_is_left_out(self, in_fp32, monkeypatch):
@@ -72,13 +99,16 @@ class TestChoice:
             expert_weight_grad.write_weight_grads(main_grad, grads, values, assignments, overwrite)
             main_grad[-1].zero_()
 
-        monkeypatch.setattr(choose_experts, "load", lambda: choose_experts.ExpertOps(without_the_last))
+        found = choose_experts.load()._replace(weight_grad=without_the_last)
+        monkeypatch.setattr(choose_experts, "load", lambda: found)
         chosen, choice = self.choose()
-        assert choice == "none (weight gradients not: its results are wrong)"
+        assert choice == "weighted activation (weight gradients not: its results are wrong)"
         assert chosen.weight_grad is not without_the_last
 
     def test_reasons(self):
         assert "weight gradients not: GPUs multiply fp32 faster in torch" in self.choose()[1]
         found = self.choose(torch.bfloat16, gradient_accumulation_fusion=False)[1]
         assert "weight gradients not: --no-gradient-accumulation-fusion" in found
+        assert "weighted activation not: it has no gate" in self.choose(swiglu=False)[1]
+        assert "weighted activation not: --no-bias-swiglu-fusion" in self.choose(bias_swiglu_fusion=False)[1]
         assert self.choose(num_experts=None)[1] == "none (the model has no experts)"
