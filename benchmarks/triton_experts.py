@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assignments, RowOrder
 from megatron.kernels.ops.expert_weight_grad import Picked
 
 HIDDEN, WIDTH, EXPERTS, TOPK = 2048, 768, 128, 8
@@ -47,6 +47,10 @@ def expert_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
     calls["weighted SwiGLU backward"] = lambda: gated.gradient(
         activated, inner, None, weights, take=lambda product: None, wants_inner=True
     )
+    rows_of = _module("assigned_rows")
+    by_row = RowOrder(assignments.rows, torch.zeros(tokens, dtype=torch.int64, device=device))
+    calls["rows of assignments"] = lambda: rows_of.gather(rows, assignments.rows)
+    calls["sums of assignments"] = lambda: rows_of.add_up(half(count, HIDDEN), by_row)
     return calls
 
 

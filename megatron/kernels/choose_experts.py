@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import fused
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops import assignments
+from megatron.kernels.ops.assignments import Assignments, RowKernels, row_order
 from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked, one_by_one
 from megatron.kernels.ops.weight_grad import WeightGrad, separate
 from megatron.kernels.ops.weighted_activation import Separate, WeightedActivation
@@ -28,22 +29,25 @@ class ExpertOps(NamedTuple):
 
     weight_grad: ExpertWeightGrad
     activations: Mapping[str, WeightedActivation]
+    rows: RowKernels
 
 
 def plain(weight_grad: WeightGrad) -> ExpertOps:
     """The kernels of plain torch. weight_grad: of one matrix."""
-    return ExpertOps(one_by_one(weight_grad), MappingProxyType({}))
+    return ExpertOps(one_by_one(weight_grad), MappingProxyType({}), assignments.SEPARATE)
 
 
 def load() -> ExpertOps:
     """Returns the kernels in Triton, which is imported here."""
     name = "megatron.kernels.backends.triton"
-    of_weights, gated = (
-        importlib.import_module(f"{name}.{each}") for each in ("expert_weight_grad", "weighted_activation")
+    of_weights, gated, rows = (
+        importlib.import_module(f"{name}.{each}")
+        for each in ("expert_weight_grad", "weighted_activation", "assigned_rows")
     )
     return ExpertOps(
         of_weights.write_weight_grads,
         MappingProxyType({SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}),
+        RowKernels(rows.gather, rows.add_up),
     )
 
 
@@ -70,6 +74,7 @@ def choose_experts(
             _no_activation(config),
             lambda: _try_activation(found.activations, config, device, dtype),
         ),
+        "rows": ("rows", None, lambda: _try_rows(found.rows, device, dtype)),
     }
     for field, (name, refused, trial) in trials.items():
         failure = refused or fused.failure_of(trial)
@@ -102,17 +107,17 @@ def _assignments(device: torch.device) -> Assignments:
 
 def _try_weight_grad(kernel: ExpertWeightGrad, device: torch.device, dtype: torch.dtype) -> None:
     """Raises an error if the kernel cannot run, or gives wrong results."""
-    assignments = _assignments(device)
+    given = _assignments(device)
     wide, narrow = (fused.numbers(device, dtype, rows, width) for rows, width in ((256, 272), (sum(_SIZES), 144)))
     for shape, grads, values in (
-        ((272, 144), Picked(wide, assignments.rows), Picked(narrow, None)),
-        ((144, 272), Picked(narrow, None), Picked(wide, assignments.rows)),
+        ((272, 144), Picked(wide, given.rows), Picked(narrow, None)),
+        ((144, 272), Picked(narrow, None), Picked(wide, given.rows)),
     ):
         results: list[tuple[Tensor, ...]] = []
         for each in (kernel, one_by_one(separate)):
             main_grad = torch.full((len(_SIZES), *shape), float("nan"), device=device)
             for overwrite in (True, False):
-                each(main_grad, grads, values, assignments, overwrite)
+                each(main_grad, grads, values, given, overwrite)
             results.append((main_grad,))
         fused.compare(*results)
 
@@ -133,3 +138,14 @@ def _try_activation(
             assert grad_inner is not None
             results.append((each.product(inner, None, weights), again[0], grad_inner, grad_weights))
         fused.compare(*results)
+
+
+def _try_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises an error if a kernel cannot run, or gives wrong results."""
+    given = _assignments(device)
+    rows, by_row = fused.numbers(device, dtype, 256, 264), row_order(given, 256)
+    results: list[tuple[Tensor, ...]] = []
+    for each in (kernels, assignments.SEPARATE):
+        gathered = each.gather(rows, given.rows)
+        results.append((gathered, each.add_up(gathered, by_row)))
+    fused.compare(*results)

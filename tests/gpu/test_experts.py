@@ -8,7 +8,8 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.kernels import choose_experts
 from megatron.kernels.ops import activation, grouped_gemm, grouped_mlp, weight_grad
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops import assignments as assignments_ops
+from megatron.kernels.ops.assignments import Assignments, row_order
 from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
 from megatron.kernels.ops.grouped_gemm import grouped, loop
 from megatron.kernels.ops.grouped_mlp import ExpertKernels
@@ -31,7 +32,7 @@ def run(kernel, device, dtype, case, kernel_of_weights=ONE_BY_ONE):
     assignments = Assignments(rows, torch.tensor(sizes, device=device).cumsum(0).int(), sizes)
     fc1, fc2 = (w.bfloat16().to(device, dtype) for w in stacks(E, H, WIDTH, gated=True))
     x, grad = (random(ROWS, H, seed=seed).bfloat16().to(device, dtype) for seed in (0, 1))
-    kernels = ExpertKernels(kernel, kernel_of_weights, Separate(activation.swiglu))
+    kernels = ExpertKernels(kernel, kernel_of_weights, Separate(activation.swiglu), assignments_ops.SEPARATE)
     main_dtype = torch.promote_types(dtype, torch.float32)
     main_grads = [torch.full(w.shape, float("nan"), device=device, dtype=main_dtype) for w in (fc1, fc2)]
     out, saved = grouped_mlp.forward(x, weights, assignments, fc1, fc2, kernels, keep_activation=False, skip_fc2=False)
@@ -126,3 +127,18 @@ def test_weighted_activations(name, width, dtype):
         gradients = kernel.gradient(grad.clone(), inner, None, weights, take=again.append, wants_inner=True)
         results.append((kernel.product(inner, None, weights), *again, *gradients))
     assert_near(*results, 2e-2)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("case", ["uniform", "skew", "all", "ragged", "none"])
+@pytest.mark.parametrize("width", [2048, 5000, 24])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_and_their_sums_have_the_same_bits(case, width, dtype):
+    rows, _, sizes = assign_on(CUDA, case)
+    by_row = row_order(Assignments(rows, torch.tensor(sizes, device=CUDA).cumsum(0).int(), sizes), ROWS)
+    values = random(ROWS, width, dtype=dtype).to(CUDA)
+    results = []
+    for kernels in (choose_experts.load().rows, assignments_ops.SEPARATE):
+        gathered = kernels.gather(values, rows)
+        results.append((gathered, kernels.add_up(gathered * 0.7, by_row)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,15 +41,25 @@ def row_order(assignments: Assignments, count: int) -> RowOrder:
     return RowOrder(order, torch.searchsorted(rows, torch.arange(count, device=rows.device)))
 
 
-def gather_rows(rows: Tensor, assignments: Assignments) -> Tensor:
-    """rows [M, h] -> the row of each assignment, [A, h]."""
-    return rows.index_select(0, assignments.rows)
+def gather(rows: Tensor, of: Tensor) -> Tensor:
+    """rows [M, h], of [A] int64 -> the rows of these numbers, [A, h]."""
+    return rows.index_select(0, of)
 
 
-def sum_rows(values: Tensor, by_row: RowOrder) -> Tensor:
+def add_up(values: Tensor, by_row: RowOrder) -> Tensor:
     """values [A, h] of assignments -> their sum for each row, [M, h]: in ascending order of the experts, in fp32, and
     rounded once."""
     if not len(values):
         return values.new_zeros(len(by_row.starts), values.shape[1])
     # Adds the values of a row one after the other, in this order; index_add_ on CUDA would add them in any order.
     return F.embedding_bag(by_row.order, values, by_row.starts, mode="sum")
+
+
+class RowKernels(NamedTuple):
+    """How rows are copied to their assignments, and what was computed there is added up."""
+
+    gather: Callable[[Tensor, Tensor], Tensor]
+    add_up: Callable[[Tensor, RowOrder], Tensor]
+
+
+SEPARATE = RowKernels(gather, add_up)

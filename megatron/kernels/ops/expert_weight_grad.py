@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assignments, gather
 from megatron.kernels.ops.weight_grad import WeightGrad
 
 
@@ -23,7 +23,7 @@ class Picked(NamedTuple):
 
     def gathered(self) -> Tensor:
         """Returns the operand."""
-        return self.source if self.rows is None else self.source.index_select(0, self.rows)
+        return self.source if self.rows is None else gather(self.source, self.rows)
 
 
 # (main_grad [E, out, in], gradients of the outputs [A, out], inputs [A, in], their assignments, overwrite instead of add).

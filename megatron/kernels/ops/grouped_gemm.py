@@ -1,9 +1,6 @@
 """Products of rows with the matrices of their experts.
 
-M rows; A assignments of a row to an expert, sorted by expert; E experts of this rank. A row may have any number of
-experts, so operands with M rows are gathered, and results for the same row are added: in ascending order of the experts
-and in fp32, rounded once. So two runs have the same bits on every device. The gathered rows are temporary. Nothing here is
-differentiable.
+A assignments of a row to an expert, sorted by expert; E experts of this rank. Nothing here is differentiable.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.base.errors import first_line
-from megatron.kernels.ops.assignments import Assignments, RowOrder, gather_rows, row_order, sum_rows
+from megatron.kernels.ops.assignments import Assignments
 from megatron.kernels.ops.gemm import slow_half
 
 _ALIGNMENT = 16  # bytes; of the distance between rows of a matrix, for torch's grouped product
@@ -48,18 +45,6 @@ def grouped(values: Tensor, matrices: Tensor, assignments: Assignments) -> Tenso
     return F.grouped_mm(values, matrices, offs=assignments.ends)
 
 
-def gather_product(gemm: GroupedGemm, rows: Tensor, assignments: Assignments, matrices: Tensor) -> Tensor:
-    """rows [M, in], matrices [E, in, out] -> each assignment's row times its expert's matrix, [A, out]."""
-    return gemm(gather_rows(rows, assignments), matrices, assignments)
-
-
-def product_sum(
-    gemm: GroupedGemm, values: Tensor, assignments: Assignments, matrices: Tensor, by_row: RowOrder
-) -> Tensor:
-    """values [A, in], matrices [E, in, out] -> each value times its expert's matrix, added up per row: [M, out]."""
-    return sum_rows(gemm(values, matrices, assignments), by_row)
-
-
 def choose(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> tuple[GroupedGemm, str | None]:
     """Returns the kernel, and the reason why it is not torch's grouped product (None if it is).
 
@@ -83,15 +68,14 @@ def failure_of_grouped(device: torch.device, dtype: torch.dtype) -> str | None:
     if not hasattr(F, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped product"
     size = 2 * _ALIGNMENT
-    rows = torch.ones(2, size, dtype=dtype, device=device)
+    values = torch.tensor([1.0, 2.0, 3.0], dtype=dtype, device=device).unsqueeze(1).expand(3, size).contiguous()
     matrices = torch.ones(3, size, size, dtype=dtype, device=device)
     ends = torch.tensor([2, 2, 3], dtype=torch.int32, device=device)
     assignments = Assignments(torch.tensor([0, 1, 1], device=device), ends, [2, 0, 1])
     try:
-        product = gather_product(grouped, rows, assignments, matrices)
-        total = product_sum(grouped, product, assignments, matrices.transpose(1, 2), row_order(assignments, 2))
+        products = [grouped(values, each, assignments) for each in (matrices, matrices.transpose(1, 2))]
     except RuntimeError as error:
         return f"torch {torch.__version__} cannot run its grouped product here: {first_line(error)}"
-    if total[0].ne(size**2).any() or total[1].ne(2 * size**2).any():
+    if any(product.ne(values * size).any() for product in products):
         return f"torch {torch.__version__} computes its grouped product wrongly here"
     return None

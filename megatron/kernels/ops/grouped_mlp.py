@@ -2,7 +2,8 @@
 
 M rows; A assignments of a row to an expert; E experts of this rank, of width f (local: f/etp). The output of a row is the
 sum over its assignments of  fc2_e (weight * activation(fc1_e row)).  The weight stands before fc2, so its gradient needs no
-output of fc2, and a region that is recomputed need not run fc2.
+output of fc2, and a region that is recomputed need not run fc2. A row may have any number of experts, so operands with M
+rows are gathered for a while, and results for the same row are added up in one order: two runs have the same bits.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.ops.assignments import Assignments, RowOrder, row_order
+from megatron.kernels.ops.assignments import Assignments, RowKernels, RowOrder, row_order
 from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked
-from megatron.kernels.ops.grouped_gemm import GroupedGemm, gather_product, product_sum
+from megatron.kernels.ops.grouped_gemm import GroupedGemm
 from megatron.kernels.ops.weighted_activation import WeightedActivation
 
 # Takes a function of (main_grad, overwrite) that writes or adds a gradient, and calls it now or later.
@@ -31,6 +32,7 @@ class ExpertKernels:
     gemm: GroupedGemm
     weight_grad: ExpertWeightGrad
     activation: WeightedActivation
+    rows: RowKernels
 
 
 class SavedExperts(NamedTuple):
@@ -64,14 +66,16 @@ def forward(
 
     skip_fc2: the output is undefined, and what is saved is the same. For the second run of a recomputed region.
     """
-    inner = gather_product(kernels.gemm, rows, assignments, fc1.flatten(1, -2).transpose(1, 2))
+    gathered = kernels.rows.gather(rows, assignments.rows)
+    inner = kernels.gemm(gathered, fc1.flatten(1, -2).transpose(1, 2), assignments)
+    del gathered
     kept = kernels.activation.keep(inner) if keep_activation else None
     by_row = row_order(assignments, len(rows))
     saved = SavedExperts(rows, *by_row, weights, inner, kept)
     if skip_fc2:
         return torch.empty_like(rows), saved
     weighted = kernels.activation.product(inner, kept, weights)
-    return product_sum(kernels.gemm, weighted, assignments, fc2.transpose(1, 2), by_row), saved
+    return kernels.rows.add_up(kernels.gemm(weighted, fc2.transpose(1, 2), assignments), by_row), saved
 
 
 def backward(
@@ -91,14 +95,14 @@ def backward(
     deliver_fc1, deliver_fc2: where the gradients of fc1 and fc2 go; None if they are frozen. A function that is called
     later keeps the tensors that it needs.
     """
-    gemm, write = kernels.gemm, functools.partial(_write, assignments, kernels.weight_grad)
+    write = functools.partial(_write, assignments, kernels.weight_grad)
 
     def deliver_weighted(weighted: Tensor) -> None:
         assert deliver_fc2 is not None
         deliver_fc2(functools.partial(write, Picked(grad, assignments.rows), Picked(weighted, None)))
 
     grad_inner, grad_weights = kernels.activation.gradient(
-        gather_product(gemm, grad, assignments, fc2),
+        kernels.gemm(kernels.rows.gather(grad, assignments.rows), fc2, assignments),
         saved.inner,
         saved.activated,
         saved.weights,
@@ -111,7 +115,8 @@ def backward(
     if grad_inner is None or not wants_rows:
         return None, grad_weights
     by_row = RowOrder(saved.order, saved.starts)
-    return product_sum(gemm, grad_inner, assignments, fc1.flatten(1, -2), by_row), grad_weights
+    products = kernels.gemm(grad_inner, fc1.flatten(1, -2), assignments)
+    return kernels.rows.add_up(products, by_row), grad_weights
 
 
 def _write(

@@ -35,7 +35,7 @@ class Experts(nn.Module):
         activation = of_experts.activations.get(spec.activation)
         if activation is None:
             activation = Separate(build.kernels.fused.activations[spec.activation])
-        kernels = ExpertKernels(build.kernels.grouped, of_experts.weight_grad, activation)
+        kernels = ExpertKernels(build.kernels.grouped, of_experts.weight_grad, activation, of_experts.rows)
         self._call = _Call(kernels, keep_activation=not recompute_activation)
         self._skip_fc2 = False
 

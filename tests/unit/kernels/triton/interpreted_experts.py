@@ -5,8 +5,9 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import choose_experts, fused
-from megatron.kernels.backends.triton import expert_weight_grad, weighted_activation
+from megatron.kernels.backends.triton import assigned_rows, expert_weight_grad, weighted_activation
 from megatron.kernels.ops import activation, weight_grad
+from megatron.kernels.ops.assignments import SEPARATE, row_order
 from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
 from megatron.kernels.ops.weighted_activation import Separate
 from tests.unit.kernels.close import random
@@ -45,6 +46,20 @@ class TestWeightGrad:
 
         self.compare(case, outputs, inputs, overwrite, first)
         self.compare(case, outputs, inputs, overwrite, second)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("width", [40, 2100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_and_their_sums(case, width, dtype):
+    """The same bits: the order of a sum is the same."""
+    assignments = assign(choices(case, ROWS, E), E)
+    rows, values = (random(n, width, dtype=dtype, seed=n) for n in (ROWS, len(assignments.rows)))
+    found, expected = (
+        (kernels.gather(rows, assignments.rows), kernels.add_up(values, row_order(assignments, ROWS)))
+        for kernels in (assigned_rows, SEPARATE)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh"])
@@ -91,7 +106,7 @@ class TestChoice:
 
     def test_the_kernels_are_tried_and_taken(self, in_fp32):
         chosen, choice = self.choose()
-        assert choice == "weight gradients, weighted activation ()"
+        assert choice == "weight gradients, weighted activation, rows ()"
         assert chosen == choose_experts.load()
 
     def test_a_wrong_kernel_is_left_out(self, in_fp32, monkeypatch):
@@ -102,7 +117,7 @@ class TestChoice:
         found = choose_experts.load()._replace(weight_grad=without_the_last)
         monkeypatch.setattr(choose_experts, "load", lambda: found)
         chosen, choice = self.choose()
-        assert choice == "weighted activation (weight gradients not: its results are wrong)"
+        assert choice == "weighted activation, rows (weight gradients not: its results are wrong)"
         assert chosen.weight_grad is not without_the_last
 
     def test_reasons(self):
